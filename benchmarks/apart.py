@@ -1,10 +1,12 @@
-"""Several proxies at one port that share nothing: what workers are compared with, to see what sharing costs.
+"""Several proxies at one port that share nothing: what workers are compared with, to see what
+sharing costs.
 
 Usage: apart.py COUNT OPTIONS...
 
-OPTIONS are those of `pdproxy serve`. Each process accepts a part of the connections, as workers do, and knows nothing of the
-others. Two processes with half of a load each cost more than one with all of it, whatever they share: each wakes up as often for
-fewer events, and the machine's caches hold two of everything.
+OPTIONS are those of `pdproxy serve`. Each process accepts a part of the connections, as workers do,
+and knows nothing of the others. Two processes with half of a load each cost more than one with all
+of it, whatever they share: each wakes up as often for fewer events, and the machine's caches hold
+two of everything.
 """
 
 from __future__ import annotations

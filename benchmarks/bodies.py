@@ -1,11 +1,13 @@
 """CPU time and memory per byte of every path that reads bytes of a client or an engine, as ratios.
 
-Usage: bodies.py [--paths body,stream] [--sizes 65536,1048576] [--times 5] [--checkout DIR] [--out FILE]
+Usage: bodies.py [--paths body,stream] [--sizes 65536,1048576] [--times 5] [--checkout DIR] [--out
+FILE]
 
-The unit is the body of a plain completion of 64 KiB: the CPU time per byte of parsing it is 1. Memory is in bytes per byte of
-input, without the input itself. Times are CPU time of the event loop's thread (the best of `--times` runs). Memory is the peak
-of the allocations, measured in a separate run. `turn ms` is the longest time for which the loop was blocked. The paths and
-inputs are those of tests/fuzz/cost (`PATHS` and the tables of recipes), where a path or an input is one line.
+The unit is the body of a plain completion of 64 KiB: the CPU time per byte of parsing it is 1.
+Memory is in bytes per byte of input, without the input itself. Times are CPU time of the event
+loop's thread (the best of `--times` runs). Memory is the peak of the allocations, measured in a
+separate run. `turn ms` is the longest time for which the loop was blocked. The paths and inputs are
+those of tests/fuzz/cost (`PATHS` and the tables of recipes), where a path or an input is one line.
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
                     continue
                 growth = cost.seconds * 256  # cost may grow with the square of the size
                 row = {"path": path.name, "input": name, "size": cost.size, "ns": cost.ns}
-                row |= {"ratio": cost.ns / unit, "memory": cost.bytes, "turn_ms": 1000 * cost.longest}
+                row |= {
+                    "ratio": cost.ns / unit,
+                    "memory": cost.bytes,
+                    "turn_ms": 1000 * cost.longest,
+                }
                 found.append(row)
                 cells += [f"{row['ratio']:.1f}", f"{row['memory']:.1f}", f"{row['turn_ms']:.1f}"]
             print(f"| {path.name} | {name} | " + " | ".join(cells) + " |", flush=True)
@@ -66,14 +72,24 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--paths", help="parts of names, comma separated")
     parser.add_argument("--sizes", default="65536,1048576", help="bytes of inputs, smallest first")
     parser.add_argument("--times", type=int, default=5, help="runs of each input")
     parser.add_argument(
-        "--most-seconds", type=float, default=60.0, help="skip a larger input that is expected to take longer"
+        "--most-seconds",
+        type=float,
+        default=60.0,
+        help="skip a larger input that is expected to take longer",
     )
-    parser.add_argument("--checkout", type=Path, default=stage.ROOT, help="the checkout to measure, with its own paths")
+    parser.add_argument(
+        "--checkout",
+        type=Path,
+        default=stage.ROOT,
+        help="the checkout to measure, with its own paths",
+    )
     parser.add_argument("--out", type=Path, help="write the rows to this file as JSON")
     options = parser.parse_args()
     checkout = options.checkout.resolve()

@@ -1,11 +1,14 @@
-"""What workers cost, counted: the Python bytecodes and calls of a request, of one process and of several workers.
+"""What workers cost, counted: the Python bytecodes and calls of a request, of one process and of
+several workers.
 
-Usage: bytecodes.py [--workers 1 2] [--loads whole,streams] [--requests 400] [--conc 8] [--serve "MORE OPTIONS"] [--top 0]
+Usage: bytecodes.py [--workers 1 2] [--loads whole,streams] [--requests 400] [--conc 8] [--serve
+"MORE OPTIONS"] [--top 0]
 
-CPU times vary by more than what is looked for; these counts do not, but each bytecode counts alike, and what C code does not
-count. A trace function of Python counts in all processes of the proxy, in front of mock engines. What runs without requests is
-counted for some seconds before, and taken off by the time; probes are rare meanwhile. --top: also the functions with the most
-bytecodes, and what those of the other rows have more than the first one.
+CPU times vary by more than what is looked for; these counts do not, but each bytecode counts alike,
+and what C code does not count. A trace function of Python counts in all processes of the proxy, in
+front of mock engines. What runs without requests is counted for some seconds before, and taken off
+by the time; probes are rare meanwhile. --top: also the functions with the most bytecodes, and what
+those of the other rows have more than the first one.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ PATIENCE = 30.0
 
 
 class Counting:
-    """Counts in this process, from one SIGUSR2 to the next one, which writes the counts to a file. Children inherit it."""
+    """Counts in this process, from one SIGUSR2 to the next one, which writes the counts to a file.
+    Children inherit it.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -129,16 +134,26 @@ class Counted:
         return found
 
 
-def count(workers: int, load: str, given: argparse.Namespace) -> tuple[float, float, float, dict[str, float]]:
-    """Return bytecodes and calls per request, bytecodes per second without requests, and bytecodes per request by function."""
+def count(
+    workers: int, load: str, given: argparse.Namespace
+) -> tuple[float, float, float, dict[str, float]]:
+    """Return bytecodes and calls per request, bytecodes per second without requests, and bytecodes
+    per request by function.
+    """
     chunks, itl, flags = LOADS[load]
-    with tempfile.TemporaryDirectory() as folder, stage.engines(2, "--chunks", chunks, "--itl", itl, processes=2) as at:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stage.engines(2, "--chunks", chunks, "--itl", itl, processes=2) as at,
+    ):
         path = Path(folder) / "counts"
         more = f"--workers {workers} {given.serve}" if workers > 1 else given.serve
         command = (
-            f"{{python}} {__file__} --counts {path} {more} --prefill {{prefills}} --decode {{decodes}} --port {{port}}"
+            f"{{python}} {__file__} --counts {path} {more} --prefill {{prefills}} --decode "
+            f"{{decodes}} --port {{port}}"
         )
-        with stage.proxy(stage.Peer(command, "/ready", env={"PYTHONHASHSEED": "0", **paired.RARE_PROBES}), at) as (
+        with stage.proxy(
+            stage.Peer(command, "/ready", env={"PYTHONHASHSEED": "0", **paired.RARE_PROBES}), at
+        ) as (
             process,
             url,
         ):
@@ -154,12 +169,19 @@ def count(workers: int, load: str, given: argparse.Namespace) -> tuple[float, fl
     if done["errors"] or not requests:
         raise SystemExit(f"requests have failed: {done['errors']}")
     each = {name: (number - part * idle_found[name]) / requests for name, number in found.items()}
-    return sum(each.values()), (calls - part * idle_calls) / requests, sum(idle_found.values()) / idle_s, each
+    return (
+        sum(each.values()),
+        (calls - part * idle_calls) / requests,
+        sum(idle_found.values()) / idle_s,
+        each,
+    )
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--requests", type=int, default=400)
@@ -167,7 +189,10 @@ def main() -> None:
     parser.add_argument("--serve", default="", help="more options of pdproxy serve")
     parser.add_argument("--top", type=int, default=0)
     given = parser.parse_args()
-    print("| load | workers | bytecodes/request | x | calls/request | x | bytecodes/s without requests |")
+    print(
+        "| load | workers | bytecodes/request | x | calls/request | x | bytecodes/s without "
+        "requests |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for load in given.loads.split(","):
         first: tuple[float, float, dict[str, float]] | None = None
@@ -175,10 +200,15 @@ def main() -> None:
             bytecodes, calls, idle, each = count(workers, load, given)
             base = (bytecodes, calls, each) if first is None else first
             first = base
-            ratios = f"{bytecodes:.0f} | {bytecodes / base[0]:.3f} | {calls:.1f} | {calls / base[1]:.3f}"
+            ratios = (
+                f"{bytecodes:.0f} | {bytecodes / base[0]:.3f} | {calls:.1f} | {calls / base[1]:.3f}"
+            )
             print(f"| {load} | {workers} | {ratios} | {idle:.0f} |", flush=True)
             before = {} if base[2] is each else base[2]
-            more = {name: each.get(name, 0.0) - before.get(name, 0.0) for name in each.keys() | before.keys()}
+            more = {
+                name: each.get(name, 0.0) - before.get(name, 0.0)
+                for name in each.keys() | before.keys()
+            }
             for name, number in sorted(more.items(), key=lambda one: -abs(one[1]))[: given.top]:
                 print(f"    {number:9.1f}  {name.rpartition('/proxy/')[2]}")
 

@@ -1,11 +1,13 @@
-"""How long pdproxy blocks its event loop: the longest callbacks in CPU time, with prompts of 64 KB at 100 requests per second.
+"""How long pdproxy blocks its event loop: the longest callbacks in CPU time, with prompts of 64 KB
+at 100 requests per second.
 
 Usage: callbacks.py [--rate 100] [--seconds 10] [--prompt-bytes 65536] [--stream] [--chat]
 
-Runs the command line of pdproxy on a loop that measures everything it calls: callbacks, steps of tasks, and methods of
-protocols. The time is the thread's CPU time, so that other load on the machine does not count. It includes the measurement,
-about a microsecond each. A callback inside another (a write that calls back) is part of the outer one. Time of the garbage
-collector is shown separately: it runs in whichever callback allocates the last object before its threshold.
+Runs the command line of pdproxy on a loop that measures everything it calls: callbacks, steps of
+tasks, and methods of protocols. The time is the thread's CPU time, so that other load on the
+machine does not count. It includes the measurement, about a microsecond each. A callback inside
+another (a write that calls back) is part of the outer one. Time of the garbage collector is shown
+separately: it runs in whichever callback allocates the last object before its threshold.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ MAX_LONGEST = 12
 WARMUP_REQUESTS = 100
 """Requests before the measurement begins: imports and first connections are not typical."""
 _Ts = TypeVarTuple("_Ts")
-METHODS = ("connection_made", "connection_lost", "data_received", "eof_received", "pause_writing", "resume_writing")
+METHODS = (
+    "connection_made",
+    "connection_lost",
+    "data_received",
+    "eof_received",
+    "pause_writing",
+    "resume_writing",
+)
 
 
 class CallbackTimes:
@@ -64,7 +73,9 @@ class CallbackTimes:
             self.inside = False
             self.times.append(spent)
             if len(self.longest) < MAX_LONGEST or spent > self.longest[-1][0]:
-                self.longest = sorted([*self.longest, (spent, self.collected, name())], reverse=True)[:MAX_LONGEST]
+                self.longest = sorted(
+                    [*self.longest, (spent, self.collected, name())], reverse=True
+                )[:MAX_LONGEST]
 
 
 TIMES = CallbackTimes()
@@ -90,7 +101,9 @@ def _timed_protocol(protocol: Any) -> Any:
 
         def method(name: str) -> Callable[..., Any]:
             plain = getattr(kind, name)
-            return lambda self, *arguments: TIMES.run(plain, lambda: f"{kind.__qualname__}.{name}", self, *arguments)
+            return lambda self, *arguments: TIMES.run(
+                plain, lambda: f"{kind.__qualname__}.{name}", self, *arguments
+            )
 
         fields: dict[str, Any] = {name: method(name) for name in METHODS if hasattr(kind, name)}
         _classes[kind] = type(kind.__name__, (kind,), {"__slots__": (), **fields})
@@ -108,28 +121,42 @@ class TimedLoop(uvloop.Loop):
         return super().call_soon(_timed(callback), *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """See `asyncio.AbstractEventLoop`."""
         return super().call_later(delay, _timed(callback), *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """See `asyncio.AbstractEventLoop`."""
         return super().call_at(when, _timed(callback), *args, context=context)
 
     async def create_server(self, protocol_factory: Any, *arguments: Any, **more: Any) -> Any:
         """See `asyncio.AbstractEventLoop`."""
-        return await super().create_server(lambda: _timed_protocol(protocol_factory()), *arguments, **more)
+        return await super().create_server(
+            lambda: _timed_protocol(protocol_factory()), *arguments, **more
+        )
 
     async def create_connection(self, protocol_factory: Any, *arguments: Any, **more: Any) -> Any:
         """See `asyncio.AbstractEventLoop`."""
-        return await super().create_connection(lambda: _timed_protocol(protocol_factory()), *arguments, **more)
+        return await super().create_connection(
+            lambda: _timed_protocol(protocol_factory()), *arguments, **more
+        )
 
 
 def inside(out: Path, arguments: list[str]) -> None:
-    """Run pdproxy on the measuring loop; write the times to `out` at its end. The measurement begins when `out` appears."""
+    """Run pdproxy on the measuring loop; write the times to `out` at its end. The measurement
+    begins when `out` appears.
+    """
 
     async def measured(main: Coroutine[Any, Any, Any]) -> Any:
         async def clear() -> None:
@@ -160,21 +187,33 @@ def inside(out: Path, arguments: list[str]) -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Run the load and print the times."""
-    shape = [flag for flag, asked in (("--stream", options.stream), ("--chat", options.chat)) if asked]
+    shape = [
+        flag for flag, asked in (("--stream", options.stream), ("--chat", options.chat)) if asked
+    ]
     flags = ["--conc", 256, "--rate", options.rate, "--prompt-bytes", options.prompt_bytes, *shape]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times"
-        command = stage.PDPROXY.cmd.replace("-m pdproxy", f"{stage.HERE / 'callbacks.py'} --inside {out}")
+        command = stage.PDPROXY.cmd.replace(
+            "-m pdproxy", f"{stage.HERE / 'callbacks.py'} --inside {out}"
+        )
         peer = stage.Peer(command, "/ready", env={"PDPROXY_OBSERVE__LOG_LEVEL": options.log_level})
-        with stage.engines(2, "--chunks", 64, "--itl", 0.02) as at, stage.proxy(peer, at) as (_, url):
+        with (
+            stage.engines(2, "--chunks", 64, "--itl", 0.02) as at,
+            stage.proxy(peer, at) as (_, url),
+        ):
             stage.load(url, *flags, "--n", WARMUP_REQUESTS)
             out.touch()
             time.sleep(0.2)
             found = stage.load(url, *flags, "--n", int(options.rate * options.seconds))
         result = json.loads(out.read_text())
     times = sorted(result["times"])
-    print(f"{found['ok']} requests in {found['wall_s']} s, failed: {found['errors'] or 'none'}; {len(times)} callbacks")
-    ranks = {f"p{100 * q:g}": times[int(q * len(times))] for q in (0.5, 0.99, 0.999)} | {"longest": times[-1]}
+    print(
+        f"{found['ok']} requests in {found['wall_s']} s, failed: {found['errors'] or 'none'}; "
+        f"{len(times)} callbacks"
+    )
+    ranks = {f"p{100 * q:g}": times[int(q * len(times))] for q in (0.5, 0.99, 0.999)} | {
+        "longest": times[-1]
+    }
     print(", ".join(f"{name} {1000 * value:.3f} ms" for name, value in ranks.items()))
     print("\n| CPU ms | garbage collection ms | callback |\n|---|---|---|")
     for spent, collected, name in result["longest"]:
@@ -186,7 +225,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--inside"]:
         inside(Path(sys.argv[2]), sys.argv[3:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--prompt-bytes", type=int, default=65536)

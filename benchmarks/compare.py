@@ -1,11 +1,14 @@
-"""Costs of proxies, side by side: CPU microseconds per request and per streamed chunk, in front of the same mock engines.
+"""Costs of proxies, side by side: CPU microseconds per request and per streamed chunk, in front of
+the same mock engines.
 
-Usage: compare.py [--rounds 3] [--loads NAME,...] [--only NAME,...] [--out results.json] [--plot results.svg]
+Usage: compare.py [--rounds 3] [--loads NAME,...] [--only NAME,...] [--out results.json] [--plot
+results.svg]
        compare.py --against OLD.json NEW.json
 
-The CPU time of each proxy's whole process tree is read from /proc before and after a load. CPU time is usable on noisy machines
-where throughput is not, but it differs between machines. Proxies take turns within each round, so quote ratios of one run.
-Peers are installed by hand (`pip install vllm-router`); one that is not installed is left out with a message.
+The CPU time of each proxy's whole process tree is read from /proc before and after a load. CPU time
+is usable on noisy machines where throughput is not, but it differs between machines. Proxies take
+turns within each round, so quote ratios of one run. Peers are installed by hand (`pip install
+vllm-router`); one that is not installed is left out with a message.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ import stage
 
 @dataclass(frozen=True)
 class Case:
-    """One load: how the engines stream (`itl`: seconds between two chunks) and what the clients send."""
+    """One load: how the engines stream (`itl`: seconds between two chunks) and what the clients
+    send.
+    """
 
     chunks: int
     itl: float
@@ -37,9 +42,10 @@ class Case:
 
 STREAM = ("--stream",)
 FAST = 0.001
-"""Seconds between two chunks of a fast engine. With 0, the mock engines would write a whole stream before the proxy's next
-read, and only batching would be measured. 32 streams at this interval, or 128 at four times this interval, make 32,000 chunks
-per second."""
+"""Seconds between two chunks of a fast engine. With 0, the mock engines would write a whole stream
+before the proxy's next read, and only batching would be measured. 32 streams at this interval, or
+128 at four times this interval, make 32,000 chunks per second.
+"""
 PACED = 0.02
 """Seconds between two chunks as in typical use."""
 CASES = {
@@ -68,7 +74,10 @@ def _flags(case: Case, requests: int) -> list[object]:
 
 def measure(peer: stage.Peer, case: Case) -> Row:
     """Run one proxy under one load."""
-    with stage.engines(2, "--chunks", case.chunks, "--itl", case.itl) as at, stage.proxy(peer, at) as (process, url):
+    with (
+        stage.engines(2, "--chunks", case.chunks, "--itl", case.itl) as at,
+        stage.proxy(peer, at) as (process, url),
+    ):
         stage.load(url, *_flags(case, WARMUP_REQUESTS))
         began = stage.cpu(process.pid)
         parts = [stage.load(url, *_flags(case, case.requests))]
@@ -103,12 +112,21 @@ def measure_engines_alone(case: Case) -> Row:
 
 
 def _waits(parts: list[Row]) -> Row:
-    names = ("events_per_read", "events_per_chunk", "first_p50_ms", "first_p99_ms", "gap_p50_ms", "gap_p99_ms")
+    names = (
+        "events_per_read",
+        "events_per_chunk",
+        "first_p50_ms",
+        "first_p99_ms",
+        "gap_p50_ms",
+        "gap_p99_ms",
+    )
     return {name: report.median(part[name] for part in parts) for name in names}
 
 
 def _peers(options: argparse.Namespace) -> dict[str, stage.Peer]:
-    found = {name: stage.Peer(**peer) for name, peer in json.loads(options.peers.read_text()).items()}
+    found = {
+        name: stage.Peer(**peer) for name, peer in json.loads(options.peers.read_text()).items()
+    }
     for name, _, folder in (text.partition("=") for text in options.checkout):
         path = Path(folder).resolve() / "proxy"
         found[name] = stage.Peer(stage.PDPROXY.cmd, "/ready", env={"PYTHONPATH": str(path)})
@@ -132,7 +150,14 @@ def run(peers: dict[str, stage.Peer], loads: list[str], rounds: int) -> list[Row
             case = CASES[load]
             turns = list(peers.items())[:: 1 if number % 2 == 0 else -1]
             if case.itl == PACED or case.clients == 1:
-                rows.append({"round": number, "load": load, "peer": ENGINES_ALONE, **measure_engines_alone(case)})
+                rows.append(
+                    {
+                        "round": number,
+                        "load": load,
+                        "peer": ENGINES_ALONE,
+                        **measure_engines_alone(case),
+                    }
+                )
             for name, peer in turns:
                 try:
                     row = {"round": number, "load": load, "peer": name, **measure(peer, case)}
@@ -142,25 +167,43 @@ def run(peers: dict[str, stage.Peer], loads: list[str], rounds: int) -> list[Row
                     continue
                 rows.append(row)
                 print(
-                    f"round {number}, {load}, {name}: {row['us_request']:.0f} us/request", file=sys.stderr, flush=True
+                    f"round {number}, {load}, {name}: {row['us_request']:.0f} us/request",
+                    file=sys.stderr,
+                    flush=True,
                 )
     return rows
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", type=Path, default=stage.HERE / "peers.json")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--loads", default=",".join(CASES), help=f"comma separated, from {', '.join(CASES)}")
+    parser.add_argument(
+        "--loads", default=",".join(CASES), help=f"comma separated, from {', '.join(CASES)}"
+    )
     parser.add_argument("--only", default="", help="names of peers, comma separated")
     parser.add_argument(
-        "--checkout", metavar="NAME=FOLDER", action="append", default=[], help="pdproxy of another checkout"
+        "--checkout",
+        metavar="NAME=FOLDER",
+        action="append",
+        default=[],
+        help="pdproxy of another checkout",
     )
     parser.add_argument("--reference", default="vllm-router", help="the peer that ratios refer to")
-    parser.add_argument("--out", type=Path, help="write all rounds and the machine's description as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="write all rounds and the machine's description as JSON"
+    )
     parser.add_argument("--plot", type=Path, help="write the ratios as SVG")
-    parser.add_argument("--against", metavar=("OLD.json", "NEW.json"), type=Path, nargs=2, help="compare two results")
+    parser.add_argument(
+        "--against",
+        metavar=("OLD.json", "NEW.json"),
+        type=Path,
+        nargs=2,
+        help="compare two results",
+    )
     options = parser.parse_args()
     if options.against:
         old, new = (json.loads(path.read_text()) for path in options.against)

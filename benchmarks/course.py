@@ -1,9 +1,11 @@
-"""How long the course of one request is to a reader, counted: calls, functions, files, changes of file, coroutines, bytecodes.
+"""How long the course of one request is to a reader, counted: calls, functions, files, changes of
+file, coroutines, bytecodes.
 
 Usage: course.py [--load whole] [--requests 50] [--show calls]
 
-Requests come one after the other. A call counts if its function is the proxy's own; a function or a file, if at least every
-second request calls it; a change of file, if the next call is of a function in another file. --show: what counted.
+Requests come one after the other. A call counts if its function is the proxy's own; a function or a
+file, if at least every second request calls it; a change of file, if the next call is of a function
+in another file. --show: what counted.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ SUSPENDS = CO_COROUTINE | CO_GENERATOR | CO_ASYNC_GENERATOR
 
 
 class Calls(Counting):
-    """Counts the calls of the proxy's own functions, and the changes of file between them, in place of bytecodes."""
+    """Counts the calls of the proxy's own functions, and the changes of file between them, in place
+    of bytecodes.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -39,7 +43,9 @@ class Calls(Counting):
         self._instructions: dict[CodeType, bytes] = {}
 
     def _goes_on(self, code: CodeType, at: int) -> bool:
-        """Return whether a coroutine goes on behind a wait, which is no call: the argument of its RESUME says so."""
+        """Return whether a coroutine goes on behind a wait, which is no call: the argument of its
+        RESUME says so.
+        """
         if not code.co_flags & SUSPENDS:
             return False
         instructions = self._instructions.setdefault(code, code.co_code)
@@ -56,7 +62,10 @@ class Calls(Counting):
 
     def _found(self) -> dict[str, Any]:
         calls = {
-            f"{code.co_filename}:{code.co_firstlineno}:{code.co_qualname}": [count, bool(code.co_flags & SUSPENDS)]
+            f"{code.co_filename}:{code.co_firstlineno}:{code.co_qualname}": [
+                count,
+                bool(code.co_flags & SUSPENDS),
+            ]
             for code, count in self._of.items()
         }
         changes, self._changes = self._changes, 0
@@ -65,11 +74,19 @@ class Calls(Counting):
 
 
 def count(load: str, requests: int) -> dict[str, Any]:
-    """Return what was counted in a process that has served so many requests, one after the other."""
+    """Return what was counted in a process that has served so many requests, one after the
+    other.
+    """
     chunks, itl, flags = LOADS[load]
-    with tempfile.TemporaryDirectory() as folder, stage.engines(2, "--chunks", chunks, "--itl", itl, processes=2) as at:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stage.engines(2, "--chunks", chunks, "--itl", itl, processes=2) as at,
+    ):
         path = Path(folder) / "counts"
-        command = f"{{python}} {__file__} --counts {path} --prefill {{prefills}} --decode {{decodes}} --port {{port}}"
+        command = (
+            f"{{python}} {__file__} --counts {path} --prefill {{prefills}} --decode {{decodes}} "
+            f"--port {{port}}"
+        )
         peer = stage.Peer(command, "/ready", env={"PYTHONHASHSEED": "0", **paired.RARE_PROBES})
         with stage.proxy(peer, at) as (process, url):
             stage.load(url, "--n", WARMUP, "--conc", 1, *flags)
@@ -83,7 +100,9 @@ def count(load: str, requests: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print a row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--load", choices=sorted(LOADS), default="whole")
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--show", choices=["calls", "files"])
@@ -100,9 +119,12 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     changes = found["changes"] / given.requests
     print(
-        f"| {given.load} | {calls:.0f} | {len(often)} | {len(files)} | {changes:.0f} | {coroutines:.0f} | {bytecodes:.0f} |"
+        f"| {given.load} | {calls:.0f} | {len(often)} | {len(files)} | {changes:.0f} | "
+        f"{coroutines:.0f} | {bytecodes:.0f} |"
     )
-    shown = files if given.show == "files" else Counter({name: one[0] for name, one in often.items()})
+    shown = (
+        files if given.show == "files" else Counter({name: one[0] for name, one in often.items()})
+    )
     for name, number in shown.most_common() if given.show else ():
         print(f"    {number / given.requests:6.1f}  {name.rpartition('/proxy/')[2]}")
 

@@ -1,22 +1,29 @@
-"""What the placement `auto` serves within an SLO, beside the best static arrangement of each load: simulated, a table and JSON.
+"""What the placement `auto` serves within an SLO, beside the best static arrangement of each load:
+simulated, a table and JSON.
 
-Usage: decide.py [--results FILE] [--trace FILE] [--cells "4 4000/128 A" ...] [--seeds 3] [--chunks] [--held-out 100]
+Usage: decide.py [--results FILE] [--trace FILE] [--cells "4 4000/128 A" ...] [--seeds 3] [--chunks]
+[--held-out 100]
                  [--plot FILE]
 
-A cell is a number of engines (4, 16), a load and an SLO. Loads: prompts of 4,000 tokens with answers of 128, prompts of 1,000
-with answers of 500, both in turn (`alternate`), and with --trace the trace's requests of at most 16,000 tokens. SLOs: A is TTFT
-500 ms and TPOT 15 ms, B is TPOT 8 ms instead, C is TTFT 2 s and TPOT 30 ms, for 90 % of the requests each; G is TTFT 2 s and no
-gap over 50 ms, for 95 %.
+A cell is a number of engines (4, 16), a load and an SLO. Loads: prompts of 4,000 tokens with
+answers of 128, prompts of 1,000 with answers of 500, both in turn (`alternate`), and with --trace
+the trace's requests of at most 16,000 tokens. SLOs: A is TTFT 500 ms and TPOT 15 ms, B is TPOT 8 ms
+instead, C is TTFT 2 s and TPOT 30 ms, for 90 % of the requests each; G is TTFT 2 s and no gap over
+50 ms, for 95 %.
 
-Static are: plain engines with each chunk size, prefill and decode engines in each ratio, and these with a rule that serves
-prompts whole, if the prefill engines are busy or the prompt is short. They are searched with one seed; the best ones and `auto`
-are run with all seeds. `auto` has engines of role `any`, with the chunk size that `pdproxy plan` says for the cell (of a split:
-that of its prefill engines); --chunks tries all. It knows what is in the engines' prefix caches, `least_load` does not.
+Static are: plain engines with each chunk size, prefill and decode engines in each ratio, and these
+with a rule that serves prompts whole, if the prefill engines are busy or the prompt is short. They
+are searched with one seed; the best ones and `auto` are run with all seeds. `auto` has engines of
+role `any`, with the chunk size that `pdproxy plan` says for the cell (of a split: that of its
+prefill engines); --chunks tries all. It knows what is in the engines' prefix caches, `least_load`
+does not.
 
---held-out runs the best static arrangement and `auto` once more, with seeds from that one on, which nobody has looked at before.
+--held-out runs the best static arrangement and `auto` once more, with seeds from that one on, which
+nobody has looked at before.
 
-Cells that are in the results file are not run again, so it can be stopped and go on. At the end, or with --show, the table is
-printed: rates per engine. --plot draws auto's part of the best static arrangement as a heat map, which needs matplotlib.
+Cells that are in the results file are not run again, so it can be stopped and go on. At the end, or
+with --show, the table is printed: rates per engine. --plot draws auto's part of the best static
+arrangement as a heat map, which needs matplotlib.
 """
 
 from __future__ import annotations
@@ -72,24 +79,36 @@ TRACE_REQUESTS = {4: 3000, 16: 6000}
 
 
 class Alternating(msgspec.Struct, frozen=True, kw_only=True):
-    """Two kinds of requests in turn: for some seconds the one, then for as many seconds the other. Poisson."""
+    """Two kinds of requests in turn: for some seconds the one, then for as many seconds the other.
+    Poisson.
+    """
 
     engines: int
     random = True
 
     def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
-        """Return the requests of a seed, in the order in which they are due. `rate`: per second, on average."""
+        """Return the requests of a seed, in the order in which they are due. `rate`: per second, on
+        average.
+        """
         chance = random.Random(f"{seed}:alternate")
-        cycle = [kind for kind, count in zip(PHASES, PHASE_REQUESTS, strict=True) for _ in range(count * self.engines)]
+        cycle = [
+            kind
+            for kind, count in zip(PHASES, PHASE_REQUESTS, strict=True)
+            for _ in range(count * self.engines)
+        ]
         mean = sum(gap for _, _, gap in cycle) / len(cycle)
         now = 0.0
-        for number, (prompt, output, gap) in zip(range(requests), itertools.cycle(cycle), strict=False):
+        for number, (prompt, output, gap) in zip(
+            range(requests), itertools.cycle(cycle), strict=False
+        ):
             now += chance.expovariate(1.0) * gap / mean / rate
             yield Call(number, now, prompt, output)
 
 
 class Slices(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace's requests, with its own times stretched to the rate. Seeds 0 to 2 begin at its thirds, others in their middle."""
+    """A trace's requests, with its own times stretched to the rate. Seeds 0 to 2 begin at its
+    thirds, others in their middle.
+    """
 
     entries: Sequence[TraceEntry]
     random = True
@@ -98,7 +117,10 @@ class Slices(msgspec.Struct, frozen=True, kw_only=True):
         """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
         first = (2 * (seed % 3) + (seed > 2)) * len(self.entries) // 6
         entries, length = self.entries, self.entries[-1].time + 1.0
-        turned = [*entries[first:], *(msgspec.structs.replace(one, time=one.time + length) for one in entries[:first])]
+        turned = [
+            *entries[first:],
+            *(msgspec.structs.replace(one, time=one.time + length) for one in entries[:first]),
+        ]
         turned = turned[:requests]
         own = (len(turned) - 1) / (turned[-1].time - turned[0].time)
         return TraceReplay(entries=turned, scale=rate / own, requests=requests).calls(0)
@@ -106,14 +128,22 @@ class Slices(msgspec.Struct, frozen=True, kw_only=True):
 
 def main() -> None:
     """Run the cells that are not in the results yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=Path("decide.json"))
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--cells", nargs="*", metavar='"N LOAD SLO"', help="such as '4 4000/128 A' (default: all)")
+    parser.add_argument(
+        "--cells", nargs="*", metavar='"N LOAD SLO"', help="such as '4 4000/128 A' (default: all)"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--chunks", action="store_true", help="auto with all chunk sizes")
-    parser.add_argument("--again", action="store_true", help="run auto again; the static arrangements are kept")
-    parser.add_argument("--held-out", type=int, metavar="SEED", help="also with seeds from this one on")
+    parser.add_argument(
+        "--again", action="store_true", help="run auto again; the static arrangements are kept"
+    )
+    parser.add_argument(
+        "--held-out", type=int, metavar="SEED", help="also with seeds from this one on"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a heat map: .png or .svg")
     parser.add_argument("--show", action="store_true", help="only print the table")
     arguments = parser.parse_args()
@@ -133,7 +163,10 @@ def main() -> None:
             found |= cell.auto(found)
             _write(arguments.results, results)
             print(f"{line(name, found)}   {time.process_time() - began:5.0f} s", flush=True)
-        if arguments.held_out is not None and found.get("held_out", {}).get("seed") != arguments.held_out:
+        if (
+            arguments.held_out is not None
+            and found.get("held_out", {}).get("seed") != arguments.held_out
+        ):
             found["held_out"] = _Cell(name, arguments, arguments.held_out).held_out(found)
             _write(arguments.results, results)
             print(f"{name:18} held out: {found['held_out']['ratio']:6.3f}", flush=True)
@@ -206,17 +239,27 @@ class _Cell:
         splits = [one.arrangement for one in planned.found if one.arrangement.prefill]
         best_split = splits[0]
         for prefill in RATIOS[self.engines]:
-            self._try(msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill), known, guess)
+            self._try(
+                msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill),
+                known,
+                guess,
+            )
         ratios = sorted(
             {best_split.prefill, *RATIOS[4]}
             if self.engines == 4
             else {max(best_split.prefill - less, 1) for less in (0, 1, 2, 4)}
         )
-        rules = [f"busy {legs}" for legs in BUSY] + ([f"short {tokens}" for tokens in SHORT] if self.varies else [])
+        rules = [f"busy {legs}" for legs in BUSY] + (
+            [f"short {tokens}" for tokens in SHORT] if self.varies else []
+        )
         for prefill, rule in itertools.product(ratios, rules):
-            one = msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill, policy=rule)
+            one = msgspec.structs.replace(
+                best_split, prefill=prefill, decode=self.engines - prefill, policy=rule
+            )
             self._try(one, known, guess)
-        ranked = sorted((one for one in known if known[one] is not None), key=lambda one: -(known[one] or 0))
+        ranked = sorted(
+            (one for one in known if known[one] is not None), key=lambda one: -(known[one] or 0)
+        )
         sure: dict[Arrangement, int] = {}
         for one in ranked[:3]:
             if not sure or self.prober.passes(one, self.all, max(sure.values()) + 1):
@@ -224,14 +267,20 @@ class _Cell:
         best = max(sure, key=lambda one: sure[one])
         return {
             "static": {_key(one): _rate(known[one]) for one in known},
-            "best": {"name": _key(best), "rate": _rate(sure[best]), "arrangement": msgspec.to_builtins(best)},
+            "best": {
+                "name": _key(best),
+                "rate": _rate(sure[best]),
+                "arrangement": msgspec.to_builtins(best),
+            },
             "plan": {
                 "name": planned.best.arrangement.name,
                 "chunk": planned.best.arrangement.prefill_chunk or planned.best.arrangement.chunk,
             },
         }
 
-    def _try(self, one: Arrangement, known: dict[Arrangement, int | None], guess: int | None) -> None:
+    def _try(
+        self, one: Arrangement, known: dict[Arrangement, int | None], guess: int | None
+    ) -> None:
         if one not in known:
             high = place_of(bound(one, self.prober.work))
             near = None if guess is None else min(guess, high)
@@ -266,7 +315,9 @@ def _demand(what: str, engines: int, arguments: argparse.Namespace) -> Drawn | T
         return cast("Drawn", Alternating(engines=engines))  # it has what a demand needs
     if what == "trace":
         entries = [
-            one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST
+            one
+            for one in spread(read_trace(arguments.trace))
+            if one.input_tokens + one.output_tokens <= LONGEST
         ]
         return cast("Drawn", Slices(entries=entries))
     inputs, outputs = LENGTHS[what]

@@ -1,11 +1,14 @@
-"""CPU time of a request's decision: the placement `auto` beside `least_load`, in the ledger, without engines.
+"""CPU time of a request's decision: the placement `auto` beside `least_load`, in the ledger,
+without engines.
 
-Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1] [--workers 1] [--bytecodes]
+Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1] [--workers
+1] [--bytecodes]
 
-Each request is placed, begins its answer and ends; four are open per engine. Microseconds of CPU per request, the least of
-some runs, and how much `auto` adds: with an SLO by which requests are served whole, and with one by which most are split.
-Prompts share prefixes with none, one or all of the engines. --replicas: as one of so many proxies. --workers: by
-so many workers in turns, which share their loads in memory; what each does to see the others' is in it.
+Each request is placed, begins its answer and ends; four are open per engine. Microseconds of CPU
+per request, the least of some runs, and how much `auto` adds: with an SLO by which requests are
+served whole, and with one by which most are split. Prompts share prefixes with none, one or all of
+the engines. --replicas: as one of so many proxies. --workers: by so many workers in turns, which
+share their loads in memory; what each does to see the others' is in it.
 """
 
 from __future__ import annotations
@@ -57,33 +60,50 @@ class Known:
         return self._found
 
 
-def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1, make: MakeLedger = Ledger) -> Ledger:
+def ledger_of(
+    roles: list[Role], placement: Placement | None, replicas: int = 1, make: MakeLedger = Ledger
+) -> Ledger:
     """Return a ledger with engines of these roles, all up."""
     if replicas > 1:
         make = partial(ReplicaLedger, replicas=replicas, max_age=lambda: 15.0)
-    specs = [EngineSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)]
-    ledger = make(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement))
+    specs = [
+        EngineSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)
+    ]
+    ledger = make(
+        specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement)
+    )
     for spec in specs:
         ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
     return ledger
 
 
-def ledgers_of(roles: list[Role], workers: int, placement: Callable[[MakeAuto], Auto] | None) -> list[Ledger]:
+def ledgers_of(
+    roles: list[Role], workers: int, placement: Callable[[MakeAuto], Auto] | None
+) -> list[Ledger]:
     """Return the ledgers of so many workers. `placement`: makes an `Auto` with what is given."""
     loads = SharedTable(workers, 256, worker_ledger.MEASURES)
     breakers = SharedTable(workers, 256, worker_breakers.MEASURES, worker_breakers.KEPT)
     memory = AutoMemory(workers, 256)
     found = []
     for number in range(workers):
-        own = partial(WorkerBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
+        own = partial(
+            WorkerBreakers,
+            column=breakers.column(number),
+            others=breakers.others(number),
+            number=number,
+        )
         make = partial(WorkerLedger, share=LedgerShare(*loads.of(number), own))
         auto = partial(WorkerAuto, share=memory.of(number, partial(eq, number, 0)))
         found.append(ledger_of(roles, None if placement is None else placement(auto), make=make))
     return found
 
 
-def seconds(ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple[Role, ...]) -> float:
-    """Return the CPU time per request. `roles`: of the leases of a request, where there is no placement."""
+def seconds(
+    ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple[Role, ...]
+) -> float:
+    """Return the CPU time per request. `roles`: of the leases of a request, where there is no
+    placement.
+    """
     waiting: deque[tuple[Ledger, tuple[Lease, ...]]] = deque()
     decoding: deque[tuple[Ledger, Lease]] = deque()
     began = time.process_time()
@@ -106,7 +126,9 @@ def seconds(ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple
     return (time.process_time() - began) / requests
 
 
-def bytecodes(ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple[Role, ...]) -> float:
+def bytecodes(
+    ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple[Role, ...]
+) -> float:
     """Return the Python bytecodes per request. The arguments: those of `seconds`."""
     count = 0
 
@@ -129,34 +151,51 @@ def bytecodes(ledgers: Sequence[Ledger], engines: int, requests: int, roles: tup
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", type=int, nargs="*", default=[16, 200])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--bytecodes", action="store_true", help="count Python bytecodes in place of CPU time")
+    parser.add_argument(
+        "--bytecodes", action="store_true", help="count Python bytecodes in place of CPU time"
+    )
     arguments = parser.parse_args()
     profile, replicas = load("h200-8b"), arguments.replicas
     make: MakeAuto = Auto
     if replicas > 1:
         make = partial(ReplicaAuto, replicas=replicas, chance=random.random)
-    cost, scale, unit = (bytecodes, 1.0, "bytecodes") if arguments.bytecodes else (seconds, 1e6, "us of CPU")
+    cost, scale, unit = (
+        (bytecodes, 1.0, "bytecodes") if arguments.bytecodes else (seconds, 1e6, "us of CPU")
+    )
     print(f"engines  prefixes  requests  least_load    auto   added  ({unit} per request)")
     for engines in arguments.engines:
         plain, split = [Role.AGGREGATED] * engines, [Role.PREFILL, Role.DECODE] * (engines // 2)
         urls = [engine.url for engine in ledger_of(plain, None).engines]
-        for name, found in (("none", {}), ("one", {urls[1]: 2048}), ("all", dict.fromkeys(urls, 512))):
-            for kind, slo in (("whole", Slo(ttft=2.0, tpot=0.03)), ("split", Slo(ttft=0.5, tpot=0.008))):
+        for name, found in (
+            ("none", {}),
+            ("one", {urls[1]: 2048}),
+            ("all", dict.fromkeys(urls, 512)),
+        ):
+            for kind, slo in (
+                ("whole", Slo(ttft=2.0, tpot=0.03)),
+                ("split", Slo(ttft=0.5, tpot=0.008)),
+            ):
                 whole = kind == "whole"
                 fixed = (Role.AGGREGATED,) if whole else (Role.PREFILL, Role.DECODE)
                 least, ours = math.inf, math.inf
                 for _ in range(arguments.repeat):
 
-                    def placement(make: MakeAuto, slo: Slo = slo, found: dict[str, int] = found) -> Auto:
+                    def placement(
+                        make: MakeAuto, slo: Slo = slo, found: dict[str, int] = found
+                    ) -> Auto:
                         return make(
                             AutoOptions(
-                                times_of=lambda _: (profile.hardware, 2048), slo=slo, cached=Known(found).cached
+                                times_of=lambda _: (profile.hardware, 2048),
+                                slo=slo,
+                                cached=Known(found).cached,
                             )
                         )
 
@@ -168,11 +207,19 @@ def main() -> None:
                         ledgers = [ledger_of([Role.ANY] * engines, placement(make), replicas)]
                     least = min(least, cost(plainly, engines, arguments.requests, fixed))
                     ours = min(ours, cost(ledgers, engines, arguments.requests, ()))
-                if replicas == arguments.workers == 1:  # the load of several replicas may be too much for splitting
-                    splits = sum(one.placement.splits for one in ledgers if isinstance(one.placement, Auto))
-                    assert splits < arguments.requests / 10 if whole else splits > arguments.requests / 4
+                # the load of several replicas may be too much for splitting
+                if replicas == arguments.workers == 1:
+                    splits = sum(
+                        one.placement.splits for one in ledgers if isinstance(one.placement, Auto)
+                    )
+                    assert (
+                        splits < arguments.requests / 10
+                        if whole
+                        else splits > arguments.requests / 4
+                    )
                 print(
-                    f"{engines:7}  {name:8}  {kind:8} {least * scale:11.1f} {ours * scale:7.1f} {(ours - least) * scale:7.1f}",
+                    f"{engines:7}  {name:8}  {kind:8} {least * scale:11.1f} {ours * scale:7.1f} "
+                    f"{(ours - least) * scale:7.1f}",
                     flush=True,
                 )
 

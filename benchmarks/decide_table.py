@@ -13,9 +13,14 @@ def line(name: str, cell: dict[str, Any]) -> str:
     best, planned = cell["best"], cell["plan"]
     rate = cell["auto"][str(planned["chunk"])] / size
     most = max(cell["auto"], key=lambda chunk: cell["auto"][chunk])
-    other = f"  (chunk {most}: {cell['auto'][most] / size:.2f})" if most != str(planned["chunk"]) else ""
+    other = (
+        f"  (chunk {most}: {cell['auto'][most] / size:.2f})"
+        if most != str(planned["chunk"])
+        else ""
+    )
     return (
-        f"{name:18} {rate:6.2f} {planned['chunk']:6}   {best['rate'] / size:6.2f}  {best['name']:34}"
+        f"{name:18} {rate:6.2f} {planned['chunk']:6}   {best['rate'] / size:6.2f}  "
+        f"{best['name']:34}"
         f" {cell['ratio']:6.3f}{_held_out(cell)}{other}"
     )
 
@@ -25,19 +30,30 @@ def _held_out(cell: dict[str, Any]) -> str:
 
 
 def _family(key: str, size: int) -> str:
-    """Return what an arrangement is called in all cells: chunk sizes of splits differ from cell to cell."""
+    """Return what an arrangement is called in all cells: chunk sizes of splits differ from cell to
+    cell.
+    """
     name, _, rest = key.partition(" ")
     if rest.startswith("plain"):
         return f"plain, chunk {rest.split()[1]}"
     prefill = int(name.partition("P")[0])
     rule = key.rpartition(", ")[2]
-    return f"{prefill / size:.0%} prefill" + (f", {rule}" if rule.startswith(("busy", "short")) else "")
+    return f"{prefill / size:.0%} prefill" + (
+        f", {rule}" if rule.startswith(("busy", "short")) else ""
+    )
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return all cells, and the worst cell of each static arrangement and of `auto`. Rates are per engine."""
+    """Return all cells, and the worst cell of each static arrangement and of `auto`. Rates are per
+    engine.
+    """
     done = {name: cell for name, cell in results.items() if "auto" in cell}
-    lines = ["cell                 auto  chunk   best static                                 auto/best  held out"]
+    lines = [
+        (
+            "cell                 auto  chunk   best static                                 "
+            "auto/best  held out"
+        )
+    ]
     lines += [line(name, cell) for name, cell in done.items()]
     worst: dict[str, tuple[float, str, int]] = {}
     for name, cell in done.items():
@@ -50,7 +66,11 @@ def table(results: dict[str, Any]) -> str:
             worst[family] = (*min(known[:2], (ratio, name)), known[2] + 1)
     lines += [
         "",
-        "worst cell of each, against the best static one of that cell (of those that were tried in most cells)",
+        (
+            "worst cell of each, against the best static one of that cell (of those that were "
+            "tried "
+            "in most cells)"
+        ),
     ]
     lines += [
         f"  {family:26} {ratio:5.2f}  {name}"
@@ -60,8 +80,16 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: dict[str, Any], sizes: Sequence[int], loads: Sequence[str], slos: Sequence[str], path: Path) -> None:
-    """Write a heat map: a field per cell with auto / best static; blue above 1, red below; grey was not run."""
+def plot(
+    results: dict[str, Any],
+    sizes: Sequence[int],
+    loads: Sequence[str],
+    slos: Sequence[str],
+    path: Path,
+) -> None:
+    """Write a heat map: a field per cell with auto / best static; blue above 1, red below; grey was
+    not run.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -69,14 +97,21 @@ def plot(results: dict[str, Any], sizes: Sequence[int], loads: Sequence[str], sl
     FigureCanvasAgg(figure)
     for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
         axes.set_facecolor("lightgrey")
-        cells = [[results.get(f"{size} {one} {slo}", {}).get("ratio") for slo in slos] for one in loads]
+        cells = [
+            [results.get(f"{size} {one} {slo}", {}).get("ratio") for slo in slos] for one in loads
+        ]
         shown = [[float("nan") if ratio is None else ratio for ratio in row] for row in cells]
         axes.imshow(shown, cmap="RdBu", vmin=0.75, vmax=1.25, aspect="auto")
         for row, ratios in enumerate(cells):
             for column, ratio in enumerate(ratios):
                 text = "not run" if ratio is None else f"{ratio:.2f}"
                 axes.text(
-                    column, row, text, ha="center", va="center", weight="bold" if ratio and ratio < 1 else "normal"
+                    column,
+                    row,
+                    text,
+                    ha="center",
+                    va="center",
+                    weight="bold" if ratio and ratio < 1 else "normal",
                 )
         axes.set_xticks(range(len(slos)), slos)
         axes.set_yticks(range(len(loads)), loads)

@@ -1,13 +1,16 @@
-"""Are the answers right? 50 clients at once ask a proxy and a plain engine the same; a wrong KV transfer makes them differ.
+"""Are the answers right? 50 clients at once ask a proxy and a plain engine the same; a wrong KV
+transfer makes them differ.
 
-Usage: evaluate.py --proxy URL --plain URL [--questions FILE] [--limit 200] [--clients 50] [--tokens 64] [--tolerance 0]
+Usage: evaluate.py --proxy URL --plain URL [--questions FILE] [--limit 200] [--clients 50] [--tokens
+64] [--tolerance 0]
        evaluate.py --simulated nixl [--limit 200] [--clients 50]
 
-Each question is a greedy completion with a few solved questions before it, like lm_eval's gsm8k. `--questions` is a file with one
-JSON object per line, `question` and `answer` (gsm8k's form: the number behind `####`); without it, sums are made up. Three
-figures are printed: the share of answers that are the plain engine's, and both shares that are right. The exit code is 1 if more
-than `--tolerance` of the answers differ, or if a request fails. GPUs round differently in batches of other sizes: there, compare
-the shares that are right, or allow some difference.
+Each question is a greedy completion with a few solved questions before it, like lm_eval's gsm8k.
+`--questions` is a file with one JSON object per line, `question` and `answer` (gsm8k's form: the
+number behind `####`); without it, sums are made up. Three figures are printed: the share of answers
+that are the plain engine's, and both shares that are right. The exit code is 1 if more than
+`--tolerance` of the answers differ, or if a request fails. GPUs round differently in batches of
+other sizes: there, compare the shares that are right, or allow some difference.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def made_up(count: int) -> list[Question]:
     for _ in range(count):
         first, more, less = chance.randint(20, 90), chance.randint(2, 60), chance.randint(1, 19)
         text = (
-            f"{chance.choice(names)} has {first} {chance.choice(things)}, gets {more} more and gives {less} away. "
+            f"{chance.choice(names)} has {first} {chance.choice(things)}, gets {more} more and "
+            f"gives {less} away. "
             "How many are left?"
         )
         found.append(Question(text, str(first + more - less)))
@@ -65,9 +69,15 @@ def read(path: Path) -> list[Question]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             one = json.loads(line)
-            found.append(Question(str(one["question"]), last_number(str(one["answer"]).rpartition("####")[2])))
+            found.append(
+                Question(
+                    str(one["question"]), last_number(str(one["answer"]).rpartition("####")[2])
+                )
+            )
         except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"evaluate.py: {path}, line {number}: expected question and answer: {error!r}") from None
+            raise SystemExit(
+                f"evaluate.py: {path}, line {number}: expected question and answer: {error!r}"
+            ) from None
     return found
 
 
@@ -78,7 +88,9 @@ def last_number(text: str) -> str:
 
 
 def prompt_of(questions: list[Question], index: int) -> str:
-    """Return a question behind solved ones, which are others for each question: no cache may hide a transfer."""
+    """Return a question behind solved ones, which are others for each question: no cache may hide a
+    transfer.
+    """
     others = [questions[(index + step) % len(questions)] for step in range(1, EXAMPLES + 1)]
     solved = [f"Question: {one.text}\nAnswer: {one.number}\n\n" for one in others]
     return "".join([*solved, f"Question: {questions[index].text}\nAnswer:"])
@@ -97,14 +109,23 @@ async def model_of(session: aiohttp.ClientSession, url: str) -> str:
         return str((await answer.json())["data"][0]["id"])
 
 
-async def ask_all(url: str, prompts: list[str], clients: int, tokens: int, model: str) -> list[str | None]:
-    """Return the answers of a server, None where a request failed. `clients`: open requests at once."""
+async def ask_all(
+    url: str, prompts: list[str], clients: int, tokens: int, model: str
+) -> list[str | None]:
+    """Return the answers of a server, None where a request failed. `clients`: open requests at
+    once.
+    """
     found: list[str | None] = [None] * len(prompts)
     waiting = iter(range(len(prompts)))
 
     async def client(session: aiohttp.ClientSession) -> None:
         for index in waiting:
-            body: dict[str, Any] = {"model": model, "prompt": prompts[index], "max_tokens": tokens, "temperature": 0}
+            body: dict[str, Any] = {
+                "model": model,
+                "prompt": prompts[index],
+                "max_tokens": tokens,
+                "temperature": 0,
+            }
             try:
                 async with session.post(url + PATH, json=body) as answer:
                     content = await answer.json()
@@ -115,12 +136,16 @@ async def ask_all(url: str, prompts: list[str], clients: int, tokens: int, model
                 print(f"question {index} at {url}: {error!r}"[:300], file=sys.stderr)
 
     timeout = aiohttp.ClientTimeout(total=TIMEOUT)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+    ) as session:
         await asyncio.gather(*(client(session) for _ in range(clients)))
     return found
 
 
-async def evaluate(proxy: str, plain: str, questions: list[Question], clients: int, tokens: int) -> dict[str, Any]:
+async def evaluate(
+    proxy: str, plain: str, questions: list[Question], clients: int, tokens: int
+) -> dict[str, Any]:
     """Ask both servers everything; return the figures."""
     prompts = [prompt_of(questions, index) for index in range(len(questions))]
     async with aiohttp.ClientSession() as session:
@@ -133,7 +158,10 @@ async def evaluate(proxy: str, plain: str, questions: list[Question], clients: i
     pairs = list(zip(answers["proxy"], answers["plain"], strict=True))
     complete = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
     right = {
-        name: sum(first_number(text or "") == one.number for text, one in zip(found, questions, strict=True))
+        name: sum(
+            first_number(text or "") == one.number
+            for text, one in zip(found, questions, strict=True)
+        )
         for name, found in answers.items()
     }
     return {
@@ -149,7 +177,9 @@ async def evaluate(proxy: str, plain: str, questions: list[Question], clients: i
 
 def main() -> int:
     """Run; return 0 if the answers are those of the plain engine, within the tolerance."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--proxy", metavar="URL")
     parser.add_argument("--plain", metavar="URL")
     parser.add_argument("--simulated", metavar="CONNECTOR", choices=CONNECTORS)
@@ -173,8 +203,14 @@ def main() -> int:
         found = asyncio.run(evaluate(*urls, questions, given.clients, given.tokens))
     print(json.dumps(found))
     different = len(questions) - found["same"]
-    print(f"{found['same']} of {len(questions)} answers are the plain engine's, {found['failed']} requests failed")
-    print(f"right: {found['right']['proxy']} through the proxy, {found['right']['plain']} at the plain engine")
+    print(
+        f"{found['same']} of {len(questions)} answers are the plain engine's, {found['failed']} "
+        f"requests failed"
+    )
+    print(
+        f"right: {found['right']['proxy']} through the proxy, {found['right']['plain']} at the "
+        f"plain engine"
+    )
     return int(found["failed"] > 0 or different > given.tolerance * len(questions))
 
 

@@ -1,10 +1,12 @@
-"""How pdproxy spends its CPU time under a load of compare.py: a flame graph, and the functions with the highest own cost.
+"""How pdproxy spends its CPU time under a load of compare.py: a flame graph, and the functions with
+the highest own cost.
 
-Usage: flamegraph.py [--load paced128-128] [--seconds 8] [--out flame.svg] [--rate 500] [--no-native]
+Usage: flamegraph.py [--load paced128-128] [--seconds 8] [--out flame.svg] [--rate 500]
+[--no-native]
 
-Samples with py-spy (`pip install py-spy`), including native frames, so that the C parts of uvloop and httptools and the system
-calls are visible. Needs the right to trace a process. Idle waits are left out. (The name `profile.py` is taken by a module of
-Python.)
+Samples with py-spy (`pip install py-spy`), including native frames, so that the C parts of uvloop
+and httptools and the system calls are visible. Needs the right to trace a process. Idle waits are
+left out. (The name `profile.py` is taken by a module of Python.)
 """
 
 from __future__ import annotations
@@ -52,11 +54,17 @@ def folded(lines: Iterable[str]) -> Frame:
 
 
 def own(root: Frame) -> Counter[str]:
-    """Return how often each function was on top of the stack; lines of one function count together."""
+    """Return how often each function was on top of the stack; lines of one function count
+    together.
+    """
     found: Counter[str] = Counter()
 
     def walk(frame: Frame) -> None:
-        name = frame.name.rpartition(":")[0] + ")" if frame.name.endswith(")") and ":" in frame.name else frame.name
+        name = (
+            frame.name.rpartition(":")[0] + ")"
+            if frame.name.endswith(")") and ":" in frame.name
+            else frame.name
+        )
         found[name] += frame.samples - sum(each.samples for each in frame.called.values())
         for each in frame.called.values():
             walk(each)
@@ -82,7 +90,8 @@ def svg(root: Frame, title: str) -> str:
         label = escape(frame.name[: int(width / 6.5)]) if width > 30 else ""
         parts.append(
             f'<g transform="translate({x:.1f} {-(depth + 1) * ROW})"><title>{share}</title>'
-            f'<rect width="{width:.1f}" height="{ROW - 1}" fill="hsl({hue} 80% 62%)"/><text x="2" y="11">{label}</text></g>'
+            f'<rect width="{width:.1f}" height="{ROW - 1}" fill="hsl({hue} 80% 62%)"/><text '
+            f'x="2" y="11">{label}</text></g>'
         )
         for each in sorted(frame.called.values(), key=lambda one: one.name):
             draw(each, x, depth + 1)
@@ -91,7 +100,8 @@ def svg(root: Frame, title: str) -> str:
     draw(root, 0, 0)
     height = (deepest + 1) * ROW + 30
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="monospace" font-size="11">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'font-family="monospace" font-size="11">'
         f'<rect width="100%" height="100%" fill="#fff"/><text x="4" y="16">{escape(title)}</text>'
         f'<g transform="translate(0 {height})">{"".join(parts)}</g></svg>\n'
     )
@@ -121,7 +131,9 @@ def record(pid: int, seconds: float, rate: int, native: bool) -> list[str]:
             raw.name,
         ]
         try:
-            subprocess.run([*command, *(["--native"] if native else [])], check=True, capture_output=True)
+            subprocess.run(
+                [*command, *(["--native"] if native else [])], check=True, capture_output=True
+            )
         except FileNotFoundError:
             raise SystemExit("py-spy is not installed: pip install py-spy") from None
         except subprocess.CalledProcessError as error:
@@ -131,14 +143,18 @@ def record(pid: int, seconds: float, rate: int, native: bool) -> list[str]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--load", choices=list(compare.CASES), default="paced128-128")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--rate", type=int, default=500, help="samples per second")
     parser.add_argument("--out", type=Path, default=Path("flame.svg"))
     parser.add_argument("--top", type=int, default=25)
     parser.add_argument(
-        "--no-native", action="store_true", help="only Python frames, if native frames are not available"
+        "--no-native",
+        action="store_true",
+        help="only Python frames, if native frames are not available",
     )
     options = parser.parse_args()
     case = compare.CASES[options.load]
@@ -162,7 +178,10 @@ def main() -> None:
             busy.join()
     root = folded(lines)
     options.out.write_text(svg(root, f"{options.load}, {root.samples} samples, {stage.commit()}"))
-    print(f"{options.load}: {root.samples} samples, {options.out}\n\n| own time % | function |\n|---|---|")
+    print(
+        f"{options.load}: {root.samples} samples, {options.out}\n\n| own time % | function |\n"
+        f"|---|---|"
+    )
     for name, count in own(root).most_common(options.top):
         print(f"| {100 * count / root.samples:.1f} | {name} |")
 

@@ -1,4 +1,5 @@
-"""Honest clients of a proxy in front of mock engines: every answer is checked. Or one client that measures how late `/health` is.
+"""Honest clients of a proxy in front of mock engines: every answer is checked. Or one client that
+measures how late `/health` is.
 
 Usage: honest.py URL --seconds N [--clients 16] [--chunks 32] [--key KEY]
        honest.py URL --seconds N --late
@@ -34,7 +35,9 @@ ANSWER_TIMEOUT = 10.0
 HEALTH_INTERVAL = 0.02
 """Seconds between two requests to `/health`."""
 REQUESTS_PER_CONNECTION = 6
-"""Then the client opens a new connection, so that the result shows whether the proxy accepts any."""
+"""Then the client opens a new connection, so that the result shows whether the proxy accepts
+any.
+"""
 
 
 @dataclass
@@ -57,7 +60,9 @@ class WrongError(Exception):
 class Client:
     """One client: one request at a time, most of them on a kept connection."""
 
-    def __init__(self, url: str, number: int, chunks: int, tally: Tally, key: str | None = None) -> None:
+    def __init__(
+        self, url: str, number: int, chunks: int, tally: Tally, key: str | None = None
+    ) -> None:
         parts = urlsplit(url)
         self.host, self.port = parts.hostname or "127.0.0.1", parts.port or 80
         self.tls = any_certificate() if parts.scheme == "https" else None
@@ -84,7 +89,15 @@ class Client:
                 if refused:
                     self.close()
                     await asyncio.sleep(0.1)
-            except (OSError, EOFError, TimeoutError, ValueError, KeyError, IndexError, WrongError) as error:
+            except (
+                OSError,
+                EOFError,
+                TimeoutError,
+                ValueError,
+                KeyError,
+                IndexError,
+                WrongError,
+            ) as error:
                 text = f"{type(error).__name__} {error}".strip()
                 self.tally.wrong[text[:80]] += 1
                 self.close()
@@ -99,7 +112,9 @@ class Client:
         self.reader = self.writer = None
 
     async def _health(self) -> bool:
-        status, _, body = await self._answer(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", time.monotonic())
+        status, _, body = await self._answer(
+            b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", time.monotonic()
+        )
         if status == 503:
             return self._refused(body)
         if (status, body) != (200, b""):
@@ -107,7 +122,9 @@ class Client:
         return False
 
     def _refused(self, body: bytes) -> bool:
-        self.tally.refusals[1:] = [(round(time.monotonic() - self.began, 1), body[:200].decode(errors="replace"))]
+        self.tally.refusals[1:] = [
+            (round(time.monotonic() - self.began, 1), body[:200].decode(errors="replace"))
+        ]
         return True
 
     async def _ask(self) -> bool:
@@ -137,14 +154,18 @@ class Client:
         if b"text/event-stream" not in kind or not events or events[-1] != b"[DONE]":
             raise WrongError("no [DONE]")
         choices = [json.loads(event)["choices"][0] for event in events[:-1]]
-        text = "".join((choice["delta"].get("content") or "") if chat else choice["text"] for choice in choices)
+        text = "".join(
+            (choice["delta"].get("content") or "") if chat else choice["text"] for choice in choices
+        )
         if text != WORD * self.chunks or choices[-1]["finish_reason"] != "length":
             raise WrongError("another text in a stream")
 
     async def _answer(self, request: bytes, began: float) -> tuple[int, bytes, bytes]:
         """Send a request; return the status, the head and the body of its answer."""
         if self.writer is None:
-            self.reader, self.writer = await asyncio.open_connection(self.host, self.port, ssl=self.tls)
+            self.reader, self.writer = await asyncio.open_connection(
+                self.host, self.port, ssl=self.tls
+            )
         assert self.reader is not None
         reader = self.reader
         self.writer.write(request)
@@ -163,16 +184,22 @@ class Client:
                 before = now
             await reader.readexactly(2)
         else:
-            body += await reader.readexactly(int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0]))
+            body += await reader.readexactly(
+                int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+            )
         if b"connection: close" in head:
             self.close()
         return status, head, bytes(body)
 
 
-async def clients(url: str, count: int, chunks: int, seconds: float, key: str | None = None) -> dict[str, Any]:
+async def clients(
+    url: str, count: int, chunks: int, seconds: float, key: str | None = None
+) -> dict[str, Any]:
     """Run the clients and return their results."""
     tally, end = Tally(), time.monotonic() + seconds
-    await asyncio.gather(*(Client(url, number, chunks, tally, key).run(end) for number in range(count)))
+    await asyncio.gather(
+        *(Client(url, number, chunks, tally, key).run(end) for number in range(count))
+    )
     return {
         "right": tally.right,
         "wrong": dict(tally.wrong),
@@ -195,7 +222,9 @@ def late(url: str, seconds: float) -> dict[str, Any]:
     while (began := time.monotonic()) < end:
         try:
             if connection is None:
-                connection = socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), ANSWER_TIMEOUT)
+                connection = socket.create_connection(
+                    (parts.hostname or "127.0.0.1", parts.port or 80), ANSWER_TIMEOUT
+                )
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if tls is not None:
                     connection = tls.wrap_socket(connection)
@@ -211,19 +240,30 @@ def late(url: str, seconds: float) -> dict[str, Any]:
                 connection.close()
             connection = None
         waited = time.monotonic() - began
-        delays.extend([waited - n * HEALTH_INTERVAL for n in range(int(waited / HEALTH_INTERVAL) + 1)])
-        time.sleep(max(HEALTH_INTERVAL - waited, 0.0) if connection is not None else HEALTH_INTERVAL)
+        delays.extend(
+            [waited - n * HEALTH_INTERVAL for n in range(int(waited / HEALTH_INTERVAL) + 1)]
+        )
+        time.sleep(
+            max(HEALTH_INTERVAL - waited, 0.0) if connection is not None else HEALTH_INTERVAL
+        )
     ranks = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    return {**{f"late_{name}_ms": percentile(delays, rank) for name, rank in ranks.items()}, "late_lost": lost}
+    return {
+        **{f"late_{name}_ms": percentile(delays, rank) for name, rank in ranks.items()},
+        "late_lost": lost,
+    }
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", metavar="URL")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--chunks", type=int, default=32, help="tokens per answer: the engines' own setting")
+    parser.add_argument(
+        "--chunks", type=int, default=32, help="tokens per answer: the engines' own setting"
+    )
     parser.add_argument("--key", help="API key of all clients")
     parser.add_argument("--late", action="store_true", help="measure /health")
     options = parser.parse_args()

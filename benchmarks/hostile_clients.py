@@ -1,10 +1,13 @@
-"""One hostile client of a kind. It stops by itself after `--seconds`, or when it has sent `--bytes`.
+"""One hostile client of a kind. It stops by itself after `--seconds`, or when it has sent
+`--bytes`.
 
-Usage: hostile_clients.py KIND [--seconds 20] [--bytes 20000000000] [--largest 66060288] [--connections 2]
+Usage: hostile_clients.py KIND [--seconds 20] [--bytes 20000000000] [--largest 66060288]
+[--connections 2]
     [--address 127.0.1.1]
 
-Prints `ready` when its bodies are made, waits for the proxy's URL on its standard input, and at the end prints a line of JSON:
-bytes sent, connections, and counts of answers by status. Its kinds are in `KINDS`.
+Prints `ready` when its bodies are made, waits for the proxy's URL on its standard input, and at the
+end prints a line of JSON: bytes sent, connections, and counts of answers by status. Its kinds are
+in `KINDS`.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ PASSED = ("/v1/embeddings", "/tokenize", "/v1/responses", "/v1/messages")
 ANSWER_TIMEOUT = 10.0
 """Seconds for an answer; then the client sends the next request on another connection."""
 LARGE_STALLED, SMALLER_STALLED = 21, 18
-"""Bodies that lack their last byte: of the largest size, and of 1/2, 1/4 and so on of it, down to 256 bytes."""
+"""Bodies that lack their last byte: of the largest size, and of 1/2, 1/4 and so on of it, down to
+256 bytes.
+"""
 KEYS = [f"key{number}" for number in range(LARGE_STALLED + SMALLER_STALLED)]
 """Keys of hostile clients; the proxy accepts them."""
 HANDSHAKES = 4000
@@ -67,7 +72,9 @@ class Client:
         return POST.format(path, more).encode() + b"content-length: %d\r\n\r\n" % len(body), body
 
     async def open(self, *, address: str | None = None, buffer: int | None = None) -> socket.socket:
-        """Return a connection from the client's address or another. `buffer`: size of its receive buffer in bytes."""
+        """Return a connection from the client's address or another. `buffer`: size of its receive
+        buffer in bytes.
+        """
         made = socket.socket()
         made.setblocking(False)
         try:
@@ -125,9 +132,14 @@ class Client:
                     await self.drain(connection)
             except (OSError, TimeoutError) as error:
                 answered = (
-                    status is not None and status.done() and not status.cancelled() and status.exception() is None
+                    status is not None
+                    and status.done()
+                    and not status.cancelled()
+                    and status.exception() is None
                 )
-                self.answers[status.result() if answered and status is not None else type(error).__name__] += 1
+                self.answers[
+                    status.result() if answered and status is not None else type(error).__name__
+                ] += 1
                 await asyncio.sleep(0.05)
             finally:
                 if status is not None:
@@ -142,14 +154,21 @@ class Client:
         """Wait until the time is over."""
         await asyncio.sleep(max(0.0, self.end - time.monotonic() - 0.5))
 
-    async def held(self, count: int, begin: Callable[[int, socket.socket], Awaitable[None]], **options: Any) -> None:
-        """Open `count` connections, call `begin` on each, and hold them until the time is over. `options` go to `open`."""
+    async def held(
+        self, count: int, begin: Callable[[int, socket.socket], Awaitable[None]], **options: Any
+    ) -> None:
+        """Open `count` connections, call `begin` on each, and hold them until the time is over.
+        `options` go to `open`.
+        """
 
         opening = asyncio.Semaphore(100)
 
         async def one(number: int) -> None:
             try:
-                given = {name: value(number) if callable(value) else value for name, value in options.items()}
+                given = {
+                    name: value(number) if callable(value) else value
+                    for name, value in options.items()
+                }
                 async with opening:
                     connection = await self.open(**given)
             except (OSError, TimeoutError) as error:
@@ -177,15 +196,21 @@ Kind = Callable[[Client], Run]
 
 
 def bodies(*named: tuple[str, str, float], connections: int | None = None) -> Kind:
-    """A client that posts bodies in turns: (path, name in tests/fuzz/cost/shapes.py, maximum MiB)."""
+    """A client that posts bodies in turns: (path, name in tests/fuzz/cost/shapes.py, maximum
+    MiB).
+    """
 
     def kind(client: Client) -> Run:
-        render = functools.cache(lambda name, size: BODIES[name].render(min(client.largest, int(size * MIB))))
+        render = functools.cache(
+            lambda name, size: BODIES[name].render(min(client.largest, int(size * MIB)))
+        )
         made = [client.request(path, render(name, size)) for path, name, size in named]
 
         async def run() -> None:
             turns = itertools.cycle(made)
-            await asyncio.gather(*(client.ask(turns) for _ in range(connections or client.connections)))
+            await asyncio.gather(
+                *(client.ask(turns) for _ in range(connections or client.connections))
+            )
 
         return run
 
@@ -193,7 +218,9 @@ def bodies(*named: tuple[str, str, float], connections: int | None = None) -> Ki
 
 
 def asking(way: str, *, stream: bool, **more: object) -> Kind:
-    """A client that requests the answers of hostile engines (hostile_engine.py): of the decode and of the prefill engine."""
+    """A client that requests the answers of hostile engines (hostile_engine.py): of the decode and
+    of the prefill engine.
+    """
 
     def kind(client: Client) -> Run:
         asked = [
@@ -211,8 +238,12 @@ def asking(way: str, *, stream: bool, **more: object) -> Kind:
         async def run() -> None:
             # Otherwise each answer would be drained for as long as its connection is kept.
             more = "connection: close\r\n"
-            turns = itertools.cycle([client.request(COMPLETIONS, json.dumps(one).encode(), more) for one in asked])
-            await asyncio.gather(*(client.ask(turns, drain=True) for _ in range(client.connections)))
+            turns = itertools.cycle(
+                [client.request(COMPLETIONS, json.dumps(one).encode(), more) for one in asked]
+            )
+            await asyncio.gather(
+                *(client.ask(turns, drain=True) for _ in range(client.connections))
+            )
 
         return run
 
@@ -220,7 +251,9 @@ def asking(way: str, *, stream: bool, **more: object) -> Kind:
 
 
 def stalled(more: Callable[[int], str], address: Callable[[int], str | None]) -> Kind:
-    """A client that sends 21 bodies of the largest size without their last byte, then smaller ones into the memory left."""
+    """A client that sends 21 bodies of the largest size without their last byte, then smaller ones
+    into the memory left.
+    """
 
     def kind(client: Client) -> Run:
         size = client.largest if client.largest < 60 * MIB else 64 * MIB
@@ -250,7 +283,9 @@ def keyless(count: int) -> Kind:
 
         async def begin(number: int, connection: socket.socket) -> None:
             path = _KEYLESS[number % len(_KEYLESS)]
-            await client.send(connection, POST.format(path, f"content-length: {2 * len(half)}\r\n\r\n").encode())
+            await client.send(
+                connection, POST.format(path, f"content-length: {2 * len(half)}\r\n\r\n").encode()
+            )
             await client.send(connection, half)
 
         return lambda: client.held(count, begin)
@@ -274,7 +309,9 @@ _KEYLESS = (
 def _wrong_keys() -> Iterator[Request]:
     """Small requests, each with another key that is not valid."""
     for number in itertools.count():
-        head = POST.format(COMPLETIONS, f"authorization: Bearer wrong{number}\r\ncontent-length: 15\r\n\r\n")
+        head = POST.format(
+            COMPLETIONS, f"authorization: Bearer wrong{number}\r\ncontent-length: 15\r\n\r\n"
+        )
         yield head.encode(), b'{"prompt":"xx"}'
 
 
@@ -297,7 +334,9 @@ def _hello() -> bytes:
 
 
 def tls_handshakes(client: Client) -> Run:
-    """A client that begins one handshake after the other and ends none. The oldest ones beyond `HANDSHAKES` are closed."""
+    """A client that begins one handshake after the other and ends none. The oldest ones beyond
+    `HANDSHAKES` are closed.
+    """
     hello = _hello()
     begun: deque[socket.socket] = deque()
 
@@ -339,13 +378,17 @@ def drip(client: Client) -> Run:
     flood = b"1\r\n \r\n" * (min(client.largest, 24 * MIB) // 6)
 
     async def begin(number: int, connection: socket.socket) -> None:
-        await client.send(connection, POST.format(COMPLETIONS, "content-length: 100000\r\n\r\n").encode())
+        await client.send(
+            connection, POST.format(COMPLETIONS, "content-length: 100000\r\n\r\n").encode()
+        )
         while not client.over:
             await client.send(connection, b" ")
             await asyncio.sleep(1)
 
     async def run() -> None:
-        flooding = (client.ask(itertools.repeat((chunked, flood))) for _ in range(client.connections))
+        flooding = (
+            client.ask(itertools.repeat((chunked, flood))) for _ in range(client.connections)
+        )
         await asyncio.gather(client.held(60, begin), *flooding)
 
     return run
@@ -354,7 +397,13 @@ def drip(client: Client) -> Run:
 def readers(client: Client) -> Run:
     """500 streams with long first events, each read at one byte per second."""
     body = json.dumps(
-        {"model": "m", "prompt": "x" * 200_000, "stream": True, "return_token_ids": True, "max_tokens": 32}
+        {
+            "model": "m",
+            "prompt": "x" * 200_000,
+            "stream": True,
+            "return_token_ids": True,
+            "max_tokens": 32,
+        }
     )
     request = b"".join(client.request(COMPLETIONS, body.encode()))
 
@@ -381,7 +430,11 @@ def idle(count: int) -> Kind:
 
 def pipeline(client: Client) -> Run:
     """64 requests on each of 64 connections; no answer is read."""
-    one = b"".join(client.request(COMPLETIONS, b'{"model":"m","prompt":"' + b"x" * 2000 + b'","max_tokens":32}'))
+    one = b"".join(
+        client.request(
+            COMPLETIONS, b'{"model":"m","prompt":"' + b"x" * 2000 + b'","max_tokens":32}'
+        )
+    )
     pipelines = [one * 64, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 64]
 
     async def begin(number: int, connection: socket.socket) -> None:
@@ -391,10 +444,14 @@ def pipeline(client: Client) -> Run:
 
 
 def unread(way: str, connections: int, *, every: float, rate: int = 0) -> Kind:
-    """A client that sends the next request on a connection after a while, and reads `rate` bytes per second of the answers."""
+    """A client that sends the next request on a connection after a while, and reads `rate` bytes
+    per second of the answers.
+    """
 
     def kind(client: Client) -> Run:
-        body = json.dumps({"model": "m", "prompt": "x" * 400, "max_tokens": 32, "user": f"hostile:{way}"})
+        body = json.dumps(
+            {"model": "m", "prompt": "x" * 400, "max_tokens": 32, "user": f"hostile:{way}"}
+        )
         one = b"".join(client.request(COMPLETIONS, body.encode()))
 
         async def read(connection: socket.socket) -> None:
@@ -441,19 +498,25 @@ def small(*requests: bytes) -> Kind:
 
 _BAD_REQUEST = POST.format(COMPLETIONS, "content-length: 2\r\n\r\n").encode() + b"[]"
 _UNUSUAL_TARGETS = (
-    "/v1/completions#a", "/v1/completions?#", "http://x/v1/completions#a", "http://[/v1/completions", "http://", "//", "*", "x",
-    "/v1/completions%", "/%00", "/v1/\u00e9", "http://x:99999999/", "/v1/completions;a=b", "http:///v1/completions", "?", "#",
+    "/v1/completions#a", "/v1/completions?#", "http://x/v1/completions#a",
+    "http://[/v1/completions", "http://", "//", "*", "x",
+    "/v1/completions%", "/%00", "/v1/\u00e9", "http://x:99999999/", "/v1/completions;a=b",
+    "http:///v1/completions", "?", "#",
 )  # fmt: skip
 
 
 def _unusual_requests() -> Iterator[bytes]:
     for target in _UNUSUAL_TARGETS:
-        yield POST.format(target, "content-length: 15\r\n\r\n").encode("latin-1") + b'{"prompt":"xx"}'
+        yield (
+            POST.format(target, "content-length: 15\r\n\r\n").encode("latin-1") + b'{"prompt":"xx"}'
+        )
         yield f"GET {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode("latin-1")
 
 
 KINDS: dict[str, Kind] = {
-    "prompts": bodies((COMPLETIONS, "prompts of a letter", 1), (COMPLETIONS, "prompts of a letter", 63)),
+    "prompts": bodies(
+        (COMPLETIONS, "prompts of a letter", 1), (COMPLETIONS, "prompts of a letter", 63)
+    ),
     "keys": bodies((COMPLETIONS, "top-level keys", 63)),
     "nested": bodies((CHAT, "arrays in response_format", 63)),
     "messages": bodies((CHAT, "empty messages", 63), (CHAT, "short messages", 63)),
@@ -461,10 +524,14 @@ KINDS: dict[str, Kind] = {
     "nan": bodies((COMPLETIONS, "NaN", 63), (CHAT, "one NaN in a long text", 63)),
     "utf16": bodies((COMPLETIONS, "UTF-16", 63), (COMPLETIONS, "UTF-16 of a long text", 63)),
     "anew": bodies((COMPLETIONS, "UTF-16 of letters beyond ASCII", 63), connections=4),
-    "xargs": bodies((COMPLETIONS, "keys of vllm_xargs", 63), (COMPLETIONS, "keys of extra_args", 63)),
+    "xargs": bodies(
+        (COMPLETIONS, "keys of vllm_xargs", 63), (COMPLETIONS, "keys of extra_args", 63)
+    ),
     "numbers": bodies((COMPLETIONS, "token ids", 60), (COMPLETIONS, "a number of many digits", 60)),
     "deep": bodies((COMPLETIONS, "arrays in each other", 63), (CHAT, "objects in each other", 63)),
-    "model": bodies((COMPLETIONS, "a long model", 16), (COMPLETIONS, "a model of control characters", 16)),
+    "model": bodies(
+        (COMPLETIONS, "a long model", 16), (COMPLETIONS, "a model of control characters", 16)
+    ),
     "stalled": stalled(lambda _: "", lambda _: None),
     "stalled-keys": stalled(lambda n: f"authorization: Bearer {KEYS[n]}\r\n", lambda _: None),
     "stalled-addresses": stalled(lambda _: "", lambda n: f"127.0.2.{n + 1}"),
@@ -508,13 +575,19 @@ async def run(client: Client, action: Run) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--bytes", type=int, default=20_000_000_000, help="maximum bytes to send")
     parser.add_argument("--largest", type=int, default=63 * MIB, help="maximum bytes of one body")
-    parser.add_argument("--connections", type=int, default=2, help="concurrent connections with large bodies")
-    parser.add_argument("--address", default="127.0.1.1", help="source address; honest clients have another")
+    parser.add_argument(
+        "--connections", type=int, default=2, help="concurrent connections with large bodies"
+    )
+    parser.add_argument(
+        "--address", default="127.0.1.1", help="source address; honest clients have another"
+    )
     options = parser.parse_args()
     raise_files()
     client = Client(options)
@@ -523,7 +596,11 @@ def main() -> None:
     parts = urlsplit(sys.stdin.readline().strip())
     client.at = parts.hostname or "127.0.0.1", parts.port or 80
     uvloop.run(run(client, action))
-    print(json.dumps({"sent": client.sent, "connections": client.opened, "answers": dict(client.answers)}))
+    print(
+        json.dumps(
+            {"sent": client.sent, "connections": client.opened, "answers": dict(client.answers)}
+        )
+    )
 
 
 if __name__ == "__main__":

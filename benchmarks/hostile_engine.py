@@ -1,9 +1,10 @@
-"""Mock engines that send hostile answers to marked requests: `"user": "hostile:KIND"` in a body names one of `WAYS`.
+"""Mock engines that send hostile answers to marked requests: `"user": "hostile:KIND"` in a body
+names one of `WAYS`.
 
 Usage: hostile_engine.py PORT [PORT ...] [--chunks N] [--itl SECONDS] [--page health|metrics]
 
-All other requests get the answers of mock_engine.py. `--page` makes the page of that name hostile on all these engines instead.
-No answer is longer than `MAX_ANSWER` bytes.
+All other requests get the answers of mock_engine.py. `--page` makes the page of that name hostile
+on all these engines instead. No answer is longer than `MAX_ANSWER` bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ import mock_engine
 MAX_ANSWER = 1 << 30
 BLOCK = 1 << 16
 MAX_BODY = 1 << 20
-"""Bytes of a request that an engine reads. It refuses a larger one without parsing it: the mock must not be slow itself."""
+"""Bytes of a request that an engine reads. It refuses a larger one without parsing it: the mock
+must not be slow itself.
+"""
 _ASKED = re.compile(rb'"user": ?"hostile:([a-z0-9]+)(-prefill)?"')
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"
 _JSON, _STREAM = _HEAD % b"application/json", _HEAD % b"text/event-stream"
 _LONG = b"content-length: %d\r\n\r\n" % MAX_ANSWER
 _TINY = b"data: {}\n\n" * (BLOCK // 10)
-_FIRST = b'data: {"id":"c","choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}\n\n'
+_FIRST = (
+    b'data: {"id":"c","choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}\n\n'
+)
 _LINE = b'vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="%d"} 1.0\n'
 _TOO_LONG = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
 
@@ -37,7 +42,10 @@ def _whole(size: int) -> tuple[bytes, bytes]:
     """Return a right answer with a text of so many bytes."""
     choice = b'{"index":0,"text":"%b","logprobs":null,"finish_reason":"length"}' % (b"a" * size)
     usage = b'{"prompt_tokens":1,"completion_tokens":32,"total_tokens":33}'
-    body = b'{"id":"c","object":"text_completion","created":1,"model":"m","choices":[%b],"usage":%b}' % (choice, usage)
+    body = (
+        b'{"id":"c","object":"text_completion","created":1,"model":"m","choices":[%b],"usage":%b}'
+        % (choice, usage)
+    )
     return _JSON + b"content-length: %d\r\n\r\n%b" % (len(body), body), b""
 
 
@@ -88,7 +96,10 @@ class Connection(mock_engine.Connection):
         """See httptools."""
         self.body = b"".join(self.parts)
         if self.size > MAX_BODY:
-            head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            head = (
+                b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: "
+                b"%d\r\n\r\n"
+            )
             self.transport.write(head % len(_TOO_LONG) + _TOO_LONG)
         elif self.page is not None and self.path == self.page:
             self._flood(*_page(self.page))
@@ -131,7 +142,9 @@ class Connection(mock_engine.Connection):
 
 async def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ports", metavar="PORT", type=int, nargs="+")
     parser.add_argument("--chunks", type=int, default=32)
     parser.add_argument("--itl", type=float, default=0.02, help="seconds between two chunks")

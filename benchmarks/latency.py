@@ -1,10 +1,13 @@
-"""How long one client waits: with a plain engine, with P and D directly, with P and D through pdproxy. One request at a time.
+"""How long one client waits: with a plain engine, with P and D directly, with P and D through
+pdproxy. One request at a time.
 
-Usage: latency.py [--requests 20] [--lengths 100,1000,1900] [--tokens 16] [--plain URL --prefill URL --decode URL --proxy URL]
+Usage: latency.py [--requests 20] [--lengths 100,1000,1900] [--tokens 16] [--plain URL --prefill URL
+--decode URL --proxy URL]
 
-Without addresses the tests' engines are started (or reused, if a run kept them) with a pdproxy in front of one pair.
-The three ways take turns, with new token ids for each request, so that no cache helps and other load on the
-machine hits all three. Prints p50 and p90 in milliseconds, and ratios to the plain engine.
+Without addresses the tests' engines are started (or reused, if a run kept them) with a pdproxy in
+front of one pair. The three ways take turns, with new token ids for each request, so that no cache
+helps and other load on the machine hits all three. Prints p50 and p90 in milliseconds, and ratios
+to the plain engine.
 """
 
 from __future__ import annotations
@@ -54,25 +57,35 @@ class Waits:
 Way = Callable[[aiohttp.ClientSession, Addresses, dict[str, Any], Waits], Awaitable[None]]
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], waits: Waits, began: float) -> None:
+async def _stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], waits: Waits, began: float
+) -> None:
     first = 0.0
     seen = b""
     async with session.post(url + PATH, json=body | {"stream": True}) as response:
         async for data in response.content.iter_any():
             first = first or time.perf_counter() - began
             seen += data
-    if response.status != 200 or not seen.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in seen:
+    if (
+        response.status != 200
+        or not seen.endswith(b"data: [DONE]\n\n")
+        or b'data: {"error"' in seen
+    ):
         raise SystemExit(f"{url} answered {response.status}: {seen[-500:]!r}")
     waits.first.append(first)
     waits.total.append(time.perf_counter() - began)
 
 
-async def plain(session: aiohttp.ClientSession, at: Addresses, body: dict[str, Any], waits: Waits) -> None:
+async def plain(
+    session: aiohttp.ClientSession, at: Addresses, body: dict[str, Any], waits: Waits
+) -> None:
     """One engine does both."""
     await _stream(session, at.plain, body, waits, time.perf_counter())
 
 
-async def direct(session: aiohttp.ClientSession, at: Addresses, body: dict[str, Any], waits: Waits) -> None:
+async def direct(
+    session: aiohttp.ClientSession, at: Addresses, body: dict[str, Any], waits: Waits
+) -> None:
     """The minimum for P and D: this client sends both legs, without a proxy."""
     began = time.perf_counter()
     leg = body | {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": PREFILL}
@@ -84,7 +97,9 @@ async def direct(session: aiohttp.ClientSession, at: Addresses, body: dict[str, 
     await _stream(session, at.decode, leg, waits, began)
 
 
-async def proxied(session: aiohttp.ClientSession, at: Addresses, body: dict[str, Any], waits: Waits) -> None:
+async def proxied(
+    session: aiohttp.ClientSession, at: Addresses, body: dict[str, Any], waits: Waits
+) -> None:
     """The same pair through pdproxy."""
     await _stream(session, at.proxy, body, waits, time.perf_counter())
 
@@ -99,7 +114,12 @@ async def measure(at: Addresses, length: int, requests: int, tokens: int) -> dic
         for number in range(requests + 2):
             for name, way in random.sample(sorted(WAYS.items()), len(WAYS)):
                 prompt = [random.randrange(300, 4000) for _ in range(length)]
-                body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+                body = {
+                    "prompt": prompt,
+                    "max_tokens": tokens,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                }
                 await way(session, at, body, found[name] if number > 1 else Waits())
     return found
 
@@ -137,8 +157,12 @@ def _own_engines(stack: ExitStack) -> Addresses:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=20, help="prompts of each length in each way")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", type=int, default=20, help="prompts of each length in each way"
+    )
     parser.add_argument("--lengths", default="100,1000,1900", help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=16, help="tokens of each answer")
     for name in ("plain", "prefill", "decode", "proxy"):
@@ -150,8 +174,18 @@ def main() -> None:
     with ExitStack() as stack:
         at = Addresses(*given) if all(given) else _own_engines(stack)
         print(f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}")
-        print(f"{options.requests} requests per cell, one at a time, streamed, {options.tokens} tokens each\n")
-        asyncio.run(report(at, [int(one) for one in options.lengths.split(",")], options.requests, options.tokens))
+        print(
+            f"{options.requests} requests per cell, one at a time, streamed, {options.tokens} "
+            f"tokens each\n"
+        )
+        asyncio.run(
+            report(
+                at,
+                [int(one) for one in options.lengths.split(",")],
+                options.requests,
+                options.tokens,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Closed-loop load on OpenAI servers: C clients, each with one open request, on kept connections. Prints one line of JSON.
+"""Closed-loop load on OpenAI servers: C clients, each with one open request, on kept connections.
+Prints one line of JSON.
 
 Usage: load.py URL [URL ...] --conc C --n N [--stream] [--chat] [--prompt-bytes B] [--rate R]
        load.py --direct P D [--direct P D ...] --conc C --n N --stream
 
-`--direct` calls a prefill and a decode engine without a proxy: the minimum for P and D. `--rate` starts at most
-R requests per second, however many clients are free.
+`--direct` calls a prefill and a decode engine without a proxy: the minimum for P and D. `--rate`
+starts at most R requests per second, however many clients are free.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Tally:
         """Return the figures. A gap lies between two reads that brought events."""
         times = {"first": self.first, "total": self.total, "gap": self.gaps}
         ranks = {
-            f"{name}_{rank}_ms": percentile(values, q) for name, values in times.items() for rank, q in RANKS.items()
+            f"{name}_{rank}_ms": percentile(values, q)
+            for name, values in times.items()
+            for rank, q in RANKS.items()
         }
         return {
             "ok": self.ok,
@@ -66,7 +69,9 @@ def percentile(values: Sequence[float], rank: float) -> float | None:
 
 
 class Client(asyncio.Protocol):
-    """One connection. Counts events by patterns and parses nothing else, since it shares the machine with the servers."""
+    """One connection. Counts events by patterns and parses nothing else, since it shares the
+    machine with the servers.
+    """
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
@@ -165,12 +170,17 @@ class Load:
         """Return a request as bytes; its number makes its prompt unique."""
         prompt = f"{number} {self.text}"
         body: dict[str, object] = {"model": "m", "max_tokens": 64, "stream": self.options.stream}
-        body |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        body |= (
+            {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        )
         if self.options.token_ids:
             body["return_token_ids"] = True
         data = json.dumps(body | more).encode()
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
-        head = f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\ncontent-type: application/json\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\ncontent-type: "
+            f"application/json\r\n"
+        )
         return b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(data), data)
 
     async def connected(self, client: Client, url: str) -> None:
@@ -178,10 +188,14 @@ class Load:
         if client.closed:
             parts = urlsplit(url)
             loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: client, parts.hostname or "127.0.0.1", parts.port or 80)
+            await loop.create_connection(
+                lambda: client, parts.hostname or "127.0.0.1", parts.port or 80
+            )
 
     async def client(self, url: str, prefill: str | None) -> None:
-        """Send requests until all numbers are used. With `prefill`, to that engine first, then to `url` with its handle."""
+        """Send requests until all numbers are used. With `prefill`, to that engine first, then to
+        `url` with its handle.
+        """
         mine, other = Client(self.tally), Client(self.tally)
         for number in self.numbers:
             if self.options.rate:
@@ -193,7 +207,11 @@ class Load:
                     if prefill is not None:
                         await self.connected(other, prefill)
                         leg = self.request(
-                            prefill, number, max_tokens=1, stream=False, kv_transfer_params=PREFILL_PARAMS
+                            prefill,
+                            number,
+                            max_tokens=1,
+                            stream=False,
+                            kv_transfer_params=PREFILL_PARAMS,
                         )
                         await other.ask(leg, began)
                         more = {"kv_transfer_params": json.loads(other.body)["kv_transfer_params"]}
@@ -211,7 +229,11 @@ class Load:
     def _judge(self, client: Client) -> None:
         tally = self.tally
         status = int(client.head.split(b" ", 2)[1])
-        good = client.finished and not client.failed if self.options.stream else b'"choices"' in client.body
+        good = (
+            client.finished and not client.failed
+            if self.options.stream
+            else b'"choices"' in client.body
+        )
         if status == 200 and good:
             tally.ok += 1
             tally.first.append(client.first - client.began)
@@ -224,15 +246,21 @@ class Load:
 
     async def run(self) -> dict[str, Any]:
         """Run to the end and return the figures."""
-        targets = [(url, None) for url in self.options.urls] + [(d, p) for p, d in self.options.direct]
+        targets = [(url, None) for url in self.options.urls] + [
+            (d, p) for p, d in self.options.direct
+        ]
         self.started = time.perf_counter()
-        await asyncio.gather(*(self.client(*targets[n % len(targets)]) for n in range(self.options.conc)))
+        await asyncio.gather(
+            *(self.client(*targets[n % len(targets)]) for n in range(self.options.conc))
+        )
         return self.tally.summary(time.perf_counter() - self.started)
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("urls", metavar="URL", nargs="*")
     parser.add_argument("--direct", metavar=("P", "D"), nargs=2, action="append", default=[])
     parser.add_argument("--conc", type=int, default=32, help="clients")
@@ -241,7 +269,9 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--token-ids", action="store_true", help="ask for token ids")
     parser.add_argument("--prompt-bytes", type=int, default=512)
-    parser.add_argument("--rate", type=float, default=0.0, help="maximum requests per second; 0: no limit")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="maximum requests per second; 0: no limit"
+    )
     options = parser.parse_args()
     if not options.urls and not options.direct:
         parser.error("give a URL, or --direct P D")

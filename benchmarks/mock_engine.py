@@ -1,10 +1,12 @@
-"""A cheap replacement for vLLM engines, so that a benchmark measures the proxy. Not for tests: it checks nothing.
+"""A cheap replacement for vLLM engines, so that a benchmark measures the proxy. Not for tests: it
+checks nothing.
 
 Usage: mock_engine.py PORT [PORT ...] [--chunks N] [--itl SECONDS] [--prefill-seconds SECONDS]
 
-Its answers have the bytes of vLLM 0.32.0 (tests/unit/test_mock_engine.py compares them with recordings), rendered once. Each
-port is a separate engine; A-B means all ports from A to B. A prefill leg gets a NIXL handle, a stream gets N chunks, one every
-ITL seconds (0: as fast as possible) and one per write, any other request a whole answer. `GET /_counts` returns what arrived.
+Its answers have the bytes of vLLM 0.32.0 (tests/unit/test_mock_engine.py compares them with
+recordings), rendered once. Each port is a separate engine; A-B means all ports from A to B. A
+prefill leg gets a NIXL handle, a stream gets N chunks, one every ITL seconds (0: as fast as
+possible) and one per write, any other request a whole answer. `GET /_counts` returns what arrived.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ CREATED = 1795219866
 FINGERPRINT = "vllm-0.32.0-e7581fe7"
 BLOCK = 16
 """Tokens per KV block."""
-METRICS = Path(__file__).resolve().parents[1] / "tests" / "sim" / "recordings" / "misc_metrics_D.txt"
+METRICS = (
+    Path(__file__).resolve().parents[1] / "tests" / "sim" / "recordings" / "misc_metrics_D.txt"
+)
 """A recorded page: with a real engine a proxy also reads hundreds of lines."""
-MOVED = b'vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} '
+MOVED = (
+    b'vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} '
+)
 COMMON = f"date: {formatdate(usegmt=True)}\r\nserver: uvicorn\r\n".encode()
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\n%bcontent-type: text/event-stream; charset=utf-8\r\nvary: Origin\r\n"
@@ -80,7 +86,9 @@ def _prompt_ids(count: int) -> list[int]:
 
 def _chunk_of(chat: bool) -> dict[str, Any]:
     name, kind = (
-        ("chatcmpl-99c6249855d558d6", "chat.completion.chunk") if chat else ("cmpl-8b22316710bc81b6", "text_completion")
+        ("chatcmpl-99c6249855d558d6", "chat.completion.chunk")
+        if chat
+        else ("cmpl-8b22316710bc81b6", "text_completion")
     )
     return {"id": name, "object": kind, "created": CREATED, "model": MODEL}
 
@@ -91,21 +99,38 @@ def outputs(chat: bool, chunks: int, ids: bool) -> tuple[bytes, ...]:
     found = []
     for index in range(chunks):
         last = index == chunks - 1
-        choice: dict[str, Any] = {"index": 0, **({"delta": {"content": " hello"}} if chat else {"text": " hello"})}
+        choice: dict[str, Any] = {
+            "index": 0,
+            **({"delta": {"content": " hello"}} if chat else {"text": " hello"}),
+        }
         choice |= {"logprobs": None, "finish_reason": "length" if last else None}
         choice |= {"stop_reason": None} if last or not chat else {}
         choice |= {} if chat else {"prompt_token_ids": None}
-        found.append(_event(_chunk_of(chat) | {"choices": [choice | {"token_ids": [2000 + index] if ids else None}]}))
+        found.append(
+            _event(
+                _chunk_of(chat)
+                | {"choices": [choice | {"token_ids": [2000 + index] if ids else None}]}
+            )
+        )
     return tuple(found)
 
 
 @functools.lru_cache(256)
 def opening(chat: bool, chunks: int, prompt: int | None) -> bytes:
-    """Return a stream's first write: a chat's role, or a completion's first token, with `prompt` prompt token ids if not None."""
+    """Return a stream's first write: a chat's role, or a completion's first token, with `prompt`
+    prompt token ids if not None.
+    """
     ids = None if prompt is None else _prompt_ids(prompt)
     if chat:
-        role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return STREAM_HEAD + _event(_chunk_of(chat) | {"choices": [role], "prompt_token_ids": ids, "prompt_text": None})
+        role = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return STREAM_HEAD + _event(
+            _chunk_of(chat) | {"choices": [role], "prompt_token_ids": ids, "prompt_text": None}
+        )
     first = outputs(chat, chunks, ids is not None)[0].partition(b"data: ")[2].rstrip()
     event = json.loads(first)
     event["choices"][0]["prompt_token_ids"] = ids
@@ -116,12 +141,16 @@ def opening(chat: bool, chunks: int, prompt: int | None) -> bytes:
 def usage(chat: bool, prompt: int, chunks: int) -> bytes:
     """Return a stream's usage event, as an HTTP chunk."""
     counts = {"prompt_tokens": prompt, "total_tokens": prompt + chunks, "completion_tokens": chunks}
-    return _event(_chunk_of(chat) | {"choices": [], "usage": counts, "system_fingerprint": FINGERPRINT})
+    return _event(
+        _chunk_of(chat) | {"choices": [], "usage": counts, "system_fingerprint": FINGERPRINT}
+    )
 
 
 @functools.lru_cache(256)
 def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) -> bytes:
-    """Return an answer that is not streamed; `prefill` is the id of the engine that keeps the prompt's KV."""
+    """Return an answer that is not streamed; `prefill` is the id of the engine that keeps the
+    prompt's KV.
+    """
     prompt_ids = _prompt_ids(prompt) if ids else None
     text = " hello" * chunks
     name = "chatcmpl-91e491f871e03068" if chat else "cmpl-899d00b0959a2d34"
@@ -159,7 +188,11 @@ def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) 
         "service_tier": None,
         "system_fingerprint": FINGERPRINT,
         "usage": counts | {"prompt_tokens_details": None, "completion_tokens_details": None},
-        **({"prompt_logprobs": None, "prompt_token_ids": prompt_ids, "prompt_text": None} if chat else {}),
+        **(
+            {"prompt_logprobs": None, "prompt_token_ids": prompt_ids, "prompt_text": None}
+            if chat
+            else {}
+        ),
         "kv_transfer_params": None if prefill is None else handle,
         "ec_transfer_params": None,
         "metrics": None,
@@ -176,9 +209,22 @@ class Engine:
         self.itl = itl
         self.prefill_seconds = prefill_seconds
         self.counts = {"prefill": 0, "decode": 0, "decode_with_kv": 0, "moved_tokens": 0, "left": 0}
-        card = {"id": MODEL, "object": "model", "created": CREATED, "owned_by": "vllm", "root": MODEL, "parent": None}
-        models = _answer(_json({"object": "list", "data": [card | {"max_model_len": 131072, "permission": []}]}))
-        self.pages = {b"/health": _answer(b""), b"/v1/models": models, b"/version": _answer(b'{"version":"0.32.0"}')}
+        card = {
+            "id": MODEL,
+            "object": "model",
+            "created": CREATED,
+            "owned_by": "vllm",
+            "root": MODEL,
+            "parent": None,
+        }
+        models = _answer(
+            _json({"object": "list", "data": [card | {"max_model_len": 131072, "permission": []}]})
+        )
+        self.pages = {
+            b"/health": _answer(b""),
+            b"/v1/models": models,
+            b"/version": _answer(b'{"version":"0.32.0"}'),
+        }
 
     def page(self, path: bytes) -> bytes:
         """Return the answer to a GET."""
@@ -236,7 +282,11 @@ class Connection(asyncio.Protocol):
         if self.parser.get_method() == b"GET":
             self.transport.write(self.engine.page(self.path))
         elif self.path == b"/tokenize":
-            self.transport.write(_answer(b'{"count":3,"max_model_len":131072,"tokens":[0,768,588],"token_strs":null}'))
+            self.transport.write(
+                _answer(
+                    b'{"count":3,"max_model_len":131072,"tokens":[0,768,588],"token_strs":null}'
+                )
+            )
         else:
             self.generate(_asked.decode(self.body), b"chat" in self.path)
 
@@ -269,19 +319,27 @@ class Connection(asyncio.Protocol):
         self.at = 0 if chat else 1
         self.transport.write(opening(chat, engine.chunks, prompt if ids else None))
         paced = engine.itl and self.at  # a chat's first token follows its role at once
-        self.timer = self.loop.call_later(engine.itl, self.step) if paced else self.loop.call_soon(self.step)
+        self.timer = (
+            self.loop.call_later(engine.itl, self.step) if paced else self.loop.call_soon(self.step)
+        )
 
     def late(self, answer: bytes) -> None:
         self.timer = None
         self.transport.write(answer)
 
     def step(self) -> None:
-        """Write the next event. Each is written in a separate loop iteration, so that each is a separate write."""
+        """Write the next event. Each is written in a separate loop iteration, so that each is a
+        separate write.
+        """
         if self.at < len(self.events):
             self.transport.write(self.events[self.at])
             self.at += 1
             more = self.at < len(self.events) and self.engine.itl
-            self.timer = self.loop.call_later(self.engine.itl, self.step) if more else self.loop.call_soon(self.step)
+            self.timer = (
+                self.loop.call_later(self.engine.itl, self.step)
+                if more
+                else self.loop.call_soon(self.step)
+            )
         else:
             self.transport.write(self.tail.pop(0))
             self.timer = self.loop.call_soon(self.step) if self.tail else None
@@ -294,16 +352,22 @@ def _ports(text: str) -> range:
 
 async def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ports", metavar="PORT", type=_ports, nargs="+")
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--itl", type=float, default=0.0, help="seconds between two chunks")
-    parser.add_argument("--prefill-seconds", type=float, default=0.0, help="duration of a prefill leg")
+    parser.add_argument(
+        "--prefill-seconds", type=float, default=0.0, help="duration of a prefill leg"
+    )
     options = parser.parse_args()
     loop = asyncio.get_running_loop()
     for port in (port for ports in options.ports for port in ports):
         engine = Engine(port, options.chunks, options.itl, options.prefill_seconds)
-        await loop.create_server(functools.partial(Connection, engine), "127.0.0.1", port, backlog=4096)
+        await loop.create_server(
+            functools.partial(Connection, engine), "127.0.0.1", port, backlog=4096
+        )
     await loop.create_future()
 
 

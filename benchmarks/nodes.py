@@ -2,8 +2,8 @@
 
 Usage: nodes.py [--nodes 4,200] [--rounds 3] [--requests 4000]
 
-All engines are ports of two processes. Probing and scraping cost per second, choosing an engine costs per request: the first is
-measured without any load, and subtracted from the second.
+All engines are ports of two processes. Probing and scraping cost per second, choosing an engine
+costs per request: the first is measured without any load, and subtracted from the second.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ CLIENTS = 32
 
 
 def measure(nodes: int, requests: int) -> tuple[float, float, float]:
-    """Return CPU us per request, the same without the idle cost, and the idle cost in CPU ms per second."""
+    """Return CPU us per request, the same without the idle cost, and the idle cost in CPU ms per
+    second.
+    """
     quiet = stage.Peer(stage.PDPROXY.cmd, stage.PDPROXY.ready, settle=3.0)
-    with stage.engines(nodes // 2, "--chunks", 64, processes=2) as at, stage.proxy(quiet, at) as (process, url):
+    with (
+        stage.engines(nodes // 2, "--chunks", 64, processes=2) as at,
+        stage.proxy(quiet, at) as (process, url),
+    ):
         stage.load(url, "--conc", CLIENTS, "--n", 4 * nodes)  # connections to every engine
         began = stage.cpu(process.pid)
         time.sleep(IDLE)
@@ -32,12 +37,18 @@ def measure(nodes: int, requests: int) -> tuple[float, float, float]:
         spent = stage.cpu(process.pid) - began
     if found["errors"]:
         raise SystemExit(f"{nodes} engines: {found['errors']}")
-    return 1e6 * spent / found["ok"], 1e6 * (spent - idle * found["wall_s"]) / found["ok"], 1000 * idle
+    return (
+        1e6 * spent / found["ok"],
+        1e6 * (spent - idle * found["wall_s"]) / found["ok"],
+        1000 * idle,
+    )
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", default="4,200")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4000)
@@ -49,7 +60,10 @@ def main() -> None:
         for count in counts:
             found[count].append(measure(count, options.requests))
     print("| engines | CPU us/request | without idle cost | idle, CPU ms/s |\n|---|---|---|---|")
-    medians = {count: [report.median(values) or 0.0 for values in zip(*found[count], strict=True)] for count in counts}
+    medians = {
+        count: [report.median(values) or 0.0 for values in zip(*found[count], strict=True)]
+        for count in counts
+    }
     for count, (whole, net, idle) in medians.items():
         print(f"| {count} | {whole:.0f} | {net:.0f} | {idle:.1f} |")
     first, last = medians[counts[0]], medians[counts[-1]]

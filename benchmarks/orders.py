@@ -1,16 +1,20 @@
-"""What it gains to ask both engines at once: connector nixl-push in both orders of the legs, beside connector nixl.
+"""What it gains to ask both engines at once: connector nixl-push in both orders of the legs, beside
+connector nixl.
 
 Usage: orders.py [--scale 1.0] [--speed 1.0] [--limit 200] [--json FILE]
 
-Simulated engines as processes, one P and one D per connector, with the times that were measured on two H200s with an 8B model.
-Two proxies share the engines of nixl-push: `sequential` (P first) and `concurrent` (both at once). A closed loop of streams with
-32 tokens, prompts that no cache knows; the ways take turns in each row, so that other load on the machine meets all of them.
-Prints a table with, per way:
+Simulated engines as processes, one P and one D per connector, with the times that were measured on
+two H200s with an 8B model. Two proxies share the engines of nixl-push: `sequential` (P first) and
+`concurrent` (both at once). A closed loop of streams with 32 tokens, prompts that no cache knows;
+the ways take turns in each row, so that other load on the machine meets all of them. Prints a table
+with, per way:
 
-    overlap      seconds in which both engines had been asked and P had not answered (mean, of the proxy's metrics)
+    overlap      seconds in which both engines had been asked and P had not answered (mean, of the
+                 proxy's metrics)
     wait for KV  from P's answer to D's first data (phase `kv`, mean, of the proxy's metrics)
-    TTFT         what the client waits for the first token; the ratio of means to nixl-push in the order `sequential` (prompts are
-                 prefilled in pairs, so medians jump between the first of a pair and the second)
+    TTFT         what the client waits for the first token; the ratio of means to nixl-push in the
+                 order `sequential` (prompts are prefilled in pairs, so medians jump between the
+                 first of a pair and the second)
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ from simulated import pair
 OUTPUT = 32
 """Tokens of each answer."""
 WARMUP = 2
-"""Prompts before the first row: engines meet, and the proxy of `concurrent` learns where P is, from its answers."""
+"""Prompts before the first row: engines meet, and the proxy of `concurrent` learns where P is, from
+its answers.
+"""
 SEQUENTIAL, CONCURRENT = "sequential", "concurrent"
 WAYS = (("nixl", SEQUENTIAL), ("nixl-push", SEQUENTIAL), ("nixl-push", CONCURRENT))
 REFERENCE = WAYS[1]
@@ -88,7 +94,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one way did in one row; times in seconds, TTFT in milliseconds. None: nothing was counted."""
+    """What one way did in one row; times in seconds, TTFT in milliseconds. None: nothing was
+    counted.
+    """
 
     connector: str
     order: str
@@ -103,7 +111,9 @@ class Result:
 
 
 def words(tokens: int, chance: random.Random) -> str:
-    """Return a text of so many tokens of the simulator: its tokenizer knows each word with the space before it."""
+    """Return a text of so many tokens of the simulator: its tokenizer knows each word with the
+    space before it.
+    """
     return " " + " ".join(chance.choices(_WORDS, k=tokens))
 
 
@@ -111,7 +121,9 @@ _WORDS = [word for word in dict.fromkeys(WORDS.split()) if re.fullmatch("[A-Za-z
 
 
 def sums(page: bytes) -> dict[str, tuple[float, float]]:
-    """Return the sum and the count of the overlap, and of the phase `kv`, from a page of metrics."""
+    """Return the sum and the count of the overlap, and of the phase `kv`, from a page of
+    metrics.
+    """
     found = {_OVERLAP: [0.0, 0.0], _KV: [0.0, 0.0]}
     for name, kind, labels, value in _SAMPLE.findall(page):
         if (key := name.decode()) in found and (key == _OVERLAP or b'phase="kv"' in labels):
@@ -120,18 +132,27 @@ def sums(page: bytes) -> dict[str, tuple[float, float]]:
 
 
 def mean(before: tuple[float, float], after: tuple[float, float]) -> float | None:
-    """Return the mean of what was counted between two readings of a sum and a count; None: nothing was."""
+    """Return the mean of what was counted between two readings of a sum and a count; None: nothing
+    was.
+    """
     count = after[1] - before[1]
     return (after[0] - before[0]) / count if count else None
 
 
-async def ask(session: aiohttp.ClientSession, url: str, case: Case, chance: random.Random) -> Figures:
+async def ask(
+    session: aiohttp.ClientSession, url: str, case: Case, chance: random.Random
+) -> Figures:
     """Have the clients send their requests; return what they saw."""
     figures, numbers = Figures(), iter(range(case.requests))
 
     async def client() -> None:
         for _ in numbers:
-            body = {"model": "sim", "prompt": words(case.tokens, chance), "max_tokens": OUTPUT, "temperature": 0}
+            body = {
+                "model": "sim",
+                "prompt": words(case.tokens, chance),
+                "max_tokens": OUTPUT,
+                "temperature": 0,
+            }
             await one(session, url, body | {"ignore_eos": True, "stream": True}, figures)
 
     await asyncio.gather(*(client() for _ in range(case.clients)))
@@ -144,7 +165,9 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, tuple[f
         return sums(await answer.read())
 
 
-async def measure(session: aiohttp.ClientSession, way: tuple[str, str], url: str, case: Case) -> Result:
+async def measure(
+    session: aiohttp.ClientSession, way: tuple[str, str], url: str, case: Case
+) -> Result:
     """Measure one way in one row."""
     chance = random.Random(f"{way}{case}")
     before, began = await metrics(session, url), time.perf_counter()
@@ -163,14 +186,19 @@ async def measure(session: aiohttp.ClientSession, way: tuple[str, str], url: str
     )
 
 
-async def run(urls: Mapping[tuple[str, str], str], cases: Sequence[Case], limit: float) -> list[Result]:
+async def run(
+    urls: Mapping[tuple[str, str], str], cases: Sequence[Case], limit: float
+) -> list[Result]:
     """Measure all rows, at most for `limit` seconds.
 
     Raises:
         TimeoutError: they take longer.
     """
     found = []
-    async with asyncio.timeout(limit), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with (
+        asyncio.timeout(limit),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
         for way, url in urls.items():
             await ask(session, url, Case(cases[0].tokens, 1, WARMUP), random.Random(f"{way}"))
         for case in cases:
@@ -182,7 +210,9 @@ async def run(urls: Mapping[tuple[str, str], str], cases: Sequence[Case], limit:
 
 def table(found: Sequence[Result]) -> str:
     """Return the results as a table in Markdown."""
-    base = {each.case: each.first_mean_ms for each in found if (each.connector, each.order) == REFERENCE}
+    base = {
+        each.case: each.first_mean_ms for each in found if (each.connector, each.order) == REFERENCE
+    }
     lines = ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |"]
     for result in found:
         reference = base.get(result.case)
@@ -196,7 +226,10 @@ def table(found: Sequence[Result]) -> str:
             _shown(result.first_mean_ms, "{:.1f}"),
             _shown(result.first_p50_ms, "{:.1f}"),
             _shown(result.first_p99_ms, "{:.1f}"),
-            _shown(result.first_mean_ms / reference if result.first_mean_ms and reference else None, "{:.3f}"),
+            _shown(
+                result.first_mean_ms / reference if result.first_mean_ms and reference else None,
+                "{:.3f}",
+            ),
             f"{result.per_s:.2f}",
             str(result.failed),
         ]
@@ -222,9 +255,15 @@ def scaled(cases: Sequence[Case], scale: float) -> Iterator[Case]:
 
 def main() -> int:
     """Measure; return 0 if no request failed, 1 if one did or the time was too short."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", type=float, default=1.0, help="times the usual number of requests")
-    parser.add_argument("--speed", type=float, default=1.0, help="of the engines, as in `pdproxy sim`")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="times the usual number of requests"
+    )
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="of the engines, as in `pdproxy sim`"
+    )
     parser.add_argument("--limit", type=float, default=200.0, help="seconds for all requests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     given = parser.parse_args()
@@ -233,7 +272,11 @@ def main() -> int:
             (connector, order): url
             for connector in dict.fromkeys(connector for connector, _ in WAYS)
             for order, url in stack.enter_context(
-                pair(connector, [order for name, order in WAYS if name == connector], flags(given.speed))
+                pair(
+                    connector,
+                    [order for name, order in WAYS if name == connector],
+                    flags(given.speed),
+                )
             ).items()
         }
         try:

@@ -1,4 +1,6 @@
-"""The clients of benchmarks/overload.py: requests that are sent when they are due, and what becomes of them. On any loop."""
+"""The clients of benchmarks/overload.py: requests that are sent when they are due, and what becomes
+of them. On any loop.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WORDS = "The quick brown fox jumps over the lazy dog. "
 
 @dataclass(frozen=True)
 class Shape:
-    """What a request asks for. `lines`: the length of a prompt; `prompts`: how many, more than one as a list."""
+    """What a request asks for. `lines`: the length of a prompt; `prompts`: how many, more than one
+    as a list.
+    """
 
     lines: int = 20
     tokens: int = 64
@@ -59,8 +63,8 @@ def mixed(tokens: int) -> tuple[Shape, ...]:
 class Tally:
     """What became of the requests of one load. Times in seconds.
 
-    `begin`, `end`: the times between which good answers are counted. Before, the first ones are still made; those that come
-    behind the load were made without it.
+    `begin`, `end`: the times between which good answers are counted. Before, the first ones are
+    still made; those that come behind the load were made without it.
     """
 
     begin: float = -math.inf
@@ -94,7 +98,10 @@ class Connections:
     async def post(self, body: bytes, headers: str) -> tuple[int, bytes]:
         """Return the status and the body of an answer."""
         reader, writer = self._kept() or await asyncio.open_connection(*self._at)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{headers}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+            f"{headers}\r\n"
+        )
         answer = Answer()
         try:
             writer.write(head.encode() + body)
@@ -123,7 +130,9 @@ class Connections:
 
 
 class Load:
-    """Sends requests, and counts what becomes of them. `asks`: whether clients tell the proxy how long they wait."""
+    """Sends requests, and counts what becomes of them. `asks`: whether clients tell the proxy how
+    long they wait.
+    """
 
     def __init__(
         self,
@@ -180,7 +189,9 @@ class Load:
     async def _one(self, shape: Shape, tenant: str, due: float, tally: Tally) -> None:
         limit = self.limits[shape]
         try:
-            status, body = await self._ask(shape, self._keys["ab".index(tenant)], limit if self._asks else None)
+            status, body = await self._ask(
+                shape, self._keys["ab".index(tenant)], limit if self._asks else None
+            )
         except (OSError, EOFError, ValueError, MalformedError) as error:
             tally.failed[type(error).__name__] += 1
             return

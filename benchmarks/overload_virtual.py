@@ -1,4 +1,6 @@
-"""The proxy and simulated engines of benchmarks/overload.py in virtual time: what work of the proxy itself costs is not in it."""
+"""The proxy and simulated engines of benchmarks/overload.py in virtual time: what work of the proxy
+itself costs is not in it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ from tests.chaos.world import begin_proxy
 PROXY = "10.0.1.1"
 PORT = 8000
 HARDWARE = {
-    "gpu": Hardware(prefill_tokens_per_s=60_000.0, decode_step_s=0.01, decode_step_per_seq_s=0.000_05),
-    "steep": Hardware(prefill_tokens_per_s=60_000.0, decode_step_s=0.01, decode_step_per_seq_s=0.001_3),
+    "gpu": Hardware(
+        prefill_tokens_per_s=60_000.0, decode_step_s=0.01, decode_step_per_seq_s=0.000_05
+    ),
+    "steep": Hardware(
+        prefill_tokens_per_s=60_000.0, decode_step_s=0.01, decode_step_per_seq_s=0.001_3
+    ),
 }
 """`gpu`: 16 requests at once take 1.08 times as long as one; `steep`: three times."""
 Found = TypeVar("Found")
@@ -39,7 +45,8 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Fleet:
-    """What there is. `batch`: the requests that a decode engine runs at once; `places`: the proxy's, None: it learns them.
+    """What there is. `batch`: the requests that a decode engine runs at once; `places`: the
+    proxy's, None: it learns them.
 
     `hardware`: of engines in virtual time.
     """
@@ -75,7 +82,11 @@ class VirtualFleet:
             sim = SimServer(facts, host=host, port=PORT, chance=seed * 100 + place, network=ports)
             self.engines.append(sim)
             engines.append(ConfiguredEngine(url=sim.url, role=role))
-        limits = Limits(engine_requests=AUTO) if fleet.places is None else Limits(max_inflight=fleet.places)
+        limits = (
+            Limits(engine_requests=AUTO)
+            if fleet.places is None
+            else Limits(max_inflight=fleet.places)
+        )
         self.settings = Settings(
             listen=Listen(host=PROXY, port=PORT),
             auth=Auth(api_keys_file=str(keys)),
@@ -105,7 +116,9 @@ class VirtualFleet:
             await engine.stop()
 
 
-def in_virtual_time(fleet: Fleet, key_lines: str, seed: int, do: Callable[[VirtualFleet], Awaitable[Found]]) -> Found:
+def in_virtual_time(
+    fleet: Fleet, key_lines: str, seed: int, do: Callable[[VirtualFleet], Awaitable[Found]]
+) -> Found:
     """Run a fleet in a virtual loop of its own, and return what `do` found."""
     network = VirtualNetwork()
     loop = VirtualLoop(network)

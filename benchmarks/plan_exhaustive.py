@@ -1,11 +1,14 @@
-"""How near `pdproxy plan` comes to the best arrangement, which `--exhaustive` finds, and what each of them takes.
+"""How near `pdproxy plan` comes to the best arrangement, which `--exhaustive` finds, and what each
+of them takes.
 
-Usage: plan_exhaustive.py [--gpus 8] [--seeds 3] [--requests N] [--trace FILE [--max-tokens 16000]] [--loads NAME ...]
+Usage: plan_exhaustive.py [--gpus 8] [--seeds 3] [--requests N] [--trace FILE [--max-tokens 16000]]
+[--loads NAME ...]
 
-Loads: prompts of 4,000 tokens with answers of 128, prompts of 1,000 with answers of 500, and with --trace the trace, its times
-spread. SLOs:
-A is TTFT 500 ms and TPOT 15 ms, B is TPOT 8 ms instead, both for 90 % of the requests; G is no gap over 50 ms, for 95 %.
-The exit code is 1 if a plan's arrangement serves over 5 % less than the best one.
+Loads: prompts of 4,000 tokens with answers of 128, prompts of 1,000 with answers of 500, and with
+--trace the trace, its times spread. SLOs:
+A is TTFT 500 ms and TPOT 15 ms, B is TPOT 8 ms instead, both for 90 % of the requests; G is no gap
+over 50 ms, for 95 %. The exit code is 1 if a plan's arrangement serves over 5 % less than the best
+one.
 """
 
 from __future__ import annotations
@@ -43,12 +46,17 @@ def main() -> int:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--max-tokens", type=int, default=16_000)
     parser.add_argument(
-        "--loads", nargs="*", default=["4000/128 A", "4000/128 B", "4000/128 G", "1000/500 A", "1000/500 B"]
+        "--loads",
+        nargs="*",
+        default=["4000/128 A", "4000/128 B", "4000/128 G", "1000/500 A", "1000/500 B"],
     )
     arguments = parser.parse_args()
     loads = list(arguments.loads) + (["trace A", "trace B"] if arguments.trace else [])
     print(f"{arguments.gpus} GPUs; CPU seconds of one core; req/s per GPU")
-    print("  load          plan                                  all arrangements                       plan/best")
+    print(
+        "  load          plan                                  all arrangements                  "
+        "     plan/best"
+    )
     bad = 0
     for name in loads:
         demand_name, _, slo = name.partition(" ")
@@ -58,7 +66,10 @@ def main() -> int:
         best, best_s = timed(lambda: exhaustive(asked, arguments.gpus, **options))  # noqa: B023 - called at once
         ratio = rate(smart) / rate(best)
         bad += ratio < WITHIN
-        print(f"  {name:12}  {shown(smart, smart_s)}  {shown(best, best_s)}  {100 * ratio:.1f} %", flush=True)
+        print(
+            f"  {name:12}  {shown(smart, smart_s)}  {shown(best, best_s)}  {100 * ratio:.1f} %",
+            flush=True,
+        )
     return 1 if bad else 0
 
 
@@ -67,7 +78,9 @@ def demand_of(name: str, arguments: argparse.Namespace) -> Demand:
     if name == "trace":
         longest = arguments.max_tokens
         entries = [
-            one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= longest
+            one
+            for one in spread(read_trace(arguments.trace))
+            if one.input_tokens + one.output_tokens <= longest
         ]
         return Traced(entries=entries)
     inputs, outputs = LENGTHS[name]

@@ -1,14 +1,17 @@
-"""What knowing engines' prefix caches gains on a trace of conversations: SLO capacity, computed tokens and TTFT, simulated.
+"""What knowing engines' prefix caches gains on a trace of conversations: SLO capacity, computed
+tokens and TTFT, simulated.
 
-Usage: prefix_capacity.py --trace FILE [--fleets 8 4P4D] [--slos A C] [--seeds 3] [--requests 4000] [--chunk 2048] [--json FILE]
+Usage: prefix_capacity.py --trace FILE [--fleets 8 4P4D] [--slos A C] [--seeds 3] [--requests 4000]
+[--chunk 2048] [--json FILE]
 
-Fleets: so many plain engines, or prefill and decode engines. Choosers: `least_load`, `power_of_two` and `prefix` for all legs;
-`auto`, which on plain engines chooses one and otherwise may also serve whole on decode engines; and the rule `cache_aware` of
-vllm-router, as its documentation has it: the least load if the engines' loads differ much, else the engine with the longest
-match in a tree of what was sent to it, if that is more than a part of the prompt, else the one with the smallest tree.
+Fleets: so many plain engines, or prefill and decode engines. Choosers: `least_load`, `power_of_two`
+and `prefix` for all legs; `auto`, which on plain engines chooses one and otherwise may also serve
+whole on decode engines; and the rule `cache_aware` of vllm-router, as its documentation has it: the
+least load if the engines' loads differ much, else the engine with the longest match in a tree of
+what was sent to it, if that is more than a part of the prompt, else the one with the smallest tree.
 
-Capacity is the highest rate at which 90 % of the requests keep the SLO, over all seeds, in steps of 1 %. The other columns are of
-one rate for all: the capacity of `least_load`.
+Capacity is the highest rate at which 90 % of the requests keep the SLO, over all seeds, in steps of
+1 %. The other columns are of one rate for all: the capacity of `least_load`.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ STEP = 1.01
 
 
 class CacheAware(Policy):
-    """The rule of vllm-router. Its tree of characters has the trace's blocks instead: a match ends at a block's end."""
+    """The rule of vllm-router. Its tree of characters has the trace's blocks instead: a match ends
+    at a block's end.
+    """
 
     needs_details = True
 
@@ -63,7 +68,9 @@ class CacheAware(Policy):
         most, least = max(loads), min(loads)
         if most - least > ABSOLUTE and most > RELATIVE * least:
             return engines[loads.index(least)]
-        matches = [self._match(self._trees.get(engine.url, OrderedDict()), ask.keys) for engine in engines]
+        matches = [
+            self._match(self._trees.get(engine.url, OrderedDict()), ask.keys) for engine in engines
+        ]
         longest = max(matches)
         if ask.keys and longest / len(ask.keys) > THRESHOLD:
             return engines[matches.index(longest)]
@@ -105,7 +112,9 @@ class Comparison:
         self._shapes = dict.fromkeys(Role, shape)
         self.fleet = _fleet(fleet)
         entries = [
-            one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST
+            one
+            for one in spread(read_trace(arguments.trace))
+            if one.input_tokens + one.output_tokens <= LONGEST
         ]
         self._demand = Slices(entries=entries)
 
@@ -114,7 +123,9 @@ class Comparison:
         roles = (Role.PREFILL, Role.DECODE)
         placement = auto(bounds_of(self._slo)) if chooser == "auto" else None
         unit = self._shapes[Role.PREFILL].unit_tokens
-        policy: str | PolicyFactory = (lambda _: CacheAware(unit)) if chooser == "cache_aware" else chooser
+        policy: str | PolicyFactory = (
+            (lambda _: CacheAware(unit)) if chooser == "cache_aware" else chooser
+        )
         policies = {} if placement else dict.fromkeys(roles, policy)
         made = Cluster(self.fleet, self._hardware, self._shapes, policies, placement)
         made.run(self._demand.calls(rate, self._requests, seed))
@@ -170,7 +181,9 @@ def _fleet(text: str) -> Fleet:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--fleets", nargs="*", default=["8", "4P4D"])
     parser.add_argument("--slos", nargs="*", default=["A", "C"], choices=SLOS)
@@ -190,11 +203,18 @@ def main() -> None:
                 parser.error(f"{fleet} {name}: least_load keeps this SLO at no rate")
             for chooser in arguments.choosers:
                 capacity = base if chooser == "least_load" else compared.capacity(chooser, base)
-                row = {"fleet": fleet, "slo": name, "chooser": chooser, "capacity": capacity, "ratio": capacity / base}
+                row = {
+                    "fleet": fleet,
+                    "slo": name,
+                    "chooser": chooser,
+                    "capacity": capacity,
+                    "ratio": capacity / base,
+                }
                 row |= compared.at(chooser, base)
                 rows.append(row)
                 print(
-                    f"{fleet:6} {name:4} {chooser:13} {capacity:7.2f} {row['ratio']:12.3f} {row['computed']:10.1%}"
+                    f"{fleet:6} {name:4} {chooser:13} {capacity:7.2f} {row['ratio']:12.3f} "
+                    f"{row['computed']:10.1%}"
                     f" {row['ttft_p50']:9.3f} {row['ttft_p95']:7.3f}",
                     flush=True,
                 )

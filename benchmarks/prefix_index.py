@@ -1,12 +1,15 @@
-"""The index of engines' KV blocks (`scheduling.prefix`): memory per block, CPU time per event, time of a lookup.
+"""The index of engines' KV blocks (`scheduling.prefix`): memory per block, CPU time per event, time
+of a lookup.
 
 Usage: prefix_index.py [--places 8 50 200] [--blocks 50000] [--shared 0.3] [--repeat 20]
 
-Each place holds `--blocks` blocks of 16 tokens. `--shared` of them are the same in all places: the beginnings of prompts. They
-come in events of 40 blocks, as prompts are stored. Memory: what Python allocated (tracemalloc), and the growth of the process.
-CPU time is that of this thread; the engines' removals come one block at a time, as vLLM sends them. A lookup is of 32,768
-tokens that all places hold ("all"), that one place holds, and of which no place knows anything; its keys are made meanwhile,
-from JSON, unless they are made already. A restart forgets a place; its blocks are removed by later events.
+Each place holds `--blocks` blocks of 16 tokens. `--shared` of them are the same in all places: the
+beginnings of prompts. They come in events of 40 blocks, as prompts are stored. Memory: what Python
+allocated (tracemalloc), and the growth of the process. CPU time is that of this thread; the
+engines' removals come one block at a time, as vLLM sends them. A lookup is of 32,768 tokens that
+all places hold ("all"), that one place holds, and of which no place knows anything; its keys are
+made meanwhile, from JSON, unless they are made already. A restart forgets a place; its blocks are
+removed by later events.
 """
 
 from __future__ import annotations
@@ -77,7 +80,9 @@ def fill(index: BlockIndex, places: int, blocks: int, shared: float) -> tuple[li
     prompts, spent = blocks // EVENT, 0.0
     for at in range(prompts):
         for place, number in enumerate(numbers):
-            spent += store(index, number, at if at < prompts * shared else (place + 1) * 1_000_000 + at)
+            spent += store(
+                index, number, at if at < prompts * shared else (place + 1) * 1_000_000 + at
+            )
     return numbers, spent / (prompts * EVENT * places)
 
 
@@ -106,7 +111,9 @@ def sizes(places: int, blocks: int, shared: float) -> dict[str, str]:
     times.append(median(lambda: index.lookup(made), 15) * 1000)
     parent, alone, gone = hashes(1_000_002, 1)[0], 0.0, 0.0
     for at in range(SINGLE // 1000):
-        events = [([block], tokens(block % 2**20, UNIT), [None]) for block in hashes(1_000_004 + at, 1000)]
+        events = [
+            ([block], tokens(block % 2**20, UNIT), [None]) for block in hashes(1_000_004 + at, 1000)
+        ]
         began = time.thread_time()
         for event, ids, extra in events:
             index.stored(numbers[0], event, parent, ids, UNIT, GPU, 0, None, extra, counts=True)
@@ -178,14 +185,17 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=50_000)
     parser.add_argument("--shared", type=float, default=0.3)
     parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)  # one number of places, in a process of its own
+    # one number of places, in a process of its own
+    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
         print(json.dumps(sizes(options.row, options.blocks, options.shared)))
         return 0
     for name, value in others(options.repeat).items():
         print(f"{value:>8} ms  {name}")
-    print(f"{allocated(4, options.blocks, options.shared):>8} bytes per block, 4 places, as allocated")
+    print(
+        f"{allocated(4, options.blocks, options.shared):>8} bytes per block, 4 places, as allocated"
+    )
     for number, places in enumerate(options.places):
         again = [sys.executable, __file__, "--row", str(places), "--blocks", str(options.blocks)]
         again += ["--shared", str(options.shared)]

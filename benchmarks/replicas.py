@@ -1,18 +1,23 @@
-"""Several proxies in front of one fleet, simulated: how evenly engines are loaded, how long requests wait, what caches give.
+"""Several proxies in front of one fleet, simulated: how evenly engines are loaded, how long
+requests wait, what caches give.
 
-Usage: replicas.py [--cases "least_load, plain" ...] [--replicas 1 2 4 8] [--engines 64] [--seconds 60] [--scrape 5]
+Usage: replicas.py [--cases "least_load, plain" ...] [--replicas 1 2 4 8] [--engines 64] [--seconds
+60] [--scrape 5]
                    [--seeds 3] [--json FILE]
 
-Plain engines (profile h200-8b, chunks of 2048) get about half of what they can serve. A balancer gives each request to a proxy
-by chance, or by a hash of its conversation. `alone`: proxies that don't know of each other. `told`: proxies with
-`replicas.count`, which read the engines' reports each `--scrape` seconds. One proxy is also shown with reports
-(`replicas.count` 2), which tell it of what others send. Of some seeds, the medians are shown.
+Plain engines (profile h200-8b, chunks of 2048) get about half of what they can serve. A balancer
+gives each request to a proxy by chance, or by a hash of its conversation. `alone`: proxies that
+don't know of each other. `told`: proxies with `replicas.count`, which read the engines' reports
+each `--scrape` seconds. One proxy is also shown with reports (`replicas.count` 2), which tell it of
+what others send. Of some seeds, the medians are shown.
 
-Cases are a policy and a load. `plain`: prompts of 500 to 3500 tokens with nothing in common, answers of 32 to 480. `others`: the
-same, but a seventh of them comes to 8 of the engines past all proxies. `turns`: conversations. `events`: proxies know exactly
-what is in caches; `routing`: only what they have sent there themselves. `sticky`: the balancer hashes the conversation.
+Cases are a policy and a load. `plain`: prompts of 500 to 3500 tokens with nothing in common,
+answers of 32 to 480. `others`: the same, but a seventh of them comes to 8 of the engines past all
+proxies. `turns`: conversations. `events`: proxies know exactly what is in caches; `routing`: only
+what they have sent there themselves. `sticky`: the balancer hashes the conversation.
 
-Imbalance: the largest number of requests of an engine divided by the mean one, each quarter of a second, on average.
+Imbalance: the largest number of requests of an engine divided by the mean one, each quarter of a
+second, on average.
 """
 
 from __future__ import annotations
@@ -50,9 +55,11 @@ def plain(seed: int, rate: float, seconds: float) -> Iterator[Call]:
 
 
 def turns(seed: int, rate: float, seconds: float) -> Iterator[Call]:
-    """Return the turns of conversations, `rate` per second: 2 to 8, each with 300 to 1500 new tokens, 4.5 to 12.5 s apart.
+    """Return the turns of conversations, `rate` per second: 2 to 8, each with 300 to 1500 new
+    tokens, 4.5 to 12.5 s apart.
 
-    A third of them begins with one of 16 system prompts of 2048 tokens. They began a minute before the run.
+    A third of them begins with one of 16 system prompts of 2048 tokens. They began a minute before
+    the run.
     """
     chance = random.Random(f"{seed}:turns")
     found: list[tuple[float, int, int, list[int], str]] = []
@@ -81,16 +88,33 @@ def turns(seed: int, rate: float, seconds: float) -> Iterator[Call]:
         yield Call(place, at, prompt, answer, own, session)
 
 
-LOADS: dict[str, tuple[Loads, float]] = {"plain": (plain, 5.0), "others": (plain, 4.0), "turns": (turns, 2.0)}
+LOADS: dict[str, tuple[Loads, float]] = {
+    "plain": (plain, 5.0),
+    "others": (plain, 4.0),
+    "turns": (turns, 2.0),
+}
 """With requests per second and engine."""
 CASES = (
-    *("least_load, plain", "power_of_two, plain", "auto, plain", "least_load, others", "power_of_two, others"),
-    *("session, turns", "session, turns, sticky", "prefix, turns, events", "prefix, turns, routing"),
+    *(
+        "least_load, plain",
+        "power_of_two, plain",
+        "auto, plain",
+        "least_load, others",
+        "power_of_two, others",
+    ),
+    *(
+        "session, turns",
+        "session, turns, sticky",
+        "prefix, turns, events",
+        "prefix, turns, routing",
+    ),
     "prefix, turns, routing, sticky",
 )
 
 
-def one(case: str, count: int, told: int, seed: int, arguments: argparse.Namespace) -> dict[str, float]:
+def one(
+    case: str, count: int, told: int, seed: int, arguments: argparse.Namespace
+) -> dict[str, float]:
     """Return what one run amounts to. `told`: as how many proxies each of the `count` chooses."""
     policy, what, *more = case.split(", ")
     profile = load("h200-8b")
@@ -138,7 +162,9 @@ def one(case: str, count: int, told: int, seed: int, arguments: argparse.Namespa
 
 def main() -> None:
     """Print a table, a line for each number of proxies."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--engines", type=int, default=64)
@@ -149,14 +175,18 @@ def main() -> None:
     arguments = parser.parse_args()
     results = []
     for case in arguments.cases:
-        print(f"\n{case}\n  proxies         imbalance  TTFT ms p50   p99  TPOT ms p99  prompt tokens from the cache, %")
+        print(
+            f"\n{case}\n  proxies         imbalance  TTFT ms p50   p99  TPOT ms p99  prompt "
+            f"tokens from the cache, %"
+        )
         for count in arguments.replicas:
             for name, told in (("alone", 1), ("told", max(count, 2))):
                 runs = [one(case, count, told, seed, arguments) for seed in range(arguments.seeds)]
                 found = {key: median(run[key] for run in runs) for key in runs[0]}
                 results.append({"case": case, "replicas": count, "told": told, "runs": runs})
                 print(
-                    f"  {count:7} {name:6}  {found['imbalance']:9.2f}  {found['ttft_p50_ms']:11.0f} {found['ttft_p99_ms']:5.0f}"
+                    f"  {count:7} {name:6}  {found['imbalance']:9.2f}  "
+                    f"{found['ttft_p50_ms']:11.0f} {found['ttft_p99_ms']:5.0f}"
                     f"  {found['tpot_p99_ms']:11.1f}  {found['cached_percent']:31.1f}",
                     flush=True,
                 )

@@ -1,4 +1,6 @@
-"""Results as text and as SVG. A result is compare.py's JSON: the machine, the reference peer, one row per measurement."""
+"""Results as text and as SVG. A result is compare.py's JSON: the machine, the reference peer, one
+row per measurement.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,18 @@ def groups(result: Result) -> dict[tuple[str, str], list[Row]]:
 
 
 def ratio(result: Result, load: str, peer: str) -> float | None:
-    """Return the median over the rounds of the ratio of a peer's CPU time to the reference's in the same round."""
-    base = {row["round"]: row["us_request"] for row in groups(result).get((load, result["reference"]), [])}
+    """Return the median over the rounds of the ratio of a peer's CPU time to the reference's in the
+    same round.
+    """
+    base = {
+        row["round"]: row["us_request"]
+        for row in groups(result).get((load, result["reference"]), [])
+    }
     mine = groups(result).get((load, peer), [])
     return median(
-        row["us_request"] / base[row["round"]] for row in mine if "us_request" in row and row["round"] in base
+        row["us_request"] / base[row["round"]]
+        for row in mine
+        if "us_request" in row and row["round"] in base
     )
 
 
@@ -50,9 +59,11 @@ def describe(machine: dict[str, Any]) -> str:
     """Describe the machine in one line."""
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
-        f"commit {machine['commit']}; {machine['date']}; {machine['cores']} cores of {machine['cpu']}, "
+        f"commit {machine['commit']}; {machine['date']}; {machine['cores']} cores of "
+        f"{machine['cpu']}, "
         f"Linux {machine['kernel']}, "
-        f"Python {machine['python']}, {packages}; load average at the start {machine['load_average']}"
+        f"Python {machine['python']}, {packages}; load average at the start "
+        f"{machine['load_average']}"
     )
 
 
@@ -75,7 +86,9 @@ def table(result: Result) -> str:
 
 
 def against(old: Result, new: Result) -> str:
-    """Return two results side by side: the CPU time of each, and how the ratio to the reference has changed."""
+    """Return two results side by side: the CPU time of each, and how the ratio to the reference has
+    changed.
+    """
     rows = []
     for load, peer in groups(new):
         then, now = (groups(one).get((load, peer)) for one in (old, new))
@@ -87,7 +100,16 @@ def against(old: Result, new: Result) -> str:
         moved = "" if None in ratios else f"{_over(ratios):.2f}"
         rows.append([*cells, *("" if value is None else f"{value:.2f}" for value in ratios), moved])
     reference = f"x {new['reference']}"
-    head = ["load", "proxy", "us/request, old", "new", "new to old", f"{reference}, old", "new", "new to old"]
+    head = [
+        "load",
+        "proxy",
+        "us/request, old",
+        "new",
+        "new to old",
+        f"{reference}, old",
+        "new",
+        "new to old",
+    ]
     return _table(head, rows)
 
 
@@ -100,7 +122,12 @@ def plot(result: Result) -> str:
     """Return the ratios to the reference as bars in SVG, one group per load."""
     loads = list(dict.fromkeys(load for load, _ in groups(result)))
     peers = list(dict.fromkeys(peer for _, peer in groups(result)))
-    bars = [(load, peer, value) for load in loads for peer in peers if (value := ratio(result, load, peer)) is not None]
+    bars = [
+        (load, peer, value)
+        for load in loads
+        for peer in peers
+        if (value := ratio(result, load, peer)) is not None
+    ]
     shown = [peer for peer in peers if any(peer == bar[1] for bar in bars)]
     widest = max((value for *_, value in bars), default=1.0)
     scale, bar, top = 420 / widest, 18, 60
@@ -111,18 +138,28 @@ def plot(result: Result) -> str:
             parts.append(f'<text x="130" y="{y + 13}" text-anchor="end">{escape(load)}</text>')
             last = load
         colour = COLOURS[shown.index(peer) % len(COLOURS)]
-        parts.append(f'<rect x="140" y="{y}" width="{value * scale:.1f}" height="{bar - 3}" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="140" y="{y}" width="{value * scale:.1f}" height="{bar - 3}" '
+            f'fill="{colour}"/>'
+        )
         parts.append(f'<text x="{146 + value * scale:.1f}" y="{y + 12}">{value:.2f}</text>')
         y += bar
     for index, peer in enumerate(shown):
         x = 140 + 150 * index
-        parts.append(f'<rect x="{x}" y="32" width="12" height="12" fill="{COLOURS[index % len(COLOURS)]}"/>')
+        parts.append(
+            f'<rect x="{x}" y="32" width="12" height="12" fill="{COLOURS[index % len(COLOURS)]}"/>'
+        )
         parts.append(f'<text x="{x + 18}" y="42">{escape(peer)}</text>')
     one = 140 + scale
-    parts.append(f'<line x1="{one:.1f}" x2="{one:.1f}" y1="{top - 6}" y2="{y}" stroke="#000" stroke-dasharray="3 3"/>')
+    parts.append(
+        f'<line x1="{one:.1f}" x2="{one:.1f}" y1="{top - 6}" y2="{y}" stroke="#000" '
+        f'stroke-dasharray="3 3"/>'
+    )
     title = f"CPU time per request, {escape(result['reference'])} = 1"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{y + 20}" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="#fff"/><text x="140" y="20" font-size="14">{title}</text>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{y + 20}" '
+        f'font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="#fff"/><text x="140" y="20" '
+        f'font-size="14">{title}</text>'
         f"{''.join(parts)}</svg>\n"
     )

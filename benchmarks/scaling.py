@@ -1,14 +1,18 @@
-"""Throughput by the number of workers: requests and chunks per second, and CPU per request, beside vllm-router if it is there.
+"""Throughput by the number of workers: requests and chunks per second, and CPU per request, beside
+vllm-router if it is there.
 
-Usage: scaling.py [--workers 1,2,4,8] [--clients 256] [--pairs 4] [--seconds 6] [--rounds 2] [--budget 225] [--out results.json]
+Usage: scaling.py [--workers 1,2,4,8] [--clients 256] [--pairs 4] [--seconds 6] [--rounds 2]
+[--budget 225] [--out results.json]
 
-For a machine with 16 cores: 8 for the workers, and as many for the mock engines and the clients, which run in processes of their
-own. Everything binds to the loopback. Each system is started once per round, and gets whole answers, then streams, from the same
-clients. No round begins that would not fit into `--budget` seconds. The last line is the whole result as JSON.
+For a machine with 16 cores: 8 for the workers, and as many for the mock engines and the clients,
+which run in processes of their own. Everything binds to the loopback. Each system is started once
+per round, and gets whole answers, then streams, from the same clients. No round begins that would
+not fit into `--budget` seconds. The last line is the whole result as JSON.
 
-`cores`: how many the system used. `busy`: the part of the whole machine's CPU time that was used. Where that is near 100 %, or
-where a system uses fewer cores than it has processes, clients and engines limit it. `split P/D`: the part of the decode requests
-that had a prefill engine's KV; a system with less of it does less.
+`cores`: how many the system used. `busy`: the part of the whole machine's CPU time that was used.
+Where that is near 100 %, or where a system uses fewer cores than it has processes, clients and
+engines limit it. `split P/D`: the part of the decode requests that had a prefill engine's KV; a
+system with less of it does less.
 """
 
 from __future__ import annotations
@@ -46,7 +50,10 @@ def systems(workers: list[int], at: stage.Engines) -> Iterator[tuple[str, stage.
         yield (
             f"{count} workers" if count > 1 else "one process",
             stage.Peer(
-                "{python} -m pdproxy serve " + more + "--prefill {prefills} --decode {decodes} --port {port}", "/ready"
+                "{python} -m pdproxy serve "
+                + more
+                + "--prefill {prefills} --decode {decodes} --port {port}",
+                "/ready",
             ),
         )
     if shutil.which(ROUTER) is None:
@@ -58,18 +65,29 @@ def systems(workers: list[int], at: stage.Engines) -> Iterator[tuple[str, stage.
     yield (
         ROUTER,
         stage.Peer(
-            f"{ROUTER} --vllm-pd-disaggregation {' '.join(legs)} --policy round_robin --host 127.0.0.1 "
+            f"{ROUTER} --vllm-pd-disaggregation {' '.join(legs)} --policy round_robin --host "
+            f"127.0.0.1 "
             "--port {port} --prometheus-port {aux} --log-level warning",
             settle=3,
         ),
     )
 
 
-def together(url: str, processes: int, clients: int, requests: int, flags: tuple[str, ...]) -> list[Row]:
+def together(
+    url: str, processes: int, clients: int, requests: int, flags: tuple[str, ...]
+) -> list[Row]:
     """Run so many clients in so many processes, and return what each process reports."""
     with ThreadPoolExecutor(processes) as pool:
         parts = [
-            pool.submit(stage.load, url, "--conc", max(1, clients // processes), "--n", requests // processes, *flags)
+            pool.submit(
+                stage.load,
+                url,
+                "--conc",
+                max(1, clients // processes),
+                "--n",
+                requests // processes,
+                *flags,
+            )
             for _ in range(processes)
         ]
         return [part.result() for part in parts]
@@ -101,7 +119,9 @@ def measure(pid: int, url: str, load: str, at: stage.Engines, options: argparse.
     spent, (work, whole) = paired.cpu(pid), busy()
     parts = together(url, options.processes, options.clients, requests, flags)
     spent, (work_after, whole_after) = paired.cpu(pid) - spent, busy()
-    with_kv, decoded = (after - before for after, before in zip(split(at), (with_kv, decoded), strict=True))
+    with_kv, decoded = (
+        after - before for after, before in zip(split(at), (with_kv, decoded), strict=True)
+    )
     done, events = sum(each["ok"] for each in parts), sum(each["events"] for each in parts)
     return {
         "requests_s": round(rate(parts)),
@@ -119,7 +139,9 @@ def measure(pid: int, url: str, load: str, at: stage.Engines, options: argparse.
 def run(options: argparse.Namespace) -> list[Row]:
     """Measure all systems under all loads, in turns."""
     began, rows, longest = time.monotonic(), list[Row](), 0.0
-    with stage.engines(options.pairs, "--chunks", CHUNKS, "--itl", ITL, processes=options.engine_processes) as at:
+    with stage.engines(
+        options.pairs, "--chunks", CHUNKS, "--itl", ITL, processes=options.engine_processes
+    ) as at:
         found = list(systems(options.workers, at))
         for number in range(options.rounds):
             start = time.monotonic()
@@ -128,7 +150,9 @@ def run(options: argparse.Namespace) -> list[Row]:
                 break
             for name, peer in found[:: 1 if number % 2 == 0 else -1]:
                 if time.monotonic() - began > options.budget:
-                    print(f"left out: {name} in round {number + 1}, the time is over", file=sys.stderr)
+                    print(
+                        f"left out: {name} in round {number + 1}, the time is over", file=sys.stderr
+                    )
                     continue
                 try:
                     with stage.proxy(peer, at) as (process, url):
@@ -145,7 +169,11 @@ def run(options: argparse.Namespace) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """Return the medians of the rounds as Markdown, with ratios to the first system."""
     lines = [
-        "| load | system | requests/s | x | chunks/s | CPU us/request | x | CPU us/chunk | cores | busy | split P/D | errors |",
+        (
+            "| load | system | requests/s | x | chunks/s | CPU us/request | x | CPU us/chunk | "
+            "cores "
+            "| busy | split P/D | errors |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for load in LOADS:
@@ -161,10 +189,20 @@ def table(rows: list[Row]) -> str:
             }
             first = first or middle
             times = [middle[key] / max(first[key], 1e-9) for key in ("requests_s", "us_request")]
-            cells = [load, system, f"{middle['requests_s']:.0f}", f"{times[0]:.2f}", f"{middle['chunks_s']:.0f}"]
+            cells = [
+                load,
+                system,
+                f"{middle['requests_s']:.0f}",
+                f"{times[0]:.2f}",
+                f"{middle['chunks_s']:.0f}",
+            ]
             cells += [f"{middle['us_request']:.0f}", f"{times[1]:.2f}"]
             cells += [f"{middle['us_chunk']:.1f}" if "us_chunk" in middle else ""]
-            cells += [f"{middle['cores']:.1f}", f"{100 * middle['busy']:.0f} %", f"{middle['split']:.2f}"]
+            cells += [
+                f"{middle['cores']:.1f}",
+                f"{100 * middle['busy']:.0f} %",
+                f"{middle['split']:.2f}",
+            ]
             cells += [str(sum(row["errors"] for row in mine))]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -172,12 +210,18 @@ def table(rows: list[Row]) -> str:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2, 4, 8])
+    parser.add_argument(
+        "--workers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2, 4, 8]
+    )
     parser.add_argument("--clients", type=int, default=256, help="of all processes together")
     parser.add_argument("--processes", type=int, default=max(1, cores // 4), help="of clients")
-    parser.add_argument("--pairs", type=int, default=4, help="prefill engines, and as many decode engines")
+    parser.add_argument(
+        "--pairs", type=int, default=4, help="prefill engines, and as many decode engines"
+    )
     parser.add_argument("--engine-processes", type=int, default=max(2, cores // 3))
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement, about")
     parser.add_argument("--rounds", type=int, default=2)

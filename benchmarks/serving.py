@@ -1,12 +1,15 @@
-"""A latency report: time to the first token, per output token, between tokens, and of whole answers, with percentiles.
+"""A latency report: time to the first token, per output token, between tokens, and of whole
+answers, with percentiles.
 
-Usage: serving.py --url URL [--url URL ...] [--requests 200] [--rate 4] [--input 1024] [--output 128]
+Usage: serving.py --url URL [--url URL ...] [--requests 200] [--rate 4] [--input 1024] [--output
+128]
        serving.py --simulated nixl [--requests 200] [--rate 4]
 
-Streams of random prompts begin at random times, `--rate` per second on average, whatever is still running (an open loop: a
-server that is late is not spared). Several `--url` are measured one after the other with the same prompts. If `vllm` is
-installed, `vllm bench serve` measures in place of this (`--own` prevents that): it makes prompts of exact lengths with the
-model's tokenizer. Here a prompt has so many words, each of one token or more.
+Streams of random prompts begin at random times, `--rate` per second on average, whatever is still
+running (an open loop: a server that is late is not spared). Several `--url` are measured one after
+the other with the same prompts. If `vllm` is installed, `vllm bench serve` measures in place of
+this (`--own` prevents that): it makes prompts of exact lengths with the model's tokenizer. Here a
+prompt has so many words, each of one token or more.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ class Figures:
         }
 
 
-async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any], figures: Figures) -> None:
+async def one(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], figures: Figures
+) -> None:
     """Ask for one stream and take its times."""
     begun = last = time.perf_counter()
     count = 0
@@ -102,15 +107,25 @@ async def measure(url: str, requests: int, rate: float, words: int, output: int)
     """Measure one server; return the figures."""
     chance, figures = random.Random(5), Figures()
     timeout = aiohttp.ClientTimeout(total=TIMEOUT)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+    ) as session:
         async with session.get(f"{url}/v1/models") as answer:
             answer.raise_for_status()
             model = (await answer.json())["data"][0]["id"]
         begun, running = time.perf_counter(), []
         for number in range(requests):
             text = f"{number} " + " ".join(chance.choices(WORDS, k=words))
-            body = {"model": model, "prompt": text, "max_tokens": output, "ignore_eos": True, "temperature": 0}
-            running.append(asyncio.create_task(one(session, url, {**body, "stream": True}, figures)))
+            body = {
+                "model": model,
+                "prompt": text,
+                "max_tokens": output,
+                "ignore_eos": True,
+                "temperature": 0,
+            }
+            running.append(
+                asyncio.create_task(one(session, url, {**body, "stream": True}, figures))
+            )
             await asyncio.sleep(chance.expovariate(rate))
         await asyncio.gather(*running)
         return {"url": url, "model": model, **figures.report(time.perf_counter() - begun)}
@@ -119,14 +134,20 @@ async def measure(url: str, requests: int, rate: float, words: int, output: int)
 def table(found: list[dict[str, Any]]) -> str:
     """Return the figures of several servers as text."""
     names = [f"{name}_ms" for name in ("ttft", "tpot", "itl", "e2e")]
-    lines = [f"{'':28}{'':>6}" + "".join(f"{column:>10}" for column in ("mean", "p50", "p90", "p99"))]
+    lines = [
+        f"{'':28}{'':>6}" + "".join(f"{column:>10}" for column in ("mean", "p50", "p90", "p99"))
+    ]
     for figures in found:
         lines.append(
-            f"{figures['url']}: {figures['requests']} requests, {figures['failed']} failed, {figures['tokens_per_s']} tokens/s"
+            f"{figures['url']}: {figures['requests']} requests, {figures['failed']} failed, "
+            f"{figures['tokens_per_s']} tokens/s"
         )
         lines += [
             f"{'':28}{name.removesuffix('_ms').upper():>6}"
-            + "".join(f"{'-' if value is None else format(value, '.1f'):>10}" for value in figures[name].values())
+            + "".join(
+                f"{'-' if value is None else format(value, '.1f'):>10}"
+                for value in figures[name].values()
+            )
             for name in names
         ]
     return "\n".join(lines)
@@ -135,7 +156,15 @@ def table(found: list[dict[str, Any]]) -> str:
 def with_vllm(url: str, given: argparse.Namespace) -> int:
     """Have vLLM's serving benchmark measure a server; return its exit code."""
     parts = urlsplit(url)
-    command = ["vllm", "bench", "serve", "--host", parts.hostname or "", "--port", str(parts.port or 80)]
+    command = [
+        "vllm",
+        "bench",
+        "serve",
+        "--host",
+        parts.hostname or "",
+        "--port",
+        str(parts.port or 80),
+    ]
     command += [
         "--dataset-name",
         "random",
@@ -144,7 +173,13 @@ def with_vllm(url: str, given: argparse.Namespace) -> int:
         "--random-output-len",
         str(given.output),
     ]
-    command += ["--num-prompts", str(given.requests), "--request-rate", str(given.rate), "--ignore-eos"]
+    command += [
+        "--num-prompts",
+        str(given.requests),
+        "--request-rate",
+        str(given.rate),
+        "--ignore-eos",
+    ]
     command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"]
     if given.model is not None:
         command += ["--model", given.model]
@@ -153,7 +188,9 @@ def with_vllm(url: str, given: argparse.Namespace) -> int:
 
 def main() -> int:
     """Measure; return 0 if no request failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", metavar="URL", action="append", default=[])
     parser.add_argument("--simulated", metavar="CONNECTOR", choices=CONNECTORS)
     parser.add_argument("--requests", type=int, default=200)

@@ -1,10 +1,13 @@
-"""What `pdproxy simulate` costs: CPU time and memory by the number of engines, and the share of the proxy's scheduling in it.
+"""What `pdproxy simulate` costs: CPU time and memory by the number of engines, and the share of the
+proxy's scheduling in it.
 
-Usage: simulate_cost.py [--trace FILE] [--requests 100000] [--engines 8 64 512 1000] [--per-engine 0.5]
+Usage: simulate_cost.py [--trace FILE] [--requests 100000] [--engines 8 64 512 1000] [--per-engine
+0.5]
 
-The trace is repeated and scaled to `--per-engine` requests per second and engine, with its times spread; without a file it is
-made up: conversations with 7,000 tokens and 340 of answer on average. Each number of engines runs in its own process, plain and
-with five of eight engines for prefill. The share of the ledger is measured in a run of its own, since measuring costs time.
+The trace is repeated and scaled to `--per-engine` requests per second and engine, with its times
+spread; without a file it is made up: conversations with 7,000 tokens and 340 of answer on average.
+Each number of engines runs in its own process, plain and with five of eight engines for prefill.
+The share of the ledger is measured in a run of its own, since measuring costs time.
 """
 
 from __future__ import annotations
@@ -42,25 +45,39 @@ def main() -> None:
     if arguments.prefill is not None:
         print(json.dumps(one_fleet(arguments)))
         return
-    print(f"{arguments.requests} requests, {arguments.per_engine:g} per second and engine; CPU seconds of one core")
-    print("  engines         CPU s  memory MB  events  steps passed  ledger s  TTFT p50 ms  TPOT p50 ms")
+    print(
+        f"{arguments.requests} requests, {arguments.per_engine:g} per second and engine; CPU "
+        f"seconds of one core"
+    )
+    print(
+        "  engines         CPU s  memory MB  events  steps passed  ledger s  TTFT p50 ms  TPOT "
+        "p50 ms"
+    )
     for engines in arguments.engines:
         for prefill in (0, engines * 5 // 8):
-            plain, timed = (in_process(arguments, engines, prefill, ledger=ledger) for ledger in (False, True))
+            plain, timed = (
+                in_process(arguments, engines, prefill, ledger=ledger) for ledger in (False, True)
+            )
             name = f"{prefill}P{engines - prefill}D" if prefill else f"{engines} plain"
             print(
-                f"  {name:12}  {plain['cpu_s']:7.1f}  {plain['mb']:9.0f}  {plain['events'] / 1e6:5.1f}M"
-                f"  {plain['steps'] / 1e6:11.1f}M  {timed['ledger_s']:8.1f}  {plain['ttft_ms']:11.0f}  {plain['tpot_ms']:11.1f}"
+                f"  {name:12}  {plain['cpu_s']:7.1f}  {plain['mb']:9.0f}  "
+                f"{plain['events'] / 1e6:5.1f}M"
+                f"  {plain['steps'] / 1e6:11.1f}M  {timed['ledger_s']:8.1f}  "
+                f"{plain['ttft_ms']:11.0f}  {plain['tpot_ms']:11.1f}"
             )
 
 
-def in_process(arguments: argparse.Namespace, engines: int, prefill: int, *, ledger: bool) -> dict[str, Any]:
+def in_process(
+    arguments: argparse.Namespace, engines: int, prefill: int, *, ledger: bool
+) -> dict[str, Any]:
     """Simulate one fleet in a process of its own."""
     line = [sys.executable, __file__, "--engines", str(engines), "--prefill", str(prefill)]
     line += ["--requests", str(arguments.requests), "--per-engine", str(arguments.per_engine)]
     line += ["--trace", str(arguments.trace)] if arguments.trace else []
     line += ["--ledger"] if ledger else []
-    found: dict[str, Any] = json.loads(subprocess.run(line, check=True, capture_output=True, timeout=3600).stdout)
+    found: dict[str, Any] = json.loads(
+        subprocess.run(line, check=True, capture_output=True, timeout=3600).stdout
+    )
     return found
 
 
@@ -69,11 +86,19 @@ def one_fleet(arguments: argparse.Namespace) -> dict[str, Any]:
     (engines,), prefill = arguments.engines, arguments.prefill
     entries = spread(read_trace(arguments.trace)) if arguments.trace else made_up()
     rate = len(entries) / (entries[-1].time - entries[0].time)
-    replay = TraceReplay(entries=entries, scale=arguments.per_engine * engines / rate, requests=arguments.requests)
-    fleet = Fleet(prefill=prefill, decode=engines - prefill) if prefill else Fleet(aggregated=engines)
+    replay = TraceReplay(
+        entries=entries, scale=arguments.per_engine * engines / rate, requests=arguments.requests
+    )
+    fleet = (
+        Fleet(prefill=prefill, decode=engines - prefill) if prefill else Fleet(aggregated=engines)
+    )
     profile = load("h200-8b")
-    shapes = dict.fromkeys(Role, Shape(kv_tokens=profile.engine.num_gpu_blocks * profile.engine.block_size))
-    cluster = Cluster(fleet, profile.hardware, shapes, {Role.PREFILL: "least_load", Role.DECODE: "least_load"})
+    shapes = dict.fromkeys(
+        Role, Shape(kv_tokens=profile.engine.num_gpu_blocks * profile.engine.block_size)
+    )
+    cluster = Cluster(
+        fleet, profile.hardware, shapes, {Role.PREFILL: "least_load", Role.DECODE: "least_load"}
+    )
     taken = [0]
     if arguments.ledger:
         for name in ("assign", "assign_alone", "close"):

@@ -1,4 +1,6 @@
-"""Simulated engines with a pdproxy in front of one pair, as processes: for benchmarks without GPUs."""
+"""Simulated engines with a pdproxy in front of one pair, as processes: for benchmarks without
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait(urls: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all URLs answer with 200, and those of `/ready` with the state `ok`: both engines of a pair can be used.
+    """Wait until all URLs answer with 200, and those of `/ready` with the state `ok`: both engines
+    of a pair can be used.
 
     Raises:
         RuntimeError: one does not, or a process has ended.
@@ -70,16 +73,21 @@ def wait(urls: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> N
                 pass
             ended = [process.args for process in processes if process.poll() is not None]
             if ended or time.monotonic() > end:
-                raise RuntimeError(f"{url} does not serve" + (f": {ended[0]!r} has ended" if ended else ""))
+                raise RuntimeError(
+                    f"{url} does not serve" + (f": {ended[0]!r} has ended" if ended else "")
+                )
             time.sleep(0.1)
 
 
 @contextmanager
-def pair(connector: str, orders: Sequence[str], flags: Sequence[str]) -> Iterator[Mapping[str, str]]:
-    """Run P, D, and in front of them one proxy per order of the legs (`pools[].dispatch`), until the block ends.
+def pair(
+    connector: str, orders: Sequence[str], flags: Sequence[str]
+) -> Iterator[Mapping[str, str]]:
+    """Run P, D, and in front of them one proxy per order of the legs (`pools[].dispatch`), until
+    the block ends.
 
-    `flags`: of both engines, see `pdproxy sim`. Returns the base URL of each order's proxy. A file names the order, since no flag
-    of `pdproxy serve` does.
+    `flags`: of both engines, see `pdproxy sim`. Returns the base URL of each order's proxy. A file
+    names the order, since no flag of `pdproxy serve` does.
     """
     prefill, decode, *rest = free_ports(2 + len(orders))
     proxies = dict(zip(orders, rest, strict=True))
@@ -96,8 +104,13 @@ def pair(connector: str, orders: Sequence[str], flags: Sequence[str]) -> Iterato
                 f"      - {{url: 'http://127.0.0.1:{at}', role: {role}}}\n"
                 for at, role in ((prefill, "prefill"), (decode, "decode"))
             )
-            file.write_text(f"pools:\n  - connector: {connector}\n    dispatch: {order}\n    nodes:\n{ledger_engines}")
-            started.append(("serve", "--config", str(file), "--port", str(port), "--log-level", "error"))
+            file.write_text(
+                f"pools:\n  - connector: {connector}\n    dispatch: {order}\n    nodes:\n"
+                f"{ledger_engines}"
+            )
+            started.append(
+                ("serve", "--config", str(file), "--port", str(port), "--log-level", "error")
+            )
         processes = [stack.enter_context(running(*arguments)) for arguments in started]
         urls = {order: f"http://127.0.0.1:{port}" for order, port in proxies.items()}
         wait([f"{url}/ready" for url in urls.values()], processes)
@@ -121,7 +134,16 @@ def stage(connector: str, *, speed: float = 1.0) -> Iterator[Stage]:
             ("sim", "--role", "decode", "--port", str(decode), *pair),
             ("sim", "--role", "prefill", "--port", str(prefill), *pair),
             ("sim", "--port", str(plain), *usual, "--connector", "none"),
-            ("serve", "--port", str(proxy), "--connector", connector, "--log-level", "error", *pair_urls),
+            (
+                "serve",
+                "--port",
+                str(proxy),
+                "--connector",
+                connector,
+                "--log-level",
+                "error",
+                *pair_urls,
+            ),
         ]
         processes = [stack.enter_context(running(*arguments)) for arguments in started]
         made = Stage(f"http://127.0.0.1:{proxy}", f"http://127.0.0.1:{plain}")

@@ -1,16 +1,20 @@
-"""Many clients for a long time before engines that fail at random: whether the proxy's memory, open files and tasks stay flat.
+"""Many clients for a long time before engines that fail at random: whether the proxy's memory, open
+files and tasks stay flat.
 
-Usage: soak.py [--seconds 1200] [--clients 64] [--pause 1.0] [--seed 1] [--every SECONDS] [--plot FILE] [--out FILE]
+Usage: soak.py [--seconds 1200] [--clients 64] [--pause 1.0] [--seed 1] [--every SECONDS] [--plot
+FILE] [--out FILE]
 
-`pdproxy serve` and two prefill and two decode simulated engines run as processes. Each client asks, reads and judges its answer
-to the token, waits `--pause` seconds on average, and asks again; some leave in the middle. Answers break at random, and engines
-are killed, restarted, terminated, stopped, or lose their core, one every ten seconds or so. An engine that a broken answer leaves
-without its core is started again, as its supervisor would. Every `--every` seconds the proxy's resident memory and open files are
-read from /proc, and its tasks from its metrics.
+`pdproxy serve` and two prefill and two decode simulated engines run as processes. Each client asks,
+reads and judges its answer to the token, waits `--pause` seconds on average, and asks again; some
+leave in the middle. Answers break at random, and engines are killed, restarted, terminated,
+stopped, or lose their core, one every ten seconds or so. An engine that a broken answer leaves
+without its core is started again, as its supervisor would. Every `--every` seconds the proxy's
+resident memory and open files are read from /proc, and its tasks from its metrics.
 
-Prints what each measure was at the start, in the middle and at the end (means of tenths), and how much it has grown by its slope
-once a fifth of the time is over; then what is held without any client. The exit code is 1 if an answer was wrong, if a measure
-has grown by more than chance explains, or if files or tasks are left.
+Prints what each measure was at the start, in the middle and at the end (means of tenths), and how
+much it has grown by its slope once a fifth of the time is over; then what is held without any
+client. The exit code is 1 if an answer was wrong, if a measure has grown by more than chance
+explains, or if files or tasks are left.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ deadlines: {connect: 1, prefill: 5, first_token: 5, between_tokens: 3, continuat
   total: 120}
 probes: {interval: 1, scrape_interval: 4}
 health: {stalled_after: 4, canary_timeout: 1}
-"""
+"""  # noqa: E501
 LEAVES = 0.1
 """The share of requests whose client leaves."""
 PATIENCE = 180.0
@@ -101,7 +105,9 @@ class Stage:
 
 @contextmanager
 def stage(seed: int) -> Iterator[Stage]:
-    """Run the engines, one that is only asked what is right, and the proxy, until the block ends."""
+    """Run the engines, one that is only asked what is right, and the proxy, until the block
+    ends.
+    """
     roles = ("prefill", "prefill", "decode", "decode")
     proxy, judge, *rest = free_ports(2 + 2 * len(roles))
     ports, admin = rest[: len(roles)], rest[len(roles) :]
@@ -109,19 +115,49 @@ def stage(seed: int) -> Iterator[Stage]:
     with ExitStack() as stack:
         file = Path(stack.enter_context(TemporaryDirectory())) / "pdproxy.yaml"
         file.write_text(SETTINGS)
-        started: list[tuple[str, ...]] = [("sim", "--port", str(judge), "--connector", "none", *usual)]
+        started: list[tuple[str, ...]] = [
+            ("sim", "--port", str(judge), "--connector", "none", *usual)
+        ]
         for number, role in enumerate(roles):
-            own = ("--port", str(ports[number]), "--admin-port", str(admin[number]), "--seed", str(seed + number))
+            own = (
+                "--port",
+                str(ports[number]),
+                "--admin-port",
+                str(admin[number]),
+                "--seed",
+                str(seed + number),
+            )
             started.append(("sim", "--role", role, *own, *usual))
         urls: list[str] = []
         for role in dict.fromkeys(roles):
-            urls += (f"--{role}", *(f"127.0.0.1:{port}" for port, own in zip(ports, roles, strict=True) if own == role))
+            urls += (
+                f"--{role}",
+                *(
+                    f"127.0.0.1:{port}"
+                    for port, own in zip(ports, roles, strict=True)
+                    if own == role
+                ),
+            )
         processes = [stack.enter_context(simulated.running(*arguments)) for arguments in started]
-        serve = ("serve", "--config", str(file), "--port", str(proxy), "--log-level", "error", *urls)
+        serve = (
+            "serve",
+            "--config",
+            str(file),
+            "--port",
+            str(proxy),
+            "--log-level",
+            "error",
+            *urls,
+        )
         processes.append(stack.enter_context(simulated.running(*serve)))
-        simulated.wait([f"http://127.0.0.1:{judge}/health", f"http://127.0.0.1:{proxy}/ready"], processes)
+        simulated.wait(
+            [f"http://127.0.0.1:{judge}/health", f"http://127.0.0.1:{proxy}/ready"], processes
+        )
         yield Stage(
-            processes[-1].pid, proxy, judge, tuple(zip((role[0].upper() for role in roles), admin, strict=True))
+            processes[-1].pid,
+            proxy,
+            judge,
+            tuple(zip((role[0].upper() for role in roles), admin, strict=True)),
         )
 
 
@@ -129,7 +165,8 @@ def stage(seed: int) -> Iterator[Stage]:
 
 
 async def ask(port: int, body: Body, ident: str, leaves_after: float | None = None) -> Answer:
-    """Return the answer to a request; as far as it came, for a client that leaves after some seconds.
+    """Return the answer to a request; as far as it came, for a client that leaves after some
+    seconds.
 
     Raises:
         OSError, EOFError, TimeoutError: there is none, or it broke off.
@@ -147,7 +184,9 @@ async def ask(port: int, body: Body, ident: str, leaves_after: float | None = No
 
 
 def end_of(answer: Answer, right: Told | None) -> str:
-    """Return how a request ended: `right`, `error` with its status and its reason, or `wrong` with what is wrong."""
+    """Return how a request ended: `right`, `error` with its status and its reason, or `wrong` with
+    what is wrong.
+    """
     try:
         found = told(answer)
     except MalformedError as error:
@@ -160,7 +199,9 @@ def end_of(answer: Answer, right: Told | None) -> str:
     return "right" if found == right else f"wrong: {found} instead of {right}"
 
 
-async def client(number: int, at: Stage, asked: Sequence[Body], end: float, pause: float, tally: Tally) -> None:
+async def client(
+    number: int, at: Stage, asked: Sequence[Body], end: float, pause: float, tally: Tally
+) -> None:
     """Send requests until the time is over."""
     chance = random.Random(number)
     await asyncio.sleep(chance.uniform(0, pause))
@@ -172,7 +213,11 @@ async def client(number: int, at: Stage, asked: Sequence[Body], end: float, paus
         try:
             how = end_of(await ask(at.proxy, body, f"soak-{number}-{count}", leaves), body.right)
         except (OSError, EOFError, TimeoutError, MalformedError) as error:
-            how = "left" if leaves is not None and isinstance(error, TimeoutError) else f"wrong: {type(error).__name__}"
+            how = (
+                "left"
+                if leaves is not None and isinstance(error, TimeoutError)
+                else f"wrong: {type(error).__name__}"
+            )
         kind, _, text = how.partition(": ")
         tally.ends[kind] += 1
         if kind == "wrong":
@@ -199,14 +244,20 @@ async def sampled(at: Stage, began: float, end: float, every: float) -> list[Sam
     while (now := time.monotonic()) < end:
         one = await asyncio.to_thread(sample, at, began)
         found.append(one)
-        print(f"{one.at:7.0f} s: {one.memory:7.1f} MB, {one.files:4.0f} files, {one.tasks:4.0f} tasks", flush=True)
+        print(
+            f"{one.at:7.0f} s: {one.memory:7.1f} MB, {one.files:4.0f} files, {one.tasks:4.0f} "
+            f"tasks",
+            flush=True,
+        )
         await asyncio.sleep(max(0.0, min(now + every, end) - time.monotonic()))
     return found
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One measure: means of the first, the middle and the last tenth of the samples; growth by the slope of those that count."""
+    """One measure: means of the first, the middle and the last tenth of the samples; growth by the
+    slope of those that count.
+    """
 
     name: str
     unit: str
@@ -225,13 +276,18 @@ class Verdict:
         """Return a row of the table."""
         values = " | ".join(f"{value:.1f}" for value in (self.start, self.middle, self.end))
         word = "flat" if self.flat else "GROWS"
-        return f"| {self.name}, {self.unit} | {values} | {self.growth:+.1f} (at most {self.allowed:.1f}) | {word} |"
+        return (
+            f"| {self.name}, {self.unit} | {values} | {self.growth:+.1f} (at most "
+            f"{self.allowed:.1f}) | {word} |"
+        )
 
 
 def trend(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
     """Return the slope of values over time, and its standard error. At least three values."""
     slope, begin = linear_regression(times, values)
-    rest = sum((value - begin - slope * at) ** 2 for at, value in zip(times, values, strict=True)) / (len(times) - 2)
+    rest = sum(
+        (value - begin - slope * at) ** 2 for at, value in zip(times, values, strict=True)
+    ) / (len(times) - 2)
     middle = fmean(times)
     return slope, sqrt(rest / sum((at - middle) ** 2 for at in times))
 
@@ -258,7 +314,17 @@ def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
         slope, error = trend(times, later)
         span = times[-1] - times[0]
         growth, allowed = slope * span, max(least, GROWTH * fmean(later), SURE * error * span)
-        found.append(Verdict(name, unit, fmean(values[:tenth]), fmean(middle), fmean(values[-tenth:]), growth, allowed))
+        found.append(
+            Verdict(
+                name,
+                unit,
+                fmean(values[:tenth]),
+                fmean(middle),
+                fmean(values[-tenth:]),
+                growth,
+                allowed,
+            )
+        )
     return found
 
 
@@ -278,7 +344,10 @@ def plot(samples: Sequence[Sample], tally: Tally, path: Path) -> None:
         axes.set_ylim(bottom=0, top=1.15 * max(values))
         axes.grid(visible=True, alpha=0.3)
     rows[-1].set_xlabel("minutes")
-    ends = f"{tally.ends.total()} requests, {tally.ends['right']} right, {tally.faults.total()} engines failed"
+    ends = (
+        f"{tally.ends.total()} requests, {tally.ends['right']} right, {tally.faults.total()} "
+        f"engines failed"
+    )
     figure.suptitle(f"pdproxy under faults: {ends}")
     figure.savefig(path)
 
@@ -286,8 +355,12 @@ def plot(samples: Sequence[Sample], tally: Tally, path: Path) -> None:
 # -- the run
 
 
-async def measured(options: argparse.Namespace, at: Stage) -> tuple[list[Sample], Tally, Sample, Sample]:
-    """Run it all. Return the samples under load, what became of the requests, and a sample before and one behind it all."""
+async def measured(
+    options: argparse.Namespace, at: Stage
+) -> tuple[list[Sample], Tally, Sample, Sample]:
+    """Run it all. Return the samples under load, what became of the requests, and a sample before
+    and one behind it all.
+    """
     asked, tally = bodies(options.seed, MODEL), Tally()
     for number, body in enumerate(asked):
         body.right = told(await ask(at.judge, body, f"judge-{number}"))
@@ -313,29 +386,46 @@ def report(found: list[Verdict], tally: Tally, before: Sample, after: Sample) ->
     lines = ["| measure | start | middle | end | growth | |", "| -- | -- | -- | -- | -- | -- |"]
     lines += [one.line() for one in found]
     for name, one in (("before any request", before), ("20 s after the last", after)):
-        lines.append(f"{name}: {one.memory:.1f} MB, {one.files:.0f} open files, {one.tasks:.0f} tasks")
+        lines.append(
+            f"{name}: {one.memory:.1f} MB, {one.files:.0f} open files, {one.tasks:.0f} tasks"
+        )
     lines.append(f"{tally.ends.total()} requests: {dict(tally.ends.most_common())}")
     lines.append(f"{tally.faults.total()} engines failed: {dict(sorted(tally.faults.items()))}")
     return [*lines, *(f"WRONG: {text}" for text in [*left(before, after), *tally.wrong[:10]])]
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
-    """Return the command line's options. Exits with code 2 if they are of no use: before the run, not behind it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return the command line's options. Exits with code 2 if they are of no use: before the run,
+    not behind it.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--pause", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--every", type=float, help="seconds between samples (default: 10, in short runs fewer)")
+    parser.add_argument(
+        "--every", type=float, help="seconds between samples (default: 10, in short runs fewer)"
+    )
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--out", type=Path, help="a file for all that is printed at the end, and the samples, as JSON")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a file for all that is printed at the end, and the samples, as JSON",
+    )
     options = parser.parse_args(arguments)
     if options.every is None:
         options.every = min(10.0, options.seconds / (2 * SAMPLES))
-    if not all(0 < value < inf for value in (options.seconds, options.every, options.pause)) or options.clients < 1:
+    if (
+        not all(0 < value < inf for value in (options.seconds, options.every, options.pause))
+        or options.clients < 1
+    ):
         parser.error("--seconds, --every, --pause and --clients: expected numbers above 0")
     if options.seconds < SAMPLES * options.every:
-        parser.error(f"--every {options.every:g}: {options.seconds:g} s have fewer than {SAMPLES} samples")
+        parser.error(
+            f"--every {options.every:g}: {options.seconds:g} s have fewer than {SAMPLES} samples"
+        )
     if options.plot is not None:
         try:
             plots.check(options.plot)
@@ -359,7 +449,9 @@ def main() -> int:
         plot(samples, tally, options.plot)
     if options.out is not None:
         rows: list[dict[str, Any]] = [vars(one) for one in samples]
-        options.out.write_text(json.dumps({"machine": machine(), "result": lines, "samples": rows}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"machine": machine(), "result": lines, "samples": rows}, indent=1) + "\n"
+        )
     return int(bool(tally.wrong or left(before, after)) or not all(one.flat for one in found))
 
 

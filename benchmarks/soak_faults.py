@@ -13,7 +13,9 @@ from collections import Counter
 from tests.chaos.schedule import ANSWERS
 
 Admin = tuple[tuple[str, int], ...]
-"""The ports by which simulated engines are told to fail, each with the first letter of its engine's role."""
+"""The ports by which simulated engines are told to fail, each with the first letter of its engine's
+role.
+"""
 EACH = 0.002
 """The share of requests to which each fault of answers happens."""
 BETWEEN = (5.0, 15.0)
@@ -40,7 +42,9 @@ def arm(admin: Admin) -> None:
             post(port, "faults", json.dumps({"kind": kind, "at": moment, "rate": EACH}).encode())
 
 
-async def misfortunes(admin: Admin, end: float, chance: random.Random, faults: Counter[str]) -> None:
+async def misfortunes(
+    admin: Admin, end: float, chance: random.Random, faults: Counter[str]
+) -> None:
     """Let one engine fail after the other, and come back."""
     while time.monotonic() < end:
         await asyncio.sleep(chance.uniform(*BETWEEN))
@@ -50,7 +54,9 @@ async def misfortunes(admin: Admin, end: float, chance: random.Random, faults: C
         with contextlib.suppress(OSError):
             await asyncio.to_thread(post, port, what)
             await asyncio.sleep(chance.uniform(0.1, 6.0))
-            if (back := {"freeze": "thaw", "freeze_core": "thaw_core"}.get(what, "restart")) != what:
+            if (
+                back := {"freeze": "thaw", "freeze_core": "thaw_core"}.get(what, "restart")
+            ) != what:
                 await asyncio.to_thread(post, port, back)
 
 

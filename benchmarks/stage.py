@@ -1,4 +1,6 @@
-"""Shared by all benchmarks: engines and proxies as processes, their cost from /proc, and the description of the machine."""
+"""Shared by all benchmarks: engines and proxies as processes, their cost from /proc, and the
+description of the machine.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu(pid: int) -> float:
-    """Return the CPU seconds of a process tree so far, user and kernel, including ended children that were waited for."""
+    """Return the CPU seconds of a process tree so far, user and kernel, including ended children
+    that were waited for.
+    """
     total = 0.0
     for each in tree(pid):
         try:
@@ -85,7 +89,9 @@ def rss(pid: int) -> float:
 
 
 PORTS = range(10_000, 12_000)
-"""Below the ports that the system gives to connections: a process binds its port seconds after it was chosen."""
+"""Below the ports that the system gives to connections: a process binds its port seconds after it
+was chosen.
+"""
 
 
 def free_ports(count: int) -> list[int]:
@@ -106,7 +112,9 @@ def url(port: int) -> str:
 
 
 def any_certificate() -> ssl.SSLContext:
-    """Return the context of a client that takes any certificate: it is measured how, not whom it reaches."""
+    """Return the context of a client that takes any certificate: it is measured how, not whom it
+    reaches.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -121,7 +129,8 @@ def get(address: str, seconds: float = 2.0) -> bytes:
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
-    """Wait until a GET gets a 200. pdproxy's `/ready` must not say `degraded`: one engine of a pair could not be used yet.
+    """Wait until a GET gets a 200. pdproxy's `/ready` must not say `degraded`: one engine of a pair
+    could not be used yet.
 
     Raises:
         NotStartedError: the process has ended, or it took too long.
@@ -146,7 +155,9 @@ def wait_for(address: str, process: subprocess.Popen[bytes], seconds: float = 60
 def running(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, cores: set[int] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in its own process group; print its output if it fails to start. `cores` pins it."""
+    """Run a command in its own process group; print its output if it fails to start. `cores` pins
+    it.
+    """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
@@ -193,23 +204,35 @@ class Engines:
     @property
     def pairs(self) -> list[str]:
         """Flags that make load.py call the engines directly."""
-        return [part for p, d in zip(self.prefills, self.decodes, strict=True) for part in ("--direct", url(p), url(d))]
+        return [
+            part
+            for p, d in zip(self.prefills, self.decodes, strict=True)
+            for part in ("--direct", url(p), url(d))
+        ]
 
     def split(self) -> float:
         """Return the share (0 to 1) of decode requests so far that had a handle."""
         counts = [json.loads(get(f"{url(port)}/_counts")) for port in self.decodes]
-        return float(sum(c["decode_with_kv"] for c in counts) / max(1, sum(c["decode"] for c in counts)))
+        return float(
+            sum(c["decode_with_kv"] for c in counts) / max(1, sum(c["decode"] for c in counts))
+        )
 
 
 @contextmanager
-def engines(pairs: int, *flags: object, processes: int = 0, cores: set[int] | None = None) -> Iterator[Engines]:
-    """Run `pairs` prefill and as many decode mock engines, one process each, or all in `processes` processes."""
+def engines(
+    pairs: int, *flags: object, processes: int = 0, cores: set[int] | None = None
+) -> Iterator[Engines]:
+    """Run `pairs` prefill and as many decode mock engines, one process each, or all in `processes`
+    processes.
+    """
     ports = free_ports(2 * pairs)
     count = processes or len(ports)
     with ExitStack() as stack:
         for number in range(count):
             mine = ports[number::count]
-            process = stack.enter_context(running(script("mock_engine.py", *mine, *flags), cores=cores))
+            process = stack.enter_context(
+                running(script("mock_engine.py", *mine, *flags), cores=cores)
+            )
             for port in mine:
                 wait_for(f"{url(port)}/health", process)
         yield Engines(tuple(ports[:pairs]), tuple(ports[pairs:]))
@@ -225,18 +248,34 @@ class Peer:
     env: dict[str, str] = field(default_factory=dict)
 
     def command(self, at: Engines, port: int) -> list[str]:
-        """Return its command line. {prefills} and {decodes} are all URLs, {p0}, {d1} and so on single ports; {folder} is here."""
-        known: dict[str, object] = {"python": sys.executable, "folder": HERE, "port": port, "aux": free_ports(1)[0]}
-        known |= {f"p{n}": p for n, p in enumerate(at.prefills)} | {f"d{n}": p for n, p in enumerate(at.decodes)}
-        known |= {"prefills": " ".join(map(url, at.prefills)), "decodes": " ".join(map(url, at.decodes))}
+        """Return its command line. {prefills} and {decodes} are all URLs, {p0}, {d1} and so on
+        single ports; {folder} is here.
+        """
+        known: dict[str, object] = {
+            "python": sys.executable,
+            "folder": HERE,
+            "port": port,
+            "aux": free_ports(1)[0],
+        }
+        known |= {f"p{n}": p for n, p in enumerate(at.prefills)} | {
+            f"d{n}": p for n, p in enumerate(at.decodes)
+        }
+        known |= {
+            "prefills": " ".join(map(url, at.prefills)),
+            "decodes": " ".join(map(url, at.decodes)),
+        }
         return shlex.split(self.cmd.format(**known))
 
 
-PDPROXY = Peer("{python} -m pdproxy serve --prefill {prefills} --decode {decodes} --port {port}", "/ready")
+PDPROXY = Peer(
+    "{python} -m pdproxy serve --prefill {prefills} --decode {decodes} --port {port}", "/ready"
+)
 
 
 @contextmanager
-def proxy(peer: Peer, at: Engines, *, cores: set[int] | None = None) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def proxy(
+    peer: Peer, at: Engines, *, cores: set[int] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a proxy in front of engines; yield its process and its base URL.
 
     Raises:
@@ -298,4 +337,6 @@ def commit() -> str:
             ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain", "-uno") else "")
+    return git("rev-parse", "--short", "HEAD") + (
+        " with changes" if git("status", "--porcelain", "-uno") else ""
+    )

@@ -1,10 +1,12 @@
-"""The cost of making a prompt's token ids in the proxy: CPU time per request by the prompt's length, and memory.
+"""The cost of making a prompt's token ids in the proxy: CPU time per request by the prompt's
+length, and memory.
 
 Usage: tokenize_cost.py --model FOLDER [--tokens 100 1000 10000 100000] [--repeat 20]
 
-Measured in one thread, from the request's fields to the JSON of its ids, as the proxy's thread does it. The CPU time is that
-thread's, the median of the repeats. "Nothing cached" is an engine's way: transformers renders and encodes the whole chat. A
-chat's turns have 200 tokens each. "One turn more" is a known conversation with an answer and a question added.
+Measured in one thread, from the request's fields to the JSON of its ids, as the proxy's thread does
+it. The CPU time is that thread's, the median of the repeats. "Nothing cached" is an engine's way:
+transformers renders and encodes the whole chat. A chat's turns have 200 tokens each. "One turn
+more" is a known conversation with an answer and a question added.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def text(number: int, words: int) -> str:
 
 
 def median(make: Callable[[int], Any], work: Callable[[Any], object], repeat: int) -> float:
-    """Return the median CPU time in ms of `work` on what `make` returns; `make` itself does not count."""
+    """Return the median CPU time in ms of `work` on what `make` returns; `make` itself does not
+    count.
+    """
     times = []
     for at in range(repeat):
         given = make(at)
@@ -61,7 +65,8 @@ def request(route: Route, **fields: Any) -> Parsed:
 def talk(number: int, turns: int, words: int) -> list[dict[str, str]]:
     """Return a conversation of `turns` messages of `words` words."""
     return [
-        {"role": "assistant" if at % 2 else "user", "content": text(number * 1000 + at, words)} for at in range(turns)
+        {"role": "assistant" if at % 2 else "user", "content": text(number * 1000 + at, words)}
+        for at in range(turns)
     ]
 
 
@@ -97,7 +102,9 @@ def measure(model: str, tokens: int, repeat: int) -> list[float]:
         return msgspec.json.encode(given.ids)
 
     def encoding(at: int) -> Any:
-        (made,) = own.backend_tokenizer.encode_batch_fast([json.loads(bytes(completion(at).prompts[0].raw or b""))])
+        (made,) = own.backend_tokenizer.encode_batch_fast(
+            [json.loads(bytes(completion(at).prompts[0].raw or b""))]
+        )
         return made
 
     return [
@@ -111,15 +118,25 @@ def measure(model: str, tokens: int, repeat: int) -> list[float]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a model's folder with tokenizer and chat template")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="a model's folder with tokenizer and chat template"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[100, 1000, 10_000, 100_000])
     parser.add_argument("--repeat", type=int, default=20)
     options = parser.parse_args()
     before = rss()
     tokenizer: Tokenizer = load(options.model)
-    print(f"{tokenizer!r}; memory {before:.0f} MB before, {rss():.0f} MB with it; Python {sys.version.split()[0]}\n")
-    print(f"| tokens | {' | '.join(f'{name}, ms' for name in COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
+    print(
+        f"{tokenizer!r}; memory {before:.0f} MB before, {rss():.0f} MB with it; Python "
+        f"{sys.version.split()[0]}\n"
+    )
+    print(
+        f"| tokens | {' | '.join(f'{name}, ms' for name in COLUMNS)} |\n"
+        f"|{'---|' * (len(COLUMNS) + 1)}"
+    )
     for tokens in options.tokens:
         row = measure(options.model, tokens, options.repeat)
         print(f"| {tokens:,} | {' | '.join(f'{value:.2f}' for value in row)} |", flush=True)

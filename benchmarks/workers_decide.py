@@ -1,12 +1,16 @@
-"""How well several workers choose engines with the placement `auto`, beside one process: simulated, a table.
+"""How well several workers choose engines with the placement `auto`, beside one process: simulated,
+a table.
 
-Usage: workers_decide.py [--cases plain B ...] [--workers 1 2 4 8] [--engines 16] [--seconds 60] [--seeds 3] [--alone]
+Usage: workers_decide.py [--cases plain B ...] [--workers 1 2 4 8] [--engines 16] [--seconds 60]
+[--seeds 3] [--alone]
 
-Engines of role any (profile h200-8b, chunks of 2048). `plain`: prompts of 500 to 3500 tokens with answers of 32 to 480, half of
-what engines can serve, SLO C (TTFT 2 s, TPOT 30 ms). `B`: prompts of 4000 with answers of 128, near capacity, SLO B (TTFT 500 ms,
-TPOT 8 ms), so that most are split. 64 connections are spread over the workers, and requests over the connections by chance.
-`one process` is `Auto` in a `Ledger`; --alone: also workers that share nothing but the number of requests of each engine.
-Imbalance: the largest number of requests of an engine divided by the mean one, each quarter of a second, on average.
+Engines of role any (profile h200-8b, chunks of 2048). `plain`: prompts of 500 to 3500 tokens with
+answers of 32 to 480, half of what engines can serve, SLO C (TTFT 2 s, TPOT 30 ms). `B`: prompts of
+4000 with answers of 128, near capacity, SLO B (TTFT 500 ms, TPOT 8 ms), so that most are split. 64
+connections are spread over the workers, and requests over the connections by chance. `one process`
+is `Auto` in a `Ledger`; --alone: also workers that share nothing but the number of requests of each
+engine. Imbalance: the largest number of requests of an engine divided by the mean one, each quarter
+of a second, on average.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ def requests(seed: int, case: str, engines: int, seconds: float) -> Iterator[Cal
         number += 1
 
 
-def one(case: str, count: int, how: str, seed: int, arguments: argparse.Namespace) -> dict[str, float]:
+def one(
+    case: str, count: int, how: str, seed: int, arguments: argparse.Namespace
+) -> dict[str, float]:
     """Return what one run amounts to. `how`: `one`, `shared` or `alone`."""
     slo = parse_slo(CASES[case][0])
     bounds = placements.bounds_of(slo)
@@ -59,10 +65,14 @@ def one(case: str, count: int, how: str, seed: int, arguments: argparse.Namespac
     cluster: WorkersCluster | ReplicatedCluster
     if how == "one":
         make: MakePlacement = placements.auto(bounds)
-        cluster = ReplicatedCluster(fleet, profile.hardware, shapes, {}, make, replicas=Replicas(), seed=seed)
+        cluster = ReplicatedCluster(
+            fleet, profile.hardware, shapes, {}, make, replicas=Replicas(), seed=seed
+        )
     else:
         make = workers.auto(bounds, count) if how == "shared" else placements.auto(bounds)
-        cluster = WorkersCluster(fleet, profile.hardware, shapes, {}, make, workers=count, seed=seed)
+        cluster = WorkersCluster(
+            fleet, profile.hardware, shapes, {}, make, workers=count, seed=seed
+        )
     cluster.run(requests(seed, case, arguments.engines, arguments.seconds))
     summary = summarise(cluster, (slo,))
     samples = cluster.samples[len(cluster.samples) // 4 :]
@@ -80,7 +90,9 @@ def one(case: str, count: int, how: str, seed: int, arguments: argparse.Namespac
 
 def main() -> None:
     """Print a table, a line for each number of workers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--engines", type=int, default=16)
@@ -90,16 +102,25 @@ def main() -> None:
     arguments = parser.parse_args()
     for case in arguments.cases:
         print(
-            f"\n{case}, {arguments.engines} engines\n                        imbalance  TTFT ms mean   p99  TPOT ms p99  good, %"
+            f"\n{case}, {arguments.engines} engines\n                        imbalance  TTFT ms "
+            f"mean   p99  TPOT ms p99  good, %"
         )
-        rows = [("one process", 1, "one"), *((f"{count} workers", count, "shared") for count in arguments.workers)]
+        rows = [
+            ("one process", 1, "one"),
+            *((f"{count} workers", count, "shared") for count in arguments.workers),
+        ]
         if arguments.alone:
-            rows += [(f"{count} workers, alone", count, "alone") for count in arguments.workers if count > 1]
+            rows += [
+                (f"{count} workers, alone", count, "alone")
+                for count in arguments.workers
+                if count > 1
+            ]
         for name, count, how in rows:
             runs = [one(case, count, how, seed, arguments) for seed in range(arguments.seeds)]
             found = {key: median(run[key] for run in runs) for key in runs[0]}
             print(
-                f"  {name:20}  {found['imbalance']:9.3f}  {found['ttft_mean_ms']:12.1f} {found['ttft_p99_ms']:5.0f}"
+                f"  {name:20}  {found['imbalance']:9.3f}  {found['ttft_mean_ms']:12.1f} "
+                f"{found['ttft_p99_ms']:5.0f}"
                 f"  {found['tpot_p99_ms']:11.2f}  {found['good_percent']:7.2f}",
                 flush=True,
             )

@@ -1,1 +1,3 @@
-"""Tests: `unit` (one module at a time), `proxy` (the whole proxy, fake engines), `engines` (real engines)."""
+"""Tests: `unit` (one module at a time), `proxy` (the whole proxy, fake engines), `engines` (real
+engines).
+"""

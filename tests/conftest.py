@@ -1,5 +1,7 @@
-"""What holds for all tests: no machine's clock judges them, each ends, none changes how the next one's records are logged, and no
-simulated engine gets a body that is broken, no client gets what names engines."""
+"""What holds for all tests: no machine's clock judges them, each ends, none changes how the next
+one's records are logged, and no simulated engine gets a body that is broken, no client gets what
+names engines.
+"""
 
 import gc
 import logging
@@ -15,10 +17,15 @@ from tests.fakes.bodies import whole_bodies
 from tests.fakes.received import nothing_inside
 
 # Each run draws others. Tests that name a number have that.
-settings.register_profile("untimed", deadline=None, max_examples=int(os.environ.get("PDPROXY_TEST_EXAMPLES", "50")))
+settings.register_profile(
+    "untimed", deadline=None, max_examples=int(os.environ.get("PDPROXY_TEST_EXAMPLES", "50"))
+)
 settings.load_profile("untimed")
 
-_LOGGERS = [logging.getLogger(name) for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]
+_LOGGERS = [
+    logging.getLogger(name)
+    for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,7 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the garbage collector from searching the modules and the thousands of tests again and again while they are made."""
+    """Keep the garbage collector from searching the modules and the thousands of tests again and
+    again while they are made.
+    """
     gc.disable()
     try:
         return (yield)
@@ -38,10 +47,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep it from searching them until the end. A test that has a proxy and engines makes and drops objects by the thousand."""
+    """Keep it from searching them until the end. A test that has a proxy and engines makes and
+    drops objects by the thousand.
+    """
     gc.collect()
     gc.freeze()
-    gc.collect()  # full collections come as often as what was left by the last one demands: a little, from here on
+    # full collections come as often as what was left by the last one demands: a little, from here
+    # on
+    gc.collect()
     gc.set_threshold(100_000, 10, 20)  # with 10,000 it takes 6 % of such a test's time
 
 
@@ -90,7 +103,9 @@ def _logs_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _whole_bodies(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No simulated engine gets a broken body. A test whose client sends such bodies on purpose has the mark `broken_bodies`."""
+    """No simulated engine gets a broken body. A test whose client sends such bodies on purpose has
+    the mark `broken_bodies`.
+    """
     if request.node.get_closest_marker("broken_bodies"):
         yield
         return
@@ -100,7 +115,9 @@ def _whole_bodies(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_inside(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No client gets what names engines. A test whose client gets that on purpose has the mark `names_engines`."""
+    """No client gets what names engines. A test whose client gets that on purpose has the mark
+    `names_engines`.
+    """
     if request.node.get_closest_marker("names_engines"):
         yield
         return

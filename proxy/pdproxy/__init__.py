@@ -7,7 +7,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> str:
-        # Read when it is asked for: the search through the installed packages takes longer than all else that some commands do.
+        # Read when it is asked for: the search through the installed packages takes longer than all
+        # else that some commands do.
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib.metadata import PackageNotFoundError, version

@@ -1,1 +1,3 @@
-"""Tools for operators: what one runs beside the proxy, or before it. They import `pdproxy`, which imports none of them."""
+"""Tools for operators: what one runs beside the proxy, or before it. They import `pdproxy`, which
+imports none of them.
+"""

@@ -33,9 +33,13 @@ def auto(slo: Slo = B, *, chunk: int = 2048, hardware: Hardware = H200, **option
 
 
 def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
-    """Return a ledger with an engine of each of these roles, `http://0:1`, `http://1:1`..., all up."""
+    """Return a ledger with an engine of each of these roles, `http://0:1`, `http://1:1`..., all
+    up.
+    """
     specs = [EngineSpec(f"http://{number}:1", role) for number, role in enumerate(roles)]
-    made = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement))
+    made = Ledger(
+        specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement)
+    )
     for spec in specs:
         made.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
     return made

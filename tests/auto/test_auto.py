@@ -63,7 +63,8 @@ def test_a_prompts_prefix_attracts_it_until_that_engine_is_busy() -> None:
     known.tokens = {"http://5:1": 11_900}
     seen = [placed(of, 1.0, 12_000)[0].engine.url for _ in range(64)]
     assert seen[0] == "http://5:1"
-    assert len(set(seen)) > 1  # a hot prefix does not make one engine late while others have nothing to do
+    # a hot prefix does not make one engine late while others have nothing to do
+    assert len(set(seen)) > 1
     assert Counter(seen)["http://5:1"] > 8
 
 
@@ -75,7 +76,10 @@ def test_prefixes_of_unknown_engines_mean_nothing() -> None:
 
 
 def test_prefill_and_decode_engines_share_the_work_where_decoding_whole_would_be_late() -> None:
-    of = ledger(auto(Slo(ttft=5.0, tpot=0.006), chunk=8192), [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE])
+    of = ledger(
+        auto(Slo(ttft=5.0, tpot=0.006), chunk=8192),
+        [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE],
+    )
     for _ in range(2):
         for leases in [placed(of, 0.0) for _ in range(8)]:
             if len(leases) > 1:
@@ -131,7 +135,8 @@ def test_a_request_that_no_engine_can_begin_in_time_is_refused_if_so_set() -> No
 def test_a_request_may_have_limits_of_its_own() -> None:
     of = ledger(auto(Slo(ttft=9.0), refuses=True), ANY4)
     assert of.place(ask(1.0, slo=Slo(ttft=1e-3)), split=True) is None
-    assert of.place(ask(1.0, slo=Slo(tpot=1e-3)), split=True) is not None  # the pool's TTFT holds beside its own TPOT
+    # the pool's TTFT holds beside its own TPOT
+    assert of.place(ask(1.0, slo=Slo(tpot=1e-3)), split=True) is not None
     assert placed(of, 1.0, 2)
 
 
@@ -156,7 +161,8 @@ def test_without_a_profile_it_is_least_load_until_it_has_measured() -> None:
     placement = auto(B, assumed=lambda engine: engine.url != "http://3:1")
     of = ledger(placement, ANY4)
     assert placement.status() == (
-        "no profile of http://0:1 and 2 more: until enough of their answers were measured, requests go to the engines"
+        "no profile of http://0:1 and 2 more: until enough of their answers were measured, "
+        "requests go to the engines"
         " with the least load"
     )
     seen = Counter(placed(of, 0.0)[0].engine.url for _ in range(8))
@@ -191,7 +197,9 @@ def test_decode_engines_without_a_profile_are_known_by_their_steps() -> None:
     assert len(reasons) > 1
 
 
-def test_an_answer_that_comes_as_a_whole_says_nothing_of_prefill_and_decodes_in_the_meantime() -> None:
+def test_an_answer_that_comes_as_a_whole_says_nothing_of_prefill_and_decodes_in_the_meantime() -> (
+    None
+):
     placement = auto(NO_SLO)
     of = ledger(placement, [Role.AGGREGATED])
     for turn in range(40):
@@ -202,10 +210,17 @@ def test_an_answer_that_comes_as_a_whole_says_nothing_of_prefill_and_decodes_in_
         assert (load.expected, load.decoding) == (1, 0)
         load.advance(at + 5.0)
         assert (load.expected, load.decoding, load.pending_s) == (0, 1, 0.0)
-        of.began(assignment.leases[0], at + 6.0)  # a proxy does not report this; nothing is counted twice
+        # a proxy does not report this; nothing is counted twice
+        of.began(assignment.leases[0], at + 6.0)
         of.close(assignment.leases[0], Verdict.GOOD, at + 20.0, 500)
         assert (load.expected, load.decoding, load.pending_s) == (0, 0, 0.0)
-    assert load.prefill.count == load.step.count == placement.ttft_error.count == placement.tpot_error.count == 0
+    assert (
+        load.prefill.count
+        == load.step.count
+        == placement.ttft_error.count
+        == placement.tpot_error.count
+        == 0
+    )
     assert placement.outputs.expected(4000) == pytest.approx(500, rel=0.05)
 
 
@@ -243,7 +258,8 @@ def test_models_have_a_demand_of_their_own() -> None:
     of = ledger(placement, ANY4 * 2)
     for number in range(4):
         of.mark_up(
-            f"http://{number}:1", Evidence(frozenset({"other", "lora"}), "", 16, (), 0, 1.0, None, frozenset({"lora"}))
+            f"http://{number}:1",
+            Evidence(frozenset({"other", "lora"}), "", 16, (), 0, 1.0, None, frozenset({"lora"})),
         )
     now = 0.0
     for turn in range(2000):
@@ -293,12 +309,16 @@ def test_a_restarted_engine_begins_with_nothing() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), count=st.sampled_from((1, 2, 5, 20)), slo=st.sampled_from((B, NO_SLO, Slo(gap=0.05)))
+    seed=st.integers(0, 2**32),
+    count=st.sampled_from((1, 2, 5, 20)),
+    slo=st.sampled_from((B, NO_SLO, Slo(gap=0.05))),
 )
 def test_nothing_is_left_of_requests_however_they_end(seed: int, count: int, slo: Slo) -> None:
     chance = random.Random(seed)
     placement = auto(slo)
-    roles = [chance.choice((Role.ANY, Role.PREFILL, Role.DECODE, Role.AGGREGATED)) for _ in range(count)]
+    roles = [
+        chance.choice((Role.ANY, Role.PREFILL, Role.DECODE, Role.AGGREGATED)) for _ in range(count)
+    ]
     of = ledger(placement, [*roles, Role.DECODE])
     live: list[list[Any]] = []
     now = 0.0
@@ -323,5 +343,11 @@ def test_nothing_is_left_of_requests_however_they_end(seed: int, count: int, slo
             of.close(lease, Verdict.NEUTRAL, now)
     assert not placement._legs
     for load in placement._loads.values():
-        assert (load.expected, load.expected_tokens, load.pulls, load.decoding, load.prompts) == (0, 0, 0, 0, 0)
+        assert (load.expected, load.expected_tokens, load.pulls, load.decoding, load.prompts) == (
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
         assert load.pending_s == 0.0

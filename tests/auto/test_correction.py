@@ -14,7 +14,9 @@ from pdproxy.scheduling.outputs import Outputs, limit_of
 from pdproxy.wire.request import Parsed, Route
 
 
-def measured(factor: Factor, ratio: float, count: int, *, noise: float = 0.1, seed: int = 0) -> None:
+def measured(
+    factor: Factor, ratio: float, count: int, *, noise: float = 0.1, seed: int = 0
+) -> None:
     chance = random.Random(seed)
     for _ in range(count):
         predicted = chance.uniform(0.01, 0.3)
@@ -62,7 +64,9 @@ def test_an_error_has_a_direction_and_a_size() -> None:
     assert error.count == 500
 
 
-def test_answers_are_as_long_as_those_to_such_prompts_but_not_longer_than_the_request_says() -> None:
+def test_answers_are_as_long_as_those_to_such_prompts_but_not_longer_than_the_request_says() -> (
+    None
+):
     outputs = Outputs()
     for _ in range(100):
         outputs.add(4000, 50)

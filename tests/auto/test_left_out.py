@@ -20,11 +20,18 @@ from pdproxy.scheduling.slo import NO_SLO, Slo
 from tests.auto.fleets import H200, B, Known, ask, ledger
 
 SLOS = (B, NO_SLO, Slo(ttft=2.0, tpot=0.03), Slo(ttft=0.5), Slo(tpot=0.01, gap=0.02), Slo(gap=0.05))
-ROLES = ([Role.ANY], [Role.ANY, Role.PREFILL, Role.DECODE], [Role.PREFILL, Role.DECODE], [Role.AGGREGATED, Role.ANY])
+ROLES = (
+    [Role.ANY],
+    [Role.ANY, Role.PREFILL, Role.DECODE],
+    [Role.PREFILL, Role.DECODE],
+    [Role.AGGREGATED, Role.ANY],
+)
 
 
 class Thorough(Auto):
-    """Computes all choices of the engines that are worth a look, and compares the least with the decision."""
+    """Computes all choices of the engines that are worth a look, and compares the least with the
+    decision.
+    """
 
     compared = 0
 
@@ -48,7 +55,9 @@ class Thorough(Auto):
         turn = view._turn
         cached = view.cached(known) if known else []
         prefills = view.worth_prefill(cached)
-        wholes = [load for load in (*view.worth_whole(cached), *prefills) if load in view.serve_whole]
+        wholes = [
+            load for load in (*view.worth_whole(cached), *prefills) if load in view.serve_whole
+        ]
         view._turn = turn
         found = [costs.whole(look(load))[0] + look(load).tpot_cost for load in wholes]
         for prefill in prefills:
@@ -58,8 +67,11 @@ class Thorough(Auto):
         choice = super()._least(costs, now, tokens, output, known, view, candidates, share)
         if found:
             assert choice is not None
-            # Where those that are worth a look may not work together, another pair may cost less than all of them.
-            assert choice.cost == min(found) or (choice.decode is not None and choice.cost < min(found))
+            # Where those that are worth a look may not work together, another pair may cost less
+            # than all of them.
+            assert choice.cost == min(found) or (
+                choice.decode is not None and choice.cost < min(found)
+            )
             self.compared += 1
         return choice
 
@@ -71,7 +83,9 @@ class Thorough(Auto):
     slo=st.sampled_from(SLOS),
     mix=st.sampled_from(ROLES),
 )
-def test_a_decision_is_the_least_of_all_choices(seed: int, count: int, slo: Slo, mix: list[Role]) -> None:
+def test_a_decision_is_the_least_of_all_choices(
+    seed: int, count: int, slo: Slo, mix: list[Role]
+) -> None:
     chance = random.Random(seed)
     known = Known()
     placement = Thorough(AutoOptions(times_of=lambda _: (H200, 2048), slo=slo, cached=known.cached))
@@ -84,10 +98,14 @@ def test_a_decision_is_the_least_of_all_choices(seed: int, count: int, slo: Slo,
     now = 0.0
     for _ in range(100):
         now += chance.expovariate(4.0 * count)
-        known.tokens = {url: chance.randrange(0, 1000, 16) for url in chance.sample(urls, chance.choice((0, 2)))}
+        known.tokens = {
+            url: chance.randrange(0, 1000, 16) for url in chance.sample(urls, chance.choice((0, 2)))
+        }
         if chance.random() < 0.2:
             known.tokens = dict.fromkeys(urls, 512)
-        assignment = of.place(ask(now, 1000 + int(chance.expovariate(1 / 3000))), split=chance.random() < 0.9)
+        assignment = of.place(
+            ask(now, 1000 + int(chance.expovariate(1 / 3000))), split=chance.random() < 0.9
+        )
         if assignment is not None:
             waiting.append(assignment.leases)
         if len(waiting) > count:
@@ -97,12 +115,20 @@ def test_a_decision_is_the_least_of_all_choices(seed: int, count: int, slo: Slo,
             of.began(leases[-1], now)
             decoding.append(leases[-1])
         if len(decoding) > 4 * count:
-            of.close(decoding.pop(chance.randrange(count)), Verdict.GOOD, now, chance.choice((None, 1, 128)))
+            of.close(
+                decoding.pop(chance.randrange(count)),
+                Verdict.GOOD,
+                now,
+                chance.choice((None, 1, 128)),
+            )
     assert placement.compared
 
 
 def test_prefill_engines_without_any_that_decodes_are_left_out() -> None:
-    of = ledger(Thorough(AutoOptions(times_of=lambda _: (H200, 2048), slo=B)), [Role.PREFILL, Role.AGGREGATED])
+    of = ledger(
+        Thorough(AutoOptions(times_of=lambda _: (H200, 2048), slo=B)),
+        [Role.PREFILL, Role.AGGREGATED],
+    )
     assignment = of.place(ask(1.0), split=True)
     assert assignment is not None
     assert [lease.engine.url for lease in assignment.leases] == ["http://1:1"]

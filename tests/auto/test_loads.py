@@ -1,4 +1,6 @@
-"""What an engine has to do: no lease leaves anything behind, and its numbers follow a real engine's."""
+"""What an engine has to do: no lease leaves anything behind, and its numbers follow a real
+engine's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.auto.fleets import H200, node
 WHOLE, PREFILL, DECODE = "whole", "prefill", "decode"
 
 
-def opened(load: PredictedLoad, now: float, kind: str, tokens: int = 1000, pull_s: float = 0.01) -> PredictedLeg:
+def opened(
+    load: PredictedLoad, now: float, kind: str, tokens: int = 1000, pull_s: float = 0.01
+) -> PredictedLeg:
     seconds = 0.0 if kind == DECODE else 0.03
     leg = PredictedLeg(now, tokens, 100.0, seconds, seconds, 1.0, pull_s if kind == DECODE else 0.0)
     load.opened(leg, arrives_at=now + 0.03, answers=kind != PREFILL, longer_s=0.01)
@@ -57,7 +61,13 @@ def test_nothing_is_left_of_leases_however_they_end(data: st.DataObject) -> None
             load.never_began(leg)
     for leg in decoding:
         load.ended(leg, now, None)
-    assert (load.expected, load.expected_tokens, load.pulls, load.decoding, load.prompts) == (0, 0, 0, 0, 0)
+    assert (load.expected, load.expected_tokens, load.pulls, load.decoding, load.prompts) == (
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
     assert load.pending_s == 0.0
     assert load.context() == 0.0
 
@@ -106,7 +116,9 @@ def test_a_pull_costs_the_sequences_steps() -> None:
     load.advance(2.0)
     before = load.steps
     load.began(opened(load, 2.0, DECODE), 2.0)
-    assert before - load.steps == pytest.approx(0.01 / load.times.step_s(1, 1000 + before), rel=0.01)
+    assert before - load.steps == pytest.approx(
+        0.01 / load.times.step_s(1, 1000 + before), rel=0.01
+    )
 
 
 def test_answers_say_how_long_steps_take() -> None:

@@ -33,7 +33,9 @@ def demand(rate: float, tokens: int, output: int, times: WorkTimes) -> Demand:
     return found
 
 
-def settled(slo: Slo, engines: int, asked: Demand, times: WorkTimes, *, seconds: float = 20.0) -> KeptEngines:
+def settled(
+    slo: Slo, engines: int, asked: Demand, times: WorkTimes, *, seconds: float = 20.0
+) -> KeptEngines:
     kept = KeptEngines(slo, WEIGHTS)
     loads = [PredictedLoad(node(f"http://{number}:1"), times) for number in range(engines)]
     for review in range(int(seconds / REVIEW_S)):
@@ -65,7 +67,9 @@ def test_as_many_as_the_best_arrangement_has(
 
 
 def test_the_demand_has_the_pull_of_its_mean_prompt() -> None:
-    times = WorkTimes(structs.replace(H200, pull_s=0.001, further_pull_s=0.001, pull_token_s=1e-6), 4096)
+    times = WorkTimes(
+        structs.replace(H200, pull_s=0.001, further_pull_s=0.001, pull_token_s=1e-6), 4096
+    )
     short, long = (demand(4.0, tokens, 128, times) for tokens in (1000, 4000))
     assert (short.pull_s, long.pull_s) == pytest.approx((0.002, 0.005))
     transfer = times.hardware.transfer_s(4000) - times.hardware.transfer_s(1000)
@@ -96,8 +100,12 @@ def test_one_engine_is_always_left_to_decode() -> None:
         ((True, True, True, True), 1.1, 0.9),
     ],
 )
-def test_corrections_are_those_of_engines_that_measure(kept: tuple[bool, ...], prefill: float, step: float) -> None:
-    loads = [PredictedLoad(node(f"http://{number}:1"), WorkTimes(H200, 4096)) for number in range(4)]
+def test_corrections_are_those_of_engines_that_measure(
+    kept: tuple[bool, ...], prefill: float, step: float
+) -> None:
+    loads = [
+        PredictedLoad(node(f"http://{number}:1"), WorkTimes(H200, 4096)) for number in range(4)
+    ]
     for load, is_kept, of_prefill, of_steps in zip(
         loads, kept, (1.1, 1.2, 0.8, 0.9), (1.3, 0.9, 0.7, 0.8), strict=True
     ):
@@ -108,7 +116,9 @@ def test_corrections_are_those_of_engines_that_measure(kept: tuple[bool, ...], p
 
 
 def first_kept(old: int) -> float:
-    """Return when the first of four engines is kept, in seconds. One of them has an old correction."""
+    """Return when the first of four engines is kept, in seconds. One of them has an old
+    correction.
+    """
     placement = auto(chunk=4096, corrects=False)
     fleet = ledger(placement, [Role.ANY] * 4)
     placement._load(fleet.engines[old]).times.step_factor = 0.6

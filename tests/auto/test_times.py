@@ -11,10 +11,14 @@ from pdproxy.engine_model.hardware import Hardware, attended
 from pdproxy.scheduling.auto.times import WorkTimes
 from tests.auto.fleets import H200
 
-HARDWARE = st.sampled_from((H200, Hardware(), Hardware(speed=2.0, chunk_base_s=0.001, attention_s=1e-9)))
+HARDWARE = st.sampled_from(
+    (H200, Hardware(), Hardware(speed=2.0, chunk_base_s=0.001, attention_s=1e-9))
+)
 
 
-def steps(hardware: Hardware, chunk: int, tokens: int, cached: int, decoding: int, context: int) -> tuple[float, float]:
+def steps(
+    hardware: Hardware, chunk: int, tokens: int, cached: int, decoding: int, context: int
+) -> tuple[float, float]:
     """Return how long the prompt's steps take, and how much longer than steps that only decode."""
     seconds, decoding_only, begun = 0.0, 0.0, 1
     while tokens:
@@ -38,7 +42,9 @@ def test_a_prompt_takes_the_steps_of_the_engine(
 ) -> None:
     context = decoding * 1000
     expected, delay = steps(hardware, chunk, tokens, cached, decoding, context)
-    seconds, longer, _ = WorkTimes(hardware, chunk).prefill_s(tokens, cached, decoding, context, False)
+    seconds, longer, _ = WorkTimes(hardware, chunk).prefill_s(
+        tokens, cached, decoding, context, False
+    )
     # The last chunk may be so small that reading the weights takes longer.
     assert seconds == pytest.approx(expected, rel=0.01)
     if decoding and hardware.weights_read_once:
@@ -47,8 +53,12 @@ def test_a_prompt_takes_the_steps_of_the_engine(
 
 
 @given(hardware=HARDWARE, decoding=st.integers(1, 500), context=st.integers(0, 1_000_000))
-def test_a_step_takes_what_it_takes_at_the_engine(hardware: Hardware, decoding: int, context: int) -> None:
-    assert WorkTimes(hardware, 2048).step_s(decoding, context) == pytest.approx(hardware.step_s(0, decoding, context))
+def test_a_step_takes_what_it_takes_at_the_engine(
+    hardware: Hardware, decoding: int, context: int
+) -> None:
+    assert WorkTimes(hardware, 2048).step_s(decoding, context) == pytest.approx(
+        hardware.step_s(0, decoding, context)
+    )
 
 
 def test_prompts_in_line_share_their_last_chunk() -> None:
@@ -79,5 +89,7 @@ def test_factors_scale_what_they_are_for() -> None:
     *prefill, steps = times.prefill_s(4000, 0, 8, 8000, False)
     step = times.step_s(8, 8000)
     times.prefill_factor, times.step_factor = 1.5, 2.0
-    assert times.prefill_s(4000, 0, 8, 8000, False) == pytest.approx([*(1.5 * one for one in prefill), steps])
+    assert times.prefill_s(4000, 0, 8, 8000, False) == pytest.approx(
+        [*(1.5 * one for one in prefill), steps]
+    )
     assert times.step_s(8, 8000) == pytest.approx(2.0 * step)

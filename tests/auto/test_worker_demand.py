@@ -13,7 +13,9 @@ def meters(rows: SharedRows, numbers: range) -> list[WorkerMeter]:
 
 
 def test_a_worker_that_begins_takes_no_history_for_demand() -> None:
-    """Nor one whose objective was changed: else an hour's requests would have come within a moment."""
+    """Nor one whose objective was changed: else an hour's requests would have come within a
+    moment.
+    """
     rows = SharedRows(2, 4, DEMAND_FLOATS)
     (first,) = meters(rows, range(1))
     for at in range(100):

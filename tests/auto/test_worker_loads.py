@@ -1,4 +1,6 @@
-"""An engine's load in several workers: each sees what one process would, and a worker that ends takes its part along."""
+"""An engine's load in several workers: each sees what one process would, and a worker that ends
+takes its part along.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ from tests.auto.fleets import H200, node
 from tests.auto.test_loads import DECODE, PREFILL, WHOLE, opened
 
 COUNTED_BY_STEPS = ("context", "step", "decode_order")
-"""These depend on how often steps were counted in between, and a little on their rounding; so does what is learned from them."""
+"""These depend on how often steps were counted in between, and a little on their rounding; so does
+what is learned from them.
+"""
 
 
 class Workers:
-    """One engine in so many workers. `told`: whom another worker has told whether the engine is kept."""
+    """One engine in so many workers. `told`: whom another worker has told whether the engine is
+    kept.
+    """
 
     def __init__(self, count: int, slots: int = 4) -> None:
         self.memory = SharedRows(count, slots, FLOATS)
@@ -80,7 +86,12 @@ class Both:
     def begin_unseen(self, now: float) -> None:
         """Have answers that come as a whole begin, in the order of their times."""
         self.one.advance(now)
-        due = [(at, number) for number, load in enumerate(self.workers.loads) for at, *_ in load._unseen if at <= now]
+        due = [
+            (at, number)
+            for number, load in enumerate(self.workers.loads)
+            for at, *_ in load._unseen
+            if at <= now
+        ]
         for at, number in sorted(due):
             self.workers.loads[number].advance(at)
 
@@ -130,7 +141,9 @@ class Both:
 @example(seed=12, count=1)  # a factor for steps that differs by 1 %
 @example(seed=37, count=3)  # a time that differs by 3 us
 def test_workers_see_what_one_process_would(seed: int, count: int) -> None:
-    """Whatever comes and goes in whichever of them. Answers that come as a whole begin in the worker that has them."""
+    """Whatever comes and goes in whichever of them. Answers that come as a whole begin in the
+    worker that has them.
+    """
     chance, both, now = random.Random(seed), Both(count), 0.0
     for _ in range(120):
         now += chance.expovariate(5.0)
@@ -156,13 +169,23 @@ def test_nothing_is_left_when_all_is_over(seed: int) -> None:
         both.step(chance.choice(("fail", "end")), 0, now, chance)
     for load in both.workers.loads:
         load.read()
-        left = load.pending_s, load.expected, load.pulls, load.decoding, load.prompts, load.outputs, load.began_sum
+        left = (
+            load.pending_s,
+            load.expected,
+            load.pulls,
+            load.decoding,
+            load.prompts,
+            load.outputs,
+            load.began_sum,
+        )
         assert left == (0.0, 0, 0, 0, 0, 0.0, 0.0)
         assert load.context() == 0.0
 
 
 def test_a_killed_worker_takes_its_part_along() -> None:
-    """What it had counts no more; what the others have, and what is known of the engine, stays. Its successor knows both."""
+    """What it had counts no more; what the others have, and what is known of the engine, stays. Its
+    successor knows both.
+    """
     workers = Workers(3)
     opened(workers.loads[0], 0.0, WHOLE)
     leg = opened(workers.loads[1], 0.0, WHOLE, 500)
@@ -247,7 +270,11 @@ def test_a_load_that_has_left_writes_nothing() -> None:
     old.computed(leg, 0.03, 0.1, 0.1)
     old.began(leg, 0.1)
     workers.loads[1].read()
-    assert (workers.loads[1].decoding, workers.loads[1].expected, workers.loads[1].pending_s) == (0, 0, 0.0)
+    assert (workers.loads[1].decoding, workers.loads[1].expected, workers.loads[1].pending_s) == (
+        0,
+        0,
+        0.0,
+    )
     opened(new, 0.2, WHOLE)
     workers.loads[1].read()
     assert workers.loads[1].expected == 1
@@ -256,7 +283,9 @@ def test_a_load_that_has_left_writes_nothing() -> None:
 def test_without_a_slot_a_worker_sees_the_others() -> None:
     """There are more engines than slots: its own part is known to itself alone."""
     memory = SharedRows(2, 1, FLOATS)
-    first = WorkerLoad(node(), WorkTimes(H200, 2048), memory.column(0), memory.others(0), lambda _: None)
+    first = WorkerLoad(
+        node(), WorkTimes(H200, 2048), memory.column(0), memory.others(0), lambda _: None
+    )
     column = memory.column(1)
     assert column.own(99) is not None  # the only slot
     second = WorkerLoad(node(), WorkTimes(H200, 2048), column, memory.others(1), lambda _: None)
@@ -270,8 +299,15 @@ def test_without_a_slot_a_worker_sees_the_others() -> None:
 
 def _serve(memory: SharedRows, number: int, steps: int) -> None:
     """Be a worker that opens and ends legs as fast as it can, and ends all of them."""
-    load = WorkerLoad(node(), WorkTimes(H200, 2048), memory.column(number), memory.others(number), lambda _: None)
-    chance, now, waiting, running = random.Random(number), 0.0, list[PredictedLeg](), list[PredictedLeg]()
+    load = WorkerLoad(
+        node(), WorkTimes(H200, 2048), memory.column(number), memory.others(number), lambda _: None
+    )
+    chance, now, waiting, running = (
+        random.Random(number),
+        0.0,
+        list[PredictedLeg](),
+        list[PredictedLeg](),
+    )
     for step in range(steps):
         now += 0.01
         if step < steps // 2 and chance.random() < 0.4:
@@ -311,7 +347,15 @@ def test_processes_that_change_it_at_the_same_time_leave_nothing(is_killed: bool
         os.waitpid(pids[0], 0)
         memory.clear(0)
     assert not any(statuses)
-    load = WorkerLoad(node(), WorkTimes(H200, 2048), memory.column(3), memory.others(3), lambda _: None)
-    assert (load.pending_s, load.expected, load.pulls, load.decoding, load.prompts) == (0.0, 0, 0, 0, 0)
+    load = WorkerLoad(
+        node(), WorkTimes(H200, 2048), memory.column(3), memory.others(3), lambda _: None
+    )
+    assert (load.pending_s, load.expected, load.pulls, load.decoding, load.prompts) == (
+        0.0,
+        0,
+        0,
+        0,
+        0,
+    )
     assert (load.expected_tokens, load.outputs, load.context()) == (0, 0.0, 0.0)
     assert load.prefill.count > 0

@@ -1,4 +1,6 @@
-"""The placement `auto` of several workers: they choose as one process would, and one of them judges for all."""
+"""The placement `auto` of several workers: they choose as one process would, and one of them judges
+for all.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,20 @@ from tests.auto.fleets import H200, B, ask, auto, ledger
 
 EVIDENCE = Evidence(frozenset({"m"}), "", 16, (), 0, 1.0)
 FIXED = [*[Role.PREFILL] * 3, *[Role.DECODE] * 3, Role.AGGREGATED]
-"""Four may serve whole: all are looked at for each request. Of more, each worker looks at some in turns of its own."""
+"""Four may serve whole: all are looked at for each request. Of more, each worker looks at some in
+turns of its own.
+"""
 A = Slo(ttft=0.5, tpot=0.015)
 
 
 class Several:
-    """So many workers in front of engines of these roles. `leader`: the number of the one that leads; None: nobody."""
+    """So many workers in front of engines of these roles. `leader`: the number of the one that
+    leads; None: nobody.
+    """
 
-    def __init__(self, count: int, roles: list[Role], slo: Slo = B, replicas: int = 1, **options: Any) -> None:
+    def __init__(
+        self, count: int, roles: list[Role], slo: Slo = B, replicas: int = 1, **options: Any
+    ) -> None:
         self.memory = AutoMemory(count, 16)
         self.loads = SharedTable(count, 16, worker_ledger.MEASURES)
         self.breakers = SharedTable(count, 16, worker_breakers.MEASURES, worker_breakers.KEPT)
@@ -53,9 +61,13 @@ class Several:
         if self._replicas > 1:
             placement = WorkerReplicaAuto(how, share, replicas=self._replicas, chance=lambda: 0.0)
             options = LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement)
-            made = WorkerReplicaLedger(self.specs, options, loads, replicas=self._replicas, max_age=lambda: 15.0)
+            made = WorkerReplicaLedger(
+                self.specs, options, loads, replicas=self._replicas, max_age=lambda: 15.0
+            )
         else:
-            options = LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=WorkerAuto(how, share))
+            options = LedgerOptions(
+                breaker_failures=3, breaker_cooldown=10.0, placement=WorkerAuto(how, share)
+            )
             made = WorkerLedger(self.specs, options, loads)
         for spec in self.specs:
             made.mark_up(spec.url, EVIDENCE)
@@ -96,7 +108,9 @@ def urls(leases: tuple[Lease, ...]) -> list[str]:
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("slo", [A, B, Slo()])
 def test_workers_choose_what_one_process_would(count: int, slo: Slo) -> None:
-    """Each request comes to any of them, and each goes to the engines that a single process chooses."""
+    """Each request comes to any of them, and each goes to the engines that a single process
+    chooses.
+    """
     chance = random.Random(count)
     several, one = Several(count, FIXED, slo), ledger(auto(slo), FIXED)
     open_ones: list[tuple[Ledger, tuple[Lease, ...], tuple[Lease, ...]]] = []
@@ -127,13 +141,17 @@ def test_workers_choose_what_one_process_would(count: int, slo: Slo) -> None:
             server.close(theirs_last, Verdict.GOOD, now, tokens)
             one.close(mine_last, Verdict.GOOD, now, tokens)
     assert isinstance(one.placement, Auto)
-    assert splits == one.placement.splits == sum(placement.splits for placement in several.placements)
+    assert (
+        splits == one.placement.splits == sum(placement.splits for placement in several.placements)
+    )
     assert splits > 50
     expected = one.placement.outputs
     for placement in several.placements:
         placement.look(now)
         for tokens in (300, 3000):
-            assert placement.outputs.expected(tokens) == pytest.approx(expected.expected(tokens), rel=0.15)
+            assert placement.outputs.expected(tokens) == pytest.approx(
+                expected.expected(tokens), rel=0.15
+            )
 
 
 def test_an_engine_without_a_profile_is_measured_by_all_together() -> None:
@@ -150,7 +168,9 @@ def test_an_engine_without_a_profile_is_measured_by_all_together() -> None:
     assert [placement.status() for placement in several.placements] == [None] * 4
 
 
-def _demand(several: Several, workers: list[int], now: float, seconds: float, rate: float = 40.0) -> float:
+def _demand(
+    several: Several, workers: list[int], now: float, seconds: float, rate: float = 40.0
+) -> float:
     """Have requests come to some of the workers, and looks of all. Return when it is over."""
     end, turn, look = now + seconds, 0, now
     begun: deque[tuple[float, WorkerLedger, tuple[Lease, ...]]] = deque()
@@ -177,17 +197,24 @@ def _demand(several: Several, workers: list[int], now: float, seconds: float, ra
 
 
 def kept(several: Several) -> list[set[str]]:
-    return [{load.url for load in placement._loads.values() if load.kept} for placement in several.placements]
+    return [
+        {load.url for load in placement._loads.values() if load.kept}
+        for placement in several.placements
+    ]
 
 
 def test_the_leader_decides_for_all_which_engines_are_kept() -> None:
-    """It need not have a request itself. When another one leads, that goes on from there; without one nothing changes."""
+    """It need not have a request itself. When another one leads, that goes on from there; without
+    one nothing changes.
+    """
     several = Several(3, [Role.ANY] * 8)
     now = _demand(several, [1, 2], 0.0, 10.0)
     first = kept(several)
     assert 0 < len(first[0]) < 8
     assert first[0] == first[1] == first[2]
-    shares = {group.kept.share for placement in several.placements for group in placement._groups.values()}
+    shares = {
+        group.kept.share for placement in several.placements for group in placement._groups.values()
+    }
     assert len(shares) == 1
     assert shares.pop() > 0
     states = [placement.state() for placement in several.placements]
@@ -214,7 +241,9 @@ def test_decisions_use_engines_that_another_worker_keeps() -> None:
 
 
 def test_demand_is_that_of_all_workers() -> None:
-    """Each has the rate of all requests, whoever got them; when one ends and another begins in its place, too."""
+    """Each has the rate of all requests, whoever got them; when one ends and another begins in its
+    place, too.
+    """
     several, single = Several(2, [Role.ANY] * 4, A), Several(1, [Role.ANY] * 4, A)
     now = 0.0
     for numbers in ([0], [0, 1], [1]):
@@ -226,7 +255,9 @@ def test_demand_is_that_of_all_workers() -> None:
             of.look(now + 2 * REVIEW_S)
             for placement in of.placements:
                 (group,) = placement._groups.values()
-                demand = group.meter.demand(now + 2 * REVIEW_S, next(iter(placement._loads.values())).times)
+                demand = group.meter.demand(
+                    now + 2 * REVIEW_S, next(iter(placement._loads.values())).times
+                )
                 assert demand is not None
                 rates.append(demand.rate)
         assert rates[1:] == pytest.approx([rates[0]] * 2, rel=0.1)
@@ -276,7 +307,9 @@ def test_engines_come_and_go() -> None:
 
 
 def test_models_come_and_go() -> None:
-    """Demand for more sets of models than there are rows counts in each worker by itself; those that are gone leave theirs."""
+    """Demand for more sets of models than there are rows counts in each worker by itself; those
+    that are gone leave theirs.
+    """
     several = Several(2, [Role.ANY] * 2)
     for turn in range(100):
         models = Evidence(frozenset({f"model-{turn}"}), "", 16, (), 0, 1.0)
@@ -289,7 +322,9 @@ def test_models_come_and_go() -> None:
 
 
 def test_another_objective_is_reviewed_anew() -> None:
-    """Each worker takes it by itself. Engines that were kept for the one before are not for this one."""
+    """Each worker takes it by itself. Engines that were kept for the one before are not for this
+    one.
+    """
     several = Several(2, [Role.ANY] * 8)
     now = _demand(several, [0, 1], 0.0, 10.0)
     assert kept(several)[0]
@@ -300,7 +335,9 @@ def test_another_objective_is_reviewed_anew() -> None:
 
 
 def test_answers_that_come_as_a_whole_begin_for_all() -> None:
-    """Their first token is not seen: it is taken to be there at its time, although their worker has nothing else to do."""
+    """Their first token is not seen: it is taken to be there at its time, although their worker has
+    nothing else to do.
+    """
     several = Several(2, [Role.AGGREGATED] * 2, A)
     several.look(0.0)
     assert several.ledgers[0].place(ask(0.1, stream=False), split=True) is not None
@@ -309,7 +346,10 @@ def test_answers_that_come_as_a_whole_begin_for_all() -> None:
         several.look(now)
         for placement in several.placements:
             loads = placement._loads.values()
-            assert (sum(load.expected for load in loads), sum(load.decoding for load in loads)) == counts
+            assert (
+                sum(load.expected for load in loads),
+                sum(load.decoding for load in loads),
+            ) == counts
 
 
 def test_how_old_the_others_changes_are_is_measured() -> None:
@@ -323,7 +363,9 @@ def test_how_old_the_others_changes_are_is_measured() -> None:
 
 
 def test_workers_of_a_replica_see_what_other_replicas_are_estimated_to_have() -> None:
-    """Of two replicas with two workers each, a worker sees its sibling's requests once, and those of both twice."""
+    """Of two replicas with two workers each, a worker sees its sibling's requests once, and those
+    of both twice.
+    """
     several = Several(2, [Role.AGGREGATED] * 2, Slo(), replicas=2)
     single = Several(1, [Role.AGGREGATED] * 2, Slo(), replicas=2)
     chance, now = random.Random(2), 0.0
@@ -334,7 +376,10 @@ def test_workers_of_a_replica_see_what_other_replicas_are_estimated_to_have() ->
         single.look(now)
         if running and chance.random() < 0.5:
             server, theirs, mine = running.pop(0)
-            pair: list[tuple[Ledger, tuple[Lease, ...]]] = [(server, theirs), (single.ledgers[0], mine)]
+            pair: list[tuple[Ledger, tuple[Lease, ...]]] = [
+                (server, theirs),
+                (single.ledgers[0], mine),
+            ]
             for system, leases in pair:
                 system.began(leases[-1], now)
                 system.close(leases[-1], Verdict.GOOD, now, 100)
@@ -352,7 +397,9 @@ def test_the_settings_choose_the_kind(replicas: int | None, kind: type) -> None:
 
 
 def test_changes_of_engines_that_nobody_looks_at_are_known_by_their_orders() -> None:
-    """They are enough to find the engines that are worth a look. The rest is taken when one is looked at."""
+    """They are enough to find the engines that are worth a look. The rest is taken when one is
+    looked at.
+    """
     several, now = Several(3, [Role.AGGREGATED] * 6, Slo()), 1.0
     for number in (0, 1, 0, 0):
         now += 0.01
@@ -367,7 +414,9 @@ def test_changes_of_engines_that_nobody_looks_at_are_known_by_their_orders() -> 
     theirs._read(now)
     for url, load in mine._of_key.items():
         known = theirs._of_key[url]
-        assert (load.prefill_order, load.decode_order) == pytest.approx((known.prefill_order, known.decode_order))
+        assert (load.prefill_order, load.decode_order) == pytest.approx(
+            (known.prefill_order, known.decode_order)
+        )
     marked = [load for load in mine._of_key.values() if load.is_marked]
     assert len(marked) == 1
     before = marked[0].expected

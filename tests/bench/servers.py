@@ -1,4 +1,6 @@
-"""Servers that the load generator meets: simulated engines in a thread of their own, and hostile ones, byte by byte."""
+"""Servers that the load generator meets: simulated engines in a thread of their own, and hostile
+ones, byte by byte.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ Write = Callable[[asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 @asynccontextmanager
 async def answering(write: Write | bytes) -> AsyncIterator[str]:
-    """Yield the URL of a server that reads a request and then writes what it is told to, and closes."""
+    """Yield the URL of a server that reads a request and then writes what it is told to, and
+    closes.
+    """
     tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,7 +40,12 @@ async def answering(write: Write | bytes) -> AsyncIterator[str]:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             length = next(
-                (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+                (
+                    int(line[15:])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length:")
+                ),
+                0,
             )
             await reader.readexactly(length)
             if isinstance(write, bytes):

@@ -35,7 +35,10 @@ def test_times_ascend_within_the_duration_with_the_mean_rate(arrivals: Arrivals,
 def test_a_number_of_requests_is_exact(rate: float, count: int, seed: int) -> None:
     for kind in ("constant", "poisson", "burst"):
         assert len(Arrivals(kind=kind, rate=rate).times(seed, requests=count)) == count
-    assert len(Arrivals(kind="ramp", rate=rate, end_rate=2 * rate).times(seed, requests=count)) == count
+    assert (
+        len(Arrivals(kind="ramp", rate=rate, end_rate=2 * rate).times(seed, requests=count))
+        == count
+    )
 
 
 def test_constant_arrivals_have_equal_gaps() -> None:

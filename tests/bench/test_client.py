@@ -1,4 +1,6 @@
-"""The open loop against simulated engines and hostile servers: what each request's outcome is, and that all ends."""
+"""The open loop against simulated engines and hostile servers: what each request's outcome is, and
+that all ends.
+"""
 
 import asyncio
 import time
@@ -47,31 +49,44 @@ def made(
 
 
 async def measured(
-    session: aiohttp.ClientSession, url: str, planned: Sequence[Planned], endpoint: Endpoint = "completions"
+    session: aiohttp.ClientSession,
+    url: str,
+    planned: Sequence[Planned],
+    endpoint: Endpoint = "completions",
 ) -> Observed:
     return await made(session, url, endpoint=endpoint).go(planned)
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-async def test_an_engine_answers_as_many_tokens_as_asked(session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+async def test_an_engine_answers_as_many_tokens_as_asked(
+    session: aiohttp.ClientSession, endpoint: Endpoint
+) -> None:
     planned = synthetic(Arrivals(rate=100), Lengths(5, 50), Lengths(1, 9), 1, requests=40)
     async with SimServer(FAST, chance=1) as sim:
         seen = await measured(session, sim.url, planned, endpoint)
         assert len(sim.requests) == 40
     assert [outcome.error for outcome in seen.outcomes] == [None] * 40
-    assert [outcome.output_tokens for outcome in seen.outcomes] == [one.output_tokens for one in planned]
+    assert [outcome.output_tokens for outcome in seen.outcomes] == [
+        one.output_tokens for one in planned
+    ]
     assert [outcome.due for outcome in seen.outcomes] == [one.at for one in planned]
     assert all(outcome.sent >= outcome.due for outcome in seen.outcomes)
     if endpoint == "completions":
-        assert [outcome.prompt_tokens for outcome in seen.outcomes] == [one.input_tokens for one in planned]
-        assert [len(outcome.times) for outcome in seen.outcomes] == [one.output_tokens for one in planned]
+        assert [outcome.prompt_tokens for outcome in seen.outcomes] == [
+            one.input_tokens for one in planned
+        ]
+        assert [len(outcome.times) for outcome in seen.outcomes] == [
+            one.output_tokens for one in planned
+        ]
 
 
 async def test_measures_are_those_of_the_engine(session: aiohttp.ClientSession) -> None:
     """An engine with steps of 20 ms: a machine that is busy makes them longer, never shorter."""
     facts = SimFacts(hardware=Hardware(decode_step_s=0.02), eos_every=0)
     async with SimServer(facts, chance=1) as sim:
-        seen = await measured(session, sim.url, [Planned(0.05 * number, 40, 6) for number in range(10)])
+        seen = await measured(
+            session, sim.url, [Planned(0.05 * number, 40, 6) for number in range(10)]
+        )
     found = summarise(seen, (), allow_lag=True)
     assert found.completed == 10
     assert found.tpot is not None
@@ -80,7 +95,9 @@ async def test_measures_are_those_of_the_engine(session: aiohttp.ClientSession) 
     assert found.output_tokens == 60
 
 
-async def test_a_server_that_stalls_is_late_for_all_that_were_due_then(session: aiohttp.ClientSession) -> None:
+async def test_a_server_that_stalls_is_late_for_all_that_were_due_then(
+    session: aiohttp.ClientSession,
+) -> None:
     """Requests go on being sent while nothing answers, and each counts from when it was due."""
     async with SimServer(FAST, chance=1) as sim:
         run = made(session, sim.url)
@@ -93,10 +110,14 @@ async def test_a_server_that_stalls_is_late_for_all_that_were_due_then(session: 
         await sim.thaw()
         seen = await going
     assert [outcome.error for outcome in seen.outcomes] == [None] * 80
-    waited = [outcome for outcome in seen.outcomes if outcome.times[0] >= thawed and outcome.due < thawed]
+    waited = [
+        outcome for outcome in seen.outcomes if outcome.times[0] >= thawed and outcome.due < thawed
+    ]
     assert len(waited) >= 10
     assert sum(outcome.sent < thawed for outcome in waited) >= 5, "the load waited for answers"
-    assert all(outcome.ttft is not None and outcome.ttft >= thawed - outcome.due for outcome in waited)
+    assert all(
+        outcome.ttft is not None and outcome.ttft >= thawed - outcome.due for outcome in waited
+    )
     assert max(outcome.ttft or 0 for outcome in waited) > 0.5
 
 
@@ -105,7 +126,12 @@ HOSTILE: list[tuple[str, bytes, str, str]] = [
     ("no HTTP", b"hello\r\n\r\n", "connection", ""),
     ("a huge head", b"HTTP/1.1 200 OK\r\nx: " + b"x" * 100_000 + b"\r\n\r\n", "connection", ""),
     ("503", b"HTTP/1.1 503 No\r\ncontent-length: 5\r\n\r\nb\x00\nsy", "status 503", "b? sy"),
-    ("a redirect", b"HTTP/1.1 307 X\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n", "status 307", ""),
+    (
+        "a redirect",
+        b"HTTP/1.1 307 X\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
+        "status 307",
+        "",
+    ),
     (
         "JSON",
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}",
@@ -119,11 +145,18 @@ HOSTILE: list[tuple[str, bytes, str, str]] = [
     ("no events", HEAD + b"hello\n\n", "stream", "no stream of server-sent events"),
     ("one endless event", HEAD + b"data: " + b"x" * 1_000_000, "stream", "longer than"),
     ("too many events", HEAD + TOKEN * 1000, "stream", "more than"),
-    ("an error event", HEAD + TOKEN + b'data: {"error":{"message":"x\\ny"}}\n\n', "error event", "x y"),
+    (
+        "an error event",
+        HEAD + TOKEN + b'data: {"error":{"message":"x\\ny"}}\n\n',
+        "error event",
+        "x y",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("content", "kind", "says"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+@pytest.mark.parametrize(
+    ("content", "kind", "says"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE]
+)
 async def test_a_hostile_answer_is_an_error_of_its_kind(
     session: aiohttp.ClientSession, content: bytes, kind: str, says: str
 ) -> None:
@@ -139,7 +172,9 @@ async def test_a_hostile_answer_is_an_error_of_its_kind(
 async def test_a_port_that_refuses_is_a_connection_error(session: aiohttp.ClientSession) -> None:
     async with answering(b"") as url:
         pass
-    assert [outcome.error for outcome in (await measured(session, url, [ONE, ONE])).outcomes] == ["connection"] * 2
+    assert [outcome.error for outcome in (await measured(session, url, [ONE, ONE])).outcomes] == [
+        "connection"
+    ] * 2
 
 
 async def silent(writer: asyncio.StreamWriter) -> None:
@@ -165,14 +200,18 @@ async def slow_error(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("write", [silent, silent_stream, comments])
-async def test_a_server_that_never_ends_reaches_the_deadline(session: aiohttp.ClientSession, write: Write) -> None:
+async def test_a_server_that_never_ends_reaches_the_deadline(
+    session: aiohttp.ClientSession, write: Write
+) -> None:
     async with answering(write) as url:
         seen = await made(session, url, timeout=0.3).go([ONE, ONE])
     assert [outcome.error for outcome in seen.outcomes] == ["timeout"] * 2
     assert "0.3 s" in seen.outcomes[0].text
 
 
-async def test_a_status_without_its_body_is_that_status_or_a_timeout(session: aiohttp.ClientSession) -> None:
+async def test_a_status_without_its_body_is_that_status_or_a_timeout(
+    session: aiohttp.ClientSession,
+) -> None:
     async with answering(slow_error) as url:
         seen = await made(session, url, timeout=0.3).go([ONE])
     assert seen.outcomes[0].error in ("status 500", "timeout")
@@ -219,7 +258,9 @@ async def test_a_run_that_is_stopped_keeps_what_it_has(session: aiohttp.ClientSe
     assert (await run.go([ONE])).outcomes == seen.outcomes, "a run that was stopped begins no more"
 
 
-async def test_a_run_ends_when_too_many_requests_are_in_flight(session: aiohttp.ClientSession) -> None:
+async def test_a_run_ends_when_too_many_requests_are_in_flight(
+    session: aiohttp.ClientSession,
+) -> None:
     async with answering(silent) as url:
         seen = await made(session, url, max_in_flight=5).go([Planned(0.0, 4, 2)] * 100)
     assert seen.overflow

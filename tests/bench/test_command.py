@@ -21,14 +21,26 @@ from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.records import RequestTimes
 from tests.bench.servers import FAST, engines, tls_context
 
-LOAD = ["--rate", "200", "--requests", "30", "--input-tokens", "5:30", "--output-tokens", "3", "--allow-lag"]
+LOAD = [
+    "--rate",
+    "200",
+    "--requests",
+    "30",
+    "--input-tokens",
+    "5:30",
+    "--output-tokens",
+    "3",
+    "--allow-lag",
+]
 
 
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_two_servers_are_measured_with_the_same_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_servers_are_measured_with_the_same_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "out.jsonl"
     with engines(FAST, FAST) as (one, other):
         code = main(
@@ -45,16 +57,27 @@ def test_two_servers_are_measured_with_the_same_loads(tmp_path: Path, capsys: py
                 str(path),
             ]
         )
-        asked = [[len(request.json["prompt"]) for request in engine.requests] for engine in (one, other)]
+        asked = [
+            [len(request.json["prompt"]) for request in engine.requests] for engine in (one, other)
+        ]
     captured = capsys.readouterr()
     assert (code, captured.err) == (0, "")
     assert "median of 2 runs" in captured.out
     assert "good: x (%)" in captured.out
     assert "100.0 (100.0 to 100.0)" in captured.out
     made = records(path)
-    assert [(one["label"], one["pdproxy"]["seed"]) for one in made] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert [(one["label"], one["pdproxy"]["seed"]) for one in made] == [
+        ("a", 0),
+        ("b", 0),
+        ("a", 1),
+        ("b", 1),
+    ]
     assert all(one["completed"] == 30 and one["failed"] == 0 for one in made)
-    assert made[0]["total_input_tokens"] == made[1]["total_input_tokens"] != made[2]["total_input_tokens"]
+    assert (
+        made[0]["total_input_tokens"]
+        == made[1]["total_input_tokens"]
+        != made[2]["total_input_tokens"]
+    )
     assert made[0]["model_id"] == "sim"
     assert "ttfts" not in made[0]
     assert [len(lengths) for lengths in asked] == [61, 61]
@@ -62,7 +85,9 @@ def test_two_servers_are_measured_with_the_same_loads(tmp_path: Path, capsys: py
     assert "median of 4 runs" in capsys.readouterr().out
 
 
-def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_gets_the_same_requests_as_the_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "out.jsonl"
     asked = []
 
@@ -75,7 +100,20 @@ def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys:
     with engines(FAST) as (one,), pytest.MonkeyPatch.context() as patch:
         patch.setattr("pdproxy_lab.simulate.run.Cluster", Noting)
         seeds = ["--seeds", "2", "--first-seed", "7"]
-        code = main(["bench", one.url, *LOAD, *seeds, "--warm-up", "0", "--json", str(path), "--profile", "h200-8b"])
+        code = main(
+            [
+                "bench",
+                one.url,
+                *LOAD,
+                *seeds,
+                "--warm-up",
+                "0",
+                "--json",
+                str(path),
+                "--profile",
+                "h200-8b",
+            ]
+        )
         sent = sorted(len(request.json["prompt"]) for request in one.requests)
     captured = capsys.readouterr()
     assert (code, captured.err) == (0, "")
@@ -84,7 +122,8 @@ def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys:
     assert asked[0] != asked[1]
     assert sorted(prompt for run in asked for prompt, _ in run) == sent
     assert {output for run in asked for _, output in run} == {3}
-    assert [one["pdproxy"]["seed"] for one in records(path)] == [7, 8]  # what was simulated is no measurement
+    # what was simulated is no measurement
+    assert [one["pdproxy"]["seed"] for one in records(path)] == [7, 8]
 
 
 def test_prompts_of_two_servers_and_of_two_commands_differ(tmp_path: Path) -> None:
@@ -99,7 +138,12 @@ def test_prompts_of_two_servers_and_of_two_commands_differ(tmp_path: Path) -> No
 def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, path = tmp_path / "trace.jsonl", tmp_path / "out.jsonl"
     lines = [
-        {"timestamp": 1000 * (number // 2), "input_length": 600, "output_length": 2, "hash_ids": [0, number]}
+        {
+            "timestamp": 1000 * (number // 2),
+            "input_length": 600,
+            "output_length": 2,
+            "hash_ids": [0, number],
+        }
         for number in range(10)
     ]
     lines.append({"timestamp": 5000, "input_length": 5, "output_length": 60_000, "hash_ids": [7]})
@@ -130,7 +174,9 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "1 requests of the trace were left out" in capsys.readouterr().out
 
 
-def test_chats_headers_and_keys_are_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chats_headers_and_keys_are_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     key = tmp_path / "key"
     key.write_text("secret\n")
     facts = type(FAST)(hardware=FAST.hardware, eos_every=0, api_key="secret")
@@ -160,7 +206,17 @@ def test_chats_headers_and_keys_are_sent(tmp_path: Path, capsys: pytest.CaptureF
 def test_chats_have_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
     """The server's words are of several tokens, and its template adds some."""
     path = tmp_path / "r.jsonl"
-    load = [*LOAD, "--seeds", "1", "--endpoint", "chat", "--input-tokens", "800", "--json", str(path)]
+    load = [
+        *LOAD,
+        "--seeds",
+        "1",
+        "--endpoint",
+        "chat",
+        "--input-tokens",
+        "800",
+        "--json",
+        str(path),
+    ]
     with engines(FAST) as (engine,):
         assert main(["bench", engine.url, *load]) == 0
         words = [len(one.json["messages"][0]["content"].split(" ")) for one in engine.requests]
@@ -171,9 +227,23 @@ def test_chats_have_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
     assert 800 not in words[3:]
 
 
-def test_errors_are_counted_and_latencies_are_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_counted_and_latencies_are_of_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with engines(FAST, faults=("status:status=503,next=5",)) as (engine,):
-        code = main(["bench", f"a={engine.url}", *LOAD, "--seeds", "1", "--warm-up", "0", "--slo", "ttft=60s"])
+        code = main(
+            [
+                "bench",
+                f"a={engine.url}",
+                *LOAD,
+                "--seeds",
+                "1",
+                "--warm-up",
+                "0",
+                "--slo",
+                "ttft=60s",
+            ]
+        )
     text = capsys.readouterr().out
     assert code == 0
     assert "a, seed 0: 5 x status 503" in text
@@ -181,7 +251,9 @@ def test_errors_are_counted_and_latencies_are_of_the_others(capsys: pytest.Captu
     assert "83.3" in text
 
 
-def test_a_server_that_fails_at_once_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_fails_at_once_is_reported_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with engines(FAST) as (engine,):
         url = engine.url
         assert main(["bench", f"a={url}", *LOAD, "--model", "other"]) == 1
@@ -196,7 +268,19 @@ def test_a_server_that_fails_at_once_is_reported_in_one_line(capsys: pytest.Capt
 
 def test_a_refused_run_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     with engines(FAST, faults=("stall:rate=1",)) as (engine,):
-        code = main(["bench", f"a={engine.url}", *LOAD, "--seeds", "1", "--warm-up", "0", "--max-in-flight", "5"])
+        code = main(
+            [
+                "bench",
+                f"a={engine.url}",
+                *LOAD,
+                "--seeds",
+                "1",
+                "--warm-up",
+                "0",
+                "--max-in-flight",
+                "5",
+            ]
+        )
     assert code == 1
     assert "a, seed 0: NOT MEASURED: 5 requests were in flight" in capsys.readouterr().out
 
@@ -204,8 +288,26 @@ def test_a_refused_run_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_interrupt_ends_it_orderly_with_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with engines(FAST) as (engine,):
-        command = [sys.executable, "-m", "pdproxy", "bench", f"a={engine.url}", "--rate", "20", "--duration", "3600"]
-        command += ["--input-tokens", "8", "--output-tokens", "2", "--allow-lag", "--json", str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "pdproxy",
+            "bench",
+            f"a={engine.url}",
+            "--rate",
+            "20",
+            "--duration",
+            "3600",
+        ]
+        command += [
+            "--input-tokens",
+            "8",
+            "--output-tokens",
+            "2",
+            "--allow-lag",
+            "--json",
+            str(path),
+        ]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
         ) as process:
@@ -237,14 +339,23 @@ WRONG: list[tuple[list[str], str]] = [
     ([URL, "--rate", "1:2"], "--rate: a ramp needs two rates"),
     ([URL, "--rate", "1", "--arrivals", "ramp"], "--rate: a ramp needs two rates"),
     ([URL, "--rate", "100000", "--duration", "86400"], "more than 1000000 in one run"),
-    ([URL, "--rate", "1", "--duration", "1", "--requests", "1"], "--duration and --requests: give one of them"),
+    (
+        [URL, "--rate", "1", "--duration", "1", "--requests", "1"],
+        "--duration and --requests: give one of them",
+    ),
     ([URL, "--rate", "1", "--input-tokens", "5:1"], "--input-tokens: expected 1 to"),
     ([URL, "--rate", "1", "--output-tokens", "x"], "--output-tokens: expected a number of tokens"),
     ([URL, "--rate", "1", "--slo", "ttft=1"], "--slo: expected [NAME:]ttft=500ms"),
-    ([URL, "--rate", "1", "--slo", "a:ttft=1s", "--slo", "a:ttft=2s"], "--slo: two have the name a"),
+    (
+        [URL, "--rate", "1", "--slo", "a:ttft=1s", "--slo", "a:ttft=2s"],
+        "--slo: two have the name a",
+    ),
     ([URL, "--rate", "1", "--seeds", "0"], "--seeds: expected 1 to 100"),
     ([URL, "--rate", "1", "--scale", "2"], "--scale: has no effect without --trace"),
-    ([URL, "--rate", "1", "--burstiness", "2"], "--burstiness: has no effect without --arrivals burst"),
+    (
+        [URL, "--rate", "1", "--burstiness", "2"],
+        "--burstiness: has no effect without --arrivals burst",
+    ),
     ([URL, "--rate", "1", "--plot", "/nowhere/x.svg"], "--plot: x.svg can't be written"),
     ([URL, "--rate", "1", "--profile", "nowhere"], "--profile: nowhere: neither a file nor one of"),
     (["--compare", "x", "--profile", "h200-8b"], "--profile: has no effect without a URL"),
@@ -254,13 +365,19 @@ WRONG: list[tuple[list[str], str]] = [
     ([URL, "--trace", "x", "--rate", "1", "--scale", "4"], "--scale: has no effect with --rate"),
     ([URL, "--trace", "x", "--slice", "5:1"], "--slice: expected seconds A:B"),
     ([URL, "--rate", "1", "--header", "a\r\nb: c"], "--header: expected 'Name: value'"),
-    ([URL, "--rate", "1", "--header", "Content-Length: 3"], "--header: Content-Length is set by pdproxy itself"),
+    (
+        [URL, "--rate", "1", "--header", "Content-Length: 3"],
+        "--header: Content-Length is set by pdproxy itself",
+    ),
     ([URL, "--rate", "1", "--api-key", "a\nb"], "--api-key: expected a key"),
     ([URL, "--rate", "1", "--api-key", "a", "--api-key-file", "b"], "give one of them"),
     ([URL, "--rate", "1", "--api-key-file", "/no/such"], "--api-key-file: can't be read"),
     ([URL, "--rate", "1", "--ca", "/no/such"], "--ca: such: No such file"),
     ([URL, "--rate", "1", "--extra-body", "[]"], "--extra-body: expected a JSON object"),
-    ([URL, "--rate", "1", "--extra-body", '{"stream": false}'], "--extra-body: stream is set by pdproxy itself"),
+    (
+        [URL, "--rate", "1", "--extra-body", '{"stream": false}'],
+        "--extra-body: stream is set by pdproxy itself",
+    ),
     ([URL, "--rate", "1", "--token-ids", "9:1"], "--token-ids: expected two token ids"),
     (
         [URL, "--rate", "1", "--endpoint", "chat", "--token-ids", "1:9"],
@@ -281,13 +398,17 @@ def test_wrong_options_exit_with_2_and_one_line(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("See `pdproxy")]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("See `pdproxy")
+    ]
     assert len(lines) == 1, lines
     assert lines[0].startswith("pdproxy bench: ")
     assert says in lines[0]
 
 
-def test_a_file_without_certificates_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_certificates_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "ca.pem"
     path.write_text("nothing")
     assert main(["bench", URL, "--rate", "1", "--ca", str(path)]) == 2
@@ -301,7 +422,9 @@ def test_more_in_flight_than_the_system_allows_is_refused(monkeypatch: pytest.Mo
     assert bench_session.in_flight_limit(None) == 200 - 64
     assert bench_session.in_flight_limit(50) == 50
     assert set_to == [(200, 200), (114, 200)]
-    with pytest.raises(BenchError, match="--max-in-flight: 300 need 364 open files, the system allows 200"):
+    with pytest.raises(
+        BenchError, match="--max-in-flight: 300 need 364 open files, the system allows 200"
+    ):
         bench_session.in_flight_limit(300)
 
 

@@ -54,7 +54,16 @@ VLLM_RESULT = [
     "p99_itl_ms",
 ]
 """Keys of a file of `vllm bench serve --save-result` (0.32.0, vllm/benchmarks/serve.py)."""
-VLLM_DETAILS = ["input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "errors"]
+VLLM_DETAILS = [
+    "input_lens",
+    "output_lens",
+    "ttfts",
+    "itls",
+    "latencies",
+    "start_times",
+    "queue_times",
+    "errors",
+]
 SLOS = (parse_slo("ttft=500ms"), parse_slo("tight:tpot=1ms"))
 
 
@@ -86,7 +95,9 @@ def record(name: str = "split", seed: int = 0, **options: Any) -> Record:
         salt="s",
         requests=options["count"],
     )
-    target = Target(name=name, url="http://127.0.0.1:1", model="m", headers={"authorization": "Bearer secret"})
+    target = Target(
+        name=name, url="http://127.0.0.1:1", model="m", headers={"authorization": "Bearer secret"}
+    )
     return record_of(summarise(seen(**options), SLOS), target, shape, SLOS, "0.1.0")
 
 
@@ -122,9 +133,9 @@ def test_what_was_not_measured_is_null_with_a_reason() -> None:
 
 
 def test_servers_stand_side_by_side_with_medians_and_spread() -> None:
-    records = [record("split", seed, count=100, slow=slow) for seed, slow in enumerate((1, 3, 2))] + [
-        record("plain", count=20)
-    ]
+    records = [
+        record("split", seed, count=100, slow=slow) for seed, slow in enumerate((1, 3, 2))
+    ] + [record("plain", count=20)]
     table = table_of(records)
     assert table.names == ("split", "plain")
     row = next(row for row in table.rows if row.title == "TTFT p50")
@@ -137,13 +148,22 @@ def test_servers_stand_side_by_side_with_medians_and_spread() -> None:
     assert "TTFT p50 (ms)" in text
     assert "200.0 (100.0 to 300.0)" in text
     assert "good: tight (%)" in text
-    assert "plain: not measured: p99_ttft, p99_gap, p99_e2e, p99_tpot, p99_itl: needs 100 values" in text
+    assert (
+        "plain: not measured: p99_ttft, p99_gap, p99_e2e, p99_tpot, p99_itl: needs 100 values"
+        in text
+    )
     assert all(len(line) < 150 for line in text.splitlines())
 
 
 def test_errors_and_refusals_are_in_the_text() -> None:
     records = [record("a", count=3, wrong=3), record("b", count=100, wrong=10)]
-    records[1]["pdproxy"] |= {"partial": True, "cut": 4, "short": 2, "left_out": 7, "asked_input_tokens": 100}
+    records[1]["pdproxy"] |= {
+        "partial": True,
+        "cut": 4,
+        "short": 2,
+        "left_out": 7,
+        "asked_input_tokens": 100,
+    }
     text = text_of(table_of(records), records)
     for line in (
         "a, seed 0: NOT MEASURED: no request was answered",
@@ -160,7 +180,9 @@ def test_errors_and_refusals_are_in_the_text() -> None:
 def test_files_are_read_ours_and_vllms(tmp_path: Path) -> None:
     ours, vllms = tmp_path / "ours.jsonl", tmp_path / "vllm-run.json"
     ours.write_text("\n".join(json.dumps(record(seed=seed, count=20)) for seed in (0, 1)))
-    plain = {key: value for key, value in record(count=20).items() if key != "pdproxy"} | {"label": None}
+    plain = {key: value for key, value in record(count=20).items() if key != "pdproxy"} | {
+        "label": None
+    }
     vllms.write_text(json.dumps(plain, indent=2))
     records = read_records(ours) + read_records(vllms)
     table = table_of(records)
@@ -216,7 +238,10 @@ def test_too_many_servers_are_refused() -> None:
 def test_a_plot_is_written(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"plot{ending}"
     plots.check(path)
-    plots.plot(table_of([record("a", count=20), record("b", count=100), record("c", count=2, wrong=2)]), path)
+    plots.plot(
+        table_of([record("a", count=20), record("b", count=100), record("c", count=2, wrong=2)]),
+        path,
+    )
     assert path.stat().st_size > 5000
 
 
@@ -225,7 +250,9 @@ def test_a_plot_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
         plots.plot(table_of([record(count=20)]), tmp_path / "none" / "plot.png")
 
 
-def test_a_plot_needs_a_known_ending_and_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_needs_a_known_ending_and_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BenchError, match="ends with"):
         plots.check(tmp_path / "plot.txt")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

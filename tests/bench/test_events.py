@@ -13,7 +13,11 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
 
 
 def event(**fields: Any) -> bytes:
-    return b"data: " + json.dumps({"id": "cmpl-1", "object": "text_completion"} | fields).encode() + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps({"id": "cmpl-1", "object": "text_completion"} | fields).encode()
+        + b"\n\n"
+    )
 
 
 def text(word: str = "a", finish: str | None = None) -> bytes:
@@ -31,7 +35,11 @@ ANSWER = text() + text("") + text("b", "length") + event(choices=[], usage=USAGE
 def fed(content: bytes, size: int | None = None, most: int = 100) -> EventReader:
     """Return a reader that has read the bytes in pieces, the n-th at time n."""
     reader = EventReader(most)
-    pieces = [content] if size is None else [content[at : at + size] for at in range(0, len(content), size)]
+    pieces = (
+        [content]
+        if size is None
+        else [content[at : at + size] for at in range(0, len(content), size)]
+    )
     for number, piece in enumerate(pieces):
         reader.feed(piece, float(number))
     return reader
@@ -39,7 +47,12 @@ def fed(content: bytes, size: int | None = None, most: int = 100) -> EventReader
 
 @given(size=st.integers(1, 400))
 def test_an_answer_is_read_however_it_is_cut(size: int) -> None:
-    for content in (ANSWER, ANSWER.replace(b"\n", b"\r\n"), b": ping\n\n" + ANSWER, b"event: x\nid: 1\n" + ANSWER):
+    for content in (
+        ANSWER,
+        ANSWER.replace(b"\n", b"\r\n"),
+        b": ping\n\n" + ANSWER,
+        b"event: x\nid: 1\n" + ANSWER,
+    ):
         reader = fed(content, size)
         reader.end()
         assert len(reader.times) == 3
@@ -58,7 +71,10 @@ def test_each_event_has_the_time_of_its_last_byte() -> None:
 
 def test_the_role_of_a_chat_is_no_token() -> None:
     content = (
-        delta(role="assistant", content="") + delta(content="a") + delta(reasoning="b") + delta("stop", content="")
+        delta(role="assistant", content="")
+        + delta(content="a")
+        + delta(reasoning="b")
+        + delta("stop", content="")
     )
     assert len(fed(content).times) == 3
     assert len(fed(delta(role="assistant", content="a")).times) == 1
@@ -74,7 +90,10 @@ def test_what_follows_the_end_mark_is_dropped() -> None:
 
 def test_usage_in_every_event_is_taken_from_the_last() -> None:
     content = b"".join(
-        event(choices=[{"index": 0, "text": "a"}], usage={"prompt_tokens": 5, "completion_tokens": number})
+        event(
+            choices=[{"index": 0, "text": "a"}],
+            usage={"prompt_tokens": 5, "completion_tokens": number},
+        )
         for number in (1, 2)
     )
     reader = fed(content)
@@ -123,7 +142,9 @@ def test_an_error_event_is_an_error(content: bytes, says: str) -> None:
         fed(text() + content)
 
 
-@pytest.mark.parametrize(("content", "says"), [(text(), "without"), (DONE, "no tokens"), (b"", "without")])
+@pytest.mark.parametrize(
+    ("content", "says"), [(text(), "without"), (DONE, "no tokens"), (b"", "without")]
+)
 def test_an_answer_that_is_not_whole_is_broken(content: bytes, says: str) -> None:
     with pytest.raises(BrokenStream, match=says):
         fed(content).end()

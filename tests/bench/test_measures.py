@@ -32,10 +32,17 @@ def failed(kind: str = "timeout", **fields: Any) -> Outcome:
 
 
 def summary(
-    *outcomes: Outcome, slos: tuple[BenchSlo, ...] = (), lags: tuple[float, ...] = (), **options: Any
+    *outcomes: Outcome,
+    slos: tuple[BenchSlo, ...] = (),
+    lags: tuple[float, ...] = (),
+    **options: Any,
 ) -> Summary:
-    observed = {"seconds": 10.0} | {key: options.pop(key) for key in ("cut", "overflow") if key in options}
-    return summarise(Observed(outcomes=list(outcomes), loop_lags=list(lags), **observed), slos, **options)
+    observed = {"seconds": 10.0} | {
+        key: options.pop(key) for key in ("cut", "overflow") if key in options
+    }
+    return summarise(
+        Observed(outcomes=list(outcomes), loop_lags=list(lags), **observed), slos, **options
+    )
 
 
 def test_a_known_sequence_has_known_measures() -> None:
@@ -61,7 +68,9 @@ def test_times_count_from_when_a_request_was_due() -> None:
 def test_percentiles_are_numpys(values: list[float], which: int) -> None:
     import numpy  # half a second, which each process that collects tests would take
 
-    assert percentile(sorted(values), which) == pytest.approx(float(numpy.percentile(values, which)))
+    assert percentile(sorted(values), which) == pytest.approx(
+        float(numpy.percentile(values, which))
+    )
 
 
 def test_a_percentile_needs_enough_values() -> None:
@@ -89,7 +98,10 @@ def test_one_token_has_no_tpot_and_no_gap() -> None:
 def test_gaps_between_events_of_several_tokens_are_no_itl() -> None:
     made = summary(*[one(output_tokens=6) for _ in range(3)])
     assert made.itl is None
-    assert made.refused["itl"] == "events carry several tokens: 9 of 18 tokens had no event of their own"
+    assert (
+        made.refused["itl"]
+        == "events carry several tokens: 9 of 18 tokens had no event of their own"
+    )
     assert made.tpot is not None
     assert made.tpot.mean == pytest.approx(0.06)
     assert made.gap is not None
@@ -97,10 +109,18 @@ def test_gaps_between_events_of_several_tokens_are_no_itl() -> None:
 
 def test_without_usage_nothing_per_token_is_reported() -> None:
     made = summary(
-        one(output_tokens=None, prompt_tokens=None), one(), slos=(parse_slo("tpot=1s"), parse_slo("ttft=1s"))
+        one(output_tokens=None, prompt_tokens=None),
+        one(),
+        slos=(parse_slo("tpot=1s"), parse_slo("ttft=1s")),
     )
     assert (made.tpot, made.itl, made.input_tokens, made.output_tokens) == (None, None, None, None)
-    assert {"tpot", "itl", "input_tokens", "output_tokens", "goodput tpot=1s"} <= made.refused.keys()
+    assert {
+        "tpot",
+        "itl",
+        "input_tokens",
+        "output_tokens",
+        "goodput tpot=1s",
+    } <= made.refused.keys()
     assert made.good == {"tpot=1s": None, "ttft=1s": 2}
 
 

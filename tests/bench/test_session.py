@@ -16,7 +16,15 @@ from pdproxy_lab.bench.workload import Lengths, synthetic
 from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import FAST, Write, answering, engines
 
-SHAPE = Shape(endpoint="completions", arrivals="constant", rate=100, burstiness=1, seed=0, salt="s", requests=0)
+SHAPE = Shape(
+    endpoint="completions",
+    arrivals="constant",
+    rate=100,
+    burstiness=1,
+    seed=0,
+    salt="s",
+    requests=0,
+)
 
 
 def options(url: str, **fields: object) -> BenchOptions:
@@ -35,7 +43,10 @@ def options(url: str, **fields: object) -> BenchOptions:
 
 
 def models(body: bytes, status: bytes = b"200 OK") -> bytes:
-    return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n%b" % (status, body)
+    return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n%b" % (
+        status,
+        body,
+    )
 
 
 async def silent(writer: asyncio.StreamWriter) -> None:
@@ -54,15 +65,22 @@ async def silent(writer: asyncio.StreamWriter) -> None:
         (models(b" " * 2_000_000), "longer than 1048576 bytes"),
         (models(b"no", b"401 No"), "status 401 (--api-key, --header or --model)"),
         (silent, "no answer within 0.3 s"),
-        (models(b'{"data":[{"id":"m"}]}'), "the first request failed: stream: content-type is application/json"),
+        (
+            models(b'{"data":[{"id":"m"}]}'),
+            "the first request failed: stream: content-type is application/json",
+        ),
     ],
     ids=lambda value: "silent" if value is silent else repr(value)[:40],
 )
-async def test_a_server_that_answers_wrongly_at_first_is_reported(answer: bytes | Write, says: str) -> None:
+async def test_a_server_that_answers_wrongly_at_first_is_reported(
+    answer: bytes | Write, says: str
+) -> None:
     found: list[Record] = []
     async with answering(answer) as url:
         with pytest.raises(BenchError) as error:
-            await BenchSession(options(url, timeout=0.3 if answer is silent else 60.0), found.append).measure()
+            await BenchSession(
+                options(url, timeout=0.3 if answer is silent else 60.0), found.append
+            ).measure()
     assert says in str(error.value)
     assert str(error.value).isprintable()
     assert (error.value.code, found) == (1, [])
@@ -89,14 +107,18 @@ async def test_it_can_be_stopped_between_two_runs() -> None:
     async with SimServer(FAST, chance=1) as sim:
         session = BenchSession(options(sim.url), stop)
         await session.measure()
-    assert [(record["completed"], record["pdproxy"]["partial"]) for record in found] == [(10, False)]
+    assert [(record["completed"], record["pdproxy"]["partial"]) for record in found] == [
+        (10, False)
+    ]
     assert session.stopped
 
 
 async def test_no_warm_up_and_a_given_model_ask_nothing_before() -> None:
     found: list[Record] = []
     async with SimServer(FAST, chance=1) as sim:
-        await BenchSession(options(sim.url, warm_up=0, model="sim", seeds=range(1)), found.append).measure()
+        await BenchSession(
+            options(sim.url, warm_up=0, model="sim", seeds=range(1)), found.append
+        ).measure()
         assert len(sim.requests) == 10
     assert found[0]["model_id"] == "sim"
 

@@ -1,4 +1,6 @@
-"""A trace's lines, what a run sends, and the prompts: lengths, common beginnings, no secrets of the caches."""
+"""A trace's lines, what a run sends, and the prompts: lengths, common beginnings, no secrets of the
+caches.
+"""
 
 import io
 import json
@@ -11,7 +13,15 @@ from hypothesis import strategies as st
 
 from pdproxy_lab.bench.arrivals import Arrivals
 from pdproxy_lab.bench.prompts import Prompts, WordTokens, word_tokens
-from pdproxy_lab.bench.trace import BLOCK, TraceEntry, TraceError, cut, parse_trace, read_trace, spread
+from pdproxy_lab.bench.trace import (
+    BLOCK,
+    TraceEntry,
+    TraceError,
+    cut,
+    parse_trace,
+    read_trace,
+    spread,
+)
 from pdproxy_lab.bench.words import WORDS
 from pdproxy_lab.bench.workload import Lengths, Planned, replayed, synthetic
 
@@ -24,7 +34,12 @@ def read(text: str | bytes) -> list[TraceEntry]:
 
 
 def line(**fields: Any) -> str:
-    return json.dumps({"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [1]} | fields) + "\n"
+    return (
+        json.dumps(
+            {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [1]} | fields
+        )
+        + "\n"
+    )
 
 
 def test_a_trace_is_read() -> None:
@@ -100,7 +115,9 @@ def test_a_replay_keeps_the_traces_order_and_scales_its_times() -> None:
     by_rate = replayed(entries, 0, arrivals=Arrivals(kind="constant", rate=5), requests=4)
     assert [one.at for one in by_rate] == [0, 0.2, 0.4, pytest.approx(0.6)]
     assert [one.input_tokens for one in by_rate] == [10, 11, 12, 13]
-    assert len(replayed(entries, 0, arrivals=Arrivals(kind="constant", rate=100), duration=60)) == 10
+    assert (
+        len(replayed(entries, 0, arrivals=Arrivals(kind="constant", rate=100), duration=60)) == 10
+    )
 
 
 def test_lengths_are_drawn_from_their_range() -> None:
@@ -120,11 +137,18 @@ def completion(prompts: Prompts, index: int, planned: Planned) -> dict[str, Any]
 
 @given(tokens=st.integers(1, 3000), output=st.integers(1, 500))
 def test_a_completion_has_as_many_ids_as_asked(tokens: int, output: int) -> None:
-    body = completion(Prompts("completions", "@", "s", IDS, {"temperature": 0}), 0, Planned(0, tokens, output))
+    body = completion(
+        Prompts("completions", "@", "s", IDS, {"temperature": 0}), 0, Planned(0, tokens, output)
+    )
     assert len(body["prompt"]) == tokens
     assert all(300 <= one <= 4000 for one in body["prompt"])
     assert body["max_tokens"] == output
-    assert (body["model"], body["stream"], body["ignore_eos"], body["temperature"]) == ("@", True, True, 0)
+    assert (body["model"], body["stream"], body["ignore_eos"], body["temperature"]) == (
+        "@",
+        True,
+        True,
+        0,
+    )
     assert body["stream_options"] == {"include_usage": True}
 
 
@@ -137,11 +161,15 @@ def test_a_chat_has_as_many_words_as_asked() -> None:
 
 @given(st.integers(0, 50), st.integers(100, 3000), st.integers(600, 20_000))
 def test_two_chats_show_what_words_have(template: int, listed: int, tokens: int) -> None:
-    """`listed`: the tokens of all words of the list. Prompts then have the tokens that are asked for, to half a word."""
+    """`listed`: the tokens of all words of the list. Prompts then have the tokens that are asked
+    for, to half a word.
+    """
     per_word = listed / len(WORDS)
     found = word_tokens(template + 1, template + 1 + listed)
     assert found.per_word == pytest.approx(per_word)
-    assert abs(found.template + found.per_word * found.words(tokens) - tokens) <= per_word / 2 + 1e-6
+    assert (
+        abs(found.template + found.per_word * found.words(tokens) - tokens) <= per_word / 2 + 1e-6
+    )
     assert abs(found.template - template) <= abs(1 - per_word) + 1e-6
 
 
@@ -153,9 +181,13 @@ def test_counts_that_no_tokenizer_makes_are_not_believed(counted: tuple[int, int
 def test_a_chat_has_the_tokens_that_were_asked_for() -> None:
     """Also where a word is several tokens; common beginnings stay common."""
     prompts = Prompts("chat", "m", "s", IDS, {}, WordTokens(10.0, 2.0))
-    assert len(completion(prompts, 0, Planned(0, 110, 9))["messages"][0]["content"].split(" ")) == 50
+    assert (
+        len(completion(prompts, 0, Planned(0, 110, 9))["messages"][0]["content"].split(" ")) == 50
+    )
     one, other = (
-        completion(prompts, place, Planned(0, 2 * BLOCK, 1, (7, 3 + place)))["messages"][0]["content"].split(" ")
+        completion(prompts, place, Planned(0, 2 * BLOCK, 1, (7, 3 + place)))["messages"][0][
+            "content"
+        ].split(" ")
         for place in range(2)
     )
     assert len(one) == len(other) == BLOCK - 5
@@ -185,7 +217,10 @@ def test_a_block_that_was_dropped_is_made_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unique_prompts_have_no_common_beginning_and_another_salt_makes_others() -> None:
-    one, other = Prompts("completions", "m", "a", IDS, {}), Prompts("completions", "m", "b", IDS, {})
+    one, other = (
+        Prompts("completions", "m", "a", IDS, {}),
+        Prompts("completions", "m", "b", IDS, {}),
+    )
     planned = Planned(0, 40, 1)
     made = {one.body(0, planned), one.body(1, planned), other.body(0, planned)}
     assert len(made) == 3

@@ -1,4 +1,6 @@
-"""`pdproxy calibrate` as it is called: a simulated engine, hostile ones, busy ones, options, an orderly end."""
+"""`pdproxy calibrate` as it is called: a simulated engine, hostile ones, busy ones, options, an
+orderly end.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def run(url: str, out: Path, *more: str) -> int:
 def test_a_simulated_engine_gets_a_profile_that_simulate_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Times are taken on this machine, which may be busy. What is refused for its spread is tested in virtual time.
+    # Times are taken on this machine, which may be busy. What is refused for its spread is tested
+    # in virtual time.
     monkeypatch.setattr("pdproxy_lab.calibrate.fitting._MOST_SPREAD", 1e9)
     out = tmp_path / "mine.json"
     facts = SimFacts(
@@ -39,13 +42,26 @@ def test_a_simulated_engine_gets_a_profile_that_simulate_takes(
         max_model_len=512,
         num_gpu_blocks=600,
     )
-    more = ("--max-num-seqs", "4", "--max-num-batched-tokens", "2048", "--accelerator", "a CPU", "--max-seconds", "12")
+    more = (
+        "--max-num-seqs",
+        "4",
+        "--max-num-batched-tokens",
+        "2048",
+        "--accelerator",
+        "a CPU",
+        "--max-seconds",
+        "12",
+    )
     with engines(facts) as (engine,):
         code = run(engine.url, out, *more)
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")
     profile = load(str(out))
-    assert (profile.name, profile.origin.accelerator, profile.origin.model) == ("mine", "a CPU", "sim")
+    assert (profile.name, profile.origin.accelerator, profile.origin.model) == (
+        "mine",
+        "a CPU",
+        "sim",
+    )
     assert profile.origin.engine == "vLLM 0.32.0"
     # A busy machine makes steps longer, never shorter.
     assert profile.hardware.decode_step_s > 0.0115
@@ -55,11 +71,29 @@ def test_a_simulated_engine_gets_a_profile_that_simulate_takes(
     low, high = profile.origin.spread["decode_step_s"]
     assert low <= profile.hardware.decode_step_s <= high
     assert any("transfers" in line for line in profile.origin.assumed)
-    assert not any("max_num_seqs" in line or "max_num_batched_tokens" in line for line in profile.origin.assumed)
+    assert not any(
+        "max_num_seqs" in line or "max_num_batched_tokens" in line
+        for line in profile.origin.assumed
+    )
     assert "max_num_batched_tokens 2048: given" in shown.out
     assert "The profile against its own measurements:" in shown.out
     assert "4 streams of 32 tokens" in shown.out
-    assert main(["simulate", "--profile", str(out), "--aggregated", "1", "--rate", "2", "--requests", "5"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "--profile",
+                str(out),
+                "--aggregated",
+                "1",
+                "--rate",
+                "2",
+                "--requests",
+                "5",
+            ]
+        )
+        == 0
+    )
 
 
 HOSTILE: list[tuple[str, dict[str, Answer], str]] = [
@@ -71,13 +105,20 @@ HOSTILE: list[tuple[str, dict[str, Answer], str]] = [
     ("503", {"models": MODELS, "completions": page(b"b\x00sy\n", b"503 No")}, "status 503: b?sy"),
     ("dies in a stream", {"models": MODELS, "completions": HEAD + TOKEN * 8}, "without [DONE]"),
     ("too few tokens", {"models": MODELS, "completions": HEAD + TOKEN * 8 + DONE}, "events"),
-    ("too many tokens", {"models": MODELS, "completions": HEAD + TOKEN * 99}, "more than 13 events"),
+    (
+        "too many tokens",
+        {"models": MODELS, "completions": HEAD + TOKEN * 99},
+        "more than 13 events",
+    ),
     ("no events", {"models": MODELS, "completions": page(b"{}")}, "content-type"),
     (
         "counts other tokens",
         {
             "models": MODELS,
-            "completions": HEAD + TOKEN * 12 + b'data: {"choices":[],"usage":{"prompt_tokens":99}}\n\n' + DONE,
+            "completions": HEAD
+            + TOKEN * 12
+            + b'data: {"choices":[],"usage":{"prompt_tokens":99}}\n\n'
+            + DONE,
         },
         "had 99 by the engine's count",
     ),
@@ -85,15 +126,24 @@ HOSTILE: list[tuple[str, dict[str, Answer], str]] = [
         "ends an answer early",
         {
             "models": MODELS,
-            "completions": HEAD + TOKEN * 8 + b'data: {"choices":[],"usage":{"completion_tokens":8}}\n\n' + DONE,
+            "completions": HEAD
+            + TOKEN * 8
+            + b'data: {"choices":[],"usage":{"completion_tokens":8}}\n\n'
+            + DONE,
         },
         "an answer of 12 tokens had 8 by the engine's count",
     ),
-    ("busy", {"models": MODELS, "metrics": metrics(running=3)}, "requests of others: 3 running and 0 waiting"),
+    (
+        "busy",
+        {"models": MODELS, "metrics": metrics(running=3)},
+        "requests of others: 3 running and 0 waiting",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("answers", "says"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+@pytest.mark.parametrize(
+    ("answers", "says"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE]
+)
 def test_hostile_and_dying_engines_get_one_line_and_no_profile(
     answers: dict[str, Answer], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +158,9 @@ def test_hostile_and_dying_engines_get_one_line_and_no_profile(
     assert not out.exists()
 
 
-def test_a_port_that_refuses_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_refuses_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with scripted() as url:
         pass
     assert run(url, tmp_path / "x.json") == 1
@@ -125,7 +177,9 @@ def test_the_time_of_all_trials_is_bounded_though_an_engine_is_silent(
         assert "warm-up: no whole answer within 0.3 s" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_it_and_keeps_an_old_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_it_and_keeps_an_old_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "mine.json"
     out.write_text("old")
     with scripted(models=MODELS, completions=lambda: os.kill(os.getpid(), signal.SIGINT)) as url:
@@ -157,7 +211,12 @@ async def test_work_of_others_shows_in_the_metrics(after: bytes, says: str | Non
             assert await one.others() == says
         finally:
             await one.aclose()
-    assert (info.model, info.max_model_len, info.block_size, info.num_gpu_blocks) == ("m", 2048, 16, 500)
+    assert (info.model, info.max_model_len, info.block_size, info.num_gpu_blocks) == (
+        "m",
+        2048,
+        16,
+        500,
+    )
 
 
 async def test_work_of_others_at_a_pair_is_what_nobody_of_it_has_sent() -> None:
@@ -169,12 +228,16 @@ async def test_work_of_others_at_a_pair_is_what_nobody_of_it_has_sent() -> None:
             await one.info()
             assert await one.others(200, pulls=True) is None
             assert await one.others(200) == "150 prompt tokens were not computed: a cache had them"
-            assert await one.others(100, pulls=True) == "others have sent 100 prompt tokens meanwhile"
+            assert (
+                await one.others(100, pulls=True) == "others have sent 100 prompt tokens meanwhile"
+            )
         finally:
             await one.aclose()
 
 
-async def test_requests_that_come_between_trials_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_come_between_trials_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("pdproxy_lab.calibrate.http_runner._IDLE", 0.05)
     with scripted(models=MODELS, metrics=[metrics(), metrics(), metrics(running=1)]) as url:
         one = runner(url)
@@ -187,7 +250,9 @@ async def test_requests_that_come_between_trials_are_noticed(monkeypatch: pytest
 
 
 async def test_busy_engines_are_measured_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with scripted(models=MODELS, metrics=metrics(running=1), completions=HEAD + TOKEN + DONE) as url:
+    with scripted(
+        models=MODELS, metrics=metrics(running=1), completions=HEAD + TOKEN + DONE
+    ) as url:
         one = runner(url, busy=True)
         try:
             await one.info()
@@ -225,7 +290,10 @@ WRONG: list[tuple[list[str], str]] = [
     ([URL, "--out", "/no/such/file"], "--out: file can't be written"),
     ([URL, "--out", "x.json", "--max-seconds", "0"], "--max-seconds: expected seconds above 0"),
     ([URL, "--out", "x.json", "--timeout", "x"], "--timeout: expected seconds above 0"),
-    ([URL, "--out", "x.json", "--max-num-batched-tokens", "1"], "--max-num-batched-tokens: expected 2 to"),
+    (
+        [URL, "--out", "x.json", "--max-num-batched-tokens", "1"],
+        "--max-num-batched-tokens: expected 2 to",
+    ),
     ([URL, "--out", "x.json", "--max-num-seqs", "0"], "--max-num-seqs: expected 1 to"),
     ([URL, "--out", "x.json", "--name", "a\nb"], "--name: expected 1 to 100 printable characters"),
     ([URL, "--out", "x.json", "--token-ids", "9:1"], "--token-ids: expected two token ids"),
@@ -236,11 +304,17 @@ WRONG: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=[" ".join(words)[:60] for words, _ in WRONG])
 def test_wrong_options_exit_with_2_and_one_line(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["calibrate", *words]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("See `pdproxy")]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("See `pdproxy")
+    ]
     assert len(lines) == 1, lines
     assert says in lines[0]
     assert not list(tmp_path.iterdir())

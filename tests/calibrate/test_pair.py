@@ -1,4 +1,6 @@
-"""A pair of virtual engines with known transfers: they come back; and a simulated pair behind the proxy, over HTTP."""
+"""A pair of virtual engines with known transfers: they come back; and a simulated pair behind the
+proxy, over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def options_with(hardware: Hardware) -> dict[str, Any]:
     return load("h200-8b").options() | {"hardware": hardware}
 
 
-def measured(hardware: Hardware, trials: int = 1000, change: Callable[[Seen], Seen] | None = None) -> PairMeasured:
+def measured(
+    hardware: Hardware, trials: int = 1000, change: Callable[[Seen], Seen] | None = None
+) -> PairMeasured:
     """Carry out the trials on virtual engines. `change`: of the times of each one."""
     options, left = options_with(hardware), [trials]
 
@@ -67,12 +71,16 @@ def measured(hardware: Hardware, trials: int = 1000, change: Callable[[Seen], Se
 
 
 @pytest.mark.parametrize("terms", PULLS.values(), ids=PULLS)
-def test_the_transfers_and_the_stalls_of_a_pair_come_back(terms: tuple[float, float, float]) -> None:
+def test_the_transfers_and_the_stalls_of_a_pair_come_back(
+    terms: tuple[float, float, float],
+) -> None:
     hardware = with_pulls(*terms)
     found = with_pair(Fitted(hardware), measured(hardware), 131_072).hardware
     assert found.link_bytes_per_s == pytest.approx(hardware.link_bytes_per_s, rel=0.05)
     for name in FIELDS:
-        assert getattr(found, name) == pytest.approx(getattr(hardware, name), rel=0.03, abs=1e-8), name
+        assert getattr(found, name) == pytest.approx(getattr(hardware, name), rel=0.03, abs=1e-8), (
+            name
+        )
     fixed = hardware.handoff_overhead_s + hardware.transfer_latency_s
     assert found.handoff_overhead_s + found.transfer_latency_s == pytest.approx(fixed, rel=0.1)
     assert found.kv_bytes_per_token == 131_072
@@ -92,7 +100,10 @@ def test_the_stalls_come_back_from_late_times_that_do_not_say_when_a_prompt_was_
 
     found = with_pair(Fitted(hardware), measured(hardware, change=late), 131_072).hardware
     for pulls, tokens in ((1, 1000), (1, 4000), (4, 4000), (4, 16_000)):
-        stall, expected = (one.step_s(0, 2, 0, 0.0, pulls, 0, tokens) - one.step_s(0, 2) for one in (found, hardware))
+        stall, expected = (
+            one.step_s(0, 2, 0, 0.0, pulls, 0, tokens) - one.step_s(0, 2)
+            for one in (found, hardware)
+        )
         assert stall == pytest.approx(expected, rel=0.15, abs=0.001), (pulls, tokens)
 
 
@@ -109,7 +120,9 @@ def test_a_pair_whose_pulls_stall_nothing() -> None:
 def test_stalls_that_could_not_be_measured_are_not_called_none() -> None:
     rows = [PairRow(tokens, 0.05 + tokens * 5e-6, 0.03) for tokens in (256, 512, 4096)] * 3
     found = with_pair(Fitted(H200), PairMeasured(rows), 131_072)
-    assert {f"{name} is 0: not measured, the streams ended before the pulls" for name in FIELDS} <= set(found.assumed)
+    assert {
+        f"{name} is 0: not measured, the streams ended before the pulls" for name in FIELDS
+    } <= set(found.assumed)
     found = with_pair(Fitted(H200), PairMeasured(rows, [StallRow(1, 1, 256, 0.01)] * 4), 131_072)
     assert found.hardware.pull_s == pytest.approx(0.01)
     assert "further_pull_s is 0: not measured, no two pulls began in one step" in found.assumed
@@ -126,7 +139,9 @@ def test_streams_that_end_before_the_pulls_are_longer_the_next_time() -> None:
             outputs.setdefault(trial.name, []).append(trial.output_tokens)
             if len(outputs[trial.name]) < 3:
                 end = seen.streams[0][-1]
-                seen = Seen(seen.streams, tuple(TrialPrompt(one.sent, end + 1.0) for one in seen.beside))
+                seen = Seen(
+                    seen.streams, tuple(TrialPrompt(one.sent, end + 1.0) for one in seen.beside)
+                )
             elif len(outputs[trial.name]) == 3:
                 raise MergedError("together")
         return seen
@@ -156,10 +171,13 @@ def test_the_report_shows_the_trials_through_the_pair() -> None:
     assert not any("warm-up" in name for name in names)
     without = pair_misfits(rows.seen, options_with(with_pulls(0.001, 0.004, 0.0)))
     assert min(one.relative for one in without) < -0.5
-    report = text_of(Calibration(load("h200-8b"), found.spreads, off, "given", trials=3, seconds=1.0))
+    report = text_of(
+        Calibration(load("h200-8b"), found.spreads, off, "given", trials=3, seconds=1.0)
+    )
     assert re.search(r"^pull_token_s +4 µs +4 to 4$", report, re.MULTILINE)
     assert re.search(
-        r"^a pull of 256 tokens beside streams +a step and the stalls +8 +6\.38 ms \(6\.38 to 6\.38\) +6\.38 ms",
+        r"^a pull of 256 tokens beside streams +a step and the stalls +8 +6\.38 ms \(6\.38 to "
+        r"6\.38\) +6\.38 ms",
         report,
         re.MULTILINE,
     )
@@ -190,32 +208,68 @@ def test_too_few_prompts_are_refused() -> None:
 
 @pytest.fixture
 def any_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are taken on this machine, which may be busy. What is refused for its spread is tested in virtual time."""
+    """Times are taken on this machine, which may be busy. What is refused for its spread is tested
+    in virtual time.
+    """
     monkeypatch.setattr("pdproxy_lab.calibrate.fitting._MOST_SPREAD", 1e9)
 
 
 @pytest.mark.usefixtures("any_spread")
-def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulated_pair_behind_the_proxy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "pair.json"
     hardware = Hardware(
-        decode_step_s=0.01, prefill_tokens_per_s=4000.0, pull_s=0.2, link_bytes_per_s=5e8, kv_bytes_per_token=50_000
+        decode_step_s=0.01,
+        prefill_tokens_per_s=4000.0,
+        pull_s=0.2,
+        link_bytes_per_s=5e8,
+        kv_bytes_per_token=50_000,
     )
-    shape: dict[str, Any] = {"hardware": hardware, "eos_every": 0, "max_model_len": 600, "num_gpu_blocks": 600}
+    shape: dict[str, Any] = {
+        "hardware": hardware,
+        "eos_every": 0,
+        "max_model_len": 600,
+        "num_gpu_blocks": 600,
+    }
     with engines(SimFacts(role="prefill", **shape), SimFacts(role="decode", **shape)) as (p, d):
-        line = ["calibrate", "--prefill", p.url, "--decode", d.url, "--connector", "nixl", "--out", str(out)]
-        code = main([*line, "--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--max-seconds", "40"])
+        line = [
+            "calibrate",
+            "--prefill",
+            p.url,
+            "--decode",
+            d.url,
+            "--connector",
+            "nixl",
+            "--out",
+            str(out),
+        ]
+        code = main(
+            [
+                *line,
+                "--max-num-seqs",
+                "8",
+                "--max-num-batched-tokens",
+                "2048",
+                "--max-seconds",
+                "40",
+            ]
+        )
         pulls = d.engine.stats.transferred_bytes.counts
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")
     assert sum(pulls) > 10
     profile = load(str(out))
     assert profile.hardware.kv_bytes_per_token == pytest.approx(50_000, rel=0.05)
-    # On a busy machine the token before a stall comes late, too, and so a part of the stall does not show. Virtual time is exact.
+    # On a busy machine the token before a stall comes late, too, and so a part of the stall does
+    # not show. Virtual time is exact.
     found = profile.hardware
     assert found.step_s(0, 2, pulls=1, pulled_tokens=256) - found.step_s(0, 2) > 0.06
     assert "pull_s" in shown.out
     assert "a prompt of 256 tokens through the pair  TTFT" in re.sub("  +", "  ", shown.out)
-    assert "a pull of 256 tokens beside streams  a step and the stalls" in re.sub("  +", "  ", shown.out)
+    assert "a pull of 256 tokens beside streams  a step and the stalls" in re.sub(
+        "  +", "  ", shown.out
+    )
     assert "with connector nixl" in profile.origin.measured
 
 
@@ -226,7 +280,10 @@ def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.Captur
         (["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3"], "are missing"),
         ([], "are missing"),
         (["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3", "--connector", "x"], "connector"),
-        (["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3", "--connector", "auto"], "--connector: name it"),
+        (
+            ["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3", "--connector", "auto"],
+            "--connector: name it",
+        ),
         (
             ["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3", "--connector", "moriio"],
             "must not serve prompts alone",
@@ -237,18 +294,46 @@ def test_wrong_pairs_exit_with_2_and_one_line(
     words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", *words, "--out", str(tmp_path / "x.json")]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("See `pdproxy")]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("See `pdproxy")
+    ]
     assert len(lines) == 1, lines
     assert says in lines[0]
 
 
 @pytest.mark.usefixtures("any_spread")
-def test_a_prefill_engine_that_is_not_there_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prefill_engine_that_is_not_there_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "x.json"
-    hardware = Hardware(decode_step_s=0.008, prefill_tokens_per_s=3000.0)  # far above the noise of a busy machine
+    # far above the noise of a busy machine
+    hardware = Hardware(decode_step_s=0.008, prefill_tokens_per_s=3000.0)
     facts = SimFacts(hardware=hardware, eos_every=0, max_model_len=512, num_gpu_blocks=600)
     with engines(structs.replace(facts, role="decode")) as (d,):
-        line = ["calibrate", "--prefill", "127.0.0.1:1", "--decode", d.url, "--connector", "nixl", "--out", str(out)]
-        assert main([*line, "--max-num-seqs", "4", "--max-num-batched-tokens", "2048", "--max-seconds", "15"]) == 1
+        line = [
+            "calibrate",
+            "--prefill",
+            "127.0.0.1:1",
+            "--decode",
+            d.url,
+            "--connector",
+            "nixl",
+            "--out",
+            str(out),
+        ]
+        assert (
+            main(
+                [
+                    *line,
+                    "--max-num-seqs",
+                    "4",
+                    "--max-num-batched-tokens",
+                    "2048",
+                    "--max-seconds",
+                    "15",
+                ]
+            )
+            == 1
+        )
     assert "127.0.0.1:1" in capsys.readouterr().err
     assert not out.exists()

@@ -1,4 +1,6 @@
-"""Virtual engines with known times: the terms come back, with noise too, and what does not show is not made up."""
+"""Virtual engines with known times: the terms come back, with noise too, and what does not show is
+not made up.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from pdproxy_lab.calibrate.misfit import Misfit, misfits
 from pdproxy_lab.calibrate.report import text_of
 from pdproxy_lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, chunk_row
 from pdproxy_lab.calibrate.run import Calibration
-from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Seen, Trial, TrialError, TrialPrompt
+from pdproxy_lab.calibrate.trials import (
+    MergedError,
+    OutOfTimeError,
+    Seen,
+    Trial,
+    TrialError,
+    TrialPrompt,
+)
 from pdproxy_lab.calibrate.virtual import seen_of
 from pdproxy_lab.sim.facts import SimFacts
 from tests.calibrate.virtual import seen_once
@@ -33,7 +42,9 @@ SLOW = Hardware(
     attention_s=4e-7,
     request_overhead_s=0.05,
 )
-SUM = Hardware(chunk_base_s=0.001, context_token_s=20e-9, attention_s=1e-9, request_overhead_s=0.004)
+SUM = Hardware(
+    chunk_base_s=0.001, context_token_s=20e-9, attention_s=1e-9, request_overhead_s=0.004
+)
 TERMS = (
     "prefill_tokens_per_s",
     "chunk_base_s",
@@ -56,19 +67,27 @@ def options(hardware: Hardware, budget: int = 2048, length: int = 16384) -> dict
 
 
 def noisy(seen: Seen, chance: random.Random, jitter: float, prompts_late: float = 0.0) -> Seen:
-    """Return it with each time up to `jitter` seconds late, in order; prompts `prompts_late` seconds more."""
+    """Return it with each time up to `jitter` seconds late, in order; prompts `prompts_late`
+    seconds more.
+    """
 
     def late(times: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sorted(time + chance.uniform(0, jitter) for time in times))
 
     prompts = tuple(
-        TrialPrompt(one.sent, one.answered + prompts_late + chance.uniform(0, jitter)) for one in seen.beside
+        TrialPrompt(one.sent, one.answered + prompts_late + chance.uniform(0, jitter))
+        for one in seen.beside
     )
     return Seen(tuple(late(times) for times in seen.streams), prompts)
 
 
 def measured(
-    one: dict[str, Any], *, jitter: float = 0.0, prompts_late: float = 0.0, trials: int = 10_000, **limits: Any
+    one: dict[str, Any],
+    *,
+    jitter: float = 0.0,
+    prompts_late: float = 0.0,
+    trials: int = 10_000,
+    **limits: Any,
 ) -> Measured:
     chance, left = random.Random(5), [trials]
 
@@ -88,7 +107,10 @@ def found_in(rows: Measured) -> Fitted:
 
 @pytest.mark.parametrize(
     ("hardware", "budget"),
-    [*((H200, budget) for budget in (512, 2000, 2048, 8192)), *((SUM, budget) for budget in (2000, 8192))],
+    [
+        *((H200, budget) for budget in (512, 2000, 2048, 8192)),
+        *((SUM, budget) for budget in (2000, 8192)),
+    ],
 )
 def test_the_terms_and_the_budget_come_back(hardware: Hardware, budget: int) -> None:
     rows = measured(options(hardware, budget))
@@ -96,7 +118,9 @@ def test_the_terms_and_the_budget_come_back(hardware: Hardware, budget: int) -> 
     assert rows.budget == budget
     assert rows.complete
     for name in TERMS:
-        assert getattr(found.hardware, name) == pytest.approx(getattr(hardware, name), rel=0.03, abs=1e-13), name
+        assert getattr(found.hardware, name) == pytest.approx(
+            getattr(hardware, name), rel=0.03, abs=1e-13
+        ), name
     overhead = hardware.request_overhead_s + hardware.response_overhead_s
     assert found.hardware.request_overhead_s == pytest.approx(overhead, rel=0.03)
     assert found.hardware.weights_read_once == hardware.weights_read_once
@@ -105,7 +129,12 @@ def test_the_terms_and_the_budget_come_back(hardware: Hardware, budget: int) -> 
 def test_the_terms_come_back_from_times_that_are_late_by_up_to_a_quarter_of_a_step() -> None:
     one = options(H200)
     found = found_in(measured(one, jitter=0.001))
-    for name in ("prefill_tokens_per_s", "decode_step_s", "decode_step_per_seq_s", "context_token_s"):
+    for name in (
+        "prefill_tokens_per_s",
+        "decode_step_s",
+        "decode_step_per_seq_s",
+        "context_token_s",
+    ):
         assert getattr(found.hardware, name) == pytest.approx(getattr(H200, name), rel=0.1), name
     overhead = H200.request_overhead_s + H200.response_overhead_s
     assert found.hardware.request_overhead_s == pytest.approx(overhead, rel=0.1)
@@ -118,36 +147,56 @@ def test_the_terms_come_back_from_times_that_are_late_by_up_to_a_quarter_of_a_st
 def test_a_budget_as_long_as_the_longest_prompt_but_one_is_found_though_prompts_are_answered_late(
     budget: int, length: int
 ) -> None:
-    # Prompts of exactly the budget are cut, too, but their last step has one token: it looks like any other.
-    rows = measured(options(H200, budget, length), jitter=0.0005, prompts_late=0.6 * H200.decode_step_s)
+    # Prompts of exactly the budget are cut, too, but their last step has one token: it looks like
+    # any other.
+    rows = measured(
+        options(H200, budget, length), jitter=0.0005, prompts_late=0.6 * H200.decode_step_s
+    )
     assert rows.budget == budget
     fit = found_in(rows).hardware
     assert fit.prefill_tokens_per_s == pytest.approx(H200.prefill_tokens_per_s, rel=0.1)
 
 
-def test_a_budget_is_found_or_assumed_though_one_step_too_many_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 16,382 tokens are exactly two steps with a budget of 8,192, beside a stream; a disturbed search finds no boundary.
+def test_a_budget_is_found_or_assumed_though_one_step_too_many_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 16,382 tokens are exactly two steps with a budget of 8,192, beside a stream; a disturbed
+    # search finds no boundary.
     def seen_wrongly(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | None:
         row = chunk_row(trial, seen, known)
         if row is None or known is not None or not 8000 < trial.beside[0] != 12_288:
             return row
-        return ChunkRow(row.tokens, row.steps + (trial.beside[0] == 16_382), row.streams, row.context, row.seconds)
+        return ChunkRow(
+            row.tokens,
+            row.steps + (trial.beside[0] == 16_382),
+            row.streams,
+            row.context,
+            row.seconds,
+        )
 
     monkeypatch.setattr("pdproxy_lab.calibrate.experiments.chunk_row", seen_wrongly)
     assert measured(options(H200, 8192)).budget == 8192
 
 
-def test_a_budget_that_was_not_found_is_assumed_within_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_was_not_found_is_assumed_within_its_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def blind(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | None:
         row = chunk_row(trial, seen, known)
-        return row if trial.beside[0] in (48, 96, 192, 384, 768, 1536, 3072, 6144, 12_288, 16_382) else None
+        return (
+            row
+            if trial.beside[0] in (48, 96, 192, 384, 768, 1536, 3072, 6144, 12_288, 16_382)
+            else None
+        )
 
     monkeypatch.setattr("pdproxy_lab.calibrate.experiments.chunk_row", blind)
     rows = measured(options(H200, 700))
     assert rows.budget is None
     assert rows.budget_most is not None
     assert 700 <= rows.budget_most < 768
-    assert rows.budget_note.endswith(f" to {rows.budget_most}: the steps of prompts can't be told apart")
+    assert rows.budget_note.endswith(
+        f" to {rows.budget_most}: the steps of prompts can't be told apart"
+    )
 
 
 def test_a_given_budget_that_is_not_the_engines_is_noted() -> None:
@@ -162,7 +211,9 @@ def test_a_given_budget_that_is_not_the_engines_is_noted() -> None:
 def test_streams_that_do_not_run_together_are_not_tried_again_and_noted() -> None:
     one = options(SLOW, 1024, 2048) | {"max_num_seqs": 8}
     rows = measured(one)
-    assert any(note.startswith("16 streams of 32 tokens did not run together") for note in rows.notes)
+    assert any(
+        note.startswith("16 streams of 32 tokens did not run together") for note in rows.notes
+    )
     assert max(row.streams for row in rows.decodes) == 8
     assert not [trial for trial, _ in rows.trials if trial.streams > 16]
 
@@ -209,7 +260,9 @@ def test_trials_without_times_are_left_out_and_a_few_of_them_do_no_harm() -> Non
 
     rows = asyncio.run(Experiments(run, ExperimentLimits(16384)).all())
     assert rows.budget == 2048
-    assert found_in(rows).hardware.prefill_tokens_per_s == pytest.approx(H200.prefill_tokens_per_s, rel=0.05)
+    assert found_in(rows).hardware.prefill_tokens_per_s == pytest.approx(
+        H200.prefill_tokens_per_s, rel=0.05
+    )
 
     async def never(trial: Trial) -> Seen:
         raise MergedError("always together")
@@ -279,11 +332,16 @@ def test_a_profile_explains_its_own_measurements() -> None:
     off = misfits(rows.trials, one | {"hardware": found.hardware})
     assert {kind.what for kind in off} == {"step", "TTFT", "the prompt's steps"}
     assert sorted(abs(kind.relative) for kind in off)[len(off) // 2] < 0.03
-    worse = misfits(rows.trials, one | {"hardware": structs.replace(found.hardware, prefill_tokens_per_s=20_000.0)})
+    worse = misfits(
+        rows.trials,
+        one | {"hardware": structs.replace(found.hardware, prefill_tokens_per_s=20_000.0)},
+    )
     assert max(abs(kind.relative) for kind in worse) > 0.5
 
 
-def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[int] = []
 
     def noting(**options: Any) -> SimFacts:
@@ -302,7 +360,9 @@ def test_few_short_prompts_with_much_noise_still_tell_the_time_per_token() -> No
     lengths = (48, 96, 192, 384, 510)
     for seed in (1, 2, 3):  # with seed 2, two terms too many leave the time per token open
         chance = random.Random(seed)
-        chunks = [ChunkRow(n, 1, 1, 40.0, hardware.step_s(n, 1) * chance.uniform(1, 1.5)) for n in lengths]
+        chunks = [
+            ChunkRow(n, 1, 1, 40.0, hardware.step_s(n, 1) * chance.uniform(1, 1.5)) for n in lengths
+        ]
         alone = [AloneRow(n, hardware.step_s(n, 0) * chance.uniform(1, 1.5)) for n in lengths]
         decodes = [DecodeRow(n, 60.0 * n, hardware.step_s(0, n)) for n in (1, 2, 4) * 2]
         found = fitted(decodes, chunks, alone, 2048).hardware
@@ -325,16 +385,22 @@ def test_a_trial_that_an_engine_can_not_serve_is_refused() -> None:
 
 
 def late(place: int, by: float, gap: float = 0.005) -> ChunkRow | None:
-    """A row of a prompt of one step of 0.1 s, whose token comes `by` seconds after the stream's token `place`."""
+    """A row of a prompt of one step of 0.1 s, whose token comes `by` seconds after the stream's
+    token `place`.
+    """
     times = [0.0]
     for number in range(1, 30):
         times.append(times[-1] + (0.1 if number == place else gap))
     trial = Trial("a", 1, 32, 30, (1000,))
-    return chunk_row(trial, Seen((tuple(times),), (TrialPrompt(times[place - 3], times[place] + by),)), 1)
+    return chunk_row(
+        trial, Seen((tuple(times),), (TrialPrompt(times[place - 3], times[place] + by),)), 1
+    )
 
 
 @pytest.mark.parametrize("by", [-0.001, 0.0, 0.003, 0.008])
-def test_the_seconds_of_a_prompt_hardly_depend_on_which_token_seems_to_be_its_last_one(by: float) -> None:
+def test_the_seconds_of_a_prompt_hardly_depend_on_which_token_seems_to_be_its_last_one(
+    by: float,
+) -> None:
     row = late(12, by)
     assert row is not None
     assert row.seconds == pytest.approx(0.1)

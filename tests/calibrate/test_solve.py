@@ -63,8 +63,11 @@ def test_the_spread_grows_with_the_noise_and_holds_the_truth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "values", "sizes"), [([], [], []), ([(1.0,)], [1.0, 2.0], [1.0, 2.0]), ([(1.0,)], [1.0], [0.0])]
+    ("rows", "values", "sizes"),
+    [([], [], []), ([(1.0,)], [1.0, 2.0], [1.0, 2.0]), ([(1.0,)], [1.0], [0.0])],
 )
-def test_what_is_no_data_is_refused(rows: list[tuple[float, ...]], values: list[float], sizes: list[float]) -> None:
+def test_what_is_no_data_is_refused(
+    rows: list[tuple[float, ...]], values: list[float], sizes: list[float]
+) -> None:
     with pytest.raises(ValueError, match="a fit needs rows"):
         fit(rows, values, sizes)

@@ -1,4 +1,6 @@
-"""How long pulls stop streams: from the times of tokens to three terms, with two modes, late tokens and disturbances."""
+"""How long pulls stop streams: from the times of tokens to three terms, with two modes, late tokens
+and disturbances.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ FREE = Hardware(decode_step_s=STEP, decode_step_per_seq_s=0.0)
 """Sequences that cost a step nothing."""
 
 
-def stream(count: int, *stalls: tuple[int, float], late: tuple[int, float] | None = None) -> tuple[float, ...]:
-    """Return the times of a stream's tokens. `stalls`: before which token for how long; `late`: one that is seen late."""
+def stream(
+    count: int, *stalls: tuple[int, float], late: tuple[int, float] | None = None
+) -> tuple[float, ...]:
+    """Return the times of a stream's tokens. `stalls`: before which token for how long; `late`: one
+    that is seen late.
+    """
     times, now = [], 0.0
     for place in range(count):
         now += STEP + sum(seconds for at, seconds in stalls if at == place)
@@ -41,10 +47,18 @@ def stream(count: int, *stalls: tuple[int, float], late: tuple[int, float] | Non
     return tuple(times)
 
 
-def row(times: tuple[float, ...], first: int, last: int, pulls: int = 1, hardware: Hardware = FREE) -> StallRow | None:
-    """Return what a stream shows of pulls that are asked for after token `first` and answered after token `last`."""
+def row(
+    times: tuple[float, ...], first: int, last: int, pulls: int = 1, hardware: Hardware = FREE
+) -> StallRow | None:
+    """Return what a stream shows of pulls that are asked for after token `first` and answered after
+    token `last`.
+    """
     prompt = TrialPrompt(times[first] + 0.001, times[last] + 0.001)
-    return stall_row(Trial("pulls", 1, 32, len(times), (1000,) * pulls), Seen((times,), (prompt,) * pulls), hardware)
+    return stall_row(
+        Trial("pulls", 1, 32, len(times), (1000,) * pulls),
+        Seen((times,), (prompt,) * pulls),
+        hardware,
+    )
 
 
 def test_a_stall_is_how_much_later_the_tokens_come() -> None:
@@ -85,7 +99,8 @@ def test_what_the_pulled_sequences_take_of_the_steps_is_no_stall() -> None:
     hardware = structs.replace(FREE, decode_step_per_seq_s=0.001, context_token_s=1e-7)
     found = row(stream(60, (20, 0.02 + 0.001 + 0.0001)), 10, 30, hardware=hardware)
     assert found is not None
-    assert found.seconds == pytest.approx(0.02, abs=0.0001)  # but for the streams' own growing context
+    # but for the streams' own growing context
+    assert found.seconds == pytest.approx(0.02, abs=0.0001)
 
 
 def test_streams_that_end_before_the_pulls_or_begin_with_them_show_nothing() -> None:
@@ -105,22 +120,34 @@ def rows_of(pull: float, further: float, per_token: float) -> list[StallRow]:
     return found
 
 
-@pytest.mark.parametrize("terms", [(0.01, 0.016, 0.0), (0.0, 0.0, 5e-6), (0.002, 0.004, 3e-6), (0.0, 0.003, 0.0)])
+@pytest.mark.parametrize(
+    "terms", [(0.01, 0.016, 0.0), (0.0, 0.0, 5e-6), (0.002, 0.004, 3e-6), (0.0, 0.003, 0.0)]
+)
 def test_the_terms_come_back(terms: tuple[float, float, float]) -> None:
     found, assumed = fitted_stalls(rows_of(*terms), STEP)
     assert {name: found[name].value if name in found else 0.0 for name in TERMS} == pytest.approx(
         dict(zip(TERMS, terms, strict=True)), rel=1e-6, abs=1e-12
     )
-    assert [line.split()[0] for line in assumed] == [name for name, one in zip(TERMS, terms, strict=True) if not one]
+    assert [line.split()[0] for line in assumed] == [
+        name for name, one in zip(TERMS, terms, strict=True) if not one
+    ]
 
 
 def test_stalls_with_two_modes_count_with_their_mean() -> None:
-    """As measured: three of 16 pulls of 4,000 tokens stop the streams for 3 ms, the others for 22."""
+    """As measured: three of 16 pulls of 4,000 tokens stop the streams for 3 ms, the others for
+    22.
+    """
     rows = []
-    for tokens, merged, scattered in ((256, 0.0003, 0.0014), (1000, 0.0008, 0.0055), (4000, 0.003, 0.022)):
+    for tokens, merged, scattered in (
+        (256, 0.0003, 0.0014),
+        (1000, 0.0008, 0.0055),
+        (4000, 0.003, 0.022),
+    ):
         rows += [StallRow(1, 1, tokens, merged)] * 3 + [StallRow(1, 1, tokens, scattered)] * 13
     found, _ = fitted_stalls(rows, 0.0045)
-    assert found["pull_token_s"].value * 4000 == pytest.approx((3 * 0.003 + 13 * 0.022) / 16, rel=0.05)
+    assert found["pull_token_s"].value * 4000 == pytest.approx(
+        (3 * 0.003 + 13 * 0.022) / 16, rel=0.05
+    )
     assert found["pull_token_s"].low < found["pull_token_s"].value < found["pull_token_s"].high
 
 
@@ -128,7 +155,12 @@ def test_the_stalls_of_an_h200_grow_with_the_tokens() -> None:
     """Those of docs/evidence: long ones within a quarter, short ones within a step or so."""
     (run,) = [one for one in json.loads(EVIDENCE.read_text())["runs"] if one["run"] == "default"]
     rows = [
-        StallRow(one["n"], len(one["steps_with_pulls"]), one["n"] * one["tokens"], one["all_gaps_excess_ms"] / 1e3)
+        StallRow(
+            one["n"],
+            len(one["steps_with_pulls"]),
+            one["n"] * one["tokens"],
+            one["all_gaps_excess_ms"] / 1e3,
+        )
         for one in run["trials"]
         if one["kind"] == "pull"
     ]
@@ -153,7 +185,11 @@ def test_noise_around_nothing_is_nothing() -> None:
         chance = random.Random(seed)
         rows = [replace(one, seconds=chance.gauss(0.0, 0.001)) for one in rows_of(0.0, 0.0, 0.0)]
         found, assumed = fitted_stalls(rows, 0.06)
-        stall = sum(found[name].value * one for name, one in zip(TERMS, (1, 3, 16_000), strict=True) if name in found)
+        stall = sum(
+            found[name].value * one
+            for name, one in zip(TERMS, (1, 3, 16_000), strict=True)
+            if name in found
+        )
         assert stall < 0.002
         assert len(found) + len(assumed) == len(TERMS)
 
@@ -164,7 +200,10 @@ def test_what_could_not_be_told_is_named() -> None:
         [f"{name} is 0: not measured, the streams ended before the pulls" for name in TERMS],
     )
     few = "not measured, only 3 trials of pulls beside streams could be timed"
-    assert fitted_stalls([StallRow(1, 1, 256, 0.01)] * 3, STEP) == ({}, [f"{name} is 0: {few}" for name in TERMS])
+    assert fitted_stalls([StallRow(1, 1, 256, 0.01)] * 3, STEP) == (
+        {},
+        [f"{name} is 0: {few}" for name in TERMS],
+    )
     found, assumed = fitted_stalls([StallRow(1, 1, 256, 0.01)] * 4, STEP)
     assert list(found) == ["pull_s"]
     assert assumed == [
@@ -172,7 +211,9 @@ def test_what_could_not_be_told_is_named() -> None:
         "pull_token_s is 0: not measured, all pulls had the same size",
     ]
     found, assumed = fitted_stalls(rows_of(0.0, 0.0, 5e-6), STEP)
-    assert assumed == [f"{name} is 0: the stalls show no effect of it" for name in ("pull_s", "further_pull_s")]
+    assert assumed == [
+        f"{name} is 0: the stalls show no effect of it" for name in ("pull_s", "further_pull_s")
+    ]
 
 
 # -- when prompts were prefilled
@@ -180,7 +221,9 @@ def test_what_could_not_be_told_is_named() -> None:
 
 def ended(prefill_s: float | None, why_alone: str | None = None) -> RequestEnded:
     leg = LegTimes(prefill="p", decode="d", prefill_s=prefill_s, why_alone=why_alone)
-    return RequestEnded("r", "/v1/completions", "m", "ok", 200, (leg,), 0.0, 0.1, 0.2, 10, 1, Gaps())
+    return RequestEnded(
+        "r", "/v1/completions", "m", "ok", 200, (leg,), 0.0, 0.1, 0.2, 10, 1, Gaps()
+    )
 
 
 def through(*events: RequestEnded, beside: int = 2) -> Seen:
@@ -201,10 +244,13 @@ def through(*events: RequestEnded, beside: int = 2) -> Seen:
     return asyncio.run(carried_out())
 
 
-def test_the_proxy_knows_when_the_first_prompt_was_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_knows_when_the_first_prompt_was_prefilled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stand_in_front, "_ENDS", 0.01)
     assert through(ended(0.3), ended(0.2)).prefilled == pytest.approx(1.2)
-    assert through(ended(0.05), ended(0.3), ended(0.2)).prefilled == pytest.approx(1.2)  # an earlier attempt
+    # an earlier attempt
+    assert through(ended(0.05), ended(0.3), ended(0.2)).prefilled == pytest.approx(1.2)
     assert through(ended(0.3), ended(None)).prefilled is None
     assert through(ended(0.3)).prefilled is None
     with pytest.raises(TrialError, match="served by one engine alone: short"):

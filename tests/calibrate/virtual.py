@@ -1,4 +1,6 @@
-"""Trials on virtual engines, each kind once in a process: such engines always take the same times."""
+"""Trials on virtual engines, each kind once in a process: such engines always take the same
+times.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The proxy and simulated engines under seeded load and faults, in virtual time, checked against invariants."""
+"""The proxy and simulated engines under seeded load and faults, in virtual time, checked against
+invariants.
+"""

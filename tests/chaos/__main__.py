@@ -24,9 +24,14 @@ def parser_of_options() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="python -m tests.chaos",
-        description="Run the proxy and simulated engines in one process in virtual time, under load and faults that a seed"
-        " decides, and check that each request ends once and rightly and that nothing is left behind. A seed repeats exactly."
-        " For one that fails, the shortest schedule that still fails is searched for. The exit code is 0, 1 if a rule was"
+        description="Run the proxy and simulated engines in one process in virtual time, under "
+        "load "
+        "and "
+        "faults that a seed"
+        " decides, and check that each request ends once and rightly and that nothing is left "
+        "behind. A seed repeats exactly."
+        " For one that fails, the shortest schedule that still fails is searched for. The exit "
+        "code is 0, 1 if a rule was"
         " broken, 2 if the options are wrong, or 130 if it was interrupted.",
         usage="python -m tests.chaos [--seed N] [--seconds S] [option ...]",
         epilog=examples(
@@ -36,7 +41,11 @@ def parser_of_options() -> Parser:
         ),
     )
     parser.add_argument(
-        "--seed", metavar="N", type=typed(reading.whole(0, _MAX_SEED)), default=0, help="the seed (default: 0)"
+        "--seed",
+        metavar="N",
+        type=typed(reading.whole(0, _MAX_SEED)),
+        default=0,
+        help="the seed (default: 0)",
     )
     parser.add_argument(
         "--seeds",
@@ -65,13 +74,15 @@ def parser_of_options() -> Parser:
         metavar="NAME",
         choices=registry.names(),
         default="nixl",
-        help="how KV moves: nixl, nixl-push, mooncake, cpu, shared, lmcache-mp or kvstore-keys (default: nixl)",
+        help="how KV moves: nixl, nixl-push, mooncake, cpu, shared, lmcache-mp or kvstore-keys "
+        "(default: nixl)",
     )
     parser.add_argument(
         "--notices",
         choices=("none", "notifier", "early"),
         default="none",
-        help="with nixl: engines have the notifier; early: decode engines are asked at its notice (default: none)",
+        help="with nixl: engines have the notifier; early: decode engines are asked at its notice "
+        "(default: none)",
     )
     parser.add_argument(
         "--pool",
@@ -100,10 +111,16 @@ def parser_of_options() -> Parser:
         help="let only these items of the schedule happen (default: all)",
     )
     parser.add_argument(
-        "--jobs", metavar="N", type=typed(reading.whole(1, 64)), default=1, help="processes at once (default: 1)"
+        "--jobs",
+        metavar="N",
+        type=typed(reading.whole(1, 64)),
+        default=1,
+        help="processes at once (default: 1)",
     )
     parser.add_argument(
-        "--trace", metavar="FILE", help="write what happens, a line each; for one seed (default: no file)"
+        "--trace",
+        metavar="FILE",
+        help="write what happens, a line each; for one seed (default: no file)",
     )
     parser.add_argument(
         "--no-shrink",
@@ -116,7 +133,9 @@ def parser_of_options() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Run the seeds, print what was found, return the exit code."""
     if arguments.seeds > 1 and (arguments.trace is not None or arguments.only is not None):
-        sys.stderr.write(f"{arguments.prog}: --only and --trace are for one seed, not with --seeds\n")
+        sys.stderr.write(
+            f"{arguments.prog}: --only and --trace are for one seed, not with --seeds\n"
+        )
         return USAGE_ERROR
     # Imported here: wrong options should be reported at once.
     from tests.chaos import report

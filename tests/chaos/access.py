@@ -1,4 +1,6 @@
-"""What clients send beside their bodies: keys, priorities, tenants, deadlines; and which refusals these may lead to. Pure."""
+"""What clients send beside their bodies: keys, priorities, tenants, deadlines; and which refusals
+these may lead to. Pure.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ Refusals = frozenset[tuple[int, str]]
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """What one client sends with each request. `key`: the name of a key; `timeout`: of `X-Request-Timeout`, empty: none."""
+    """What one client sends with each request. `key`: the name of a key; `timeout`: of
+    `X-Request-Timeout`, empty: none.
+    """
 
     key: str = "open"
     timeout: str = ""

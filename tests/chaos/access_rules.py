@@ -10,7 +10,9 @@ from tests.chaos.clients import Outcome
 from tests.chaos.finding import Finding, shortened
 
 LATE = 0.5
-"""Seconds that an answer may come after its client's deadline: ticks of the proxy's clock, the way of the answer."""
+"""Seconds that an answer may come after its client's deadline: ticks of the proxy's clock, the way
+of the answer.
+"""
 _AT_ONCE = 0.001
 """Seconds within which the order of two things is not known."""
 _MINUTE = 60.0
@@ -19,7 +21,9 @@ _BEFORE_THE_KEY = frozenset({"bodies", "connections", "draining", "open_files"})
 
 
 def admitted(outcomes: Iterable[Outcome]) -> list[Finding]:
-    """A request whose key or deadline can't be used is refused for it, and no other one; nobody waits past its deadline."""
+    """A request whose key or deadline can't be used is refused for it, and no other one; nobody
+    waits past its deadline.
+    """
     found = []
     for one in outcomes:
         must, seconds = one.sender.must_fail, one.sender.seconds
@@ -33,11 +37,19 @@ def admitted(outcomes: Iterable[Outcome]) -> list[Finding]:
             and one.reason not in _BEFORE_THE_KEY
             and not one.detail.startswith("408")
         ):
-            found.append(Finding("what must be refused is refused", f"{_of(one)} got {one.detail}, not {must[0]}"))
+            found.append(
+                Finding(
+                    "what must be refused is refused", f"{_of(one)} got {one.detail}, not {must[0]}"
+                )
+            )
         if seconds is None or one.ready is None or one.slow or one.how in ("left", "refused"):
             continue
         if (waited := one.ended - one.ready) > seconds + LATE:
-            found.append(Finding("nobody waits past its deadline", f"{_of(one)} waited {waited:.2f} s: {one.how}"))
+            found.append(
+                Finding(
+                    "nobody waits past its deadline", f"{_of(one)} waited {waited:.2f} s: {one.how}"
+                )
+            )
     return shortened(found)
 
 
@@ -46,10 +58,14 @@ def _of(one: Outcome) -> str:
 
 
 def within_limits(reports: Sequence[tuple[float, RequestEnded]]) -> list[Finding]:
-    """The limits of keys hold, and refuse nothing else. `reports`: each with the time at which it was emitted."""
+    """The limits of keys hold, and refuse nothing else. `reports`: each with the time at which it
+    was emitted.
+    """
     found = []
     for name, limits in KEYS.items():
-        own = [(time - report.total_s, time, report) for time, report in reports if report.key == name]
+        own = [
+            (time - report.total_s, time, report) for time, report in reports if report.key == name
+        ]
         own.sort(key=lambda one: one[:2])
         if limits.inflight is not None:
             found += _at_once(name, limits.inflight, own)
@@ -68,14 +84,20 @@ def _at_once(name: str, limit: int, own: list[tuple[float, float, RequestEnded]]
                 text = f"key {name}: request {report.request_id} was refused beside {others}"
                 found.append(Finding("limits of keys refuse nothing else", text))
             continue
-        others = sum(one + _AT_ONCE < begun + 2 * _AT_ONCE < over - _AT_ONCE for one, over in served)
+        others = sum(
+            one + _AT_ONCE < begun + 2 * _AT_ONCE < over - _AT_ONCE for one, over in served
+        )
         if others > limit:
-            text = f"key {name}: request {report.request_id} is one of {others}, {limit} may be served"
+            text = (
+                f"key {name}: request {report.request_id} is one of {others}, {limit} may be served"
+            )
             found.append(Finding("limits of keys hold", text))
     return found
 
 
-def _per_minute(name: str, limit: int, own: list[tuple[float, float, RequestEnded]]) -> list[Finding]:
+def _per_minute(
+    name: str, limit: int, own: list[tuple[float, float, RequestEnded]]
+) -> list[Finding]:
     found = []
     level, since = float(limit), own[0][0] if own else 0.0
     for begun, _, report in own:

@@ -1,4 +1,6 @@
-"""What a client was told: an HTTP answer read from a connection, and the texts, ends and counts in it. No judgement."""
+"""What a client was told: an HTTP answer read from a connection, and the texts, ends and counts in
+it. No judgement.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class MalformedError(Exception):
 
 
 class Told(msgspec.Struct):
-    """The content of an answer. `texts` and `ends` by choice; `usage`: prompt, completion and total tokens."""
+    """The content of an answer. `texts` and `ends` by choice; `usage`: prompt, completion and total
+    tokens.
+    """
 
     texts: dict[int, str] = msgspec.field(default_factory=dict)
     ends: dict[int, str] = msgspec.field(default_factory=dict)
@@ -35,8 +39,11 @@ class Told(msgspec.Struct):
     """An error event, or the error of a body."""
 
 
-async def read_answer(reader: asyncio.StreamReader, into: Answer, pace: float = 0.0, piece: int = 1 << 16) -> None:
-    """Read one answer; what came is in `into` also if this is cancelled or fails. `pace`: seconds between reads of `piece` bytes.
+async def read_answer(
+    reader: asyncio.StreamReader, into: Answer, pace: float = 0.0, piece: int = 1 << 16
+) -> None:
+    """Read one answer; what came is in `into` also if this is cancelled or fails. `pace`: seconds
+    between reads of `piece` bytes.
 
     Raises:
         OSError, EOFError: the connection ended before the answer's end.
@@ -47,7 +54,10 @@ async def read_answer(reader: asyncio.StreamReader, into: Answer, pace: float = 
         into.status = int(head[0].split(" ")[1])
     except (IndexError, ValueError):
         raise MalformedError(f"a status line {head[0][:80]!r}") from None
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+    headers = {
+        name.strip().lower(): value.strip()
+        for name, _, value in (line.partition(":") for line in head[1:])
+    }
     into.content_type = headers.get("content-type", "")
     into.closes = headers.get("connection") == "close"
     into.retry_after = headers.get("retry-after", "")
@@ -64,7 +74,9 @@ async def read_answer(reader: asyncio.StreamReader, into: Answer, pace: float = 
     into.complete = True
 
 
-async def _read(reader: asyncio.StreamReader, size: int, into: Answer, pace: float, piece: int) -> None:
+async def _read(
+    reader: asyncio.StreamReader, size: int, into: Answer, pace: float, piece: int
+) -> None:
     while size:
         if pace:
             await asyncio.sleep(pace)
@@ -150,4 +162,8 @@ def _add(found: Told, event: dict[str, Any], *, whole: bool) -> None:
         elif index in found.ends and text:
             raise MalformedError(f"text behind the end of choice {index}")
     if (usage := event.get("usage")) is not None:
-        found.usage = (usage["prompt_tokens"], usage.get("completion_tokens") or 0, usage["total_tokens"])
+        found.usage = (
+            usage["prompt_tokens"],
+            usage.get("completion_tokens") or 0,
+            usage["total_tokens"],
+        )

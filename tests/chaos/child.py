@@ -1,7 +1,7 @@
 """The process of one run: options as JSON on standard input, the result as JSON on standard output.
 
-A run has a process of its own, since the machine's time and chance are replaced for all of it, and since a crash or an endless
-loop must end one run only.
+A run has a process of its own, since the machine's time and chance are replaced for all of it, and
+since a crash or an endless loop must end one run only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from tests.chaos.options import Options
 from tests.chaos.trace import Trace
 
 EPOCH = 1_700_000_000.0
-"""Seconds since 1970 at which a run begins. An engine's start time tells its runs apart, so it must follow virtual time."""
+"""Seconds since 1970 at which a run begins. An engine's start time tells its runs apart, so it must
+follow virtual time.
+"""
 CPU_LIMIT = 120
 """CPU seconds of a run."""
 TRACE = "PDPROXY_CHAOS_TRACE"
@@ -43,7 +45,10 @@ def main() -> None:
     try:
         result = run(options, trace)
     except Exception as error:  # reported as what it is: a defect of the instrument or of the proxy
-        result = Result([Finding("the run ends", f"{type(error).__name__}: {error} {_where(error)}")], trace.digest)
+        result = Result(
+            [Finding("the run ends", f"{type(error).__name__}: {error} {_where(error)}")],
+            trace.digest,
+        )
     result.cpu = time.process_time() - begun
     trace.close()
     sys.stdout.buffer.write(msgspec.json.encode(result))

@@ -23,8 +23,9 @@ _PIECES = 3
 class Outcome(msgspec.Struct, frozen=True):
     """How one request ended for its client.
 
-    `how`: right, error (a well-formed one), wrong, cut (the connection ended within the answer), refused (there was no
-    connection), silent (nothing came in time), or left (it left itself). `sent`: whether the request was sent whole.
+    `how`: right, error (a well-formed one), wrong, cut (the connection ended within the answer),
+    refused (there was no connection), silent (nothing came in time), or left (it left itself).
+    `sent`: whether the request was sent whole.
     """
 
     ident: str
@@ -43,13 +44,19 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> str:
         """The reason of a refusal, empty if there is none."""
-        return self.detail.partition(" ")[2] if self.how == "error" and not self.detail.startswith("event") else ""
+        return (
+            self.detail.partition(" ")[2]
+            if self.how == "error" and not self.detail.startswith("event")
+            else ""
+        )
 
 
 class Visitors:
     """Runs calls. `patience`: seconds after which a client that got no whole answer gives up."""
 
-    def __init__(self, network: VirtualNetwork, address: tuple[str, int], asked: list[Body], patience: float) -> None:
+    def __init__(
+        self, network: VirtualNetwork, address: tuple[str, int], asked: list[Body], patience: float
+    ) -> None:
         self._network = network
         self._address = address
         self._bodies = asked
@@ -59,15 +66,21 @@ class Visitors:
         """What was asked, by request."""
 
     async def visit(self, call: Call, name: str, source: str) -> None:
-        """Do what a call says; `name` begins its requests' ids, `source` is the client's address."""
+        """Do what a call says; `name` begins its requests' ids, `source` is the client's
+        address.
+        """
         loop = asyncio.get_running_loop()
         idents = [f"{name}-{place}" for place in range(len(call.bodies))]
-        self.asked |= {ident: self._bodies[number] for ident, number in zip(idents, call.bodies, strict=True)}
+        self.asked |= {
+            ident: self._bodies[number] for ident, number in zip(idents, call.bodies, strict=True)
+        }
         began = loop.time()
         try:
             async with asyncio.timeout(self._patience):
                 window = _NARROW if call.client == "reads_slowly" else WINDOW
-                transport = await self._network.connect(*self._address, source=source, window=window)
+                transport = await self._network.connect(
+                    *self._address, source=source, window=window
+                )
         except (OSError, TimeoutError) as error:
             self._end(idents[0], call, "refused", type(error).__name__, began, sent=False)
             return
@@ -82,7 +95,8 @@ class Visitors:
                     transport.write(body.request(ident, keep=keep, headers=call.sender.headers))
             for place, ident in enumerate(idents):
                 if not await self._ask(call, place, ident, transport, reader):
-                    if call.client == "pipelines":  # these were sent; the connection ends with the failure before them
+                    # these were sent; the connection ends with the failure before them
+                    if call.client == "pipelines":
                         now = loop.time()
                         for later in idents[place + 1 :]:
                             self._end(later, call, "left", "behind a failure", now, sent=True)
@@ -93,16 +107,27 @@ class Visitors:
             transport.abort()
 
     async def _ask(
-        self, call: Call, place: int, ident: str, transport: VirtualTransport, reader: asyncio.StreamReader
+        self,
+        call: Call,
+        place: int,
+        ident: str,
+        transport: VirtualTransport,
+        reader: asyncio.StreamReader,
     ) -> bool:
-        """Send one request, unless it was, and read its answer. Return whether the connection can be used again."""
+        """Send one request, unless it was, and read its answer. Return whether the connection can
+        be used again.
+        """
         body = self._bodies[call.bodies[place]]
         last = place == len(call.bodies) - 1
         began = asyncio.get_running_loop().time()
-        answer, sent, ready = Answer(), True, None if call.client == "pipelines" and place else began
+        answer, sent, ready = (
+            Answer(),
+            True,
+            None if call.client == "pipelines" and place else began,
+        )
         how, detail = "cut", ""
-        # Nothing counts here what a client has taken, so one that reads while more comes may be found slow, as on a system
-        # without TCP_INFO.
+        # Nothing counts here what a client has taken, so one that reads while more comes may be
+        # found slow, as on a system without TCP_INFO.
         slow = call.client == "reads_slowly" or (call.client == "sends_slowly" and call.amount >= 1)
         try:
             async with asyncio.timeout(self._patience):
@@ -118,13 +143,21 @@ class Visitors:
                 else:
                     pace = call.amount if call.client == "reads_slowly" else 0.0
                     await read_answer(reader, answer, pace, _NARROW if pace else 1 << 16)
-                    how, detail = judge(answer, body, call.sender.refusals | (_TOO_SLOW if slow else frozenset()))
+                    how, detail = judge(
+                        answer, body, call.sender.refusals | (_TOO_SLOW if slow else frozenset())
+                    )
         except TimeoutError:
-            how, detail = "silent", f"{len(answer.body)} bytes of an answer with status {answer.status}"
+            how, detail = (
+                "silent",
+                f"{len(answer.body)} bytes of an answer with status {answer.status}",
+            )
         except MalformedError as error:
             how, detail = "wrong", str(error)
         except (OSError, EOFError) as error:
-            how, detail = "cut", f"{type(error).__name__} after {len(answer.body)} bytes, status {answer.status}"
+            how, detail = (
+                "cut",
+                f"{type(error).__name__} after {len(answer.body)} bytes, status {answer.status}",
+            )
         self._end(ident, call, how, detail, began, sent=sent, slow=slow, ready=ready)
         return how == "right" and not answer.closes
 
@@ -141,7 +174,9 @@ class Visitors:
         ready: float | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time()
-        self.outcomes.append(Outcome(ident, call.number, how, detail, began, now, sent, slow, call.sender, ready))
+        self.outcomes.append(
+            Outcome(ident, call.number, how, detail, began, now, sent, slow, call.sender, ready)
+        )
 
 
 async def _send_slowly(request: bytes, transport: VirtualTransport, pace: float) -> None:
@@ -154,7 +189,9 @@ async def _send_slowly(request: bytes, transport: VirtualTransport, pace: float)
 
 
 async def _leave(reader: asyncio.StreamReader, answer: Answer, after: float) -> tuple[str, str]:
-    """Read until so many bytes of the body have come, or for so many seconds if it is less than one: half a second with 0."""
+    """Read until so many bytes of the body have come, or for so many seconds if it is less than
+    one: half a second with 0.
+    """
     reading = asyncio.ensure_future(read_answer(reader, answer))
     try:
         if after < 1:

@@ -1,4 +1,6 @@
-"""What must be true of streams whose engine fails: another engine goes on with them wherever that is possible."""
+"""What must be true of streams whose engine fails: another engine goes on with them wherever that
+is possible.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ _BY_CHANCE = frozenset({NotContinued.N.value, NotContinued.SEED.value})
 _BY_STOP = frozenset({NotContinued.STOP_PENDING.value})
 """Why nobody goes on with some that have stop strings."""
 _BY_LETTER = frozenset({NotContinued.REASONING_SEEN.value})
-"""Why nobody goes on with some chats of the simulator's engines, which have a parser: at half a letter it withholds the text,
-and no engine says whether that is content."""
+"""Why nobody goes on with some chats of the simulator's engines, which have a parser: at half a
+letter it withholds the text, and no engine says whether that is content.
+"""
 _BY_ENGINES = frozenset(
     {
         NotContinued.NONE_LEFT.value,
@@ -26,9 +29,15 @@ _BY_ENGINES = frozenset(
         NotContinued.DEADLINE.value,
         NotContinued.REFUSED.value,
     }
-    | {NotContinued.RETRY_BUDGET.value, NotContinued.HALF_LETTER.value, NotContinued.ENGINES_LOST.value}
+    | {
+        NotContinued.RETRY_BUDGET.value,
+        NotContinued.HALF_LETTER.value,
+        NotContinued.ENGINES_LOST.value,
+    }
 )
-"""Why nobody goes on with any stream: engines fail once more, also at `/detokenize`, or there is none."""
+"""Why nobody goes on with any stream: engines fail once more, also at `/detokenize`, or there is
+none.
+"""
 
 
 def explained(
@@ -39,7 +48,8 @@ def explained(
 ) -> list[Finding]:
     """Each stream that ended early ended for a reason that its request and the engines can have.
 
-    `decisions`: each with its time; `asked`: what was asked, by request; `answering`: names of the engines that answer clients.
+    `decisions`: each with its time; `asked`: what was asked, by request; `answering`: names of the
+    engines that answer clients.
     """
     found = []
     for at, one in decisions:
@@ -57,15 +67,20 @@ def explained(
         elif one.reason == NotContinued.NO_ENGINE.value:
             sound = [name for name in soundness.sound(at, at) if name in answering]
             if sound:
-                text = f"request {one.request_id}: no engine, and nothing is wrong with {', '.join(sound)}"
+                text = (
+                    f"request {one.request_id}: no engine, and nothing is wrong with "
+                    f"{', '.join(sound)}"
+                )
                 found.append(Finding("a stream goes on while an engine is sound", text))
     return shortened(found)
 
 
 def _may_withhold(body: Body) -> bool:
-    """Return whether an event of an answer may hold half a letter: only letters beyond ASCII have several tokens.
+    """Return whether an event of an answer may hold half a letter: only letters beyond ASCII have
+    several tokens.
 
-    The last letter of an answer that ends with its last token may have lacked some: its text has fewer tokens then.
+    The last letter of an answer that ends with its last token may have lacked some: its text has
+    fewer tokens then.
     """
     if body.path != CHAT or body.right is None:
         return False
@@ -77,11 +92,14 @@ def _may_withhold(body: Body) -> bool:
 
 
 def unbroken(outcomes: Iterable[Outcome], broken: Mapping[str, str]) -> list[Finding]:
-    """Each stream of which one engine failed, and nothing else, is complete and right. `broken`: what failed, by request."""
+    """Each stream of which one engine failed, and nothing else, is complete and right. `broken`:
+    what failed, by request.
+    """
     return shortened(
         [
             Finding(
-                "a stream survives one engine", f"request {one.ident}, {broken.get(one.ident)}: {one.how} {one.detail}"
+                "a stream survives one engine",
+                f"request {one.ident}, {broken.get(one.ident)}: {one.how} {one.detail}",
             )
             for one in outcomes
             if one.how != "right"

@@ -12,8 +12,19 @@ from tests.chaos.finding import Finding
 
 HELD = frozenset(
     (
-        *("pdproxy_inflight", "pdproxy_queue", "pdproxy_tokens_in_flight", "pdproxy_node_inflight", "pdproxy_retries"),
-        *("pdproxy_held_bytes", "pdproxy_connections", "pdproxy_kv_handles", "pdproxy_kv_ready_waits"),
+        *(
+            "pdproxy_inflight",
+            "pdproxy_queue",
+            "pdproxy_tokens_in_flight",
+            "pdproxy_node_inflight",
+            "pdproxy_retries",
+        ),
+        *(
+            "pdproxy_held_bytes",
+            "pdproxy_connections",
+            "pdproxy_kv_handles",
+            "pdproxy_kv_ready_waits",
+        ),
     )
 )
 """Gauges of what requests hold: without requests each of their series is 0."""
@@ -31,7 +42,9 @@ def held(proxy: Proxy) -> list[Finding]:
 
 
 def out_of_use(engines: Iterable[LedgerEngine], now: float) -> list[Finding]:
-    """After the calm, each engine is in use again, but for those that were found slower or worse than their peers."""
+    """After the calm, each engine is in use again, but for those that were found slower or worse
+    than their peers.
+    """
     return [
         Finding("each engine is in use again", f"{engine.url} is {engine.state(now)}")
         for engine in engines

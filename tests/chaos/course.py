@@ -1,4 +1,5 @@
-"""The course of one run: load with faults, the end of the faults, calm, quiet, the end. In a virtual loop.
+"""The course of one run: load with faults, the end of the faults, calm, quiet, the end. In a
+virtual loop.
 
 Owns the phases and their times. `tests.chaos.child` runs it in a process of its own.
 """
@@ -31,17 +32,23 @@ from tests.chaos.virtual.network import VirtualNetwork
 from tests.chaos.world import CLIENTS, LIMITS, World
 
 _RECOVERY = 30.0
-"""Seconds between the end of the faults and the calm: probes, cooldowns of breakers, leases of what died, canaries."""
+"""Seconds between the end of the faults and the calm: probes, cooldowns of breakers, leases of what
+died, canaries.
+"""
 _BURSTS, _BURST, _BETWEEN = 10, 8, 3.0
 """The calm: so many times so many requests at once, with so many seconds between."""
 _LARGE, _EVERY = 30, 4
 """One burst of so many has so many requests: more than there are places (`LIMITS`)."""
 _LAST_BURSTS = 3
-"""Bursts at the very end: an engine that failed shows with requests that it works, and gets them only if there are any."""
+"""Bursts at the very end: an engine that failed shows with requests that it works, and gets them
+only if there are any.
+"""
 _LEAVE_AFTER = (0.0, 300.0)
 """Two of each burst leave before any data, and after so many bytes."""
 _LEAVE_SOON = 0.004
-"""One more leaves after that many seconds, or a multiple: while it waits for a place, or its prompt is prefilled."""
+"""One more leaves after that many seconds, or a multiple: while it waits for a place, or its prompt
+is prefilled.
+"""
 _POLLS, _POLL = 100, 0.05
 
 
@@ -67,7 +74,9 @@ def run(options: Options, trace: Trace) -> Result:
     try:
         loop.run_until_complete(course.run())
     except (StuckError, SpinningError) as error:
-        course.findings.append(Finding("the loop goes on", f"{error}, in phase {course.phase}: {course.state()}"))
+        course.findings.append(
+            Finding("the loop goes on", f"{error}, in phase {course.phase}: {course.state()}")
+        )
     return course.result(loop.time())
 
 
@@ -84,11 +93,15 @@ class _Course:
 
     def state(self) -> str:
         """Return what waits, in words."""
-        return ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self._network.loop))[:20])
+        return ", ".join(
+            sorted(task.get_name() for task in asyncio.all_tasks(self._network.loop))[:20]
+        )
 
     def result(self, now: float) -> Result:
         """Return what came of it so far."""
-        calls = Counter(one.how if one.how != "error" else f"error {one.detail}" for one in self._load)
+        calls = Counter(
+            one.how if one.how != "error" else f"error {one.detail}" for one in self._load
+        )
         return Result(
             self.findings,
             self._trace.digest,
@@ -148,7 +161,9 @@ class _Course:
         """Compare tasks and timers with those before; a probe may be under way."""
         found: list[Finding] = []
         for _ in range(_POLLS):
-            found = invariants.lasting(names, self._names(own), timers, world.proxy.front.clock.timers)
+            found = invariants.lasting(
+                names, self._names(own), timers, world.proxy.front.clock.timers
+            )
             if not found:
                 break
             await asyncio.sleep(_POLL)
@@ -161,19 +176,25 @@ class _Course:
     async def _under_faults(self, world: World, visitors: Visitors) -> None:
         self._phase("load")
         items = schedule(self._options)
-        self._faults = Counter(one.spec.partition(":")[0] or one.what for one in items if isinstance(one, Fault))
+        self._faults = Counter(
+            one.spec.partition(":")[0] or one.what for one in items if isinstance(one, Fault)
+        )
         troubles = Troubles(world)
         begun = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
             for item in items:
-                group.create_task(self._at(begun, item, visitors, troubles), name=f"chaos:item {item.number}")
+                group.create_task(
+                    self._at(begun, item, visitors, troubles), name=f"chaos:item {item.number}"
+                )
         self._load = visitors.outcomes
         for outcome in self._load:
             self._trace.ended(outcome)
         self.findings += invariants.answered(self._load)
         self.findings += access_rules.admitted(self._load)
         bodies = visitors.asked
-        decided = continued_rules.explained(self._trace.decisions, bodies, troubles.soundness, world.answering)
+        decided = continued_rules.explained(
+            self._trace.decisions, bodies, troubles.soundness, world.answering
+        )
         self.findings += decided
         await world.heal()
 
@@ -181,7 +202,9 @@ class _Course:
         await asyncio.sleep(begun + item.at - asyncio.get_running_loop().time())
         self._trace.mark(f"item {item.number}")
         if isinstance(item, Call):
-            await visitors.visit(item, f"call-{item.number}", f"{CLIENTS[:-1]}{item.number % 8 + 1}")
+            await visitors.visit(
+                item, f"call-{item.number}", f"{CLIENTS[:-1]}{item.number % 8 + 1}"
+            )
         else:
             await troubles.happen(item)
 
@@ -191,7 +214,9 @@ class _Course:
         self._phase("calm")
         for engine in world.engines:
             engine.sim.requests.clear()
-        expired = sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
+        expired = sum(
+            stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats
+        )
         events = len(self._trace.events)
         number = 0
         for burst in range(_BURSTS):
@@ -201,15 +226,26 @@ class _Course:
                 for place in range(size):
                     number += 1
                     call = Call(-1, 0.0, "plain", (number % BODIES,), 0.0)
-                    if (leaver := size - 1 - place) < len(leave_after):  # the last ones: they wait for a place
+                    # the last ones: they wait for a place
+                    if (leaver := size - 1 - place) < len(leave_after):
                         kind: Client = "leaves" if number % 2 else "resets"
                         call = Call(-1, 0.0, kind, (number % BODIES,), leave_after[leaver])
-                    group.create_task(visitors.visit(call, f"calm-{number}", f"{CLIENTS[:-1]}{place % 8 + 1}"))
+                    group.create_task(
+                        visitors.visit(call, f"calm-{number}", f"{CLIENTS[:-1]}{place % 8 + 1}")
+                    )
             await asyncio.sleep(_BETWEEN)
         await asyncio.sleep(LEASE)
-        expired -= sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
-        expired += invariants.left_to_leases(world.proxy.transfer.contract, self._trace.events[events:])
-        served = {engine.name: len(engine.sim.requests) for engine in world.engines if not world.is_blind(engine)}
+        expired -= sum(
+            stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats
+        )
+        expired += invariants.left_to_leases(
+            world.proxy.transfer.contract, self._trace.events[events:]
+        )
+        served = {
+            engine.name: len(engine.sim.requests)
+            for engine in world.engines
+            if not world.is_blind(engine)
+        }
         self.findings += invariants.calm(visitors.outcomes, served, max(0, -expired))
         self.findings += access_rules.within_limits(self._trace.reports)
         self.findings += invariants.reported([*self._load, *visitors.outcomes], self._trace.events)
@@ -220,14 +256,18 @@ class _Course:
         self.findings += await alone.run(self._options.seed, CLIENTS)
 
     async def _last(self, visitors: Visitors) -> None:
-        """Give each engine requests once more: those that failed last are used again only after one that was good."""
+        """Give each engine requests once more: those that failed last are used again only after one
+        that was good.
+        """
         self._phase("last bursts")
         for burst in range(_LAST_BURSTS):
             async with asyncio.TaskGroup() as group:
                 for place in range(LIMITS.max_inflight):
                     number = burst * LIMITS.max_inflight + place
                     call = Call(-1, 0.0, "plain", (number % BODIES,), 0.0)
-                    group.create_task(visitors.visit(call, f"after-{number}", f"{CLIENTS[:-1]}{place % 8 + 1}"))
+                    group.create_task(
+                        visitors.visit(call, f"after-{number}", f"{CLIENTS[:-1]}{place % 8 + 1}")
+                    )
             await asyncio.sleep(_BETWEEN)
         self.findings += invariants.calm(visitors.outcomes, {}, 0)
 
@@ -246,7 +286,11 @@ class _Course:
         self.findings += invariants.met(world)
         self.findings += counts.held(world.proxy)
         asked = {engine.url for engine in world.engines if not world.is_blind(engine)}
-        engines = [ledger_engine for ledger_engine in world.proxy.ledger.engines if ledger_engine.url in asked]
+        engines = [
+            ledger_engine
+            for ledger_engine in world.proxy.ledger.engines
+            if ledger_engine.url in asked
+        ]
         self.findings += counts.out_of_use(engines, world.proxy.front.clock.now())
         for _ in range(_POLLS):  # a probe may be under way
             if not self._network.open:

@@ -1,4 +1,6 @@
-"""The end of a run: an engine is removed for good, then the proxy is asked to stop while requests come and are served."""
+"""The end of a run: an engine is removed for good, then the proxy is asked to stop while requests
+come and are served.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _CALLS, _WITHIN, _TERM = 12, 1.6, 0.8
 """So many requests within so many seconds, and the second at which the proxy is asked to stop."""
 _CLIENTS: tuple[Client, ...] = ("plain", "plain", "plain", "kept", "pipelines", "leaves")
 _GONE = 6.0
-"""Seconds in which an engine is drained, and nothing of it is left: its leases and its last probe."""
+"""Seconds in which an engine is drained, and nothing of it is left: its leases and its last
+probe.
+"""
 _LONGEST = DEADLINES.drain + DEADLINES.abandoned_prefill + 2 * DEADLINES.release + 2.0
 """Seconds in which a proxy that is asked to stop has ended."""
 
@@ -40,7 +44,8 @@ class Ending:
         engine = chance.choice(self._world.engines)
         await self._world.in_proxy(self._take_out(engine.url))
         has_notices = self._world.proxy.transfer.contract.handle_from_notice is not None
-        await asyncio.sleep(_GONE + REMEMBERED * has_notices)  # a notice may come of a leg that is remembered
+        # a notice may come of a leg that is remembered
+        await asyncio.sleep(_GONE + REMEMBERED * has_notices)
         return series_left(self._world.proxy.metrics.page().decode(), engine.url)
 
     async def _take_out(self, url: str) -> None:
@@ -54,13 +59,22 @@ class Ending:
         async with asyncio.TaskGroup() as group:
             for number in range(_CALLS):
                 client = chance.choice(_CLIENTS)
-                bodies = tuple(chance.randrange(BODIES) for _ in range({"kept": 3, "pipelines": 2}.get(client, 1)))
-                call = Call(-1, chance.uniform(0, _WITHIN), client, bodies, float(chance.choice((0, 300))))
-                group.create_task(self._come(begun, call, f"last-{number}"), name=f"chaos:last {number}")
+                bodies = tuple(
+                    chance.randrange(BODIES)
+                    for _ in range({"kept": 3, "pipelines": 2}.get(client, 1))
+                )
+                call = Call(
+                    -1, chance.uniform(0, _WITHIN), client, bodies, float(chance.choice((0, 300)))
+                )
+                group.create_task(
+                    self._come(begun, call, f"last-{number}"), name=f"chaos:last {number}"
+                )
             await asyncio.sleep(_TERM)
             if frozen is not None:
                 await frozen.run(frozen.sim.freeze())
-            self._trace.mark(f"drain, {frozen.name if frozen is not None else 'no engine'} stands still")
+            self._trace.mark(
+                f"drain, {frozen.name if frozen is not None else 'no engine'} stands still"
+            )
             asked = loop.time()
             await self._world.drain()
             took = loop.time() - asked
@@ -85,8 +99,11 @@ def series_left(page: str, url: str) -> list[Finding]:
     )
 
 
-def stopped(outcomes: Iterable[Outcome], asked: float, took: float, *, alone: bool) -> list[Finding]:
-    """A proxy that is asked to stop serves what it has begun with, refuses the rest with `draining`, and ends in time.
+def stopped(
+    outcomes: Iterable[Outcome], asked: float, took: float, *, alone: bool
+) -> list[Finding]:
+    """A proxy that is asked to stop serves what it has begun with, refuses the rest with
+    `draining`, and ends in time.
 
     `asked`: when it was asked; `took`: seconds until all was over; `alone`: nothing else was wrong.
     """
@@ -95,9 +112,14 @@ def stopped(outcomes: Iterable[Outcome], asked: float, took: float, *, alone: bo
         if one.how in ("right", "left"):
             continue
         refused = one.how == "error" and one.reason == "draining" and one.ended >= asked
-        cut = one.how in ("refused", "cut") and one.began > asked  # the port closes, and kept connections with it
+        # the port closes, and kept connections with it
+        cut = one.how in ("refused", "cut") and one.began > asked
         late = not alone and one.how == "error" and one.ended >= asked
-        if not (refused and (one.ready is None or one.ready >= asked - 0.001)) and not cut and not late:
+        if (
+            not (refused and (one.ready is None or one.ready >= asked - 0.001))
+            and not cut
+            and not late
+        ):
             text = f"request {one.ident}, sent {one.began - asked:+.3f} s: {one.how} {one.detail}"
             found.append(Finding("a proxy that stops ends what it has begun", text))
     return shortened(found)

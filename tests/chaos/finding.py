@@ -27,4 +27,11 @@ def shortened(found: Sequence[Finding]) -> list[Finding]:
         shown[one.rule] += 1
         if shown[one.rule] <= _MANY:
             kept.append(one)
-    return [*kept, *(Finding(rule, f"... {count - _MANY} more") for rule, count in counts.items() if count > _MANY)]
+    return [
+        *kept,
+        *(
+            Finding(rule, f"... {count - _MANY} more")
+            for rule, count in counts.items()
+            if count > _MANY
+        ),
+    ]

@@ -1,6 +1,7 @@
 """What must be true of a run: while it lasts, in the calm after the faults, and once all is quiet.
 
-Each check is a function that returns findings. A finding names the rule that was broken, and what was seen.
+Each check is a function that returns findings. A finding names the rule that was broken, and what
+was seen.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from tests.chaos.finding import Finding, shortened
 from tests.chaos.world import DEADLINES, LIMITS, ChaosEngine, World
 
 SLACK = 2.0
-"""Seconds beyond the deadlines: links that are slow, ticks of the clock, the abort of what is late."""
+"""Seconds beyond the deadlines: links that are slow, ticks of the clock, the abort of what is
+late.
+"""
 PATIENCE = DEADLINES.queue + DEADLINES.total + SLACK + DEADLINES.client_body
 """Seconds in which a client has its whole answer or an error, whatever happens."""
 _ATTEMPT = DEADLINES.connect + DEADLINES.prefill + DEADLINES.kv_ready + DEADLINES.first_token
@@ -32,9 +35,13 @@ STREAM = (
     + LIMITS.continuations * DEADLINES.continuation
     + 4 * SLACK
 )
-"""Seconds in which a stream that its client reads is over: its deadlines, and the time of its tokens."""
+"""Seconds in which a stream that its client reads is over: its deadlines, and the time of its
+tokens.
+"""
 _REFUSED = ("408", "401")
-"""Statuses of requests that were refused before they were whole, of which there is another event."""
+"""Statuses of requests that were refused before they were whole, of which there is another
+event.
+"""
 
 
 def answered(outcomes: Iterable[Outcome]) -> list[Finding]:
@@ -54,25 +61,34 @@ def answered(outcomes: Iterable[Outcome]) -> list[Finding]:
 
 
 def calm(outcomes: Iterable[Outcome], served: Mapping[str, int], expired: int) -> list[Finding]:
-    """Without faults each request is right unless its client leaves, each engine serves, and no KV is left to its lease.
+    """Without faults each request is right unless its client leaves, each engine serves, and no KV
+    is left to its lease.
 
     `served`: generating requests by engine; `expired`: leases that ended by their time.
     """
     found = [
-        Finding("without faults each request is right", f"request {one.ident}: {one.how} {one.detail}")
+        Finding(
+            "without faults each request is right", f"request {one.ident}: {one.how} {one.detail}"
+        )
         for one in outcomes
         if one.how not in ("right", "left")
     ]
     if expired:
-        found.append(Finding("without faults KV is released", f"{expired} handles were left to their leases"))
+        found.append(
+            Finding("without faults KV is released", f"{expired} handles were left to their leases")
+        )
     found += [
-        Finding("each engine serves again", f"{name} got no request") for name, count in served.items() if not count
+        Finding("each engine serves again", f"{name} got no request")
+        for name, count in served.items()
+        if not count
     ]
     return shortened(found)
 
 
 def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Finding]:
-    """Each request that was sent whole is reported once, and as its client saw it; none is reported twice."""
+    """Each request that was sent whole is reported once, and as its client saw it; none is reported
+    twice.
+    """
     reports: dict[str, list[RequestEnded]] = {}
     for event in events:
         if isinstance(event, RequestEnded):
@@ -81,22 +97,41 @@ def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Findi
     for one in outcomes:
         own = reports.pop(one.ident, [])
         if len(own) > 1:
-            found.append(Finding("a request ends once", f"request {one.ident} has {len(own)} reports"))
-        elif not own and (one.how == "right" or (one.how == "error" and one.detail not in _REFUSED)):
-            found.append(Finding("each request is reported", f"request {one.ident} ({one.how}) has no report"))
+            found.append(
+                Finding("a request ends once", f"request {one.ident} has {len(own)} reports")
+            )
+        elif not own and (
+            one.how == "right" or (one.how == "error" and one.detail not in _REFUSED)
+        ):
+            found.append(
+                Finding(
+                    "each request is reported", f"request {one.ident} ({one.how}) has no report"
+                )
+            )
         elif own and one.how == "right" and own[0].outcome != "ok":
             found.append(
-                Finding("reports are true", f"request {one.ident} was right, its report says {own[0].outcome}")
+                Finding(
+                    "reports are true",
+                    f"request {one.ident} was right, its report says {own[0].outcome}",
+                )
             )
         elif own and one.how == "error" and own[0].outcome == "ok":
-            found.append(Finding("reports are true", f"request {one.ident} was an error, its report says ok"))
+            found.append(
+                Finding("reports are true", f"request {one.ident} was an error, its report says ok")
+            )
         found += [
-            Finding("no request outlives deadlines.total", f"request {one.ident} took {report.total_s:.2f} s")
+            Finding(
+                "no request outlives deadlines.total",
+                f"request {one.ident} took {report.total_s:.2f} s",
+            )
             for report in own
             if report.total_s > DEADLINES.total + SLACK
         ]
         found += [
-            Finding("each wait of a stream has its deadline", f"request {one.ident} took {report.total_s:.2f} s")
+            Finding(
+                "each wait of a stream has its deadline",
+                f"request {one.ident} took {report.total_s:.2f} s",
+            )
             for report in own
             if report.stream and not one.slow and report.total_s > STREAM
         ]
@@ -105,7 +140,9 @@ def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Findi
 
 
 def left_to_leases(contract: Contract, events: Iterable[Event]) -> int:
-    """Return how many handles only a lease could free: no decode engine was asked with them, and the contract has no release."""
+    """Return how many handles only a lease could free: no decode engine was asked with them, and
+    the contract has no release.
+    """
     holder = contract.holder
     if not isinstance(holder, PushedToDecode) or holder.release_body is not None:
         return 0
@@ -119,7 +156,10 @@ def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
     for family in world.proxy.metrics.collect():
         for sample in family.samples:
             sums[sample.name] += int(sample.value)
-    pairs = (("pdproxy_requests_total", "RequestEnded"), ("pdproxy_kv_handles_ended_total", "HandleEnded"))
+    pairs = (
+        ("pdproxy_requests_total", "RequestEnded"),
+        ("pdproxy_kv_handles_ended_total", "HandleEnded"),
+    )
     return [
         Finding("books balance", f"{name} is {sums[name]}, events {kind}: {counts[kind]}")
         for name, kind in pairs
@@ -127,7 +167,9 @@ def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
     ]
 
 
-def lasting(before: Iterable[str], now: Iterable[str], timers_before: int, timers: int) -> list[Finding]:
+def lasting(
+    before: Iterable[str], now: Iterable[str], timers_before: int, timers: int
+) -> list[Finding]:
     """There are no more tasks and timers than before the load, by their names."""
     more = Counter(now) - Counter(before)
     found = [Finding("tasks end", f"{count} more of {name}") for name, count in more.items()]
@@ -137,10 +179,11 @@ def lasting(before: Iterable[str], now: Iterable[str], timers_before: int, timer
 
 
 def garbage() -> list[Finding]:
-    """No request leaves objects of the proxy to the garbage collector: what is in reference cycles would pause the loop later.
+    """No request leaves objects of the proxy to the garbage collector: what is in reference cycles
+    would pause the loop later.
 
-    Collects what came since `gc.freeze`. An engine that was removed is a cycle with its parts, and so are its client and its
-    probe, but these are few.
+    Collects what came since `gc.freeze`. An engine that was removed is a cycle with its parts, and
+    so are its client and its probe, but these are few.
     """
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
@@ -150,11 +193,17 @@ def garbage() -> list[Finding]:
         if id(one := removed.pop()) in known:
             known.discard(id(one))
             removed += [part for part in gc.get_referents(one) if id(part) in known]
-    kinds = Counter(type(one).__qualname__ for one in gc.garbage if id(one) in known and _is_ours(type(one).__module__))
+    kinds = Counter(
+        type(one).__qualname__
+        for one in gc.garbage
+        if id(one) in known and _is_ours(type(one).__module__)
+    )
     gc.set_debug(0)
     gc.garbage.clear()
     gc.collect()  # frees it
-    return shortened([Finding("no garbage", f"{count} of {kind}") for kind, count in sorted(kinds.items())])
+    return shortened(
+        [Finding("no garbage", f"{count} of {kind}") for kind, count in sorted(kinds.items())]
+    )
 
 
 def _is_ours(module: str) -> bool:
@@ -167,7 +216,8 @@ def quiet(world: World) -> list[Finding]:
     found = [
         Finding(
             "leases end",
-            f"{ledger_engine.url} has {ledger_engine.requests} requests and {ledger_engine.prompt_bytes} bytes",
+            f"{ledger_engine.url} has {ledger_engine.requests} requests and "
+            f"{ledger_engine.prompt_bytes} bytes",
         )
         for ledger_engine in proxy.ledger.engines
         if ledger_engine.requests or ledger_engine.prompt_bytes
@@ -193,14 +243,17 @@ def quiet(world: World) -> list[Finding]:
         found.append(Finding("connections end", f"{proxy.connections.open} of clients are open"))
     for engine in world.engines:
         sim = engine.sim.engine
-        # Where engines push, nothing but a restart frees what a decode engine has reserved for KV that will not come. The proxy
-        # counts that for as long as it has the engine.
+        # Where engines push, nothing but a restart frees what a decode engine has reserved for KV
+        # that will not come. The proxy counts that for as long as it has the engine.
         stuck, _ = proxy.custodian.stuck.snapshot(proxy.custodian.now()).get(engine.url, (0, 0.0))
         if not sim.awaited and (usage := max(stats.kv_cache_usage for stats in sim.rank_stats)):
-            found.append(Finding("blocks are freed", f"{engine.name} uses {usage:.4f} of its blocks"))
+            found.append(
+                Finding("blocks are freed", f"{engine.name} uses {usage:.4f} of its blocks")
+            )
         if sim.handles or len(sim.awaited) > stuck:
             text = (
-                f"{engine.name} holds {len(sim.handles)} handles, waits for {len(sim.awaited)} pushes, {stuck} are lost"
+                f"{engine.name} holds {len(sim.handles)} handles, waits for {len(sim.awaited)} "
+                f"pushes, {stuck} are lost"
             )
             found.append(Finding("blocks are freed", text))
         if crashes := engine.sim.crashes:
@@ -210,12 +263,18 @@ def quiet(world: World) -> list[Finding]:
 
 def bodies(engines: Iterable[ChaosEngine]) -> list[Finding]:
     """Every body that an engine gets is JSON, and names KV only where there is some."""
-    found = [Finding("each body is JSON", f"{one.name}: {defect}") for one in engines for defect in one.sim.defective]
+    found = [
+        Finding("each body is JSON", f"{one.name}: {defect}")
+        for one in engines
+        for defect in one.sim.defective
+    ]
     return shortened(found)
 
 
 def met(world: World) -> list[Finding]:
-    """Of engines that count as having met, in their present runs, the decode engine has contacted the prefill engine."""
+    """Of engines that count as having met, in their present runs, the decode engine has contacted
+    the prefill engine.
+    """
     by_run = {engine.in_ledger.run_number: engine.url for engine in world.proxy.engines.values()}
     names = {engine.url: engine for engine in world.engines}
     found = []
@@ -230,7 +289,9 @@ def met(world: World) -> list[Finding]:
 
 
 def logged(errors: Iterable[str]) -> list[Finding]:
-    """The proxy logs no error, and no exception goes nowhere: both are defects of the proxy, whatever happens outside."""
+    """The proxy logs no error, and no exception goes nowhere: both are defects of the proxy,
+    whatever happens outside.
+    """
     return shortened([Finding("no error is logged", text) for text in errors])
 
 

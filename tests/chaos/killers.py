@@ -1,4 +1,6 @@
-"""Requests that make each engine disappear that begins them: how many engines each takes, and who is served behind it."""
+"""Requests that make each engine disappear that begins them: how many engines each takes, and who
+is served behind it.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ _BACK = 20.0
 
 
 def killers(model: str) -> list[Body]:
-    """Return the requests, without their right answers. Each has the mark also where another engine goes on with it."""
+    """Return the requests, without their right answers. Each has the mark also where another engine
+    goes on with it.
+    """
     fields = {"model": model, "temperature": 0, "max_tokens": 24, "user": _MARK}
-    prompt, messages = f"This {_MARK}. " * 9, [{"role": "user", "content": f"This one {_MARK}, too. " * 9}]
+    prompt, messages = (
+        f"This {_MARK}. " * 9,
+        [{"role": "user", "content": f"This one {_MARK}, too. " * 9}],
+    )
     return [
         Body(COMPLETIONS, {**fields, "prompt": prompt}),
         Body(CHAT, {**fields, "messages": messages, "stream": True}),
@@ -34,7 +41,9 @@ def killers(model: str) -> list[Body]:
 
 
 class Killers:
-    """Has them come. `visitors`: whose first bodies are those of `killers`; the others harm nobody."""
+    """Has them come. `visitors`: whose first bodies are those of `killers`; the others harm
+    nobody.
+    """
 
     def __init__(self, world: World, visitors: Visitors, trace: Trace) -> None:
         self._world = world
@@ -53,11 +62,17 @@ class Killers:
             async with asyncio.TaskGroup() as group:
                 for place in range(beside + 1):
                     group.create_task(
-                        self._visit(number if not place else 1 + place, f"killer-{number}-{place}", source)
+                        self._visit(
+                            number if not place else 1 + place, f"killer-{number}-{place}", source
+                        )
                     )
             taken = [engine.name for engine in self._world.engines if engine.sim.life == "down"]
             if len(taken) > MOST:
-                found.append(Finding("one request takes two engines at most", f"{', '.join(taken)}, {moment}"))
+                found.append(
+                    Finding(
+                        "one request takes two engines at most", f"{', '.join(taken)}, {moment}"
+                    )
+                )
             await self._world.heal()
             await asyncio.sleep(_BACK)
         found += answered(self._visitors.outcomes)

@@ -25,7 +25,9 @@ class KvBooks:
         def note(custody: Custody, how: Any) -> None:
             self.ended += 1
             if self._live.pop(id(custody), None) is None:
-                self._wrong.append(f"{custody.handle.remote_request_id} ended ({how.label}), and was not held")
+                self._wrong.append(
+                    f"{custody.handle.remote_request_id} ended ({how.label}), and was not held"
+                )
             ended(custody, how)
 
         setattr(custodian, "ended", note)  # noqa: B010 - a method of one object

@@ -1,4 +1,6 @@
-"""A virtual world under a load of equal streams, for tests: its sizes are passed, and its clients judge what they get."""
+"""A virtual world under a load of equal streams, for tests: its sizes are passed, and its clients
+judge what they get.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,13 @@ class Loaded:
 
 def stream(prompt: str, tokens: int) -> Body:
     """A stream of so many tokens."""
-    fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": tokens, "prompt": prompt, "stream": True}
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "temperature": 0,
+        "max_tokens": tokens,
+        "prompt": prompt,
+        "stream": True,
+    }
     return Body(COMPLETIONS, fields)
 
 
@@ -70,7 +78,9 @@ async def loaded(
     deadlines: dict[str, float],
     **facts: Any,
 ) -> AsyncIterator[Loaded]:
-    """A world with engines of that hardware, from its beginning to its end. `facts`: of its engines."""
+    """A world with engines of that hardware, from its beginning to its end. `facts`: of its
+    engines.
+    """
     monkeypatch.setattr(setup, "HARDWARE", hardware)
     monkeypatch.setattr(setup, "Facts", partial(SimFacts, **facts))
 
@@ -78,7 +88,11 @@ async def loaded(
         """Start the proxy with its defaults, but for what is given."""
         given = msgspec.structs.replace(Deadlines(), **deadlines)
         own = Settings(
-            listen=settings.listen, pools=settings.pools, probes=settings.probes, deadlines=given, limits=limits
+            listen=settings.listen,
+            pools=settings.pools,
+            probes=settings.probes,
+            deadlines=given,
+            limits=limits,
         )
         return begin_proxy(own, *others)
 

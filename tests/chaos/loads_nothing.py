@@ -1,4 +1,6 @@
-"""One decode engine that can load no KV, with nothing else wrong: it fails fast, is named, and gets almost nothing more."""
+"""One decode engine that can load no KV, with nothing else wrong: it fails fast, is named, and gets
+almost nothing more.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ _BACK = 8.0
 _TRIED = 30.0
 """Seconds until one whose KV moves again may be tried."""
 _MOST = LIMITS.breaker_failures + _AT_ONCE + 4
-"""Legs that may fail there: those that show it, those that were sent before that, and prompts that try again."""
+"""Legs that may fail there: those that show it, those that were sent before that, and prompts that
+try again.
+"""
 
 
 class LoadsNothing:
-    """Runs it. With other connectors, an engine that can't load KV computes it, or its prefill engine fails."""
+    """Runs it. With other connectors, an engine that can't load KV computes it, or its prefill
+    engine fails.
+    """
 
     def __init__(self, world: World, visitors: Visitors, trace: Trace) -> None:
         self._world = world
@@ -48,7 +54,9 @@ class LoadsNothing:
                 for place in range(_AT_ONCE):
                     number = burst * _AT_ONCE + place
                     call = Call(-1, 0.0, "plain", (number % BODIES,), 0.0)
-                    group.create_task(self._visitors.visit(call, f"kv-{number}", f"{source[:-1]}{place % 8 + 1}"))
+                    group.create_task(
+                        self._visitors.visit(call, f"kv-{number}", f"{source[:-1]}{place % 8 + 1}")
+                    )
         named = any(bad.url in key for key in self._world.proxy.ledger.transfers.faults)
         events = self._trace.events[before:]
         failed = sum(isinstance(event, LegFailed) and event.node == bad.url for event in events)
@@ -61,7 +69,11 @@ def loads_nothing(name: str, failed: int, *, named: bool) -> list[Finding]:
     """An engine that can load no KV is named, and left out. `failed`: legs that failed there."""
     found = []
     if failed >= LIMITS.breaker_failures + 1 and not named:
-        found.append(Finding("KV that does not move is named", f"{failed} legs have failed at {name}"))
+        found.append(
+            Finding("KV that does not move is named", f"{failed} legs have failed at {name}")
+        )
     if failed > _MOST:
-        found.append(Finding("KV that does not move is left out", f"{failed} legs have failed at {name}"))
+        found.append(
+            Finding("KV that does not move is left out", f"{failed} legs have failed at {name}")
+        )
     return found

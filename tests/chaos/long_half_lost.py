@@ -1,4 +1,6 @@
-"""Half of a thousand streams lose their engine at once, and each goes on (as `test_half_lost`, of fewer)."""
+"""Half of a thousand streams lose their engine at once, and each goes on (as `test_half_lost`, of
+fewer).
+"""
 
 # Takes a minute, so `.ci/full` runs it only.
 

@@ -1,4 +1,6 @@
-"""One stream and one engine that fails, several times: with nothing else wrong, each stream must be complete and right."""
+"""One stream and one engine that fails, several times: with nothing else wrong, each stream must be
+complete and right.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class OneByOne:
                 engine.sim.requests.clear()
             name = f"one-{number}"
             call = Call(-1, 0.0, "plain", (number,), 0.0)
-            asking = asyncio.create_task(self._visitors.visit(call, name, source), name=f"chaos:{name}")
+            asking = asyncio.create_task(
+                self._visitors.visit(call, name, source), name=f"chaos:{name}"
+            )
             await asyncio.sleep(after)
             victim = self._victim(chance)
             if victim is not None and not asking.done():
@@ -58,7 +62,9 @@ class OneByOne:
         return unbroken(self._visitors.outcomes, self._broken)
 
     def _victim(self, chance: random.Random) -> ChaosEngine | None:
-        """Return an engine that has a part in the request, if others can do the same; None if there is none."""
+        """Return an engine that has a part in the request, if others can do the same; None if there
+        is none.
+        """
         answering = sum(engine.role != "prefill" for engine in self._world.engines)
         able = [
             engine

@@ -20,9 +20,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     connector: ConnectorName = "nixl"
     """How KV gets from prefill to decode engines."""
     notices: Literal["none", "notifier", "early"] = "none"
-    """Whether engines of connector nixl have the notifier, and whether the decode engine is asked at the notice (`early`)."""
+    """Whether engines of connector nixl have the notifier, and whether the decode engine is asked
+    at the notice (`early`).
+    """
     pool: Literal["roles", "any"] = "roles"
-    """Whether engines have a role each, or all of them (`prefill` and `decode` together) any role."""
+    """Whether engines have a role each, or all of them (`prefill` and `decode` together) any
+    role.
+    """
     rate: float = 8.0
     """Requests per second."""
     faults: float = 1.5
@@ -37,7 +41,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("prefill", "decode", "connector", "notices", "pool", "rate", "faults"):
             value = getattr(self, name)
             if value != getattr(usual, name):
-                words.append(f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}")
+                words.append(
+                    f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+                )
         chosen = only if only is not None else self.only
         if chosen is not None:
             words.append(f"--only {','.join(map(str, sorted(chosen)))}")

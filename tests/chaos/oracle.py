@@ -1,4 +1,6 @@
-"""What is right: the requests of a seed with the answers of an engine alone that nothing happens to, and the judge."""
+"""What is right: the requests of a seed with the answers of an engine alone that nothing happens
+to, and the judge.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Body(msgspec.Struct):
         return bool(self.fields.get("stream"))
 
     def request(self, ident: str, *, keep: bool, headers: Sequence[bytes] = ()) -> bytes:
-        """Return it as HTTP. `keep`: the connection is used again; `headers`: lines beside the usual ones."""
+        """Return it as HTTP. `keep`: the connection is used again; `headers`: lines beside the
+        usual ones.
+        """
         content = msgspec.json.encode(self.fields)
         return b"\r\n".join(
             (
@@ -63,7 +67,9 @@ def bodies(seed: int, model: str) -> list[Body]:
 
 
 def streams(seed: int, model: str, count: int) -> list[Body]:
-    """Return requests for streams that another engine can go on with at any place, without their right answers."""
+    """Return requests for streams that another engine can go on with at any place, without their
+    right answers.
+    """
     chance = random.Random(f"{seed}/streams")
     found = []
     for number in range(count):
@@ -79,7 +85,11 @@ def streams(seed: int, model: str, count: int) -> list[Body]:
 
 def _body(number: int, chance: random.Random, model: str) -> Body:
     text = f"{number} " + " ".join(chance.choices(_WORDS, k=chance.randint(2, 150)))
-    fields: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": chance.choice((1, 2, 5, 12, 24, 40))}
+    fields: dict[str, Any] = {
+        "model": model,
+        "temperature": 0,
+        "max_tokens": chance.choice((1, 2, 5, 12, 24, 40)),
+    }
     if number % 2:
         fields["stream"] = True
         if chance.random() < 0.4:
@@ -118,7 +128,8 @@ async def ask_judge(network: VirtualNetwork, host: str, port: int, asked: list[B
 
 
 def judge(answer: Answer, body: Body, allowed: Refusals = frozenset()) -> tuple[str, str]:
-    """Judge a complete answer: `right`, `error` with its status and its reason, or `wrong` with what is wrong.
+    """Judge a complete answer: `right`, `error` with its status and its reason, or `wrong` with
+    what is wrong.
 
     `allowed`: refusals that this client caused itself.
     """
@@ -133,7 +144,9 @@ def judge(answer: Answer, body: Body, allowed: Refusals = frozenset()) -> tuple[
         usual = answer.status in _ALLOWED and reason != _OWN
         if found.error is None or not (usual or (answer.status, reason) in allowed):
             return "wrong", f"status {answer.status}: {bytes(answer.body[:200])!r}"
-        if reason and not (answer.retry_after.isdecimal() and 1 <= int(answer.retry_after) <= _LONGEST):
+        if reason and not (
+            answer.retry_after.isdecimal() and 1 <= int(answer.retry_after) <= _LONGEST
+        ):
             return "wrong", f"status {answer.status} {reason}: Retry-After {answer.retry_after!r}"
         return "error", f"{answer.status} {reason}".rstrip()
     if found.error is not None:
@@ -141,7 +154,13 @@ def judge(answer: Answer, body: Body, allowed: Refusals = frozenset()) -> tuple[
             return "wrong", "an error with status 200"
         for index, text in found.texts.items():
             if not right.texts.get(index, "").startswith(text):
-                return "wrong", f"before an error event, choice {index}: {_differ(text, right.texts.get(index, ''))}"
+                return (
+                    "wrong",
+                    (
+                        f"before an error event, choice {index}: "
+                        f"{_differ(text, right.texts.get(index, ''))}"
+                    ),
+                )
         return "error", f"event {found.error.get('code')}"
     for index, text in right.texts.items():
         if found.texts.get(index) != text:
@@ -156,8 +175,12 @@ def judge(answer: Answer, body: Body, allowed: Refusals = frozenset()) -> tuple[
 
 
 def _differ(text: str, right: str) -> str:
-    at = next((place for place, (one, two) in enumerate(zip(text, right, strict=False)) if one != two), None)
+    at = next(
+        (place for place, (one, two) in enumerate(zip(text, right, strict=False)) if one != two),
+        None,
+    )
     at = min(len(text), len(right)) if at is None else at
     return (
-        f"from character {at} on {text[at : at + 40]!r} instead of {right[at : at + 40]!r}, {len(text)} of {len(right)}"
+        f"from character {at} on {text[at : at + 40]!r} instead of {right[at : at + 40]!r}, "
+        f"{len(text)} of {len(right)}"
     )

@@ -16,7 +16,8 @@ def line(options: Options, result: Result) -> str:
     count = len(result.findings)
     verdict = "no findings" if not count else f"{count} finding{'s' if count > 1 else ''}"
     return (
-        f"seed {options.seed}: {verdict}; {ends}; {sum(result.faults.values())} faults; {result.virtual:.0f} virtual s in"
+        f"seed {options.seed}: {verdict}; {ends}; {sum(result.faults.values())} faults; "
+        f"{result.virtual:.0f} virtual s in"
         f" {result.cpu:.1f} CPU s; digest {result.digest}"
     )
 
@@ -29,7 +30,12 @@ def findings(found: Iterable[Finding]) -> list[str]:
 def shrunk(options: Options, found: Shortest) -> list[str]:
     """Return the lines about the shortest schedule."""
     only = frozenset(item.number for item in found.items)
-    lines = [f"  the shortest schedule that fails, after {found.runs} runs, has {len(found.items)} items:"]
+    lines = [
+        (
+            f"  the shortest schedule that fails, after {found.runs} runs, has {len(found.items)} "
+            f"items:"
+        )
+    ]
     lines += [f"    {item.number}: {item.words()}" for item in found.items]
     lines += ["  it fails with:", *(f"  {one}" for one in findings(found.findings))]
     return [*lines, f"  repeat it: {options.command(only)}"]

@@ -36,8 +36,12 @@ class Shortest(msgspec.Struct, frozen=True):
 
 
 def run_one(options: Options, trace: str | None = None) -> Result:
-    """Run one seed in a child process. `trace`: a file for its trace. A process that dies is a finding."""
-    environment = {**os.environ, "PYTHONHASHSEED": "0"} | ({TRACE: os.path.abspath(trace)} if trace else {})
+    """Run one seed in a child process. `trace`: a file for its trace. A process that dies is a
+    finding.
+    """
+    environment = {**os.environ, "PYTHONHASHSEED": "0"} | (
+        {TRACE: os.path.abspath(trace)} if trace else {}
+    )
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.chaos.child"],
@@ -69,7 +73,9 @@ def run_each(runs: Sequence[Options], jobs: int) -> Iterator[tuple[Options, Resu
 
 
 def shortest(options: Options, first: Result, say: Callable[[str], None]) -> Shortest | None:
-    """Return the shortest schedule that breaks a rule that `first` broke; None if all of it, run again, breaks none of them."""
+    """Return the shortest schedule that breaks a rule that `first` broke; None if all of it, run
+    again, breaks none of them.
+    """
     rules = {finding.rule for finding in first.findings}
     runs = 0
 

@@ -1,6 +1,7 @@
 """What happens in a run: calls of clients and faults, as one list of items.
 
-Each item draws from a source of its own, made of the seed and its number: leaving one out changes no other. Pure.
+Each item draws from a source of its own, made of the seed and its number: leaving one out changes
+no other. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tests.chaos.setup import places
 
 Client = Literal["plain", "kept", "leaves", "resets", "reads_slowly", "sends_slowly", "pipelines"]
 _CLIENTS: dict[Client, int] = {
-    "plain": 60, "kept": 10, "leaves": 8, "resets": 6, "reads_slowly": 6, "sends_slowly": 4, "pipelines": 6,
+    "plain": 60, "kept": 10, "leaves": 8, "resets": 6, "reads_slowly": 6, "sends_slowly": 4,
+    "pipelines": 6,
 }  # fmt: skip
 """How often clients are of each kind."""
 Trouble = Literal[
@@ -36,22 +38,74 @@ Trouble = Literal[
     "slow_connect",
 ]
 _TROUBLES: dict[Trouble, int] = {
-    "arm": 60, "restart": 6, "kill": 6, "terminate": 5, "freeze": 6, "core_freeze": 6, "dead_core": 4, "cut": 4, "half_cut": 3,
+    "arm": 60, "restart": 6, "kill": 6, "terminate": 5, "freeze": 6, "core_freeze": 6,
+    "dead_core": 4, "cut": 4, "half_cut": 3,
     "slow_link": 4, "remove": 2, "api_restart": 5, "slow_connect": 4,
 }  # fmt: skip
 ANSWERS = {
     "D": (
-        *("reset@queued", "reset@head", "reset@mid_stream", "eof@mid_stream", "half_chunk@mid_stream", "eof@queued"),
-        *("error_event@before_first_token", "error_event@mid_stream", "abort_finish@mid_stream", "no_done@before_done"),
+        *(
+            "reset@queued",
+            "reset@head",
+            "reset@mid_stream",
+            "eof@mid_stream",
+            "half_chunk@mid_stream",
+            "eof@queued",
+        ),
+        *(
+            "error_event@before_first_token",
+            "error_event@mid_stream",
+            "abort_finish@mid_stream",
+            "no_done@before_done",
+        ),
         *("abort_finish@before_first_token", "text_after_error@mid_stream"),
-        *("status@queued", "empty_body@queued", "empty_stream@queued", "load_failure@handed_over", "slow@queued"),
-        *("split@queued", "join@queued", "stall@mid_stream", "stall@head", "reset@handed_over", "garbage@queued"),
-        *("reset@accept", "stall@accept", "eof@last_chunk", "reset@after", "dead_core@mid_stream", "half_chunk@head"),
+        *(
+            "status@queued",
+            "empty_body@queued",
+            "empty_stream@queued",
+            "load_failure@handed_over",
+            "slow@queued",
+        ),
+        *(
+            "split@queued",
+            "join@queued",
+            "stall@mid_stream",
+            "stall@head",
+            "reset@handed_over",
+            "garbage@queued",
+        ),
+        *(
+            "reset@accept",
+            "stall@accept",
+            "eof@last_chunk",
+            "reset@after",
+            "dead_core@mid_stream",
+            "half_chunk@head",
+        ),
     ),
     "P": (
-        *("reset@queued", "reset@handed_over", "eof@last_chunk", "half_chunk@last_chunk", "status@queued"),
-        *("stall@queued", "stall@handed_over", "slow@queued", "split@queued", "empty_body@queued", "garbage@queued"),
-        *("reset@accept", "stall@accept", "lease_expiry@after", "reset@after", "dead_core@prefilling"),
+        *(
+            "reset@queued",
+            "reset@handed_over",
+            "eof@last_chunk",
+            "half_chunk@last_chunk",
+            "status@queued",
+        ),
+        *(
+            "stall@queued",
+            "stall@handed_over",
+            "slow@queued",
+            "split@queued",
+            "empty_body@queued",
+            "garbage@queued",
+        ),
+        *(
+            "reset@accept",
+            "stall@accept",
+            "lease_expiry@after",
+            "reset@after",
+            "dead_core@prefilling",
+        ),
     ),
 }
 ANSWERS["E"] = tuple(dict.fromkeys((*ANSWERS["P"], *ANSWERS["D"])))
@@ -65,7 +119,9 @@ _DELAYS = (0.002, 0.02, 0.1, 0.6, 3.0)
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """A client comes. `amount`: of bytes after which it leaves, or of seconds between its reads or writes."""
+    """A client comes. `amount`: of bytes after which it leaves, or of seconds between its reads or
+    writes.
+    """
 
     number: int
     at: float
@@ -78,11 +134,16 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
         """Return what it is, in words."""
         more = f" ({self.amount:g})" if self.client not in ("plain", "kept", "pipelines") else ""
         sender = f", {words}" if (words := self.sender.words()) else ""
-        return f"at {self.at:.3f} s a client {self.client}{more}{sender}: request {', '.join(map(str, self.bodies))}"
+        return (
+            f"at {self.at:.3f} s a client {self.client}{more}{sender}: request "
+            f"{', '.join(map(str, self.bodies))}"
+        )
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """Something goes wrong with an engine, for `seconds`. `other`: the far end of a link, an engine or the proxy."""
+    """Something goes wrong with an engine, for `seconds`. `other`: the far end of a link, an engine
+    or the proxy.
+    """
 
     number: int
     at: float
@@ -96,7 +157,9 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
         """Return what it is, in words."""
         what = self.spec or self.what
         to = f" to {self.other}" if self.other else ""
-        return f"at {self.at:.3f} s {self.engine}{to}: {what}" + ("" if self.spec else f" for {self.seconds:.3f} s")
+        return f"at {self.at:.3f} s {self.engine}{to}: {what}" + (
+            "" if self.spec else f" for {self.seconds:.3f} s"
+        )
 
 
 Item = Call | Fault
@@ -149,7 +212,14 @@ def _fault(number: int, options: Options) -> Fault:
         return Fault(number, at, what, engine, seconds, spec=f"{spec}:{','.join(extra)}")
     if what in ("cut", "half_cut", "slow_link"):
         other = chance.choice(
-            ["proxy", *(one for one in engines if one[0] != engine[0] or (one[0] == "E" and one != engine))]
+            [
+                "proxy",
+                *(
+                    one
+                    for one in engines
+                    if one[0] != engine[0] or (one[0] == "E" and one != engine)
+                ),
+            ]
         )
         return Fault(number, at, what, engine, seconds, other)
     return Fault(number, at, what, engine, seconds)

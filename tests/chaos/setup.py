@@ -1,4 +1,6 @@
-"""Which engines a run has, how each is configured for its connector, and what the proxy is told of them. Pure."""
+"""Which engines a run has, how each is configured for its connector, and what the proxy is told of
+them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ PlaceRole = Literal["prefill", "decode", "any", "aggregated"]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """An engine: its name, its role, its host, and for connector `cpu` the host that it pushes to."""
+    """An engine: its name, its role, its host, and for connector `cpu` the host that it pushes
+    to.
+    """
 
     name: str
     role: PlaceRole
@@ -57,12 +61,18 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def places(options: Options) -> list[Place]:
-    """Return the engines of a run: P0, P1, ... and D0, D1, ...; or E0, E1, ..., each for any role."""
+    """Return the engines of a run: P0, P1, ... and D0, D1, ...; or E0, E1, ..., each for any
+    role.
+    """
     if options.pool == "any":
-        return [Place(f"E{n}", "any", f"10.0.0.{10 + n}") for n in range(options.prefill + options.decode)]
+        return [
+            Place(f"E{n}", "any", f"10.0.0.{10 + n}")
+            for n in range(options.prefill + options.decode)
+        ]
     decode = [Place(f"D{n}", "decode", f"10.0.0.{50 + n}") for n in range(options.decode)]
     prefill = [
-        Place(f"P{n}", "prefill", f"10.0.0.{10 + n}", decode[n % len(decode)].host) for n in range(options.prefill)
+        Place(f"P{n}", "prefill", f"10.0.0.{10 + n}", decode[n % len(decode)].host)
+        for n in range(options.prefill)
     ]
     return [*prefill, *decode]
 
@@ -71,20 +81,29 @@ def unsuitable(options: Options) -> str | None:
     """Return why a run with these options is not possible, None if it is."""
     if options.connector not in CONNECTORS:
         known = ", ".join(CONNECTORS)
-        return f"--connector {options.connector} needs ZMQ, which the virtual network has not: expected one of {known}"
+        return (
+            f"--connector {options.connector} needs ZMQ, which the virtual network has not: "
+            f"expected one of {known}"
+        )
     if options.pool == "any" and options.connector not in ANY:
         return (
-            f"--pool any: engines of connector {options.connector} have one role; those of {', '.join(ANY)} can be any"
+            f"--pool any: engines of connector {options.connector} have one role; those of "
+            f"{', '.join(ANY)} can be any"
         )
     if options.notices != "none" and options.connector != "nixl":
         return f"--notices {options.notices}: only engines of connector nixl have the notifier"
     if options.connector == "cpu" and options.prefill < options.decode:
-        return "--connector cpu: each decode engine needs a prefill engine of its own: --prefill is less than --decode"
+        return (
+            "--connector cpu: each decode engine needs a prefill engine of its own: --prefill is "
+            "less than --decode"
+        )
     return None
 
 
 def quiet_for(options: Options) -> float:
-    """Return the seconds until nothing may be held any more: engines close idle connections after 5 s."""
+    """Return the seconds until nothing may be held any more: engines close idle connections after 5
+    s.
+    """
     return _QUESTION if options.connector == "mooncake" else _QUIET
 
 
@@ -120,10 +139,17 @@ def nodes(options: Options) -> dict[str, ConfiguredEngine]:
     for place in places(options):
         sources: tuple[str, ...] = ()
         if options.connector == "cpu" and place.role == "decode":
-            sources = tuple(one.url for one in places(options) if one.role == "prefill" and one.pushes_to == place.host)
+            sources = tuple(
+                one.url
+                for one in places(options)
+                if one.role == "prefill" and one.pushes_to == place.host
+            )
         assert place.role != "aggregated"
         found[place.name] = ConfiguredEngine(
-            url=place.url, role=place.role, sources=sources, facts=EngineFacts(kv_lease_duration=LEASE)
+            url=place.url,
+            role=place.role,
+            sources=sources,
+            facts=EngineFacts(kv_lease_duration=LEASE),
         )
     return found
 
@@ -131,6 +157,7 @@ def nodes(options: Options) -> dict[str, ConfiguredEngine]:
 def pool(options: Options, made: dict[str, ConfiguredEngine]) -> Pool:
     """Return the settings of the pool."""
     assert options.connector in registry.names()
-    # Where nothing is known of the engines' times, `auto` splits no prompt: every second seed splits them all.
+    # Where nothing is known of the engines' times, `auto` splits no prompt: every second seed
+    # splits them all.
     policy = PoolPolicy(placement=SPLIT if options.pool == "any" and options.seed % 2 else None)
     return Pool(connector=options.connector, nodes=tuple(made.values()), policy=policy)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
-def shrink(items: Sequence[int], fails: Callable[[frozenset[int]], bool], budget: int) -> tuple[list[int], int]:
-    """Return items without which nothing fails, and how many runs that took. `budget`: runs at most; all items are known to fail.
+def shrink(
+    items: Sequence[int], fails: Callable[[frozenset[int]], bool], budget: int
+) -> tuple[list[int], int]:
+    """Return items without which nothing fails, and how many runs that took. `budget`: runs at
+    most; all items are known to fail.
 
-    Parts are left out one after the other, half of the items at first, single ones at last. Each of the items that are returned
-    is needed, unless the budget was used up.
+    Parts are left out one after the other, half of the items at first, single ones at last. Each of
+    the items that are returned is needed, unless the budget was used up.
     """
     left, runs = list(items), 0
 

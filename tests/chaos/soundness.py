@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 AFTER = 15.0
-"""Seconds behind a fault until its engine must be usable again: cooldowns, canaries, probes, a transfer that waits."""
+"""Seconds behind a fault until its engine must be usable again: cooldowns, canaries, probes, a
+transfer that waits.
+"""
 
 
 class Soundness:
@@ -19,7 +21,9 @@ class Soundness:
         self._disturbed[name].append((since, until))
 
     def sound(self, since: float, until: float) -> list[str]:
-        """Return the names of the engines to which nothing happened between two times, nor shortly before."""
+        """Return the names of the engines to which nothing happened between two times, nor shortly
+        before.
+        """
         return [
             name
             for name, times in self._disturbed.items()

@@ -16,7 +16,12 @@ from tests.chaos.clients import Outcome
 
 
 def outcome(
-    sender: Credentials, how: str = "right", detail: str = "", took: float = 1.0, *, slow: bool = False
+    sender: Credentials,
+    how: str = "right",
+    detail: str = "",
+    took: float = 1.0,
+    *,
+    slow: bool = False,
 ) -> Outcome:
     return Outcome("a", 1, how, detail, 0.0, took, slow=slow, sender=sender, ready=0.0)
 
@@ -79,7 +84,9 @@ def test_nobody_waits_past_its_deadline(how: str) -> None:
     assert rules(outcome(Credentials(), how, took=60.0)) == set()
 
 
-def report(key: str, begun: float, over: float, reason: str | None = None) -> tuple[float, RequestEnded]:
+def report(
+    key: str, begun: float, over: float, reason: str | None = None
+) -> tuple[float, RequestEnded]:
     ended = RequestEnded(
         *("a", "/v1/completions", None, "ok", 200, (), 0.0, None, over - begun, None, None, Gaps()),
         key=key,
@@ -98,7 +105,9 @@ def test_requests_at_once_of_a_key() -> None:
     assert limits(*two, report("few", 3.0, 3.0, "key_inflight")) == set()
     assert limits(*two, report("few", 3.0, 6.0)) == {"limits of keys hold"}
     assert limits(*two, report("open", 3.0, 6.0)) == set()
-    assert limits(*two, report("few", 4.5, 4.5, "key_inflight")) == {"limits of keys refuse nothing else"}
+    assert limits(*two, report("few", 4.5, 4.5, "key_inflight")) == {
+        "limits of keys refuse nothing else"
+    }
 
 
 def test_requests_per_minute_of_a_key() -> None:
@@ -108,4 +117,6 @@ def test_requests_per_minute_of_a_key() -> None:
     assert limits(*many, report("seldom", 2.0, 2.0, "key_requests")) == set()
     assert limits(*many, report("seldom", 2.0, 3.0)) == {"limits of keys hold"}
     assert limits(*many, report("seldom", late, late + 1)) == set()
-    assert limits(*many, report("seldom", late, late, "key_requests")) == {"limits of keys refuse nothing else"}
+    assert limits(*many, report("seldom", late, late, "key_requests")) == {
+        "limits of keys refuse nothing else"
+    }

@@ -1,4 +1,6 @@
-"""Reading and judging what a client was told: what is right passes, and each way of being wrong is seen."""
+"""Reading and judging what a client was told: what is right passes, and each way of being wrong is
+seen.
+"""
 
 from __future__ import annotations
 
@@ -20,37 +22,54 @@ def event(text: str = "", end: str | None = None, **more: object) -> str:
     return "data: " + json.dumps({"choices": [choice], **more}) + "\n\n"
 
 
-USAGE = 'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}\n\n'
+USAGE = (
+    'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": '
+    "5}}\n\n"
+)
 DONE = "data: [DONE]\n\n"
 FAILED = "data: " + json.dumps({"error": ERROR}) + "\n\n"
 GOOD = event("one") + event(" two", "length") + USAGE + DONE
 
 
 def streamed(body: str) -> tuple[str, str]:
-    answer = Answer(200, "text/event-stream; charset=utf-8", False, "", bytearray(body.encode()), True)
+    answer = Answer(
+        200, "text/event-stream; charset=utf-8", False, "", bytearray(body.encode()), True
+    )
     return judge(answer, Body("/v1/completions", {"stream": True}, RIGHT))
 
 
-def whole(body: object, status: int = 200, allowed: Refusals = frozenset(), again: str = "") -> tuple[str, str]:
-    answer = Answer(status, "application/json", False, again, bytearray(json.dumps(body).encode()), True)
+def whole(
+    body: object, status: int = 200, allowed: Refusals = frozenset(), again: str = ""
+) -> tuple[str, str]:
+    answer = Answer(
+        status, "application/json", False, again, bytearray(json.dumps(body).encode()), True
+    )
     return judge(answer, Body("/v1/completions", {}, RIGHT), allowed)
 
 
 def test_right_answers() -> None:
     assert streamed(GOOD) == ("right", "")
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    assert whole({"choices": [{"index": 0, "text": "one two", "finish_reason": "length"}], "usage": usage}) == (
+    assert whole(
+        {"choices": [{"index": 0, "text": "one two", "finish_reason": "length"}], "usage": usage}
+    ) == (
         "right",
         "",
     )
-    chat = {"choices": [{"index": 0, "message": {"content": "one two"}, "finish_reason": "length"}], "usage": usage}
+    chat = {
+        "choices": [{"index": 0, "message": {"content": "one two"}, "finish_reason": "length"}],
+        "usage": usage,
+    }
     assert whole(chat) == ("right", "")
 
 
 def test_well_formed_errors() -> None:
     assert streamed(event("one") + FAILED) == ("error", "event 502")
     assert streamed(event("one") + FAILED + DONE) == ("error", "event 502")
-    assert whole({"error": {**ERROR, "reason": "queue_full"}}, 503, again="7") == ("error", "503 queue_full")
+    assert whole({"error": {**ERROR, "reason": "queue_full"}}, 503, again="7") == (
+        "error",
+        "503 queue_full",
+    )
     assert whole({"error": ERROR}, 408, frozenset({(408, "")})) == ("error", "408")
     late = {"error": {**ERROR, "reason": "deadline"}}
     assert whole(late, 503, frozenset({(503, "deadline")}), again="1") == ("error", "503 deadline")
@@ -113,9 +132,18 @@ def _read(data: bytes) -> Answer:
 
 
 def test_http_is_read() -> None:
-    answer = _read(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nconnection: close\r\ncontent-type: a/b\r\n\r\nabc")
-    assert (answer.status, bytes(answer.body), answer.closes, answer.content_type) == (200, b"abc", True, "a/b")
-    answer = _read(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+    answer = _read(
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nconnection: close\r\ncontent-type: a/b\r\n\r\nabc"
+    )
+    assert (answer.status, bytes(answer.body), answer.closes, answer.content_type) == (
+        200,
+        b"abc",
+        True,
+        "a/b",
+    )
+    answer = _read(
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    )
     assert bytes(answer.body) == b"abcde"
     assert answer.complete
 
@@ -125,7 +153,10 @@ def test_http_is_read() -> None:
     [
         (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nab", EOFError),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", EOFError),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabcXY0\r\n\r\n", MalformedError),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabcXY0\r\n\r\n",
+            MalformedError,
+        ),
         (b"HTTP/1.1 200 OK\r\n\r\nabc", MalformedError),
         (b"nonsense\r\n\r\n", MalformedError),
         (b"", EOFError),

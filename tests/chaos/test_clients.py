@@ -26,7 +26,9 @@ WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(CONTENT) + CONTEN
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def visit(serve: Serve | None, client: Client = "plain", count: int = 1, amount: float = 0.0) -> list[Outcome]:
+def visit(
+    serve: Serve | None, client: Client = "plain", count: int = 1, amount: float = 0.0
+) -> list[Outcome]:
     body = Body("/v1/completions", {"prompt": "x"}, Told({0: "right"}, {0: "stop"}, (1, 1, 2)))
 
     async def main(network: VirtualNetwork) -> list[Outcome]:
@@ -79,18 +81,23 @@ async def _too_slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 
 @pytest.mark.parametrize(
-    ("serve", "how"), [(_right, "right"), (_silent, "silent"), (_cut, "cut"), (_wrong, "wrong"), (None, "refused")]
+    ("serve", "how"),
+    [(_right, "right"), (_silent, "silent"), (_cut, "cut"), (_wrong, "wrong"), (None, "refused")],
 )
 def test_how_a_request_ends(serve: Serve | None, how: str) -> None:
     (outcome,) = visit(serve)
     assert (outcome.how, outcome.item, outcome.ident) == (how, 7, "call-0")
-    assert outcome.ended - outcome.began == pytest.approx(PATIENCE if how == "silent" else 0, abs=0.1)
+    assert outcome.ended - outcome.began == pytest.approx(
+        PATIENCE if how == "silent" else 0, abs=0.1
+    )
 
 
 @pytest.mark.parametrize("client", ["kept", "pipelines"])
 def test_several_requests_on_a_connection(client: Client) -> None:
     outcomes = visit(_right, client, 3)
-    assert [(one.ident, one.how) for one in outcomes] == [(f"call-{place}", "right") for place in range(3)]
+    assert [(one.ident, one.how) for one in outcomes] == [
+        (f"call-{place}", "right") for place in range(3)
+    ]
 
 
 def test_what_was_pipelined_behind_a_failure_has_an_end_too() -> None:

@@ -1,4 +1,6 @@
-"""`python -m tests.chaos`: a seed passes and replays exactly in another process; what was found is shrunk and repeated."""
+"""`python -m tests.chaos`: a seed passes and replays exactly in another process; what was found is
+shrunk and repeated.
+"""
 
 # That a defect of the package is found is for `tests.chaos.planted`, of which the gate has a part.
 
@@ -23,7 +25,11 @@ def test_a_seed_passes_and_replays_exactly_in_another_process() -> None:
     assert first.findings == []
     assert first.calls["right"] > 5
     assert sum(first.faults.values()) == 6
-    assert (first.digest, first.deliveries, first.virtual) == (second.digest, second.deliveries, second.virtual)
+    assert (first.digest, first.deliveries, first.virtual) == (
+        second.digest,
+        second.deliveries,
+        second.virtual,
+    )
 
 
 def _broken(guilty: set[int]) -> object:
@@ -34,7 +40,9 @@ def _broken(guilty: set[int]) -> object:
     return run_one
 
 
-def test_the_shortest_schedule_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shortest_schedule_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(runner, "run_one", _broken({7, 50}))
     assert main(["--seed", "5", "--seconds", "6"]) == 1
     said = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""The rules about the metrics and the ledger: each is seen to be broken by a world in which a number is wrong by hand."""
+"""The rules about the metrics and the ledger: each is seen to be broken by a world in which a
+number is wrong by hand.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def _excluded(w: World) -> None:
         (lambda w: w.proxy.body_budget.__setattr__("held", 7), {"gauges go back to 0"}),
         (_fail, {"each engine is in use again"}),
         (_excluded, set()),
-        (lambda w: w.proxy.ledger.mark_stalled(w.engines[1].url, "it stands still"), {"each engine is in use again"}),
+        (
+            lambda w: w.proxy.ledger.mark_stalled(w.engines[1].url, "it stands still"),
+            {"each engine is in use again"},
+        ),
     ],
     ids=["fine", "held", "half open", "an outlier", "stalled"],
 )

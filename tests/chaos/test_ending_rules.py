@@ -1,4 +1,6 @@
-"""Rules about the end of a run, about streams that go on and about KV handles, each broken by hand."""
+"""Rules about the end of a run, about streams that go on and about KV handles, each broken by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ def test_a_proxy_that_stops() -> None:
     begun = outcome("error", "503 draining", began=99.0)
     assert rules(stopped([begun], ASKED, 3.0, alone=True)) == wrong, "it was in flight"
     assert stopped([begun], ASKED, 3.0, alone=False) == []
-    for one in (outcome("error", "502"), outcome("cut", began=99.0), outcome("wrong"), outcome("silent")):
+    for one in (
+        outcome("error", "502"),
+        outcome("cut", began=99.0),
+        outcome("wrong"),
+        outcome("silent"),
+    ):
         assert rules(stopped([one], ASKED, 3.0, alone=True)) == wrong
     early = outcome("error", "503 draining", began=98.0, ended=99.0)
     assert rules(stopped([early], ASKED, 3.0, alone=False)) == wrong
@@ -138,13 +145,18 @@ def test_handles_are_booked_one_by_one() -> None:
     books = KvBooks(custodian)
     how = SimpleNamespace(label="loaded")
     one, other = custodian.take("one", "held"), custodian.promise("other", "promised")
-    assert {finding.text for finding in books.findings()} == {"one has not ended", "other has not ended"}
+    assert {finding.text for finding in books.findings()} == {
+        "one has not ended",
+        "other has not ended",
+    }
     custodian.ended(one, how)
     custodian.ended(other, how)
     assert books.findings() == []
     assert (books.made, books.ended, custodian.said) == (2, 2, [one, other])
     custodian.ended(one, how)
-    assert [finding.text for finding in books.findings()] == ["one ended (loaded), and was not held"]
+    assert [finding.text for finding in books.findings()] == [
+        "one ended (loaded), and was not held"
+    ]
     carried = custodian.take("nothing is held", None)
     assert carried.state is None
     assert books.made == 2

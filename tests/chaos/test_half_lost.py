@@ -1,4 +1,6 @@
-"""Half of all streams lose their engine at once: a share goes on at once, the others in their turn, and all end rightly."""
+"""Half of all streams lose their engine at once: a share goes on at once, the others in their turn,
+and all end rightly.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from tests.chaos.virtual.network import VirtualNetwork
 from tests.fakes.virtual import run
 
 SHARE = 0.1
-HARDWARE = Hardware(prefill_tokens_per_s=20_000.0, decode_step_s=0.2, decode_step_per_seq_s=0.0, link_bytes_per_s=1e12)
+HARDWARE = Hardware(
+    prefill_tokens_per_s=20_000.0,
+    decode_step_s=0.2,
+    decode_step_per_seq_s=0.0,
+    link_bytes_per_s=1e12,
+)
 PROMPT = "the river and the mountain and the harbour and the ledger and the copper and the window"
 
 
@@ -26,7 +33,9 @@ def half_lost(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def course(network: VirtualNetwork) -> None:
         limits = Limits(max_inflight=count, max_queue=0, retry_share=SHARE, min_retries=1)
-        long = dict.fromkeys(("first_token", "between_tokens", "retry", "continuation", "prefill"), 60.0)
+        long = dict.fromkeys(
+            ("first_token", "between_tokens", "retry", "continuation", "prefill"), 60.0
+        )
         options = Options(prefill=1, decode=2)
         size = {"max_num_seqs": 2 * count, "num_gpu_blocks": 64 * count}
         async with loaded(network, monkeypatch, options, HARDWARE, limits, long, **size) as load:
@@ -46,7 +55,11 @@ def half_lost(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
             begun = most = waited = 0
             while not all(one.done() for one in asked):
                 begun = len(prefill.sim.requests) - count
-                results = Counter(event.result for event in load.trace.events if isinstance(event, StreamContinued))
+                results = Counter(
+                    event.result
+                    for event in load.trace.events
+                    if isinstance(event, StreamContinued)
+                )
                 most = max(most, begun - results["continued"])
                 waited = max(waited, retries.waiting)
                 await asyncio.sleep(0.005)

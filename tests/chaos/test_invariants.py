@@ -1,4 +1,6 @@
-"""Each invariant is seen to be broken: a world in which something is wrong by hand gives its finding, and no other."""
+"""Each invariant is seen to be broken: a world in which something is wrong by hand gives its
+finding, and no other.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ from tests.chaos.world import DEADLINES, World
 from tests.fakes.virtual import run
 
 
-def outcome(ident: str = "a", how: str = "right", detail: str = "", *, slow: bool = False) -> Outcome:
+def outcome(
+    ident: str = "a", how: str = "right", detail: str = "", *, slow: bool = False
+) -> Outcome:
     return Outcome(ident, 1, how, detail, 0.0, 1.0, slow=slow)
 
 
 def report(ident: str = "a", outcome: str = "ok", total: float = 1.0) -> RequestEnded:
-    return RequestEnded(ident, "/v1/completions", None, outcome, 200, (), 0.0, None, total, None, None, Gaps())
+    return RequestEnded(
+        ident, "/v1/completions", None, outcome, 200, (), 0.0, None, total, None, None, Gaps()
+    )
 
 
 def rules(found: list[Finding]) -> set[str]:
@@ -51,7 +57,9 @@ def test_how_a_client_must_not_be_served(how: str, rule: str) -> None:
     assert invariants.answered(good) == []
     assert rules(invariants.answered([*good, outcome(how=how)])) == {rule}
     slow = invariants.answered([outcome(how=how, slow=True)])
-    assert rules(slow) == ({rule} if how in ("wrong", "refused") else set()), "only its own slowness is its fault"
+    assert rules(slow) == ({rule} if how in ("wrong", "refused") else set()), (
+        "only its own slowness is its fault"
+    )
 
 
 def test_many_findings_of_one_rule_are_shortened() -> None:
@@ -62,23 +70,36 @@ def test_many_findings_of_one_rule_are_shortened() -> None:
 
 def test_the_calm() -> None:
     assert invariants.calm([outcome(), outcome(how="left")], {"P0": 3}, 0) == []
-    assert rules(invariants.calm([outcome(how="error")], {"P0": 3}, 0)) == {"without faults each request is right"}
+    assert rules(invariants.calm([outcome(how="error")], {"P0": 3}, 0)) == {
+        "without faults each request is right"
+    }
     assert rules(invariants.calm([], {"P0": 3, "D1": 0}, 0)) == {"each engine serves again"}
     assert rules(invariants.calm([], {"P0": 3}, 1)) == {"without faults KV is released"}
 
 
 def test_reports() -> None:
-    fine = [outcome("a"), outcome("b", "error", "502"), outcome("c", "left"), outcome("d", "error", "408")]
+    fine = [
+        outcome("a"),
+        outcome("b", "error", "502"),
+        outcome("c", "left"),
+        outcome("d", "error", "408"),
+    ]
     events = [report("a"), report("b", "engine")]
     assert invariants.reported(fine, events) == []
     assert invariants.reported(fine, [*events, report("c", "client_left")]) == []
     assert rules(invariants.reported(fine, [*events, report("a")])) == {"a request ends once"}
     assert rules(invariants.reported(fine, events[1:])) == {"each request is reported"}
-    assert rules(invariants.reported(fine, [report("a", "engine"), events[1]])) == {"reports are true"}
+    assert rules(invariants.reported(fine, [report("a", "engine"), events[1]])) == {
+        "reports are true"
+    }
     assert rules(invariants.reported(fine, [events[0], report("b")])) == {"reports are true"}
-    assert rules(invariants.reported(fine, [*events, report("x")])) == {"each report has its request"}
+    assert rules(invariants.reported(fine, [*events, report("x")])) == {
+        "each report has its request"
+    }
     stream = msgspec.structs.replace(report("a", total=invariants.STREAM + 1), stream=True)
-    assert rules(invariants.reported(fine, [stream, events[1]])) == {"each wait of a stream has its deadline"}
+    assert rules(invariants.reported(fine, [stream, events[1]])) == {
+        "each wait of a stream has its deadline"
+    }
     late = invariants.reported(fine, [report("a", total=DEADLINES.total + 3), events[1]])
     assert rules(late) == {"no request outlives deadlines.total"}
 
@@ -211,14 +232,20 @@ def test_the_trace_tells_runs_apart() -> None:
 
 
 def test_a_body_that_is_no_json() -> None:
-    engines: list[Any] = [SimpleNamespace(name=name, sim=SimpleNamespace(defective=[])) for name in ("P0", "D0")]
+    engines: list[Any] = [
+        SimpleNamespace(name=name, sim=SimpleNamespace(defective=[])) for name in ("P0", "D0")
+    ]
     assert invariants.bodies(engines) == []
     engines[1].sim.defective.append("POST /v1/completions: no JSON")
-    assert invariants.bodies(engines) == [Finding("each body is JSON", "D0: POST /v1/completions: no JSON")]
+    assert invariants.bodies(engines) == [
+        Finding("each body is JSON", "D0: POST /v1/completions: no JSON")
+    ]
 
 
 def test_what_only_leases_free() -> None:
-    """A client of nixl-push that leaves before a decode engine is asked leaves KV that nothing else frees."""
+    """A client of nixl-push that leaves before a decode engine is asked leaves KV that nothing else
+    frees.
+    """
     events = [HandleEnded(end, "http://p:1", 1.0) for end in ("lost", "loaded", "lost", "stuck")]
     found = {
         name: invariants.left_to_leases(registry.entry_of(name).contract(Settings()), events)

@@ -1,4 +1,6 @@
-"""Planted bugs: each one's old text is in the package, one that is gone fails; the script says what was caught."""
+"""Planted bugs: each one's old text is in the package, one that is gone fails; the script says what
+was caught.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_rules_are_those_of_chaos() -> None:
 def test_a_text_that_is_not_there_once_fails(tmp_path: Path, old: str) -> None:
     package = copy_package(tmp_path)
     bug = Bug(
-        "two changes", ("a rule",), (Change("kit/ids.py", "def mint", "def mint2"), Change("kit/ids.py", old, "x"))
+        "two changes",
+        ("a rule",),
+        (Change("kit/ids.py", "def mint", "def mint2"), Change("kit/ids.py", old, "x")),
     )
     with pytest.raises(GoneError, match=r"^kit/ids\.py has [0-9]+ times the text"):
         bug.plant(package)
@@ -82,7 +86,9 @@ BUG = Bug("it is wrong", ("the rule", "another"), (Change("kit/ids.py", "def min
 
 def test_a_hunt_ends_with_the_rule_that_the_bug_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hunting, "copy_package", _fake_copy)
-    monkeypatch.setattr(hunting, "run_seed", _results({1: ["not this"], 2: ["the rule", "not this"]}))
+    monkeypatch.setattr(
+        hunting, "run_seed", _results({1: ["not this"], 2: ["the rule", "not this"]})
+    )
     found = hunting.hunt("name", BUG, range(5), Options())
     assert found.caught
     assert (found.seeds, found.rules, found.cpu) == ([0, 1, 2], ["the rule"], 6.0)
@@ -120,7 +126,9 @@ def test_the_script(
     assert said in capsys.readouterr().out
 
 
-def test_the_script_if_all_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_if_all_is_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The control gets fewer seeds: it does not reach the one that breaks the rule."""
     monkeypatch.setattr(hunting, "copy_package", _fake_copy)
     monkeypatch.setattr(hunting, "run_seed", _results({3: ["the rule"]}))

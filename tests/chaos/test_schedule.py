@@ -17,7 +17,9 @@ def test_leaving_items_out_changes_no_other() -> None:
     assert whole == schedule(options)
     assert len(whole) == 190
     kept = frozenset(range(3, 190, 7))
-    assert schedule(msgspec.structs.replace(options, only=kept)) == [one for one in whole if one.number in kept]
+    assert schedule(msgspec.structs.replace(options, only=kept)) == [
+        one for one in whole if one.number in kept
+    ]
     assert schedule(msgspec.structs.replace(options, seed=6)) != whole
 
 
@@ -44,7 +46,11 @@ def test_the_simulator_takes_every_fault() -> None:
 
 
 def test_engines_for_any_role_have_faults_of_both_roles() -> None:
-    items = [item for seed in range(20) for item in schedule(Options(seed=seed, pool="any", prefill=1, decode=2))]
+    items = [
+        item
+        for seed in range(20)
+        for item in schedule(Options(seed=seed, pool="any", prefill=1, decode=2))
+    ]
     faults = [one for one in items if isinstance(one, Fault)]
     assert {one.engine for one in faults} == {"E0", "E1", "E2"}
     assert {one.spec.partition(":")[0] for one in faults if one.spec} == set(ANSWERS["E"])
@@ -53,7 +59,9 @@ def test_engines_for_any_role_have_faults_of_both_roles() -> None:
 
 def test_notices_have_faults_only_where_there_are_some() -> None:
     for notices in ("none", "notifier"):
-        items = [item for seed in range(20) for item in schedule(Options(seed=seed, notices=notices))]
+        items = [
+            item for seed in range(20) for item in schedule(Options(seed=seed, notices=notices))
+        ]
         specs = {one.spec.partition(":")[0] for one in items if isinstance(one, Fault)}
         assert specs & set(NOTICES) == (set(NOTICES) if notices == "notifier" else set())
         for one in items:
@@ -63,9 +71,17 @@ def test_notices_have_faults_only_where_there_are_some() -> None:
 
 def test_the_command_repeats_the_run() -> None:
     options = Options(seed=17, seconds=12.5, decode=2, faults=3.0)
-    assert options.command() == "python -m tests.chaos --seed 17 --seconds 12.5 --decode 2 --faults 3"
+    assert (
+        options.command() == "python -m tests.chaos --seed 17 --seconds 12.5 --decode 2 --faults 3"
+    )
     assert options.command(frozenset({41, 3})).endswith("--only 3,41")
-    assert Options(connector="cpu").command() == "python -m tests.chaos --seed 0 --seconds 60 --connector cpu"
+    assert (
+        Options(connector="cpu").command()
+        == "python -m tests.chaos --seed 0 --seconds 60 --connector cpu"
+    )
     assert Options(pool="any").command() == "python -m tests.chaos --seed 0 --seconds 60 --pool any"
-    assert Options(notices="early").command() == "python -m tests.chaos --seed 0 --seconds 60 --notices early"
+    assert (
+        Options(notices="early").command()
+        == "python -m tests.chaos --seed 0 --seconds 60 --notices early"
+    )
     assert Options().command() == "python -m tests.chaos --seed 0 --seconds 60"

@@ -1,4 +1,6 @@
-"""The search for the shortest schedule: it finds what is guilty, in few runs, and never claims what it has not seen."""
+"""The search for the shortest schedule: it finds what is guilty, in few runs, and never claims what
+it has not seen.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""asyncio's streams, uvicorn's protocol, aiohttp and a simulated engine run on a virtual network."""
+"""asyncio's streams, uvicorn's protocol, aiohttp and a simulated engine run on a virtual
+network.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ async def _slow_app(scope, receive, send) -> None:
 
 @asynccontextmanager
 async def session():
-    async with aiohttp.ClientSession(connector=VirtualConnector(), timeout=aiohttp.ClientTimeout()) as made:
+    async with aiohttp.ClientSession(
+        connector=VirtualConnector(), timeout=aiohttp.ClientTimeout()
+    ) as made:
         yield made
 
 
 def test_uvicorns_protocol_and_aiohttp_take_hours_in_no_time() -> None:
     async def main(network: VirtualNetwork) -> None:
-        config = uvicorn.Config(_slow_app, http=HttpToolsProtocol, log_config=None, lifespan="off", ws="none")
+        config = uvicorn.Config(
+            _slow_app, http=HttpToolsProtocol, log_config=None, lifespan="off", ws="none"
+        )
         config.load()
         state = ServerState()
         network.listen("10.0.0.1", 80).accept(lambda: HttpToolsProtocol(config, state, {}))
@@ -93,7 +99,12 @@ def test_two_engines_hand_kv_over_and_one_restarts() -> None:
         ]
         for engine in engines:
             await engine.start()
-        body = {"model": "sim", "prompt": "the quick brown fox " * 20, "max_tokens": 1, "temperature": 0}
+        body = {
+            "model": "sim",
+            "prompt": "the quick brown fox " * 20,
+            "max_tokens": 1,
+            "temperature": 0,
+        }
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         async with session() as http:
             for _ in range(2):

@@ -1,4 +1,6 @@
-"""Connections in memory behave as asyncio's on sockets: order, water marks, pauses, half close, reset, links that lose all."""
+"""Connections in memory behave as asyncio's on sockets: order, water marks, pauses, half close,
+reset, links that lose all.
+"""
 
 from __future__ import annotations
 
@@ -248,7 +250,9 @@ def test_an_exception_in_a_protocol_ends_its_connection() -> None:
 
     async def main(network: VirtualNetwork) -> None:
         told: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: told.append(context["exception"])
+        )
         server = Broken()
         network.listen("10.0.0.1", 80).accept(lambda: server)
         client = Recorder()
@@ -318,14 +322,20 @@ def test_a_connect_may_be_slow() -> None:
 def test_notices_wait_where_the_link_is_down_and_none_is_lost() -> None:
     async def main(network: VirtualNetwork) -> list[list[int]]:
         link, came = network.link("10.0.0.1", "10.0.0.2"), list[bytes]()
-        changes: list[Callable[[], None]] = [lambda: None, link.cut, lambda: link.up(asyncio.get_running_loop())]
+        changes: list[Callable[[], None]] = [
+            lambda: None,
+            link.cut,
+            lambda: link.up(asyncio.get_running_loop()),
+        ]
         sender = VirtualNotices(link, came.append, copy_context())
         sender.open(1)
         seen = []
         for number, change in enumerate(changes):
             change()
             sender.send(ProxyNotice({"n": number}))
-            assert not any(msgspec.msgpack.decode(one) == {"n": number} for one in came), "it takes the link's time"
+            assert not any(msgspec.msgpack.decode(one) == {"n": number} for one in came), (
+                "it takes the link's time"
+            )
             await asyncio.sleep(0.1)
             seen.append([msgspec.msgpack.decode(one)["n"] for one in came])
         await sender.close()

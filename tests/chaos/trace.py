@@ -1,4 +1,5 @@
-"""A digest of all that happens in a run: two runs of one seed that differ anywhere have different digests.
+"""A digest of all that happens in a run: two runs of one seed that differ anywhere have different
+digests.
 
 Of data on the network only times and sizes count: ids that libraries make may differ.
 """
@@ -15,7 +16,9 @@ from tests.chaos.clients import Outcome
 
 
 class Trace:
-    """Takes what happens, and keeps the proxy's events. `file`: gets each line as well; None: nothing does."""
+    """Takes what happens, and keeps the proxy's events. `file`: gets each line as well; None:
+    nothing does.
+    """
 
     def __init__(self, file: Path | None = None) -> None:
         self._digest = hashlib.blake2b(digest_size=8)

@@ -1,4 +1,6 @@
-"""Carries out the faults of a schedule: on engines, on links, on the pool. Each one ends what it began."""
+"""Carries out the faults of a schedule: on engines, on links, on the pool. Each one ends what it
+began.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Troubles:
             case "cut" | "half_cut" | "slow_link":
                 await self._disturb(fault, engine)
             case "api_restart":
-                await engine.run(engine.sim.restart_api(min(fault.seconds, 1.0) if fault.number % 2 else 0.0))
+                await engine.run(
+                    engine.sim.restart_api(min(fault.seconds, 1.0) if fault.number % 2 else 0.0)
+                )
             case "slow_connect":
                 self._world.network.connects[engine.host] = _SLOW
                 await asyncio.sleep(fault.seconds)
@@ -74,7 +78,9 @@ class Troubles:
                 await self._remove(engine, fault)
 
     async def _back(self, engine: ChaosEngine, seconds: float) -> None:
-        """Start an engine again after some seconds, as its supervisor would, unless something else did."""
+        """Start an engine again after some seconds, as its supervisor would, unless something else
+        did.
+        """
         await asyncio.sleep(seconds)
         if engine.sim.life in ("down", "terminated") or engine.sim.engine.dead:
             await engine.run(engine.sim.restart())
@@ -98,14 +104,20 @@ class Troubles:
                 link.up(asyncio.get_running_loop())
 
     async def _remove(self, engine: ChaosEngine, fault: Fault) -> None:
-        """Take an engine out of the pool, and put it back: every second time it is drained first, for half of the time."""
-        await self._world.in_proxy(self._take_out(engine, fault.seconds / 2, at_once=fault.number % 2 == 0))
+        """Take an engine out of the pool, and put it back: every second time it is drained first,
+        for half of the time.
+        """
+        await self._world.in_proxy(
+            self._take_out(engine, fault.seconds / 2, at_once=fault.number % 2 == 0)
+        )
         await asyncio.sleep(fault.seconds)
         await self._world.in_proxy(self._add(engine))
 
     async def _take_out(self, engine: ChaosEngine, seconds: float, *, at_once: bool) -> None:
         with contextlib.suppress(MembershipError):  # another fault has removed it
-            self._world.proxy.membership.remove(engine.url, SETTINGS, at_once=at_once, seconds=seconds)
+            self._world.proxy.membership.remove(
+                engine.url, SETTINGS, at_once=at_once, seconds=seconds
+            )
 
     async def _add(self, engine: ChaosEngine) -> None:
         self._world.proxy.membership.add(self._world.nodes[engine.name], SETTINGS)

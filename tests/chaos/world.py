@@ -1,6 +1,7 @@
 """The proxy and its engines in one virtual network: how they begin, and how they end.
 
-Owns all of them. The proxy is the one that serves, made from settings by `app.compose`, but for sockets, clock and chance.
+Owns all of them. The proxy is the one that serves, made from settings by `app.compose`, but for
+sockets, clock and chance.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class ChaosEngine:
 
     def run(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something on the engine's host."""
-        return asyncio.get_running_loop().create_task(what, name=f"chaos:{self.name}", context=self._context)
+        return asyncio.get_running_loop().create_task(
+            what, name=f"chaos:{self.name}", context=self._context
+        )
 
 
 class World:
@@ -117,10 +120,19 @@ class World:
         storage = MemoryStorage() if options.connector in STORED else None
         self._context = _context_of(PROXY)
         self.engines = [
-            ChaosEngine(place, ports, options.seed * 100 + number, options.connector, storage, self._notices(place))
+            ChaosEngine(
+                place,
+                ports,
+                options.seed * 100 + number,
+                options.connector,
+                storage,
+                self._notices(place),
+            )
             for number, place in enumerate(places(options))
         ]
-        self.judge = ChaosEngine(Place("judge", "aggregated", JUDGE), ports, options.seed * 100 + 99, "none")
+        self.judge = ChaosEngine(
+            Place("judge", "aggregated", JUDGE), ports, options.seed * 100 + 99, "none"
+        )
         self.nodes = nodes(options)
         self._observer = observer
         self.proxy: Proxy
@@ -150,7 +162,8 @@ class World:
         for engine in (*self.engines, self.judge):
             await engine.run(engine.sim.start())
         await self.in_proxy(self._begin_proxy())
-        while not all(ledger_engine.probed for ledger_engine in self.proxy.ledger.engines):  # nothing announces it
+        # nothing announces it
+        while not all(ledger_engine.probed for ledger_engine in self.proxy.ledger.engines):
             await asyncio.sleep(0.05)
 
     async def _begin_proxy(self) -> None:
@@ -160,7 +173,9 @@ class World:
             auth=Auth(api_keys_file=str(self._keys)),
             overload=Overload(tenant_header=TENANT_HEADER, weights=dict(WEIGHTS)),
             pools=(pool(self.options, self.nodes),),
-            kv_ready=KvReady(notifier=self.options.notices != "none", early=self.options.notices == "early"),
+            kv_ready=KvReady(
+                notifier=self.options.notices != "none", early=self.options.notices == "early"
+            ),
             deadlines=DEADLINES,
             limits=LIMITS,
             health=HEALTH,
@@ -177,25 +192,38 @@ class World:
         return [engine.name for engine in self.engines if engine.role != "prefill"]
 
     def is_blind(self, engine: ChaosEngine) -> bool:
-        """Return whether an engine was found to stand still, and may not be asked whether it works again.
+        """Return whether an engine was found to stand still, and may not be asked whether it works
+        again.
 
-        It gets no request until its metrics move or half a minute is over, also where only one answer of it was lost.
+        It gets no request until its metrics move or half a minute is over, also where only one
+        answer of it was lost.
         """
         ledger_engine = next(
-            (ledger_engine for ledger_engine in self.proxy.ledger.engines if ledger_engine.url == engine.url), None
+            (
+                ledger_engine
+                for ledger_engine in self.proxy.ledger.engines
+                if ledger_engine.url == engine.url
+            ),
+            None,
         )
         can_ask = self.proxy.transfer.contract.capabilities.canary_on
-        return ledger_engine is not None and ledger_engine.stalled is not None and engine.role not in can_ask
+        return (
+            ledger_engine is not None
+            and ledger_engine.stalled is not None
+            and engine.role not in can_ask
+        )
 
     def in_proxy(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something on the proxy's host."""
-        return asyncio.get_running_loop().create_task(what, name="chaos:proxy", context=self._context)
+        return asyncio.get_running_loop().create_task(
+            what, name="chaos:proxy", context=self._context
+        )
 
     async def heal(self) -> None:
         """End all that is wrong with engines and network.
 
-        With connector `cpu` a prefill engine knows its decode engine's run from the first transfer on, so it is started again,
-        as its operator has to do.
+        With connector `cpu` a prefill engine knows its decode engine's run from the first transfer
+        on, so it is started again, as its operator has to do.
         """
         loop = asyncio.get_running_loop()
         for link in self.network.links:
@@ -211,7 +239,9 @@ class World:
                 await engine.run(sim.restart())
 
     async def drain(self) -> None:
-        """Have the proxy do what it does at SIGTERM, but for the end of its parts: it refuses new requests meanwhile."""
+        """Have the proxy do what it does at SIGTERM, but for the end of its parts: it refuses new
+        requests meanwhile.
+        """
         await self.in_proxy(self.proxy.drain(self.state.tasks))
         self.network.unlisten(PROXY, PORT)
         for connection in list(self.state.connections):
@@ -230,16 +260,26 @@ class World:
 
 
 def begin_proxy(
-    settings: Settings, network: VirtualNetwork, state: ServerState, chance: random.Random, *observers: Observer
+    settings: Settings,
+    network: VirtualNetwork,
+    state: ServerState,
+    chance: random.Random,
+    *observers: Observer,
 ) -> Proxy:
-    """Start a proxy where its settings say, in the running virtual loop. `state`: gets its connections and tasks."""
+    """Start a proxy where its settings say, in the running virtual loop. `state`: gets its
+    connections and tasks.
+    """
     loop = asyncio.get_running_loop()
-    watch = Watch(observers=observers, connector=VirtualConnector, now=loop.time, chance=chance.random)
+    watch = Watch(
+        observers=observers, connector=VirtualConnector, now=loop.time, chance=chance.random
+    )
     proxy = Proxy.build(settings, watch=watch)
     proxy.notices.socket.bind = lambda *place: None  # type: ignore[method-assign] # notices come through the network
     if (posted := proxy.notices.posted) is not None:
         posted.bind = lambda *place: None  # type: ignore[method-assign]
-        network.listen(settings.listen.host, settings.kv_ready.port).accept(posted.listener.protocol)
+        network.listen(settings.listen.host, settings.kv_ready.port).accept(
+            posted.listener.protocol
+        )
     config = uvicorn_config(proxy, _Late(proxy))
     config.load()
     state.connections, state.tasks = OrderedSet(), OrderedSet()  # type: ignore[assignment]

@@ -41,7 +41,10 @@ class Checked:
         return found[0]
 
     def __str__(self) -> str:
-        return "\n".join(f"{one.level} {one.code}: {one.says}" for one in self.findings) or "nothing found"
+        return (
+            "\n".join(f"{one.level} {one.code}: {one.says}" for one in self.findings)
+            or "nothing found"
+        )
 
     @property
     def codes(self) -> set[str]:
@@ -60,7 +63,11 @@ class Bench:
 
     async def start(self, role: Role, **facts: Any) -> SimServer:
         """An engine that is well but for `facts`."""
-        well = {"enable_prompt_tokens_details": True, "handshake_timeout": 20.0, "hardware": Hardware(speed=0)}
+        well = {
+            "enable_prompt_tokens_details": True,
+            "handshake_timeout": 20.0,
+            "hardware": Hardware(speed=0),
+        }
         one = SimServer(SimFacts(role=role, **{**well, **facts}), chance=len(self.running))
         await one.start()
         self.running.append(one)
@@ -71,7 +78,9 @@ class Bench:
         engines = [EngineFlag(one.facts.role, one.url) for one in self.running]
         return load(None, {}, flags, [*engines, *more])
 
-    async def check(self, settings: Settings | None = None, options: CheckOptions = QUICK) -> Checked:
+    async def check(
+        self, settings: Settings | None = None, options: CheckOptions = QUICK
+    ) -> Checked:
         """Check what runs."""
         learned = await gather(settings or self.settings(), options, MachineFacts())
         return Checked(learned, judge(learned))
@@ -89,9 +98,12 @@ class Bench:
 @asynccontextmanager
 async def listening(app: FastAPI) -> AsyncIterator[str]:
     """Serve an application on a free port; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    )
     sock = server.config.bind_socket()
-    task = asyncio.create_task(server._serve([sock]))  # `serve` would take the signals of the test run
+    # `serve` would take the signals of the test run
+    task = asyncio.create_task(server._serve([sock]))
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:

@@ -13,7 +13,11 @@ FEW = ["--lease-watch", "0", "--max-inflight", "16"]
 
 @pytest.fixture(autouse=True)
 def _a_plain_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("PDPROXY_") or name.lower().endswith("_proxy")]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith("PDPROXY_") or name.lower().endswith("_proxy")
+    ]:
         monkeypatch.delenv(name)
 
 
@@ -61,11 +65,13 @@ async def pools(bench, tmp_path):
             await bench.start(role, connector=connector if role == "prefill" else "nixl")
     rows = [f"{{url: {one.url}, role: {one.facts.role}}}" for one in bench.running]
     other = (
-        "{name: other, connector: mooncake, nodes: [{url: http://m:1, role: prefill}, {url: http://n:1, role: decode}]}"
+        "{name: other, connector: mooncake, nodes: [{url: http://m:1, role: prefill}, {url: "
+        "http://n:1, role: decode}]}"
     )
     path = tmp_path / "pdproxy.yaml"
     path.write_text(
-        f"pools:\n- {{name: good, nodes: [{', '.join(rows[:2])}]}}\n- {{name: bad, nodes: [{', '.join(rows[2:])}]}}\n- {other}\n"
+        f"pools:\n- {{name: good, nodes: [{', '.join(rows[:2])}]}}\n- {{name: bad, nodes: "
+        f"[{', '.join(rows[2:])}]}}\n- {other}\n"
     )
     return ["check", "--config", str(path), *FEW]
 
@@ -74,18 +80,28 @@ async def test_each_pool_has_its_report(pools, capsys):
     """And the exit code is the worst one."""
     assert await asyncio.to_thread(main, pools) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("pool ")] == ["pool good", "pool bad", "pool other"]
+    assert [line for line in lines if line.startswith("pool ")] == [
+        "pool good",
+        "pool bad",
+        "pool other",
+    ]
     assert [line for line in lines if "ready" in line.lower()] == [
         "ready: KV moves in 1 of 1 pairs",
         "NOT READY: 1 error",
     ]
-    assert lines[-1] == "not checked: connector mooncake: run `pdproxy conformance`, which tests all connectors"
+    assert (
+        lines[-1]
+        == "not checked: connector mooncake: run `pdproxy conformance`, which tests all connectors"
+    )
 
 
 async def test_each_pool_has_its_report_as_json(pools, capsys):
     assert await asyncio.to_thread(main, [*pools, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [(one["name"], one["report"]["exit_code"]) for one in found["pools"]] == [("good", 0), ("bad", 1)]
+    assert [(one["name"], one["report"]["exit_code"]) for one in found["pools"]] == [
+        ("good", 0),
+        ("bad", 1),
+    ]
     assert ([one["name"] for one in found["not_checked"]], found["exit_code"]) == (["other"], 1)
 
 

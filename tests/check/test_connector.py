@@ -1,4 +1,6 @@
-"""`pdproxy check` with connector auto: what it is taken for and why, and that engines which could crash are not asked."""
+"""`pdproxy check` with connector auto: what it is taken for and why, and that engines which could
+crash are not asked.
+"""
 
 import json
 
@@ -26,14 +28,20 @@ async def test_nixl_is_named_and_its_pairs_are_tried(bench):
     assert text.splitlines()[-1] == "ready: KV moves in 1 of 1 pairs"
     body = json.loads(report.as_json(found.learned, found.findings, strict=False))
     assert body["connector"]["name"] == "nixl"
-    assert [line.split(":")[0] for line in body["connector"]["evidence"]] == ["prefill http", "decode http"]
+    assert [line.split(":")[0] for line in body["connector"]["evidence"]] == [
+        "prefill http",
+        "decode http",
+    ]
     assert bench.held == 0
     assert p.requests
     assert d.requests
 
 
 async def test_a_connector_that_cant_be_told_is_an_error_and_nothing_is_generated(bench):
-    p, d = await bench.start("prefill", connector="shared"), await bench.start("decode", connector="shared")
+    p, d = (
+        await bench.start("prefill", connector="shared"),
+        await bench.start("decode", connector="shared"),
+    )
     found = await checked(bench)
     finding = found["connector_unclear"]
     assert finding.level == "error"
@@ -45,7 +53,10 @@ async def test_a_connector_that_cant_be_told_is_an_error_and_nothing_is_generate
     text = report.as_text(found.learned, found.findings, report.TextStyle())
     assert text.startswith("connector: unclear\n")
     assert "NOT READY: 1 error" in text
-    assert json.loads(report.as_json(found.learned, found.findings, strict=False))["connector"]["name"] is None
+    assert (
+        json.loads(report.as_json(found.learned, found.findings, strict=False))["connector"]["name"]
+        is None
+    )
 
 
 async def test_engines_of_two_connectors(bench):
@@ -61,14 +72,22 @@ async def test_a_connector_whose_pairs_are_tried_elsewhere(bench):
         await bench.start(role, connector="nixl-push")
     found = await checked(bench)
     assert found.codes == {"connector_not_tried"}
-    assert found["connector_not_tried"].remedy == "test the pairs with pdproxy conformance --connector nixl-push"
+    assert (
+        found["connector_not_tried"].remedy
+        == "test the pairs with pdproxy conformance --connector nixl-push"
+    )
 
 
 async def test_a_pool_without_prefill_engines_has_no_connector(bench):
     await bench.start("decode")
     found = await checked(bench)
     assert found.learned.connector is None
-    assert msgspec_json.decode(report.as_json(found.learned, found.findings, strict=False))["connector"] is None
+    assert (
+        msgspec_json.decode(report.as_json(found.learned, found.findings, strict=False))[
+            "connector"
+        ]
+        is None
+    )
 
 
 async def test_pairs_are_tried_at_the_host_of_the_settings(bench):

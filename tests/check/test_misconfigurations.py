@@ -1,4 +1,6 @@
-"""Engines that are wrong in one way each: the check of simulated engines names it, and what to do."""
+"""Engines that are wrong in one way each: the check of simulated engines names it, and what to
+do.
+"""
 
 import asyncio
 import socket
@@ -23,7 +25,9 @@ from pdproxy_lab.sim.memory import EMPTY
 from tests.check.engines import QUICK, Bench, Checked, listening
 
 
-async def pair(bench: Bench, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Checked:
+async def pair(
+    bench: Bench, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None
+) -> Checked:
     await bench.start("prefill", **(prefill or {}))
     await bench.start("decode", **(decode or {}))
     return await bench.check()
@@ -42,7 +46,9 @@ async def test_a_good_pair_yields_nothing_and_leaves_nothing_behind(bench):
 
 
 async def test_engines_for_any_role_are_proven_in_both(bench):
-    """Each makes KV for the next one, which is enough to know them all; mixed with others, in all pairs with those."""
+    """Each makes KV for the next one, which is enough to know them all; mixed with others, in all
+    pairs with those.
+    """
     for _ in range(3):
         await bench.start("any")
     checked = await bench.check()
@@ -83,7 +89,9 @@ async def test_engines_that_are_no_pair_are_not_tried_as_one(bench):
     settings = bench.settings()
     p0, p1, d0, d1 = settings.pool.nodes
     engines = p0, p1, structs.replace(d0, sources=(p1.url,)), d1
-    checked = await bench.check(structs.replace(settings, pools=(structs.replace(settings.pool, nodes=engines),)))
+    checked = await bench.check(
+        structs.replace(settings, pools=(structs.replace(settings.pool, nodes=engines),))
+    )
     assert checked.findings == []
     tried = {(one.prefill, one.decode) for one in checked.learned.pairs}
     assert tried == {(p1.url, d0.url), (p0.url, d1.url), (p1.url, d1.url)}
@@ -103,7 +111,9 @@ async def test_swapped_roles(bench):
     await bench.start("decode")
     await bench.start("prefill")
     one, other = (one.url for one in bench.running)
-    checked = await bench.check(load(None, {}, (), [EngineFlag("prefill", one), EngineFlag("decode", other)]))
+    checked = await bench.check(
+        load(None, {}, (), [EngineFlag("prefill", one), EngineFlag("decode", other)])
+    )
     found = checked["roles_swapped"]
     assert found.level == "error"
     assert set(found.where) == {one, other}
@@ -126,22 +136,66 @@ NOTHING_HELD = {"weights_differ", "policy_recompute"}
     [
         ("decode_is_producer", "error", {}, {"kv_role": "kv_producer"}, "", "kv_consumer"),
         ("prefill_is_consumer", "note", BOTH, BOTH, "", ""),
-        ("models_differ", "error", {"model": "llama"}, {"model": "qwen"}, "llama on prefill", "--served-model-name"),
+        (
+            "models_differ",
+            "error",
+            {"model": "llama"},
+            {"model": "qwen"},
+            "llama on prefill",
+            "--served-model-name",
+        ),
         ("weights_differ", "error", {}, {"weights": 1}, "", "--revision"),
-        ("versions_differ", "error", {"version": "0.31.1"}, {}, "0.31.1 on prefill", "same version"),
+        (
+            "versions_differ",
+            "error",
+            {"version": "0.31.1"},
+            {},
+            "0.31.1 on prefill",
+            "same version",
+        ),
         ("templates_differ", "error", {}, {"template": "plain"}, "", "--chat-template"),
         ("tokenizers_differ", "error", {}, {"add_bos": True}, "", "--tokenizer"),
         ("block_sizes_differ", "error", {"block_size": 32}, {}, "", "--block-size"),
-        ("max_model_len_differs", "warning", {"max_model_len": 4096}, {}, "4096 on prefill", "--max-model-len"),
-        ("decode_no_connector", "error", {}, {"connector": "none"}, "no KV moved", '"kv_role":"kv_consumer"'),
+        (
+            "max_model_len_differs",
+            "warning",
+            {"max_model_len": 4096},
+            {},
+            "4096 on prefill",
+            "--max-model-len",
+        ),
+        (
+            "decode_no_connector",
+            "error",
+            {},
+            {"connector": "none"},
+            "no KV moved",
+            '"kv_role":"kv_consumer"',
+        ),
         ("kv_kept", "note", {}, {"connector": "none"}, "", ""),  # nobody could give that KV back
-        ("no_connector", "error", {"connector": "none"}, {}, "no KV handle", '"kv_role":"kv_producer"'),
+        (
+            "no_connector",
+            "error",
+            {"connector": "none"},
+            {},
+            "no KV handle",
+            '"kv_role":"kv_producer"',
+        ),
         ("policy_recompute", "note", {}, {"kv_load_failure_policy": "recompute"}, "", ""),
-        ("prompt_details_off", "warning", {}, {"enable_prompt_tokens_details": False}, "", "--enable-prompt-tokens"),
+        (
+            "prompt_details_off",
+            "warning",
+            {},
+            {"enable_prompt_tokens_details": False},
+            "",
+            "--enable-prompt-tokens",
+        ),
         ("lease_short", "warning", SHORT, {}, "", "kv_lease_duration"),
     ],
 )
-async def test_one_wrong_fact_is_named_with_what_to_do(bench, code, level, prefill, decode, says, remedy):
+async def test_one_wrong_fact_is_named_with_what_to_do(
+    bench, code, level, prefill, decode, says, remedy
+):
     await bench.start("prefill", **prefill)
     await bench.start("decode", **decode)
     watch = 5.0 if code == "lease_short" else QUICK.lease_watch  # over as soon as the lease is
@@ -160,7 +214,8 @@ async def test_one_wrong_fact_is_named_with_what_to_do(bench, code, level, prefi
 @pytest.mark.parametrize(
     ("prefill", "decode", "watch"),
     [
-        ({"max_model_len": 64}, {"max_model_len": 64}, QUICK.lease_watch),  # the prompt that is tried fits
+        # the prompt that is tried fits
+        ({"max_model_len": 64}, {"max_model_len": 64}, QUICK.lease_watch),
         (SHORT, {}, 0.0),  # the lease is not watched where that is not wanted
     ],
 )
@@ -179,7 +234,9 @@ async def test_one_engine_of_four_with_other_weights_is_the_one_that_is_named(be
     for role in ("prefill", "prefill", "decode", "decode"):
         await bench.start(role, weights=int(len(bench.running) == 2))
     checked = await bench.check()
-    assert [one.where[0] for one in checked.findings if one.code == "weights_differ"] == [bench.running[2].url]
+    assert [one.where[0] for one in checked.findings if one.code == "weights_differ"] == [
+        bench.running[2].url
+    ]
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -212,7 +269,9 @@ async def test_the_right_key(bench):
     await bench.start("prefill", api_key="right")
     await bench.start("decode", api_key="right")
     env = {"PDPROXY_AUTH__ENGINE_API_KEY": "right", "PDPROXY_AUTH__API_KEYS": "client"}
-    checked = await bench.check(load(None, env, (), [EngineFlag(one.facts.role, one.url) for one in bench.running]))
+    checked = await bench.check(
+        load(None, env, (), [EngineFlag(one.facts.role, one.url) for one in bench.running])
+    )
     assert checked.findings == []
 
 
@@ -276,7 +335,9 @@ async def test_a_frozen_core_is_healthy_and_mute(bench):
 
 
 async def test_decode_that_freezes_over_a_handle_is_asked_only_once(bench, monkeypatch):
-    """D's core works for itself and hangs as soon as it gets KV: the other pairs with it are not tried."""
+    """D's core works for itself and hangs as soon as it gets KV: the other pairs with it are not
+    tried.
+    """
     first, second = [await bench.start("prefill") for _ in range(2)]
     decode = await bench.start("decode")
     generate = decode.engine.generate
@@ -334,7 +395,12 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     await bench.start("prefill")
     clients, observers = Clients(), Observers([])
     passthrough = PassthroughAsgi(
-        never, ClientIdentifier(clients, Keys()), clients, BodyBudget(1, observers), frozenset(), max_body=1
+        never,
+        ClientIdentifier(clients, Keys()),
+        clients,
+        BodyBudget(1, observers),
+        frozenset(),
+        max_body=1,
     )
 
     async def ready() -> Readiness:
@@ -394,7 +460,9 @@ async def test_engines_that_never_answer_are_asked_at_once(bench):
 
 
 def _keep_names_off_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names resolve as they would without a network, and at once; addresses reserved for documentation take no connection."""
+    """Names resolve as they would without a network, and at once; addresses reserved for
+    documentation take no connection.
+    """
     resolve, connect = asyncio.BaseEventLoop.getaddrinfo, asyncio.open_connection
 
     async def getaddrinfo(loop, host, *arguments, **more):
@@ -431,7 +499,9 @@ def _bidirectional(bench: Bench) -> Any:
     ],
 )
 async def test_kv_that_goes_back(bench, prefill, decode, wanted, found):
-    """Whatever is found, nothing is held afterwards, and P without the option is never left waiting."""
+    """Whatever is found, nothing is held afterwards, and P without the option is never left
+    waiting.
+    """
     await bench.start("prefill", **prefill)
     await bench.start("decode", **decode, kv_load_failure_policy="recompute")
     checked = await bench.check(_bidirectional(bench) if wanted else bench.settings())

@@ -52,12 +52,18 @@ def test_a_clock_is_off_only_if_a_header_in_whole_seconds_proves_it(ahead, least
 
 
 def test_an_answer_in_words_is_one_short_line():
-    assert Reply(500, b'{"error":\n  "\x1b[31m' + b"x" * 500).summary().startswith('500: {"error": "?[31mxxx')
+    assert (
+        Reply(500, b'{"error":\n  "\x1b[31m' + b"x" * 500)
+        .summary()
+        .startswith('500: {"error": "?[31mxxx')
+    )
     assert len(Reply(500, b"x" * 500).summary()) < 220
     assert Reply(404, b"").summary() == "404"
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"choices":[]}', b"\xff", b'{"choices":[{"text":3}]}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"choices":[]}', b"\xff", b'{"choices":[{"text":3}]}']
+)
 def test_what_is_no_completion(body):
     assert prompts.generated(body) is None
 
@@ -77,14 +83,21 @@ def test_a_prompt_fills_blocks_and_begins_with_its_mark(block):
 
 
 def test_a_handle_of_another_engine_is_complete():
-    given = Handle(b'{"remote_engine_id":"a","remote_block_ids":[[1, 2]],"x":1.50}', b"[1]", 20, "id")
+    given = Handle(
+        b'{"remote_engine_id":"a","remote_block_ids":[[1, 2]],"x":1.50}', b"[1]", 20, "id"
+    )
     made = with_other_engine(given, "b")
     assert made.params == b'{"remote_engine_id":"b","remote_block_ids":[[1, 2]],"x":1.50}'
     assert (made.token_ids, made.prompt_tokens, made.remote_request_id) == (b"[1]", 20, "id")
 
 
 def test_the_machine():
-    settings = load(None, {}, (), [EngineFlag("prefill", "10.0.0.1:1"), EngineFlag("decode", "engine.internal:2")])
+    settings = load(
+        None,
+        {},
+        (),
+        [EngineFlag("prefill", "10.0.0.1:1"), EngineFlag("decode", "engine.internal:2")],
+    )
     env = {"HTTPS_PROXY": "x", "http_proxy": "http://me:word@proxy:3128", "NO_PROXY": ".internal"}
     found = machine_facts(settings, env)
     assert dict(found.proxies) == {"http_proxy": "proxy:3128"}

@@ -16,7 +16,13 @@ PLAIN = report.TextStyle()
 
 @pytest.mark.parametrize(
     ("findings", "code", "strict"),
-    [([], 0, 0), ([NOTE], 0, 0), ([WARNING], 0, 1), ([ERROR], 1, 1), ([NOTE, WARNING, ERROR], 1, 1)],
+    [
+        ([], 0, 0),
+        ([NOTE], 0, 0),
+        ([WARNING], 0, 1),
+        ([ERROR], 1, 1),
+        ([NOTE, WARNING, ERROR], 1, 1),
+    ],
 )
 def test_exit_code(findings, code, strict):
     assert report.exit_code(findings, strict=False) == code
@@ -39,7 +45,10 @@ def test_the_last_line_is_the_verdict(findings, words):
 def test_a_good_report_names_engines_pairs_and_what_moved():
     text = report.as_text(good(), [], PLAIN)
     assert "✓ prefill" in text
-    assert "vLLM 0.32.0, llama, 8192 tokens, blocks of 16, side channel 10.0.0.1:5600, lease over 5 s" in text
+    assert (
+        "vLLM 0.32.0, llama, 8192 tokens, blocks of 16, side channel 10.0.0.1:5600, lease over 5 s"
+        in text
+    )
     assert "50 of 50 prompt tokens moved, the same answer as D alone" in text
     assert "findings" not in text
 

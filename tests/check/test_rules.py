@@ -1,4 +1,6 @@
-"""Rules on facts that no engine here can be made to show: each says what it is about, and only then."""
+"""Rules on facts that no engine here can be made to show: each says what it is about, and only
+then.
+"""
 
 from typing import Any
 
@@ -29,7 +31,11 @@ SAID = Generated("and so on", (1, 2, 3), details=True)
 
 def engine(url: str, role: Any, **more: Any) -> EngineFacts:
     metrics = EngineMetrics(
-        started=1.0, block_size=16, by_source={"local_compute": 9.0}, nixl=True, consumer=role == "decode"
+        started=1.0,
+        block_size=16,
+        by_source={"local_compute": 9.0},
+        nixl=True,
+        consumer=role == "decode",
     )
     good = {
         "version": "0.32.0",
@@ -43,7 +49,9 @@ def engine(url: str, role: Any, **more: Any) -> EngineFacts:
     return EngineFacts(url=url, role=role, **{**good, **more})
 
 
-def good(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **more: Any) -> CheckFacts:
+def good(
+    prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **more: Any
+) -> CheckFacts:
     side = Side("engine-p", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="open")
     p = engine(P, "prefill", **{"side": side, "lease": HandleExpiry(5.0), **(prefill or {})})
     d = engine(D, "decode", **{"policy": LoadFailurePolicy("fail"), **(decode or {})})
@@ -73,7 +81,9 @@ def test_good_facts_yield_nothing():
 
 def test_errors_come_first():
     facts = good(
-        {"clock_skew": 60.0}, {"version": "0.31.0"}, machine=MachineFacts(proxies={"HTTP_PROXY": "proxy:3128"})
+        {"clock_skew": 60.0},
+        {"version": "0.31.0"},
+        machine=MachineFacts(proxies={"HTTP_PROXY": "proxy:3128"}),
     )
     assert [finding.level for finding in judge(facts)] == ["error", "warning", "note"]
 
@@ -87,7 +97,9 @@ def test_an_engine_that_takes_kv_and_does_not_count_it_is_named(role: str) -> No
         metrics=EngineMetrics(started=1.0, block_size=16, nixl=True, consumer=True),
         policy=LoadFailurePolicy("fail"),
     )
-    (finding,) = [one for one in judge(good(engines=[good().engines[0], taker])) if one.code == "no_metrics"]
+    (finding,) = [
+        one for one in judge(good(engines=[good().engines[0], taker])) if one.code == "no_metrics"
+    ]
     assert (finding.level, finding.where) == ("warning", (D,))
 
 
@@ -107,13 +119,19 @@ def test_an_engine_that_takes_kv_and_does_not_count_it_is_named(role: str) -> No
             good(decode={"cards": (Card("llama"), Card("lora", parent="llama"))}),
             {"names_differ": "warning"},
         ),
-        (good(decode={"cards": (Card("llama", "/elsewhere", None, 8192),)}), {"roots_differ": "note"}),
+        (
+            good(decode={"cards": (Card("llama", "/elsewhere", None, 8192),)}),
+            {"roots_differ": "note"},
+        ),
         (
             good(decode={"cards": (Card("qwen"),), "canary": {"qwen": ((7,), (8,))}}),
             {"models_differ": "error"},
         ),
         (good(decode={"canary": {"llama": ((1, 2), ())}}), {"templates_differ": "error"}),
-        (good(decode={"completions": (Generated("no", (9,), details=True), SAID)}), {"weights_differ": "warning"}),
+        (
+            good(decode={"completions": (Generated("no", (9,), details=True), SAID)}),
+            {"weights_differ": "warning"},
+        ),
         (good({"lease": HandleExpiry(5.0, 2.0)}), {"lease_short": "warning"}),
         (good(machine=MachineFacts(files=1024, files_needed=3136)), {"open_files": "warning"}),
         (good(machine=MachineFacts(files=4096, files_needed=3136)), {}),
@@ -123,7 +141,10 @@ def test_an_engine_that_takes_kv_and_does_not_count_it_is_named(role: str) -> No
         (good(pairs=tried(moved=0)), {"kv_not_moved": "error"}),
         (good(pairs=tried(end="refused", text="answered 500")), {"split_failed": "error"}),
         (good(pairs=tried(end="silent", text="did not answer in 10 s")), {"split_silent": "error"}),
-        (good(pairs=tried(end="untried", text="its KV block size is not known")), {"pair_untried": "warning"}),
+        (
+            good(pairs=tried(end="untried", text="its KV block size is not known")),
+            {"pair_untried": "warning"},
+        ),
     ],
 )
 def test_one_fact_that_is_off_is_one_finding(facts, found):
@@ -133,13 +154,19 @@ def test_one_fact_that_is_off_is_one_finding(facts, found):
 def test_one_greedy_answer_of_two_that_differs_is_a_warning_two_are_an_error():
     other = Generated("but no", (7, 8, 9))
     first, second = (structs.replace(good().pairs[0].last, answer=said) for said in (other, SAID))
-    assert codes(good(pairs=[PairFacts(prefill=P, decode=D, tries=(first, second))])) == {"split_wavers": "warning"}
-    assert codes(good(pairs=[PairFacts(prefill=P, decode=D, tries=(first, first))])) == {"split_differs": "error"}
+    assert codes(good(pairs=[PairFacts(prefill=P, decode=D, tries=(first, second))])) == {
+        "split_wavers": "warning"
+    }
+    assert codes(good(pairs=[PairFacts(prefill=P, decode=D, tries=(first, first))])) == {
+        "split_differs": "error"
+    }
 
 
 def test_a_push_connector_is_named_as_such():
     side = Side("engine-p", "10.0.0.1", 5600, "push")
-    pairs = [PairFacts(prefill=P, decode=D, tries=(Split(end="no_handle", text="transfer_mode=push"),))]
+    pairs = [
+        PairFacts(prefill=P, decode=D, tries=(Split(end="no_handle", text="transfer_mode=push"),))
+    ]
     facts = good({"side": side, "no_handle": "its handle says transfer_mode=push"}, pairs=pairs)
     (found,) = judge(facts)
     assert found.code == "push_connector"
@@ -147,18 +174,33 @@ def test_a_push_connector_is_named_as_such():
 
 
 def test_old_engines_that_show_no_consumers_are_not_accused():
-    silent = {"version": "0.30.0", "metrics": EngineMetrics(nixl=True, by_source={"local_compute": 1.0}, block_size=16)}
+    silent = {
+        "version": "0.30.0",
+        "metrics": EngineMetrics(nixl=True, by_source={"local_compute": 1.0}, block_size=16),
+    }
     assert codes(good(silent, silent)) == {}
 
 
 @pytest.mark.parametrize(
     ("side", "same_machine", "words"),
     [
-        (Side("e", "0.0.0.0", 5600, addresses=frozenset({"0.0.0.0"})), False, "not one to connect to"),
-        (Side("e", "127.0.0.1", 5600, addresses=frozenset({"127.0.0.1"})), False, "D's machine itself"),
+        (
+            Side("e", "0.0.0.0", 5600, addresses=frozenset({"0.0.0.0"})),
+            False,
+            "not one to connect to",
+        ),
+        (
+            Side("e", "127.0.0.1", 5600, addresses=frozenset({"127.0.0.1"})),
+            False,
+            "D's machine itself",
+        ),
         (Side("e", "127.0.0.1", 5600, addresses=frozenset({"127.0.0.1"})), True, ""),
         (Side("e", "gone", 5600, reach="unresolvable"), True, "has no address"),
-        (Side("e", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="closed"), False, "nothing listens"),
+        (
+            Side("e", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="closed"),
+            False,
+            "nothing listens",
+        ),
         (Side("e", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="open"), False, ""),
         (None, False, ""),
     ],
@@ -177,7 +219,12 @@ def test_a_wrong_address_that_works_all_the_same_is_no_finding():
 
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [("unreachable", "--host 0.0.0.0"), ("tls", "https://"), ("unhealthy", "log"), ("broken", "vLLM server")],
+    [
+        ("unreachable", "--host 0.0.0.0"),
+        ("tls", "https://"),
+        ("unhealthy", "log"),
+        ("broken", "vLLM server"),
+    ],
 )
 def test_each_trouble_has_its_remedy(kind, word):
     pairs = [PairFacts(prefill=P, decode=D, tries=(Split(end="untried", text="x"),))]
@@ -187,7 +234,10 @@ def test_each_trouble_has_its_remedy(kind, word):
 
 
 def test_a_proxy_in_the_environment_is_named_where_an_engine_cannot_be_reached():
-    facts = good({"trouble": Trouble("unreachable", "x")}, machine=MachineFacts(proxies={"http_proxy": "p:1"}))
+    facts = good(
+        {"trouble": Trouble("unreachable", "x")},
+        machine=MachineFacts(proxies={"http_proxy": "p:1"}),
+    )
     facts.pairs = []
     assert "no HTTP proxy" in judge(facts)[0].remedy
 

@@ -45,12 +45,19 @@ TABLE: dict[str, tuple[list[SecurityView], list[SecurityView]]] = {
             SecurityView(Settings()),
             SecurityView(Settings(listen=Listen(host="0.0.0.0", uds="/run/s"))),
             SecurityView(Settings(listen=FAR, auth=KEYS)),
-            SecurityView(Settings(listen=Listen(host="0.0.0.0", tls=ListenTls(certificate="c", client_ca="a")))),
+            SecurityView(
+                Settings(
+                    listen=Listen(host="0.0.0.0", tls=ListenTls(certificate="c", client_ca="a"))
+                )
+            ),
         ],
     ),
     "no_tls": (
         [SecurityView(Settings(listen=FAR, auth=KEYS))],
-        [SecurityView(Settings()), SecurityView(Settings(listen=Listen(host="0.0.0.0", tls=CERTIFICATE)))],
+        [
+            SecurityView(Settings()),
+            SecurityView(Settings(listen=Listen(host="0.0.0.0", tls=CERTIFICATE))),
+        ],
     ),
     "admin_without_keys": (
         [SecurityView(Settings(listen=Listen(admin="127.0.0.1:9000")))],
@@ -64,13 +71,17 @@ TABLE: dict[str, tuple[list[SecurityView], list[SecurityView]]] = {
         [SecurityView(Settings(listen=Listen(admin="10.0.0.1:9000"), auth=BOTH))],
         [
             SecurityView(Settings(listen=Listen(admin="[::1]:9000"))),
-            SecurityView(Settings(listen=Listen(admin="10.0.0.1:9000", tls=CERTIFICATE), auth=BOTH)),
+            SecurityView(
+                Settings(listen=Listen(admin="10.0.0.1:9000", tls=CERTIFICATE), auth=BOTH)
+            ),
         ],
     ),
     "operator_routes": (
         [
             SecurityView(Settings(listen=FAR)),
-            SecurityView(Settings(listen=Listen(host="10.0.0.1", operator_routes="everywhere"), auth=KEYS)),
+            SecurityView(
+                Settings(listen=Listen(host="10.0.0.1", operator_routes="everywhere"), auth=KEYS)
+            ),
         ],
         [
             SecurityView(Settings()),
@@ -85,13 +96,20 @@ TABLE: dict[str, tuple[list[SecurityView], list[SecurityView]]] = {
         ],
         [
             SecurityView(
-                Settings(listen=Listen(trusted_proxies=("10.0.0.0/8", "fd00::/32", "::ffff:10.0.0.0/104", "unix:")))
+                Settings(
+                    listen=Listen(
+                        trusted_proxies=("10.0.0.0/8", "fd00::/32", "::ffff:10.0.0.0/104", "unix:")
+                    )
+                )
             )
         ],
     ),
     "media_any": (
         [SecurityView(Settings(media=MediaSettings(urls="any")))],
-        [SecurityView(Settings()), SecurityView(Settings(media=MediaSettings(urls="hosts", hosts=("a",))))],
+        [
+            SecurityView(Settings()),
+            SecurityView(Settings(media=MediaSettings(urls="hosts", hosts=("a",)))),
+        ],
     ),
     "engine_networks_wide": (
         [
@@ -101,20 +119,35 @@ TABLE: dict[str, tuple[list[SecurityView], list[SecurityView]]] = {
         ],
         [
             SecurityView(Settings()),
-            SecurityView(Settings(listen=FAR, engines=EngineSettings(networks=("10.0.0.0/8", "fd00::/64")))),
+            SecurityView(
+                Settings(listen=FAR, engines=EngineSettings(networks=("10.0.0.0/8", "fd00::/64")))
+            ),
         ],
     ),
     "short_keys": (
         [SecurityView(Settings(), keys=[("auth.api_keys_file", "team", SHORT - 1)])],
         [SecurityView(Settings(), keys=[("auth.api_keys_file", "team", SHORT)])],
     ),
-    "readable_files": ([SecurityView(Settings(), exposed=[("listen.tls.key", "/k.pem")])], [SecurityView(Settings())]),
+    "readable_files": (
+        [SecurityView(Settings(), exposed=[("listen.tls.key", "/k.pem")])],
+        [SecurityView(Settings())],
+    ),
     "plain_engines": (
-        [of(node("http://10.0.0.1:1")), of(Pool(nodes=(ConfiguredEngine(url="dns://e:1", role="aggregated"),)))],
-        [of(node("https://10.0.0.1:1")), of(node("http://127.0.0.1:1")), of(node("http://localhost:1"))],
+        [
+            of(node("http://10.0.0.1:1")),
+            of(Pool(nodes=(ConfiguredEngine(url="dns://e:1", role="aggregated"),))),
+        ],
+        [
+            of(node("https://10.0.0.1:1")),
+            of(node("http://127.0.0.1:1")),
+            of(node("http://localhost:1")),
+        ],
     ),
     "unverified_engines": (
-        [of(Pool(tls=EngineTls(verify=False))), of(node("https://e:1", tls=EngineTls(verify=False)))],
+        [
+            of(Pool(tls=EngineTls(verify=False))),
+            of(node("https://e:1", tls=EngineTls(verify=False))),
+        ],
         [of(Pool(tls=EngineTls(verify=True))), of(node("https://e:1"))],
     ),
     "sockets_everywhere": (
@@ -125,7 +158,10 @@ TABLE: dict[str, tuple[list[SecurityView], list[SecurityView]]] = {
         ],
         [
             SecurityView(
-                Settings(kv_ready=KvReady(host="10.0.0.1"), registration=RegistrationSettings(host="fd00::1"))
+                Settings(
+                    kv_ready=KvReady(host="10.0.0.1"),
+                    registration=RegistrationSettings(host="fd00::1"),
+                )
             ),
             of(Pool(kv_events=KvEvents(enabled=False, host="0.0.0.0"))),
         ],
@@ -134,24 +170,44 @@ TABLE: dict[str, tuple[list[SecurityView], list[SecurityView]]] = {
         [SecurityView(Settings(listen=Listen(cors=Cors(allowed_origins=("*",)))))],
         [SecurityView(Settings(listen=Listen(cors=Cors(allowed_origins=("https://a",)))))],
     ),
-    "core_dumps": ([SecurityView(Settings(observe=Observe(core_dumps=True)))], [SecurityView(Settings())]),
+    "core_dumps": (
+        [SecurityView(Settings(observe=Observe(core_dumps=True)))],
+        [SecurityView(Settings())],
+    ),
     "shared_caches": (
         [
             SecurityView(Settings(auth=KEYS, tenants=TenantSettings(caches="shared"))),
-            SecurityView(Settings(overload=Overload(tenant_header="X-T"), tenants=TenantSettings(caches="shared"))),
+            SecurityView(
+                Settings(
+                    overload=Overload(tenant_header="X-T"), tenants=TenantSettings(caches="shared")
+                )
+            ),
         ],
-        [SecurityView(Settings(tenants=TenantSettings(caches="shared"))), SecurityView(Settings(auth=KEYS))],
+        [
+            SecurityView(Settings(tenants=TenantSettings(caches="shared"))),
+            SecurityView(Settings(auth=KEYS)),
+        ],
     ),
     "unsalted_stores": (
         [
             SecurityView(Settings(auth=KEYS, pools=(Pool(connector="shared"),))),
-            SecurityView(Settings(tenants=TenantSettings(caches="separate"), pools=(Pool(connector="lmcache-pd"),))),
+            SecurityView(
+                Settings(
+                    tenants=TenantSettings(caches="separate"), pools=(Pool(connector="lmcache-pd"),)
+                )
+            ),
         ],
         [
             SecurityView(Settings(pools=(Pool(connector="shared"),))),
-            SecurityView(Settings(auth=KEYS, pools=(Pool(connector="nixl"), Pool(connector="auto")))),
             SecurityView(
-                Settings(auth=KEYS, tenants=TenantSettings(caches="shared"), pools=(Pool(connector="shared"),))
+                Settings(auth=KEYS, pools=(Pool(connector="nixl"), Pool(connector="auto")))
+            ),
+            SecurityView(
+                Settings(
+                    auth=KEYS,
+                    tenants=TenantSettings(caches="shared"),
+                    pools=(Pool(connector="shared"),),
+                )
             ),
         ],
     ),
@@ -173,7 +229,9 @@ def test_a_rule(name: str) -> None:
     for view in opened:
         found = [finding for finding in judge(view) if finding.rule.name == name]
         assert found, view
-        assert all(len(one.open.says) > 10 and one.open.setting and one.rule.remedy for one in found)
+        assert all(
+            len(one.open.says) > 10 and one.open.setting and one.rule.remedy for one in found
+        )
     for view in closed:
         assert name not in names(view), view
 
@@ -213,13 +271,18 @@ def test_something_open_is_1_and_named(capsys: pytest.CaptureFixture[str], tmp_p
     assert found["exit_code"] == 1
     seen = {one["name"]: one for one in found["open"]}
     assert set(seen) == {"no_tls", "engine_networks_wide", "short_keys", "readable_files"}
-    assert (seen["short_keys"]["setting"], "team" in seen["short_keys"]["says"]) == ("auth.api_keys_file", True)
+    assert (seen["short_keys"]["setting"], "team" in seen["short_keys"]["says"]) == (
+        "auth.api_keys_file",
+        True,
+    )
     assert "other" not in json.dumps(seen["short_keys"])
     assert str(keys) in seen["readable_files"]["says"]
     assert "kkkk" not in json.dumps(found), "no key is shown"
     keys.chmod(0o600)
     assert main([*arguments, "--decode", "http://127.0.0.1:1"]) == 1
-    assert "readable_files" not in {one["name"] for one in json.loads(capsys.readouterr().out)["open"]}
+    assert "readable_files" not in {
+        one["name"] for one in json.loads(capsys.readouterr().out)["open"]
+    }
 
 
 def test_wrong_settings_are_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""Counters are read once more behind the end of the time that they are watched for: the check itself may have stood still."""
+"""Counters are read once more behind the end of the time that they are watched for: the check
+itself may have stood still.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ OPTIONS = CheckOptions(settle=1.0, poll=0.0)
 
 
 class Standing:
-    """A process that stands still for a minute behind its first reading; the engine has moved on by the second one."""
+    """A process that stands still for a minute behind its first reading; the engine has moved on by
+    the second one.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,14 +52,18 @@ async def freed(standing: Standing) -> bool:
 
 
 async def moved(standing: Standing) -> bool:
-    before = SimpleNamespace(external=0.0, by_source={"external_kv_transfer": 0.0}, failed_transfers=0)
+    before = SimpleNamespace(
+        external=0.0, by_source={"external_kv_transfer": 0.0}, failed_transfers=0
+    )
     made = SimpleNamespace(_options=OPTIONS, _http=None)
     found, _ = await PairProbe._moved(made, "http://d", before, 64)  # type: ignore[arg-type]
     return found == 64
 
 
 async def arrived(standing: Standing) -> bool:
-    made = SimpleNamespace(options=OPTIONS, scraped=standing.scrape, decode=SimpleNamespace(url="http://d"))
+    made = SimpleNamespace(
+        options=OPTIONS, scraped=standing.scrape, decode=SimpleNamespace(url="http://d")
+    )
     before = SimpleNamespace(external=0.0, by_source={"external_kv_transfer": 0.0})
     found = await PairUnderTest.arrived(made, before, 64)  # type: ignore[arg-type]
     return found is not None and found.all == 64

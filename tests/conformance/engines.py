@@ -1,4 +1,6 @@
-"""One pair of simulated engines of any connector, a plain engine beside them, and a run of checks on them in one line."""
+"""One pair of simulated engines of any connector, a plain engine beside them, and a run of checks
+on them in one line.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +49,27 @@ class Rig:
     settings: Settings
 
     async def judge(
-        self, *names: str, options: ConformanceOptions = BRISK, plain: bool = False, seconds: float | None = None
+        self,
+        *names: str,
+        options: ConformanceOptions = BRISK,
+        plain: bool = False,
+        seconds: float | None = None,
     ) -> dict[str, Result]:
-        """Run the checks of these names (none: all) behind the one of the pair; return the results by name.
+        """Run the checks of these names (none: all) behind the one of the pair; return the results
+        by name.
 
-        `seconds`: for each of them, in place of the options' timeout, which the check of the pair keeps.
+        `seconds`: for each of them, in place of the options' timeout, which the check of the pair
+        keeps.
         """
         if plain:
             options = structs.replace(options, plain=self.plain.url)
         checks = [check for check in CHECKS if not names or check.name in ("pair", *names)]
         assert len(checks) >= len(names)
         if seconds is not None:
-            checks = [one if one.name == "pair" else replace(one, takes=exactly(seconds)) for one in checks]
+            checks = [
+                one if one.name == "pair" else replace(one, takes=exactly(seconds))
+                for one in checks
+            ]
         (pair,) = (await run(self.settings, options, checks)).pairs
         return {result.name: result for result in pair.results}
 
@@ -89,7 +100,11 @@ async def rig(
     }
     if notifier:
         notify["nixl"] = notify["lmcache-pd"]
-    usual: dict[str, Any] = {"connector": connector, "hardware": Hardware(speed=speed), "kv_lease_duration": lease}
+    usual: dict[str, Any] = {
+        "connector": connector,
+        "hardware": Hardware(speed=speed),
+        "kv_lease_duration": lease,
+    }
     usual |= {"handshake_timeout": 0.5, "tensor_parallel_size": ranks}
     usual |= {"enable_prefix_caching": False} if connector in ("lmcache-pd", "cpu") else {}
     usual |= {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}
@@ -98,9 +113,18 @@ async def rig(
     if connector in ("p2p-nccl", "moriio"):
         usual |= {"register": f"tcp://127.0.0.1:{zmq_port}", "registration_interval": 0.1}
         usual |= {"randomize_request_ids": False}
-    receives: dict[str, Any] = {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
+    receives: dict[str, Any] = {
+        "pd_peer_init_port": 0,
+        "pd_peer_alloc_port": 0,
+        "skip_last_n_tokens": 1,
+    }
     storage = MemoryStorage() if connector in ("shared", "lmcache-mp", "kvstore-keys") else None
-    p_facts: dict[str, Any] = {**usual, **told, "lmcache": SimLMCache(chunk_size=CHUNK), **(p or {})}
+    p_facts: dict[str, Any] = {
+        **usual,
+        **told,
+        "lmcache": SimLMCache(chunk_size=CHUNK),
+        **(p or {}),
+    }
     d_facts: dict[str, Any] = {
         **usual,
         **(told if notifier else {}),
@@ -108,10 +132,17 @@ async def rig(
         **(d or {}),
     }
     async with AsyncExitStack() as stack:
-        one = await stack.enter_async_context(SimServer(SimFacts(role="prefill", **p_facts), chance=1, storage=storage))
-        two = await stack.enter_async_context(SimServer(SimFacts(role="decode", **d_facts), chance=2, storage=storage))
+        one = await stack.enter_async_context(
+            SimServer(SimFacts(role="prefill", **p_facts), chance=1, storage=storage)
+        )
+        two = await stack.enter_async_context(
+            SimServer(SimFacts(role="decode", **d_facts), chance=2, storage=storage)
+        )
         plain = await stack.enter_async_context(
-            SimServer(SimFacts(role="aggregated", **{**usual, "connector": "none", "register": None}), chance=3)
+            SimServer(
+                SimFacts(role="aggregated", **{**usual, "connector": "none", "register": None}),
+                chance=3,
+            )
         )
         receiver = ReceiverSettings()
         if connector == "lmcache-pd":

@@ -1,4 +1,6 @@
-"""The sample report of docs/guide/conformance.md, made on simulated engines: `python -m tests.conformance.sample`."""
+"""The sample report of docs/guide/conformance.md, made on simulated engines: `python -m
+tests.conformance.sample`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,27 @@ from tests.conformance.engines import rig
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "conformance.md"
 BEGIN, END = "```text\n", "```"
-SHOWN = {"p": "http://127.0.0.1:8200", "d": "http://127.0.0.1:8300", "plain": "http://127.0.0.1:8100"}
+SHOWN = {
+    "p": "http://127.0.0.1:8200",
+    "d": "http://127.0.0.1:8300",
+    "plain": "http://127.0.0.1:8100",
+}
 
 
 async def report() -> tuple[int, str]:
     """Run the command. Return its exit code and what it printed, with the usual ports."""
     async with rig() as engines:
         urls = {name: getattr(engines, name).url for name in SHOWN}
-        line = ["--prefill", urls["p"], "--decode", urls["d"], "--plain", urls["plain"], "--connector", "nixl"]
+        line = [
+            "--prefill",
+            urls["p"],
+            "--decode",
+            urls["d"],
+            "--plain",
+            urls["plain"],
+            "--connector",
+            "nixl",
+        ]
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         with contextlib.redirect_stdout(out):
             code = await asyncio.to_thread(main, ["conformance", *line, "--lease-watch", "20"])
@@ -32,7 +47,9 @@ async def report() -> tuple[int, str]:
 
 
 def alike(text: str) -> str:
-    """Return a report without what differs from run to run: numbers, and where lines break because of them."""
+    """Return a report without what differs from run to run: numbers, and where lines break because
+    of them.
+    """
     return re.sub(r"\d+(\.\d+)?", "N", " ".join(text.split()))
 
 

@@ -18,7 +18,14 @@ from pdproxy_lab.conformance.requests import (
 )
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-SAID = SeenAnswer(text="ab", ids=(7, 8), prompt_ids=(1, 2, 3), finish="length", prompt_tokens=3, completion_tokens=2)
+SAID = SeenAnswer(
+    text="ab",
+    ids=(7, 8),
+    prompt_ids=(1, 2, 3),
+    finish="length",
+    prompt_tokens=3,
+    completion_tokens=2,
+)
 
 
 def bare(answer: SeenAnswer) -> SeenAnswer:
@@ -37,19 +44,34 @@ def read(*events: object) -> SeenAnswer:
 
 
 def test_all_four_forms_read_alike() -> None:
-    choice = {"text": "ab", "token_ids": [7, 8], "prompt_token_ids": [1, 2, 3], "finish_reason": "length"}
+    choice = {
+        "text": "ab",
+        "token_ids": [7, 8],
+        "prompt_token_ids": [1, 2, 3],
+        "finish_reason": "length",
+    }
     assert bare(read_whole(msgspec.json.encode({"choices": [choice], "usage": USAGE}))) == SAID
-    message = {"message": {"content": "b", "reasoning": "a"}, "token_ids": [7, 8], "finish_reason": "length"}
+    message = {
+        "message": {"content": "b", "reasoning": "a"},
+        "token_ids": [7, 8],
+        "finish_reason": "length",
+    }
     whole = {"choices": [message], "prompt_token_ids": [1, 2, 3], "usage": USAGE}
     assert bare(read_whole(msgspec.json.encode(whole))) == SAID
     end = {"choices": [], "usage": USAGE}
     first = {"text": "a", "token_ids": [7], "prompt_token_ids": [1, 2, 3]}
     streamed = read(
-        {"choices": [first]}, {"choices": [{"text": "b", "token_ids": [8], "finish_reason": "length"}]}, end, b"[DONE]"
+        {"choices": [first]},
+        {"choices": [{"text": "b", "token_ids": [8], "finish_reason": "length"}]},
+        end,
+        b"[DONE]",
     )
     assert streamed.events == 2
     assert bare(msgspec.structs.replace(streamed, events=0)) == SAID
-    role = {"prompt_token_ids": [1, 2, 3], "choices": [{"delta": {"role": "assistant", "content": ""}}]}
+    role = {
+        "prompt_token_ids": [1, 2, 3],
+        "choices": [{"delta": {"role": "assistant", "content": ""}}],
+    }
     deltas = [
         {"choices": [{"delta": {"content": "a"}, "token_ids": [7]}]},
         {"choices": [{"delta": {"content": "b"}, "token_ids": [8], "finish_reason": "length"}]},
@@ -59,7 +81,9 @@ def test_all_four_forms_read_alike() -> None:
     assert bare(msgspec.structs.replace(streamed, events=0)) == SAID
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"choices":[]}', b"\xff", b'{"choices":[{"text":"a"}]}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"[]", b'{"choices":[]}', b"\xff", b'{"choices":[{"text":"a"}]}']
+)
 def test_what_is_no_answer(body: bytes) -> None:
     with pytest.raises(InvalidAnswerError):
         read_whole(body)
@@ -100,7 +124,9 @@ def test_any_difference_is_named(changed: dict[str, object], words: str) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_field_that_only_one_of_them_has_is_named(stream: bool) -> None:
-    """In whichever event. What has no value is no difference, nor is what depends on what was cached."""
+    """In whichever event. What has no value is no difference, nor is what depends on what was
+    cached.
+    """
 
     def answer(**last: object) -> SeenAnswer:
         first = {"text": "a", "token_ids": [7], "prompt_token_ids": [1, 2, 3]}
@@ -120,10 +146,14 @@ def test_a_field_that_only_one_of_them_has_is_named(stream: bool) -> None:
     assert handle.differences(plain, "D") == [
         "it has the fields kv_transfer_params, kv_transfer_params.remote_host, D has not"
     ]
-    assert plain.differences(answer(service_tier="a"), "D") == ["it has no fields service_tier, D has"]
+    assert plain.differences(answer(service_tier="a"), "D") == [
+        "it has no fields service_tier, D has"
+    ]
     for other in (answer(kv_transfer_params=None, x=None), moved):
         assert plain.differences(other, "D") == other.differences(plain, "D") == []
-    assert plain.differences(answer(kv_transfer_params={}), "D") == [], "an engine alone may show it"
+    assert plain.differences(answer(kv_transfer_params={}), "D") == [], (
+        "an engine alone may show it"
+    )
 
 
 def test_a_question_asked_again_differs_in_its_salt_alone() -> None:
@@ -133,7 +163,10 @@ def test_a_question_asked_again_differs_in_its_salt_alone() -> None:
         before, after = msgspec.json.decode(asked.body), msgspec.json.decode(again.body)
         assert after.pop("cache_salt") == "fresh"
         assert before == after
-        assert (asked.request_id, again.request_id) == ("conformance-one", "conformance-alone-fresh")
+        assert (asked.request_id, again.request_id) == (
+            "conformance-one",
+            "conformance-alone-fresh",
+        )
 
 
 def test_a_question_is_renewed_by_its_mark_and_a_field_comes_and_goes() -> None:

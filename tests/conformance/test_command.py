@@ -24,7 +24,16 @@ def _a_plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def run(engines: Rig, *arguments: str) -> int:
     """Run the command in a thread: it has an event loop of its own."""
-    line = ["conformance", "--prefill", engines.p.url, "--decode", engines.d.url, "--lease-watch", "0", *arguments]
+    line = [
+        "conformance",
+        "--prefill",
+        engines.p.url,
+        "--decode",
+        engines.d.url,
+        "--lease-watch",
+        "0",
+        *arguments,
+    ]
     return await asyncio.to_thread(main, line)
 
 
@@ -56,22 +65,35 @@ async def test_a_failure_is_1_and_json_is_one_object(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-async def test_each_pool_has_its_report(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_each_pool_has_its_report(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """But one in which nothing is split. The exit code is the worst one."""
     path = tmp_path / "pdproxy.yaml"
     async with rig(p={"version": "0.31.0"}) as first, rig(p={"version": "0.31.0"}) as second:
         pools = [
-            f"- {{name: {name}, nodes: [{{url: {one.p.url}, role: prefill}}, {{url: {one.d.url}, role: decode}}]}}"
+            f"- {{name: {name}, nodes: [{{url: {one.p.url}, role: prefill}}, {{url: {one.d.url}, "
+            f"role: decode}}]}}"
             for name, one in (("one", first), ("two", second))
         ]
         pools.append(f"- {{name: whole, nodes: [{{url: {first.plain.url}, role: aggregated}}]}}")
         path.write_text("pools:\n" + "\n".join(pools) + "\n")
-        line = ["conformance", "--config", str(path), "--lease-watch", "0", *(["--json"] if form == "json" else [])]
+        line = [
+            "conformance",
+            "--config",
+            str(path),
+            "--lease-watch",
+            "0",
+            *(["--json"] if form == "json" else []),
+        ]
         assert await asyncio.to_thread(main, line) == 1
         out = capsys.readouterr().out
         urls = [(one.p.url, one.d.url) for one in (first, second)]
         if form == "text":
-            assert [one for one in out.splitlines() if one.startswith("pool ")] == ["pool one", "pool two"]
+            assert [one for one in out.splitlines() if one.startswith("pool ")] == [
+                "pool one",
+                "pool two",
+            ]
             assert out.count("DOES NOT CONFORM to nixl") == 2
         else:
             found = json.loads(out)
@@ -97,7 +119,10 @@ async def test_an_engine_that_is_down_is_a_failure_and_no_error() -> None:
         (["--prefill", "a:1", "--decode", "b:1", "--connector", "pigeon"], "pigeon"),
         (["--prefill", "a:1", "--decode", "b:1", "--connector", "lmcache-pd"], "needs init_ports"),
         (["--prefill", "a:1", "--decode", "b:1", "--timeout", "0"], "expected 1 to 600 seconds"),
-        (["--prefill", "a:1", "--decode", "b:1", "--lease-watch", "nan"], "expected 0 to 600 seconds"),
+        (
+            ["--prefill", "a:1", "--decode", "b:1", "--lease-watch", "nan"],
+            "expected 0 to 600 seconds",
+        ),
     ],
 )
 def test_wrong_settings_are_2_and_name_what_is_wrong(
@@ -119,7 +144,14 @@ async def test_where_notices_are_awaited_nobody_else_may_listen(
         taken.listen()
         port = str(taken.getsockname()[1])
         lines = {
-            "lmcache-pd": ["--kv-ready-port", port, "--receiver-init-port", "7300", "--receiver-alloc-port", "7400"],
+            "lmcache-pd": [
+                "--kv-ready-port",
+                port,
+                "--receiver-init-port",
+                "7300",
+                "--receiver-alloc-port",
+                "7400",
+            ],
             "lmcache-mp": ["--kv-ready-port", port],
         }
         async with rig() as engines:

@@ -50,7 +50,9 @@ async def test_all_pass_that_apply(connector, how, not_applicable):
         results = await engines.judge(options=PATIENT, plain=True)
         assert list(results) == [check.name for check in CHECKS]
         verdicts = {name: result.verdict for name, result in results.items()}
-        wanted = {name: "not_applicable" if name in not_applicable else "passed" for name in results}
+        wanted = {
+            name: "not_applicable" if name in not_applicable else "passed" for name in results
+        }
         assert verdicts == wanted, {name: result.says for name, result in results.items()}
         for one in (engines.p, engines.d):
             assert not one.engine.handles
@@ -59,9 +61,13 @@ async def test_all_pass_that_apply(connector, how, not_applicable):
 
 
 async def test_handles_in_events_are_hidden():
-    """As D of vLLM 0.33.0 sends them, if it keeps KV for the next turn: nothing differs from an engine that sends none."""
+    """As D of vLLM 0.33.0 sends them, if it keeps KV for the next turn: nothing differs from an
+    engine that sends none.
+    """
     async with rig(p=NEW, d=NEW) as engines:
-        results = await engines.judge("completion", "completion_stream", "chat_stream", options=PATIENT, plain=True)
+        results = await engines.judge(
+            "completion", "completion_stream", "chat_stream", options=PATIENT, plain=True
+        )
         assert {result.verdict for result in results.values()} == {"passed"}, results
 
 
@@ -98,8 +104,12 @@ async def test_the_connector_may_be_found_by_asking():
 async def test_engines_for_any_role_are_tried_in_both():
     """Each makes KV for the next one, in a proxy that knows it by one role."""
     async with rig("nixl", p={"kv_role": "kv_both"}, d={"kv_role": "kv_both"}) as engines:
-        nodes = tuple(structs.replace(engine, role="any") for engine in engines.settings.pool.nodes[:2])
-        settings = structs.replace(engines.settings, pools=(structs.replace(engines.settings.pool, nodes=nodes),))
+        nodes = tuple(
+            structs.replace(engine, role="any") for engine in engines.settings.pool.nodes[:2]
+        )
+        settings = structs.replace(
+            engines.settings, pools=(structs.replace(engines.settings.pool, nodes=nodes),)
+        )
         wanted = ("pair", "completion", "chat_stream", "release")
         report = await run(settings, PATIENT, [check for check in CHECKS if check.name in wanted])
         assert [(pair.prefill, pair.decode) for pair in report.pairs] == [

@@ -89,13 +89,17 @@ def shows_handles(engines: Rig, patch: pytest.MonkeyPatch) -> None:
 def hides_ids(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """The proxy asks for no ids though the client does."""
     fields = bodies.decode_fields
-    patch.setattr(nixl, "decode_fields", lambda *args: {**fields(*args), "return_token_ids": bodies._FALSE})
+    patch.setattr(
+        nixl, "decode_fields", lambda *args: {**fields(*args), "return_token_ids": bodies._FALSE}
+    )
 
 
 def two_tokens(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """D makes more than it is asked for."""
     fields = bodies.decode_fields
-    patch.setattr(nixl, "decode_fields", lambda *args: {**fields(*args), "max_tokens": msgspec.Raw(b"2")})
+    patch.setattr(
+        nixl, "decode_fields", lambda *args: {**fields(*args), "max_tokens": msgspec.Raw(b"2")}
+    )
 
 
 def does_not_wait(engines: Rig, patch: pytest.MonkeyPatch) -> None:
@@ -141,10 +145,18 @@ WRONG = [
     Wrong("kv_moved", "it computed the others itself", how=NO_PULL),
     Wrong("kv_moved", "one engine alone: no_handle", how={"p": {"connector": "none"}}),
     Wrong("kv_moved", "while waiting for a completion through the proxy", hangs),
-    Wrong("kv_moved", "it computed the others itself", how={"connector": "shared", "d": {"connector": "none"}}),
+    Wrong(
+        "kv_moved",
+        "it computed the others itself",
+        how={"connector": "shared", "d": {"connector": "none"}},
+    ),
     Wrong("short_prompt", "was given to P", splits_all),
     Wrong("completion", "token ids differ from D alone", empty_pages),
-    Wrong("completion", "token ids differ from the plain engine", how={"p": {"weights": 1}, "d": {"weights": 1}}),
+    Wrong(
+        "completion",
+        "token ids differ from the plain engine",
+        how={"p": {"weights": 1}, "d": {"weights": 1}},
+    ),
     Wrong("completion", "computed the prompt itself", how=NO_PULL, verdict="not_judged"),
     Wrong("completion_stream", "token ids differ from D alone", empty_pages),
     Wrong("completion_stream", "while waiting for a streamed completion through the proxy", hangs),
@@ -158,17 +170,34 @@ WRONG = [
     Wrong("ids_in_stream", "without return_token_ids has ids", shows_ids),
     Wrong("ids_in_stream", "has 0 ids", hides_ids),
     Wrong("wrong_handle", "ec_transfer_params reached", client_handles_pass),
-    Wrong("wrong_handle", "ec_transfer_params reached", client_handles_pass, {"connector": "shared"}),
-    Wrong("notice_each_rank", "ranks that sent none: unnamed", says("lost_notice:rank=1,rate=1"), {**PD, **SOON}),
-    Wrong("notice_each_rank", "ranks that sent none: 1", says("lost_notice:rank=1,rate=1"), {**MP, **SOON}),
+    Wrong(
+        "wrong_handle", "ec_transfer_params reached", client_handles_pass, {"connector": "shared"}
+    ),
+    Wrong(
+        "notice_each_rank",
+        "ranks that sent none: unnamed",
+        says("lost_notice:rank=1,rate=1"),
+        {**PD, **SOON},
+    ),
+    Wrong(
+        "notice_each_rank",
+        "ranks that sent none: 1",
+        says("lost_notice:rank=1,rate=1"),
+        {**MP, **SOON},
+    ),
     Wrong("notice_each_rank", "some were sent twice", says("double_notice:rate=1"), MP),
-    Wrong("notice_each_rank", "no notice was ready", says("lost_notice:rate=1"), {"notifier": True}),
+    Wrong(
+        "notice_each_rank", "no notice was ready", says("lost_notice:rate=1"), {"notifier": True}
+    ),
     Wrong("notice_wait", "before the notices had come", does_not_wait, PD),
     Wrong("notice_wait", "before the notices had come", does_not_wait, MP),
     Wrong("notice_missing", "while waiting for a completion through the proxy", waits_for_ever, PD),
     Wrong("notice_missing", "did not wait for notices", does_not_wait, MP),
     Wrong(
-        "notice_missing", "on_timeout is fail, but without", does_not_wait, {**MP, "kv_ready": {"on_timeout": "fail"}}
+        "notice_missing",
+        "on_timeout is fail, but without",
+        does_not_wait,
+        {**MP, "kv_ready": {"on_timeout": "fail"}},
     ),
     Wrong("leave_prefill", "P still holds KV", keeps_blocks, {"lease": 60}),
     Wrong("leave_prefill", "freed only by the end of its lease", keeps_blocks, {"lease": 0.5}),
@@ -195,7 +224,8 @@ async def test_a_check_fails_of_its_fault(wrong: Wrong, monkeypatch: pytest.Monk
         if wrong.inject is not None:
             wrong.inject(engines, monkeypatch)
         names = [wrong.check] if wrong.check != "nothing_left" else ["completion", "nothing_left"]
-        # A check that hangs is given up sooner than others, but late enough for all that comes before on a slow machine.
+        # A check that hangs is given up sooner than others, but late enough for all that comes
+        # before on a slow machine.
         seconds = 4.0 if wrong.words.startswith("while waiting") else None
         results = await engines.judge(*names, plain="plain" in wrong.words, seconds=seconds)
         found = results[wrong.check]
@@ -204,7 +234,9 @@ async def test_a_check_fails_of_its_fault(wrong: Wrong, monkeypatch: pytest.Monk
 
 
 def test_every_check_has_a_fault_that_fails_it() -> None:
-    assert {one.check for one in WRONG if one.verdict == "failed"} == {check.name for check in CHECKS}
+    assert {one.check for one in WRONG if one.verdict == "failed"} == {
+        check.name for check in CHECKS
+    }
 
 
 async def test_an_engine_that_was_restarted_is_noticed() -> None:

@@ -13,16 +13,24 @@ from pdproxy_lab.conformance.results import VERDICTS, PairResults, Report, Resul
 def report(*verdicts: Verdict) -> Report:
     """A report of one pair."""
     results = [
-        Result(name=f"c{n}", does="it was done " * 20, verdict=kind, says="so") for n, kind in enumerate(verdicts)
+        Result(name=f"c{n}", does="it was done " * 20, verdict=kind, says="so")
+        for n, kind in enumerate(verdicts)
     ]
-    return Report(connector="nixl", pairs=[PairResults(prefill="http://p", decode="http://d", results=results)])
+    return Report(
+        connector="nixl",
+        pairs=[PairResults(prefill="http://p", decode="http://d", results=results)],
+    )
 
 
 @pytest.mark.parametrize(
     ("verdicts", "code", "words"),
     [
         (["passed", "not_applicable"], 0, "CONFORMS to nixl: 1 passed, 1 not applicable"),
-        (["passed", "failed", "not_judged"], 1, "DOES NOT CONFORM to nixl: 1 passed, 1 failed, 1 could not be judged"),
+        (
+            ["passed", "failed", "not_judged"],
+            1,
+            "DOES NOT CONFORM to nixl: 1 passed, 1 failed, 1 could not be judged",
+        ),
         (["passed", "not_judged"], 3, "NOT PROVEN to nixl: 1 passed, 1 could not be judged"),
     ],
 )

@@ -1,7 +1,9 @@
-"""Stands in for the interpreter of a vLLM environment: the demo's scripts say what the test wants, engines are simulated.
+"""Stands in for the interpreter of a vLLM environment: the demo's scripts say what the test wants,
+engines are simulated.
 
-`FAKE_VLLM` holds, as JSON: `look` (what `look.py` prints), `slow` (engines never listen), `die` (the role that dies at once).
-Engines note their process ids in the folder `notes`, and start a child that would outlive them.
+`FAKE_VLLM` holds, as JSON: `look` (what `look.py` prints), `slow` (engines never listen), `die`
+(the role that dies at once). Engines note their process ids in the folder `notes`, and start a
+child that would outlive them.
 """
 
 import json
@@ -18,8 +20,12 @@ def option(name: str) -> str:
 
 
 def engine() -> None:
-    role = {"kv_producer": "prefill", "kv_consumer": "decode"}[json.loads(option("--kv-transfer-config"))["kv_role"]]
-    Path(ORDERS["notes"], f"{role}-{os.getpid()}").write_text(json.dumps({"argv": sys.argv, "env": dict(os.environ)}))
+    role = {"kv_producer": "prefill", "kv_consumer": "decode"}[
+        json.loads(option("--kv-transfer-config"))["kv_role"]
+    ]
+    Path(ORDERS["notes"], f"{role}-{os.getpid()}").write_text(
+        json.dumps({"argv": sys.argv, "env": dict(os.environ)})
+    )
     subprocess.Popen(["sleep", ORDERS["child"]])
     if role == ORDERS.get("die"):
         print("Starting to load model\nout of luck", flush=True)
@@ -27,7 +33,15 @@ def engine() -> None:
     if ORDERS.get("slow"):
         os.execvp("sleep", ["sleep", ORDERS["child"]])
     print("Starting to load model", flush=True)
-    line = ["sim", "--role", role, "--port", option("--port"), "--model", option("--served-model-name")]
+    line = [
+        "sim",
+        "--role",
+        role,
+        "--port",
+        option("--port"),
+        "--model",
+        option("--served-model-name"),
+    ]
     line += ["--side-channel-port", os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"], "--speed", "0"]
     os.execv(sys.executable, [sys.executable, "-m", "pdproxy", *line])
 

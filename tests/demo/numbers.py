@@ -10,7 +10,9 @@ P0 = ShownEngine("0", "prefill", "http://127.0.0.1:8200")
 D0 = ShownEngine("0", "decode", "http://127.0.0.1:8300")
 
 
-def proxy_page(ok: float = 0.0, engine: float = 0.0, *, d_up: float = 1.0, recomputed: float = 0.0) -> Page:
+def proxy_page(
+    ok: float = 0.0, engine: float = 0.0, *, d_up: float = 1.0, recomputed: float = 0.0
+) -> Page:
     def requests(outcome: str) -> tuple[tuple[str, str], ...]:
         return (("endpoint", "chat"), ("model", "sim"), ("outcome", outcome))
 
@@ -26,11 +28,16 @@ def proxy_page(ok: float = 0.0, engine: float = 0.0, *, d_up: float = 1.0, recom
             (("le", "0.1"), ("path", "split")): ok,
             (("le", "+Inf"), ("path", "split")): ok,
         },
-        "pdproxy_kv_moved_total": {(("result", "transferred"),): 500.0, (("result", "recomputed"),): recomputed},
+        "pdproxy_kv_moved_total": {
+            (("result", "transferred"),): 500.0,
+            (("result", "recomputed"),): recomputed,
+        },
     }
 
 
-def engine_page(prompt: float = 0.0, generated: float = 0.0, *, moved: float = 0.0, failed: float = 0.0) -> Page:
+def engine_page(
+    prompt: float = 0.0, generated: float = 0.0, *, moved: float = 0.0, failed: float = 0.0
+) -> Page:
     one = (("engine", "0"), ("model_name", "sim"))
     return {
         "vllm:num_requests_running": {one: 4.0},
@@ -46,7 +53,9 @@ def engine_page(prompt: float = 0.0, generated: float = 0.0, *, moved: float = 0
 
 def well(engines: int = 4) -> Figures:
     places = [
-        ShownEngine(str(n // 2), "prefill" if n % 2 == 0 else "decode", f"http://127.0.0.1:{8200 + n}")
+        ShownEngine(
+            str(n // 2), "prefill" if n % 2 == 0 else "decode", f"http://127.0.0.1:{8200 + n}"
+        )
         for n in range(engines)
     ]
     return Figures(

@@ -18,7 +18,9 @@ from tests.fakes.forked import Piped, piped
 PROMPT = "Ctrl-C ends it."
 DEADLINE = 60.0
 MUCH_WORK = 0.5
-"""CPU seconds between two turns of the event loop: code that takes so long would hold up any machine."""
+"""CPU seconds between two turns of the event loop: code that takes so long would hold up any
+machine.
+"""
 
 
 def command(*options: str) -> list[str]:
@@ -33,9 +35,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def waited(line: str) -> bool:
-    """Whether a line says that the event loop was late although it had little work: on a machine that others use."""
+    """Whether a line says that the event loop was late although it had little work: on a machine
+    that others use.
+    """
     found = re.fullmatch(
-        r".* WARNING pdproxy\.fleet the event loop was held up late_s=(\S+) swallowed=False cpu_s=(\S+)\n", line
+        r".* WARNING pdproxy\.fleet the event loop was held up late_s=(\S+) swallowed=False "
+        r"cpu_s=(\S+)\n",
+        line,
     )
     return found is not None and float(found[2]) < MUCH_WORK
 
@@ -57,7 +63,9 @@ class Running:
         return "\n".join(self.printed)
 
     async def errors(self) -> str:
-        """Everything on standard error up to its end, but for warnings that the machine did not run the event loop."""
+        """Everything on standard error up to its end, but for warnings that the machine did not run
+        the event loop.
+        """
         async with asyncio.timeout(DEADLINE):
             lines = (await self.process.stderr.read()).decode().splitlines(keepends=True)
         return "".join(line for line in lines if not waited(line))
@@ -96,7 +104,9 @@ class Terminal:
     @property
     def text(self) -> str:
         """What was written, without what moves the cursor and sets colours."""
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen.decode(errors="replace")).replace("\r", "")
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen.decode(errors="replace")).replace(
+            "\r", ""
+        )
 
     async def until(self, pattern: str) -> None:
         """Read until the text matches."""
@@ -130,7 +140,10 @@ async def in_terminal(columns: int, rows: int, *options: str) -> AsyncIterator[T
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     # The process must make the terminal its own, or Ctrl-C would reach nobody.
-    become = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    become = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", become, *command(*options)),
         stdin=slave,
@@ -155,7 +168,9 @@ def alive(words: Sequence[str]) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 if state != "Z" and all(word in line for word in words):
                     found.append(int(entry.name))

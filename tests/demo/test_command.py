@@ -31,10 +31,14 @@ async def shell(line: str) -> bytes:
 def streamed(out: bytes) -> str:
     events = [line[6:] for line in out.decode().splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
-    return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])
+    return "".join(
+        json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]
+    )
 
 
-@pytest.mark.parametrize(("beat", "ignored"), [(LoopBeat(3.2, False, 0.02), True), (LoopBeat(3.2, False, 2.9), False)])
+@pytest.mark.parametrize(
+    ("beat", "ignored"), [(LoopBeat(3.2, False, 0.02), True), (LoopBeat(3.2, False, 2.9), False)]
+)
 def test_a_held_up_loop_is_no_error_only_if_the_machine_stalled(
     beat: LoopBeat, ignored: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -59,7 +63,9 @@ async def test_the_printed_python_gets_an_answer() -> None:
     async with running("--port", "0", "--quiet", "--model", 'it\'s a "model"') as demo:
         printed = await demo.until(PROMPT)
         program = printed.partition("openai):\n\n")[2].partition("\n\nCtrl-C")[0]
-        process = await asyncio.create_subprocess_exec(*(sys.executable, "-c", program), stdout=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program), stdout=asyncio.subprocess.PIPE
+        )
         async with asyncio.timeout(60):
             out, _ = await process.communicate()
         assert (process.returncode, bool(out.strip())) == (0, True)
@@ -67,10 +73,14 @@ async def test_the_printed_python_gets_an_answer() -> None:
 
 async def test_its_own_traffic_is_answered_and_moves_kv() -> None:
     for seconds in (4, 30):  # a busy machine needs longer
-        async with running("--port", "0", "--prefill", "1", "--decode", "1", "--seconds", str(seconds)) as demo:
+        async with running(
+            "--port", "0", "--prefill", "1", "--decode", "1", "--seconds", str(seconds)
+        ) as demo:
             assert await demo.ended() == 0
             assert await demo.errors() == ""
-        last = next((line for line in reversed(demo.printed) if "engines 2/2 up" in line), "KV 0 moved")
+        last = next(
+            (line for line in reversed(demo.printed) if "engines 2/2 up" in line), "KV 0 moved"
+        )
         if "KV 0 moved" not in last:
             break
     assert "failed 0" in last
@@ -98,7 +108,15 @@ async def test_a_second_ctrl_c_ends_it_at_once() -> None:
         port = int(demo.after("curl ").partition("http://127.0.0.1:")[2].partition("/")[0])
         # A stream of some forty seconds would be waited for.
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        body = json.dumps({"model": "sim", "prompt": "x " * 40, "max_tokens": 8000, "ignore_eos": True, "stream": True})
+        body = json.dumps(
+            {
+                "model": "sim",
+                "prompt": "x " * 40,
+                "max_tokens": 8000,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
         head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\n\r\n"
         writer.write((head + body).encode())
@@ -121,7 +139,8 @@ async def test_a_taken_port_is_told_with_its_option() -> None:
             assert await demo.ended() == 2
             assert demo.printed == []
             assert await demo.errors() == (
-                f"pdproxy demo: can't listen on 127.0.0.1:{port}: Address already in use (choose with --host and --port)\n"
+                f"pdproxy demo: can't listen on 127.0.0.1:{port}: Address already in use (choose "
+                f"with --host and --port)\n"
             )
 
 

@@ -13,18 +13,33 @@ def history() -> History:
 
 def test_rates_are_those_of_the_pages_in_the_window() -> None:
     h = history()
-    h.add(100.0, proxy_page(10), {P0.url: engine_page(1000), D0.url: engine_page(generated=50, moved=1)})
-    h.add(102.0, proxy_page(14, 1), {P0.url: engine_page(3000), D0.url: engine_page(generated=70, moved=4)})
+    h.add(
+        100.0,
+        proxy_page(10),
+        {P0.url: engine_page(1000), D0.url: engine_page(generated=50, moved=1)},
+    )
+    h.add(
+        102.0,
+        proxy_page(14, 1),
+        {P0.url: engine_page(3000), D0.url: engine_page(generated=70, moved=4)},
+    )
     figures = h.figures(102.0)
     assert figures.elapsed == 2.0
-    assert figures.engines == [EngineFigures(P0, True, 4, 1, 0.25, 1000.0), EngineFigures(D0, True, 4, 1, 0.25, 10.0)]
+    assert figures.engines == [
+        EngineFigures(P0, True, 4, 1, 0.25, 1000.0),
+        EngineFigures(D0, True, 4, 1, 0.25, 10.0),
+    ]
     assert (figures.prompt_tokens_per_s, figures.output_tokens_per_s) == (1000.0, 10.0)
     assert figures.requests_per_s == 2.5
     assert figures.outcomes == {"ok": 14, "engine": 1}
     assert (figures.inflight, figures.queued) == (3, 2)
     assert figures.ttft.p50 == pytest.approx(0.05)
     assert figures.itl == Latency(None, None)
-    assert (figures.transfers.count, figures.transfers.size, figures.transfers.bytes_per_s) == (4, 4e6, 1.5e6)
+    assert (figures.transfers.count, figures.transfers.size, figures.transfers.bytes_per_s) == (
+        4,
+        4e6,
+        1.5e6,
+    )
 
 
 def test_pages_from_before_the_window_are_forgotten_but_for_its_first() -> None:

@@ -6,13 +6,26 @@ from pathlib import Path
 import pytest
 
 from pdproxy_lab.demo.figures import ENGINE_NAMES
-from pdproxy_lab.demo.pages import Page, Reading, buckets, increase, parse, quantile, rate, total, values
+from pdproxy_lab.demo.pages import (
+    Page,
+    Reading,
+    buckets,
+    increase,
+    parse,
+    quantile,
+    rate,
+    total,
+    values,
+)
 
 VLLM = Path(__file__).parents[1] / "data" / "metrics_decode.txt"
 
 
 def counters(*found: float) -> list[Reading]:
-    return [Reading(10.0 + second, {"c_total": {(("a", "x"),): value}}) for second, value in enumerate(found)]
+    return [
+        Reading(10.0 + second, {"c_total": {(("a", "x"),): value}})
+        for second, value in enumerate(found)
+    ]
 
 
 def test_a_page_of_vllm_is_read_with_its_labels() -> None:
@@ -20,7 +33,9 @@ def test_a_page_of_vllm_is_read_with_its_labels() -> None:
     assert total(page, "vllm:generation_tokens_total") == 536
     assert total(page, "vllm:nixl_bytes_transferred_count") == 21
     assert total(page, "vllm:nixl_bytes_transferred_sum") == 19_005_440
-    assert [labels["model_name"] for labels, _ in values(page, "vllm:kv_cache_usage_perc")] == ["tiny"]
+    assert [labels["model_name"] for labels, _ in values(page, "vllm:kv_cache_usage_perc")] == [
+        "tiny"
+    ]
 
 
 def test_only_what_was_asked_for_is_read() -> None:
@@ -69,7 +84,10 @@ def test_buckets_are_those_of_the_window_over_all_series() -> None:
             }
         }
 
-    assert buckets([Reading(0.0, page(1, 1)), Reading(1.0, page(3, 2))], "h") == [(0.1, 3.0), (math.inf, 3.0)]
+    assert buckets([Reading(0.0, page(1, 1)), Reading(1.0, page(3, 2))], "h") == [
+        (0.1, 3.0),
+        (math.inf, 3.0),
+    ]
 
 
 def test_quantiles_are_linear_within_a_bucket() -> None:

@@ -57,7 +57,9 @@ async def test_a_whole_stream_is_text_and_tokens() -> None:
         (b"data: nonsense\n\n" + DONE, 200, "with an event that is no chunk"),
     ],
 )
-async def test_what_is_not_whole_is_a_failure_with_its_reason(body: bytes, status: int, why: str) -> None:
+async def test_what_is_not_whole_is_a_failure_with_its_reason(
+    body: bytes, status: int, why: str
+) -> None:
     with pytest.raises(BrokenAnswerError, match=why):
         await asked(body, status)
 

@@ -14,7 +14,9 @@ TITLE = "http://127.0.0.1:8000  model sim"
 
 
 def drawn(figures: Figures, width: int, height: int = 24) -> list[str]:
-    console = Console(record=True, width=width, height=height, file=io.StringIO(), force_terminal=True)
+    console = Console(
+        record=True, width=width, height=height, file=io.StringIO(), force_terminal=True
+    )
     console.print(render(figures, TITLE, width=width, height=height))
     return [row.rstrip() for row in console.export_text().splitlines()]
 
@@ -39,7 +41,11 @@ def test_all_is_well_at_80_columns() -> None:
 
 def test_120_columns_have_room_for_addresses() -> None:
     rows = drawn(well(), 120)
-    assert rows[2] == "prefill 0  127.0.0.1:8200  up           3        0  ━━━─────────────────  12.1%   1,203 in"
+    assert (
+        rows[2]
+        == "prefill 0  127.0.0.1:8200  up           3        0  ━━━─────────────────  12.1%   "
+        "1,203 in"
+    )
 
 
 def test_trouble_is_told() -> None:
@@ -77,13 +83,27 @@ def test_a_proxy_that_does_not_answer_is_told() -> None:
 
 def test_a_line_has_the_same_figures() -> None:
     assert line(well()) == (
-        "12 s  engines 4/4 up  in flight 3  ok 1231  failed 0  tokens/s in 12,034 out 420  TTFT p50/p99 23/80 ms"
+        "12 s  engines 4/4 up  in flight 3  ok 1231  failed 0  tokens/s in 12,034 out 420  TTFT "
+        "p50/p99 23/80 ms"
         "  ITL p50/p99 5.2/7.9 ms  KV 1231 moved 1.23 GB"
     )
     assert line(ill()).endswith("KV 0 moved 0 B  traffic failed 5")
 
 
 def test_numbers_are_spelled_short() -> None:
-    assert [number(value) for value in (None, 0, 3, 3.14, 12.6, 1234567)] == ["-", "0", "3", "3.1", "13", "1,234,567"]
-    assert [size(value) for value in (0, 999, 1000, 1.5e6, 2e12)] == ["0 B", "999 B", "1 kB", "1.5 MB", "2 TB"]
+    assert [number(value) for value in (None, 0, 3, 3.14, 12.6, 1234567)] == [
+        "-",
+        "0",
+        "3",
+        "3.1",
+        "13",
+        "1,234,567",
+    ]
+    assert [size(value) for value in (0, 999, 1000, 1.5e6, 2e12)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.5 MB",
+        "2 TB",
+    ]
     assert [milliseconds(value) for value in (None, 0.0012, 0.5)] == ["-", "1.2", "500"]

@@ -1,4 +1,6 @@
-"""`--engine vllm`, with an environment that looks like vLLM's and simulated engines in its processes."""
+"""`--engine vllm`, with an environment that looks like vLLM's and simulated engines in its
+processes.
+"""
 
 import json
 import os
@@ -30,14 +32,17 @@ class Box:
 
     def __init__(self, folder: Path, **orders: Any) -> None:
         self.folder = folder
-        # A number of seconds that no other process sleeps: engines and what they start are found by it.
+        # A number of seconds that no other process sleeps: engines and what they start are found by
+        # it.
         self.child = f"{600 + uuid.uuid4().int % 10**9 / 10**9:.9f}"
         self.orders = {"look": CPU, "notes": str(folder / "notes"), "child": self.child, **orders}
         for name in ("bin", "notes", "tmp"):
             (folder / name).mkdir()
         python = folder / "bin" / "python"
         fake = Path(__file__).with_name("fake_python.py")
-        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(fake))} "$@"\n')
+        python.write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(fake))} "$@"\n'
+        )
         self.vllm = folder / "bin" / "vllm"
         self.vllm.write_text(f"#!{python}\n")
         for path in (python, self.vllm):
@@ -61,7 +66,9 @@ class Box:
         return sorted((self.folder / "tmp").glob("pdproxy-demo-*/*"))
 
 
-async def test_engines_are_started_waited_for_in_words_and_ended_without_remains(tmp_path: Path) -> None:
+async def test_engines_are_started_waited_for_in_words_and_ended_without_remains(
+    tmp_path: Path,
+) -> None:
     box = Box(tmp_path)
     async with box.demo("--decode", "2") as demo:
         await demo.until("engines 3/3 up")
@@ -74,7 +81,11 @@ async def test_engines_are_started_waited_for_in_words_and_ended_without_remains
         assert await demo.ended() == 0
         assert await demo.errors() == ""
     assert box.logs == []
-    ports = [note["env"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] for role in ("prefill", "decode") for note in box.notes(role)]
+    ports = [
+        note["env"]["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+        for role in ("prefill", "decode")
+        for note in box.notes(role)
+    ]
     assert len(set(ports)) == 3
 
 
@@ -85,7 +96,9 @@ async def test_the_tiny_model_is_made_once(tmp_path: Path) -> None:
             assert await demo.ended() == 1
     models = list((tmp_path / "cache" / "pdproxy").iterdir())
     assert len(models) == 1
-    assert {note["argv"][note["argv"].index("--model") + 1] for note in box.notes("prefill")} == {str(models[0])}
+    assert {note["argv"][note["argv"].index("--model") + 1] for note in box.notes("prefill")} == {
+        str(models[0])
+    }
 
 
 async def test_an_engine_that_dies_ends_the_demo_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -148,9 +161,19 @@ async def test_what_can_not_work_is_told_before_anything_starts(
 
 def test_a_cpu_needs_flags_and_environment_of_its_own() -> None:
     line = arguments(PYTHON, MODEL, DECODE, 8300, cpu=True, more=["--max-model-len", "512"])
-    assert line[:5] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/tiny"]
+    assert line[:5] == [
+        "/venv/bin/python",
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        "/models/tiny",
+    ]
     transfer = json.loads(line[line.index("--kv-transfer-config") + 1])
-    assert transfer == {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_buffer_device": "cpu"}
+    assert transfer == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_consumer",
+        "kv_buffer_device": "cpu",
+    }
     assert line[-2:] == ["--max-model-len", "512"]
     env = environment({"UCX_TLS": "mine"}, MODEL, 5600, gpu=None, threads=3)
     assert (env["UCX_TLS"], env["OMP_NUM_THREADS"], env["HF_HUB_OFFLINE"]) == ("mine", "3", "1")
@@ -163,7 +186,9 @@ def test_a_gpu_is_each_engines_own() -> None:
         "kv_role": "kv_producer",
     }
     assert "--dtype" not in line
-    env = environment({"CUDA_VISIBLE_DEVICES": "0,1"}, Model("org/model", "org/model"), 5600, gpu="1", threads=1)
+    env = environment(
+        {"CUDA_VISIBLE_DEVICES": "0,1"}, Model("org/model", "org/model"), 5600, gpu="1", threads=1
+    )
     assert (env["CUDA_VISIBLE_DEVICES"], env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("1", "5600")
     assert "HF_HUB_OFFLINE" not in env
 
@@ -178,7 +203,9 @@ def test_a_gpu_is_each_engines_own() -> None:
         ("", 0, []),
     ],
 )
-def test_gpus_are_named_as_the_environment_names_them(said: str | None, count: int, names: list[str]) -> None:
+def test_gpus_are_named_as_the_environment_names_them(
+    said: str | None, count: int, names: list[str]
+) -> None:
     assert visible_gpus(said, count) == names
 
 

@@ -1,1 +1,3 @@
-"""The same request to the proxy over split engines and to one plain engine: generated widely, compared to the byte."""
+"""The same request to the proxy over split engines and to one plain engine: generated widely,
+compared to the byte.
+"""

@@ -1,4 +1,6 @@
-"""Whether two answers are the same to the byte, but for what no two answers share: ids, times, fingerprints."""
+"""Whether two answers are the same to the byte, but for what no two answers share: ids, times,
+fingerprints.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,20 @@ _INDEX = re.compile(rb'"choices":\[\{"index":(\d+)')
 
 
 def difference(plain: Answer, other: Answer, *, cached: bool = True) -> str:
-    """Return the first difference, "" where there is none. `cached`: whether they must have found as much cached."""
+    """Return the first difference, "" where there is none. `cached`: whether they must have found
+    as much cached.
+    """
     if not cached:
-        plain, other = (dataclasses.replace(one, body=_CACHED.sub(b"", one.body)) for one in (plain, other))
+        plain, other = (
+            dataclasses.replace(one, body=_CACHED.sub(b"", one.body)) for one in (plain, other)
+        )
     honest = honest_status(plain)
     if honest is not None:
         plain = honest
     if plain.status != other.status:
-        return f"status {plain.status} != {other.status}: {plain.body[:300]!r} != {other.body[:300]!r}"
+        return (
+            f"status {plain.status} != {other.status}: {plain.body[:300]!r} != {other.body[:300]!r}"
+        )
     for name in ("content-type", "www-authenticate", "allow", "location"):
         if plain.header(name) != other.header(name):
             return f"{name}: {plain.header(name)!r} != {other.header(name)!r}"
@@ -44,7 +52,9 @@ def difference(plain: Answer, other: Answer, *, cached: bool = True) -> str:
 
 
 def honest_status(plain: Answer) -> Answer | None:
-    """Return the answer as it would be with the status that it speaks of: an engine says 200 to a stream and then refuses."""
+    """Return the answer as it would be with the status that it speaks of: an engine says 200 to a
+    stream and then refuses.
+    """
     if plain.status != 200 or not plain.body.startswith(b'data: {"error"'):
         return None
     payload, mark = plain.events[0].removeprefix(b"data: ").strip(), plain.events[1:]
@@ -63,14 +73,20 @@ def masked(body: bytes) -> bytes:
 def mixed_up(answer: Answer) -> str:
     """Return what says that a stream was put together from several: two ids, or two times."""
     for name in (rb'"id":"((?:cmpl|chatcmpl)-[^"]*)"', rb'"created":(\d+)'):
-        found = {match for match in re.findall(name, answer.body) if not match.startswith(b"chatcmpl-tool")}
+        found = {
+            match
+            for match in re.findall(name, answer.body)
+            if not match.startswith(b"chatcmpl-tool")
+        }
         if len(found) > 1:
             return f"one stream, several: {found}"
     return ""
 
 
 def _by_choice(answer: Answer) -> dict[bytes, list[bytes]]:
-    """Return the events of each choice in their order: choices may overtake each other, and the end is one more."""
+    """Return the events of each choice in their order: choices may overtake each other, and the end
+    is one more.
+    """
     groups: dict[bytes, list[bytes]] = {}
     for event in answer.events:
         found = _INDEX.search(event)
@@ -81,6 +97,9 @@ def _by_choice(answer: Answer) -> dict[bytes, list[bytes]]:
 def _first(one: bytes, two: bytes) -> str:
     if one == two:
         return ""
-    at = next((at for at, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), min(len(one), len(two)))
+    at = next(
+        (at for at, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
+        min(len(one), len(two)),
+    )
     begin = max(at - 120, 0)
     return f"at byte {at}:\n  {one[begin : at + 160]!r}\n  {two[begin : at + 160]!r}"

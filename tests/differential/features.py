@@ -29,11 +29,17 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
         "usage": usage.map(lambda options: {"stream": True, "stream_options": options}),
         "max_tokens": _values("max_tokens", 1, 2, 3, 9, dialect.longest_answer),
         "no max_tokens": st.sampled_from((ABSENT, None)).map(
-            lambda value: {"max_tokens": value, "stop": ["e"], "stop_token_ids": list(range(low, high, 3))}
+            lambda value: {
+                "max_tokens": value,
+                "stop": ["e"],
+                "stop_token_ids": list(range(low, high, 3)),
+            }
         ),
         "min_tokens": st.integers(0, 3).map(lambda value: {"min_tokens": value, "max_tokens": 7}),
         "stop": st.lists(
-            st.sampled_from(("e", " t", "the", "th", "or", " ", "\n", "ö", "{", "zzz")), min_size=1, max_size=3
+            st.sampled_from(("e", " t", "the", "th", "or", " ", "\n", "ö", "{", "zzz")),
+            min_size=1,
+            max_size=3,
         ).map(lambda value: {"stop": value}),
         "stop of one": _values("stop", "e", None, []),
         "stop tokens": st.tuples(st.integers(low, high - 1), st.integers(1, high - low)).map(
@@ -68,7 +74,9 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
         "bias": tokens.map(lambda token: {"logit_bias": {str(token): 100}}),
         "half a character": st.just({"logit_bias": {str(dialect.half): 100}}),
         "bad words": st.just({"bad_words": ["e", " the"]}),
-        "allowed": st.lists(tokens, min_size=1, max_size=4).map(lambda ids: {"allowed_token_ids": ids}),
+        "allowed": st.lists(tokens, min_size=1, max_size=4).map(
+            lambda ids: {"allowed_token_ids": ids}
+        ),
         "ids returned": st.booleans().map(lambda value: {"return_token_ids": value}),
         "tokens as ids": st.just({"return_tokens_as_token_ids": True}),
         "specials kept": st.just({"skip_special_tokens": False}),
@@ -80,7 +88,10 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
             (
                 {"type": "json_object"},
                 {"type": "text"},
-                {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}},
+                {
+                    "type": "json_schema",
+                    "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True},
+                },
             )
         ).map(lambda form: {"response_format": form, "max_tokens": 40}),
         "salt": _values("cache_salt", "a", "pepper"),
@@ -101,9 +112,9 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
         "ids for messages": st.lists(tokens, min_size=1, max_size=60).map(
             lambda ids: {"kv_transfer_params": {"prompt_token_ids": ids}}
         ),
-        "nulls": st.sampled_from(("n", "seed", "stop", "top_p", "logit_bias", "stream_options", "tools", "user")).map(
-            lambda name: {name: None}
-        ),
+        "nulls": st.sampled_from(
+            ("n", "seed", "stop", "top_p", "logit_bias", "stream_options", "tools", "user")
+        ).map(lambda name: {name: None}),
     }
 
 
@@ -123,14 +134,24 @@ def _of_chat() -> dict[str, Fields]:
     return {
         "max_completion_tokens": _values("max_completion_tokens", 1, 2, 7, None),
         "logprobs": st.integers(0, 5).map(lambda top: {"logprobs": True, "top_logprobs": top}),
-        "tools": _tools(ABSENT, "none", "auto", "required", {"type": "function", "function": {"name": "tide_table"}}),
+        "tools": _tools(
+            ABSENT,
+            "none",
+            "auto",
+            "required",
+            {"type": "function", "function": {"name": "tide_table"}},
+        ),
         "continued": st.just({"add_generation_prompt": False, "continue_final_message": True}),
         "no generation prompt": st.just({"add_generation_prompt": False}),
-        "template kwargs": st.booleans().map(lambda value: {"chat_template_kwargs": {"enable_thinking": value}}),
+        "template kwargs": st.booleans().map(
+            lambda value: {"chat_template_kwargs": {"enable_thinking": value}}
+        ),
         "echo": st.booleans().map(lambda value: {"echo": value}),
         "prompt text": st.booleans().map(lambda value: {"return_prompt_text": value}),
         "no reasoning": st.just({"include_reasoning": False}),
-        "short thoughts": st.integers(0, 4).map(lambda most: {"thinking_token_budget": most, "max_tokens": 12}),
+        "short thoughts": st.integers(0, 4).map(
+            lambda most: {"thinking_token_budget": most, "max_tokens": 12}
+        ),
         "specials": st.booleans().map(lambda value: {"add_special_tokens": value}),
     }
 
@@ -138,17 +159,28 @@ def _of_chat() -> dict[str, Fields]:
 def _tools(*choices: Any) -> Fields:
     def made(drawn: tuple[list[Body], Any, Any]) -> Body:
         tools, choice, parallel = drawn
-        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 60}
+        return {
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": parallel,
+            "max_tokens": 60,
+        }
 
-    tools = st.sampled_from((TOOLS, TOOLS[1:], [{"type": "function", "function": {"name": "tide_table"}}]))
-    return st.tuples(tools, st.sampled_from(choices), st.sampled_from((ABSENT, True, False))).map(made)
+    tools = st.sampled_from(
+        (TOOLS, TOOLS[1:], [{"type": "function", "function": {"name": "tide_table"}}])
+    )
+    return st.tuples(tools, st.sampled_from(choices), st.sampled_from((ABSENT, True, False))).map(
+        made
+    )
 
 
 def faults(dialect: Dialect, path: str) -> dict[str, Fields]:
     shared: dict[str, Fields] = {
         "max_tokens": _values("max_tokens", 0, -1, dialect.max_model_len, 10**6, "7", 2.0, 2.5),
         "min_tokens": _values("min_tokens", -1, 10**6, "x"),
-        "usage without stream": st.just({"stream": False, "stream_options": {"include_usage": True}}),
+        "usage without stream": st.just(
+            {"stream": False, "stream_options": {"include_usage": True}}
+        ),
         "stop": _values("stop", "", ["", "a"], 5),
         "n": _values("n", 0, -1, 2, 10**6, "2"),
         "range": st.sampled_from(
@@ -182,8 +214,25 @@ def faults(dialect: Dialect, path: str) -> dict[str, Fields]:
         "wrong type": st.tuples(
             st.sampled_from(
                 (
-                    *("stream", "n", "stop", "seed", "min_tokens", "stop_token_ids", "top_p", "user", "stream_options"),
-                    *("ignore_eos", "return_token_ids", "structured_outputs", "priority", "echo", "logprobs"),
+                    *(
+                        "stream",
+                        "n",
+                        "stop",
+                        "seed",
+                        "min_tokens",
+                        "stop_token_ids",
+                        "top_p",
+                        "user",
+                        "stream_options",
+                    ),
+                    *(
+                        "ignore_eos",
+                        "return_token_ids",
+                        "structured_outputs",
+                        "priority",
+                        "echo",
+                        "logprobs",
+                    ),
                 )
             ),
             st.sampled_from(({}, [], "x", 1, -1, 1.5, True, None, [1], {"a": 1})),
@@ -219,7 +268,11 @@ def faults(dialect: Dialect, path: str) -> dict[str, Fields]:
         "top": st.integers(-2, -1).map(lambda top: {"logprobs": True, "top_logprobs": top}),
         "both continued": st.just({"add_generation_prompt": True, "continue_final_message": True}),
         "tool choice": _tools(
-            None, "always", {}, {"type": "function", "function": {"name": "nobody"}}, {"type": "function"}
+            None,
+            "always",
+            {},
+            {"type": "function", "function": {"name": "nobody"}},
+            {"type": "function"},
         ),
         "tools": _values("tools", [], [{"type": "function"}], [{}], "x"),
         "tool_choice alone": _values("tool_choice", "required", "auto", "none"),

@@ -1,8 +1,10 @@
-"""A generator of requests, from the plain to the absurd, that shrinks to the smallest one that shows a difference.
+"""A generator of requests, from the plain to the absurd, that shrinks to the smallest one that
+shows a difference.
 
-A request is a route, a prompt, and a handful of features; each sets a few fields. Some have a fault or two beside them, since
-which fault is named, and how, is part of an answer. Shrinking takes features away, then makes their values simple.
-Temperature is 0 or has a seed: what is drawn by chance can't be compared.
+A request is a route, a prompt, and a handful of features; each sets a few fields. Some have a fault
+or two beside them, since which fault is named, and how, is part of an answer. Shrinking takes
+features away, then makes their values simple. Temperature is 0 or has a seed: what is drawn by
+chance can't be compared.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Generated:
 
     @property
     def shares_a_block(self) -> bool:
-        """Whether it is a list of prompts of which two begin alike: which of them finds the other cached is chance."""
+        """Whether it is a list of prompts of which two begin alike: which of them finds the other
+        cached is chance.
+        """
         body = json.loads(self.body)
         prompts = body.get("prompt")
         if not isinstance(prompts, list):
@@ -52,12 +56,18 @@ def requests(dialect: Dialect) -> st.SearchStrategy[Generated]:
 def _requests(dialect: Dialect, path: str) -> st.SearchStrategy[Generated]:
     prompt = messages(dialect) if path == CHAT else prompts(dialect)
     asked = _some(features(dialect, path), 5)
-    wrong = st.sampled_from((0, 0, 0, 0, 1, 2)).flatmap(lambda most: _some(faults(dialect, path), most))
+    wrong = st.sampled_from((0, 0, 0, 0, 1, 2)).flatmap(
+        lambda most: _some(faults(dialect, path), most)
+    )
     base: Body = {"model": dialect.model, "temperature": 0, "max_tokens": 6}
-    streamed = st.sampled_from(({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}))
+    streamed = st.sampled_from(
+        ({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}})
+    )
 
     def made(
-        parts: tuple[Body, tuple[Body, ...], tuple[Body, ...], tuple[tuple[str, str], ...], int, Body],
+        parts: tuple[
+            Body, tuple[Body, ...], tuple[Body, ...], tuple[tuple[str, str], ...], int, Body
+        ],
     ) -> Generated:
         prompt, asked, wrong, lines, times, stream = parts
         body = base | stream | prompt
@@ -68,7 +78,9 @@ def _requests(dialect: Dialect, path: str) -> st.SearchStrategy[Generated]:
             body["seed"] = 7
         return Generated(path, json.dumps(body, ensure_ascii=False), lines, times)
 
-    return st.tuples(prompt, asked, wrong, headers(), st.sampled_from((1, 1, 1, 2)), streamed).map(made)
+    return st.tuples(prompt, asked, wrong, headers(), st.sampled_from((1, 1, 1, 2)), streamed).map(
+        made
+    )
 
 
 def _some(known: dict[str, Fields], most: int) -> st.SearchStrategy[tuple[Body, ...]]:

@@ -1,4 +1,6 @@
-"""Prompts and conversations of a generated request: of every length that matters, and some that are none."""
+"""Prompts and conversations of a generated request: of every length that matters, and some that are
+none.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from tests.differential.dialect import Dialect
 from tests.differential.fields import Fields
 
 SENTENCE = "The harbour master kept two ledgers, one for what came in and one for what left. "
-TEXTS = ("a", "Où ça? 在哪里? 🚢", "import os\n", '{"a": [1, 2]}', SENTENCE, "  \n", "<|im_end|>", "e\u0301\ufffd")
+TEXTS = (
+    "a",
+    "Où ça? 在哪里? 🚢",
+    "import os\n",
+    '{"a": [1, 2]}',
+    SENTENCE,
+    "  \n",
+    "<|im_end|>",
+    "e\u0301\ufffd",
+)
 
 
 def _lengths(dialect: Dialect) -> st.SearchStrategy[int]:
@@ -28,18 +39,24 @@ def _lengths(dialect: Dialect) -> st.SearchStrategy[int]:
     return st.one_of(st.integers(1, 5 * block), st.sampled_from(edges))
 
 
-def _ids(dialect: Dialect, lengths: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[list[int]]:
+def _ids(
+    dialect: Dialect, lengths: st.SearchStrategy[int] | None = None
+) -> st.SearchStrategy[list[int]]:
     low, high = dialect.ids
 
     def spread(drawn: tuple[int, int]) -> list[int]:
         length, seed = drawn
         return [low + (seed + at * at * 7 + at * 13) % (high - low) for at in range(length)]
 
-    return st.tuples(_lengths(dialect) if lengths is None else lengths, st.integers(0, 500)).map(spread)
+    return st.tuples(_lengths(dialect) if lengths is None else lengths, st.integers(0, 500)).map(
+        spread
+    )
 
 
 def _text() -> st.SearchStrategy[str]:
-    long = st.tuples(st.integers(0, 999), st.integers(1, 8)).map(lambda drawn: f"{drawn[0]} {SENTENCE * drawn[1]}")
+    long = st.tuples(st.integers(0, 999), st.integers(1, 8)).map(
+        lambda drawn: f"{drawn[0]} {SENTENCE * drawn[1]}"
+    )
     return st.one_of(long, st.lists(st.sampled_from(TEXTS), max_size=4).map("".join))
 
 
@@ -75,7 +92,12 @@ def messages(dialect: Dialect) -> Fields:
             {"content": "a"},
             {"role": 5, "content": "a"},
             {"role": "user", "content": 5},
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+                ],
+            },
         )
     )
     plain = st.lists(turn, min_size=1, max_size=4)

@@ -1,4 +1,6 @@
-"""A proxy over simulated engines beside a plain one, kept for many requests; each starts with empty caches."""
+"""A proxy over simulated engines beside a plain one, kept for many requests; each starts with empty
+caches.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Stage:
         cached = not wanted.shares_a_block and (wanted.times == 1 or len(self.world.prefill) == 1)
         for _ in range(wanted.times):
             sent = request("POST", wanted.path, wanted.body.encode(), wanted.headers)
-            plain, other = await asyncio.gather(*(exchange(port, sent) for port in (self.plain.port, self.world.port)))
+            plain, other = await asyncio.gather(
+                *(exchange(port, sent) for port in (self.plain.port, self.world.port))
+            )
             if why := difference(plain, other, cached=cached):
                 return why
             await self.world.settled()
@@ -63,7 +67,11 @@ class Stage:
 @asynccontextmanager
 async def stage(prefill: int = 1, decode: int = 1, **facts: Any) -> AsyncIterator[Stage]:
     """Set the stage with so many engines behind the proxy; `facts` are every engine's."""
-    facts = {"max_model_len": CONTEXT, "enable_prompt_tokens_details": True, "eos_every": 31} | facts
+    facts = {
+        "max_model_len": CONTEXT,
+        "enable_prompt_tokens_details": True,
+        "eos_every": 31,
+    } | facts
     plain = FakeEngine("aggregated", Books(), connector="none", **facts)
     await plain.listen()
     try:

@@ -55,6 +55,8 @@ def both(runner: asyncio.Runner, request: pytest.FixtureRequest) -> Iterator[Sta
 def test_generated_requests_are_answered_as_by_one_engine(
     runner: asyncio.Runner, both: Stage, wanted: Generated
 ) -> None:
-    """Whatever is asked, the proxy over two engines and one plain engine say the same, to the byte."""
+    """Whatever is asked, the proxy over two engines and one plain engine say the same, to the
+    byte.
+    """
     if why := runner.run(both.differs(wanted)):
         pytest.fail(why)

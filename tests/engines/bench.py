@@ -10,7 +10,8 @@ from .build import Built
 from .engine import MODEL
 from .launcher import ENVIRONMENT
 
-# The command `vllm bench serve` needs the metadata of a distribution named vllm; its module does not.
+# The command `vllm bench serve` needs the metadata of a distribution named vllm; its module does
+# not.
 BENCH = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main
@@ -23,12 +24,28 @@ main(parser.parse_args())
 async def bench_serve(
     built: Built, url: str, path: str, folder: Path, *, requests: int, tokens: int, clients: int
 ) -> dict[str, Any]:
-    """Send `requests` random prompts of 200 tokens, with `tokens` to generate each; return vLLM's result. Fails if it fails."""
+    """Send `requests` random prompts of 200 tokens, with `tokens` to generate each; return vLLM's
+    result. Fails if it fails.
+    """
     result = folder / "result.json"
     backend = "openai-chat" if "chat" in path else "openai"
     flags = ["--backend", backend, "--base-url", url, "--endpoint", path, "--model", MODEL]
-    flags += ["--tokenizer", str(built.model), "--dataset-name", "random", "--random-input-len", "200"]
-    flags += ["--random-output-len", str(tokens), "--num-prompts", str(requests), "--max-concurrency", str(clients)]
+    flags += [
+        "--tokenizer",
+        str(built.model),
+        "--dataset-name",
+        "random",
+        "--random-input-len",
+        "200",
+    ]
+    flags += [
+        "--random-output-len",
+        str(tokens),
+        "--num-prompts",
+        str(requests),
+        "--max-concurrency",
+        str(clients),
+    ]
     flags += ["--ignore-eos", "--save-result", "--result-filename", str(result)]
     done = await asyncio.create_subprocess_exec(
         built.python,

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
 """Build the environment and the model of the engines, once: `python tests/engines/build.py [DIR]`.
 
-DIR (default: `PDPROXY_ENGINES_DIR`, or `.engines` at the checkout's root) gets a virtual environment with vLLM's CPU
-build and NIXL (2.4 GB), patched for few cores, and a tiny model. Each has a stamp with a digest of its inputs. If the stamp
-matches, a second run returns at once; an incomplete environment is built again.
+DIR (default: `PDPROXY_ENGINES_DIR`, or `.engines` at the checkout's root) gets a virtual
+environment with vLLM's CPU build and NIXL (2.4 GB), patched for few cores, and a tiny model. Each
+has a stamp with a digest of its inputs. If the stamp matches, a second run returns at once; an
+incomplete environment is built again.
 
-With `--vllm X`, or `PDPROXY_ENGINES_VLLM=X`, the engines run vLLM X, since not every release has a CPU build: its Python files
-over the CPU kernels of the pinned version (`other_vllm.py`), in a folder beside the environment. `vllm-X.lock` has what it needs
-besides.
+With `--vllm X`, or `PDPROXY_ENGINES_VLLM=X`, the engines run vLLM X, since not every release has a
+CPU build: its Python files over the CPU kernels of the pinned version (`other_vllm.py`), in a
+folder beside the environment. `vllm-X.lock` has what it needs besides.
 
 torch's CPU build is not in the same index as the other packages. Its source is the first of these:
 - `--torch-index URL` or `PDPROXY_TORCH_INDEX`: a package index that has it;
 - `PIP_FIND_LINKS`: a folder or page with the wheel;
 - uv's own `--torch-backend cpu`, which knows PyTorch's index.
 
-Uses only the standard library, so that it runs on a new machine. uv installs the packages; it is taken from PATH, or installed
-into a helper environment inside DIR.
+Uses only the standard library, so that it runs on a new machine. uv installs the packages; it is
+taken from PATH, or installed into a helper environment inside DIR.
 """
 
 import argparse
@@ -38,7 +39,9 @@ VERSION = re.compile(r"\d[\w.]*")
 DEFAULT_DIR = HERE.parents[1] / ".engines"
 PYTHON = "3.11"  # the lock and the CPU wheel of torch are for this version
 DEBIAN = {"mooncake": ("libibverbs1", "libnl-3-200", "libnl-route-3-200")}
-"""Debian's packages with libraries that an overlay's packages load. They are unpacked beside them, not installed."""
+"""Debian's packages with libraries that an overlay's packages load. They are unpacked beside them,
+not installed.
+"""
 LIBRARIES = ("debian/usr/lib/x86_64-linux-gnu", "debian/lib/x86_64-linux-gnu")
 """Where these are in the overlay's folder."""
 
@@ -49,7 +52,9 @@ class EnginesUnavailable(Exception):  # noqa: N818 - reads as what it reports
 
 @dataclass(frozen=True)
 class Built:
-    """The paths of a finished build. `other_vllm`: the folder of another version of vLLM than the environment's."""
+    """The paths of a finished build. `other_vllm`: the folder of another version of vLLM than the
+    environment's.
+    """
 
     root: Path
     python: Path
@@ -57,7 +62,9 @@ class Built:
     other_vllm: Path | None = None
 
     def environment(self, *overlays: Path) -> dict[str, str]:
-        """Return the variables with which `python` runs the engines' vLLM. `overlays`: folders of packages to put first."""
+        """Return the variables with which `python` runs the engines' vLLM. `overlays`: folders of
+        packages to put first.
+        """
         folders = [*overlays, *filter(None, [self.other_vllm])]
         env = {"PYTHONPATH": os.pathsep.join(map(str, folders))} if folders else {}
         # The release's own files do not see that its kernels are a CPU build's.
@@ -81,8 +88,11 @@ def wanted_vllm() -> str:
     return os.environ.get("PDPROXY_ENGINES_VLLM") or pinned_vllm()
 
 
-def ensure(root: Path | None = None, torch_index: str | None = None, vllm: str | None = None) -> Built:
-    """Return the build in `root`; build what is missing. `vllm`: the version, otherwise the environment variable's.
+def ensure(
+    root: Path | None = None, torch_index: str | None = None, vllm: str | None = None
+) -> Built:
+    """Return the build in `root`; build what is missing. `vllm`: the version, otherwise the
+    environment variable's.
 
     Raises EnginesUnavailable.
     """
@@ -92,14 +102,21 @@ def ensure(root: Path | None = None, torch_index: str | None = None, vllm: str |
     root = (root or default_dir()).resolve()
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise EnginesUnavailable(
-            f"the pinned CPU engines are for Linux on x86-64, not {sys.platform} {platform.machine()}"
+            f"the pinned CPU engines are for Linux on x86-64, not {sys.platform} "
+            f"{platform.machine()}"
         )
     root.mkdir(parents=True, exist_ok=True)
     other = None if vllm == pinned_vllm() else root / f"vllm-{vllm}"
     built = Built(root, root / "venv" / "bin" / "python", root / "model", other)
     with _locked(root):
-        _once(root / "venv", _digest("requirements.lock", "patch_env.py"), lambda: _make_environment(root, torch_index))
-        _once(built.model, _digest("make_model.py", "chat_template.jinja"), lambda: _make_model(built))
+        _once(
+            root / "venv",
+            _digest("requirements.lock", "patch_env.py"),
+            lambda: _make_environment(root, torch_index),
+        )
+        _once(
+            built.model, _digest("make_model.py", "chat_template.jinja"), lambda: _make_model(built)
+        )
         if other:
             more = [lock.name for lock in [HERE / f"{other.name}.lock"] if lock.exists()]
             inputs = _digest("requirements.lock", "other_vllm.py", *more)
@@ -108,13 +125,18 @@ def ensure(root: Path | None = None, torch_index: str | None = None, vllm: str |
 
 
 def ensure_overlay(built: Built, name: str) -> Path:
-    """Return a folder with the packages of `NAME.lock`, for PYTHONPATH, before the environment's own packages.
+    """Return a folder with the packages of `NAME.lock`, for PYTHONPATH, before the environment's
+    own packages.
 
     Raises EnginesUnavailable.
     """
     folder = built.root / name
     with _locked(built.root):
-        _once(folder, _digest("requirements.lock", f"{name}.lock"), lambda: _make_overlay(built, folder, name))
+        _once(
+            folder,
+            _digest("requirements.lock", f"{name}.lock"),
+            lambda: _make_overlay(built, folder, name),
+        )
     return folder
 
 
@@ -127,7 +149,9 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _once(folder: Path, digest: str, make: Callable[[], None]) -> None:
-    """Call `make` unless `folder` is complete and made from the same inputs. The stamp is written last."""
+    """Call `make` unless `folder` is complete and made from the same inputs. The stamp is written
+    last.
+    """
     stamp = folder / "pdproxy.stamp"
     with contextlib.suppress(OSError):
         if stamp.read_text() == digest:
@@ -150,7 +174,8 @@ def _make_environment(root: Path, torch_index: str | None) -> None:
     _run("no Python " + PYTHON, uv, "venv", "--quiet", "--python", PYTHON, venv)
     python = venv / "bin" / "python"
     _run(
-        "the engines' packages can't be installed (for torch see PDPROXY_TORCH_INDEX in tests/engines/build.py)",
+        "the engines' packages can't be installed (for torch see PDPROXY_TORCH_INDEX in "
+        "tests/engines/build.py)",
         *(uv, "pip", "install", "--python", python, "--no-deps"),
         *_torch_source(torch_index),
         *("-r", HERE / "requirements.lock"),
@@ -167,7 +192,16 @@ def _make_overlay(built: Built, folder: Path, name: str) -> None:
 def _install(built: Built, folder: Path, lock: str) -> None:
     _run(
         f"the packages of {lock} can't be installed",
-        *(_find_uv(built.root), "pip", "install", "--quiet", "--python", built.python, "--target", folder),
+        *(
+            _find_uv(built.root),
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            built.python,
+            "--target",
+            folder,
+        ),
         *("--no-deps", "-r", HERE / lock),
     )
 
@@ -177,12 +211,26 @@ def _make_other_vllm(built: Built, folder: Path, version: str, locks: list[str])
     with tempfile.TemporaryDirectory(dir=built.root) as wheels:
         _run(
             f"vLLM {version} can't be fetched",
-            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"),
+            *(
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-cache-dir",
+            ),
             *("--no-deps", "--only-binary", ":all:", "--dest", wheels, f"vllm=={version}"),
         )
         (wheel,) = Path(wheels).iterdir()
         program = HERE / "other_vllm.py"
-        _run(f"vLLM {version} can't be put over the environment's kernels", built.python, program, wheel, folder)
+        _run(
+            f"vLLM {version} can't be put over the environment's kernels",
+            built.python,
+            program,
+            wheel,
+            folder,
+        )
     for lock in locks:
         _install(built, folder, lock)
 
@@ -191,7 +239,14 @@ def _unpack_debian(folder: Path, packages: tuple[str, ...]) -> None:
     if not (shutil.which("apt-get") and shutil.which("dpkg")):
         raise EnginesUnavailable(f"no apt-get for Debian's {', '.join(packages)}")
     folder.mkdir()
-    _run(f"Debian's {', '.join(packages)} can't be fetched", "apt-get", "download", "-qq", *packages, at=folder)
+    _run(
+        f"Debian's {', '.join(packages)} can't be fetched",
+        "apt-get",
+        "download",
+        "-qq",
+        *packages,
+        at=folder,
+    )
     for package in folder.glob("*.deb"):
         _run(f"{package.name} can't be unpacked", "dpkg", "-x", package, folder)
         package.unlink()
@@ -221,7 +276,15 @@ def _find_uv(root: Path) -> str:
     if not uv.exists():
         shutil.rmtree(helper, ignore_errors=True)
         _run("no helper environment for uv (python3-venv?)", sys.executable, "-m", "venv", helper)
-        _run("uv can't be installed", helper / "bin" / "python", "-m", "pip", "install", "--quiet", "uv")
+        _run(
+            "uv can't be installed",
+            helper / "bin" / "python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "uv",
+        )
     return str(uv)
 
 
@@ -230,25 +293,50 @@ def _make_model(built: Built) -> None:
 
 
 def _run(failure: str, *command: str | Path, at: Path | None = None) -> None:
-    """Run `command` in the folder `at`; a failure prints its output and raises EnginesUnavailable with one line."""
+    """Run `command` in the folder `at`; a failure prints its output and raises EnginesUnavailable
+    with one line.
+    """
     line = [str(part) for part in command]
     done = subprocess.run(
-        line, cwd=at, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+        line,
+        cwd=at,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if done.returncode == 0:
         return
     sys.stderr.write(done.stderr)
-    last = next((text.strip() for text in reversed(done.stderr.splitlines()) if text.strip()), "no message")
-    raise EnginesUnavailable(f"{failure}: {Path(line[0]).name} exited with {done.returncode}: {last}")
+    last = next(
+        (text.strip() for text in reversed(done.stderr.splitlines()) if text.strip()), "no message"
+    )
+    raise EnginesUnavailable(
+        f"{failure}: {Path(line[0]).name} exited with {done.returncode}: {last}"
+    )
 
 
 def main() -> int:
     """The command line. Exit code 3: engines are not available here."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("dir", nargs="?", type=Path, help="where to build (default: PDPROXY_ENGINES_DIR or .engines)")
-    parser.add_argument("--torch-index", metavar="URL", help="a package index with torch's CPU build")
-    parser.add_argument("--vllm", metavar="VERSION", help=f"also this version of vLLM, beside {pinned_vllm()}")
-    parser.add_argument("--overlay", metavar="NAME", help="also the packages of NAME.lock, for tests without a network")
+    parser.add_argument(
+        "dir",
+        nargs="?",
+        type=Path,
+        help="where to build (default: PDPROXY_ENGINES_DIR or .engines)",
+    )
+    parser.add_argument(
+        "--torch-index", metavar="URL", help="a package index with torch's CPU build"
+    )
+    parser.add_argument(
+        "--vllm", metavar="VERSION", help=f"also this version of vLLM, beside {pinned_vllm()}"
+    )
+    parser.add_argument(
+        "--overlay",
+        metavar="NAME",
+        help="also the packages of NAME.lock, for tests without a network",
+    )
     options = parser.parse_args()
     try:
         built = ensure(options.dir, options.torch_index, options.vllm)

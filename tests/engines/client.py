@@ -9,12 +9,15 @@ from typing import Any
 
 import aiohttp
 
-TIMEOUT = 240.0  # an engine's first request with logprobs takes about 20 s, several at once take longer
+# an engine's first request with logprobs takes about 20 s, several at once take longer
+TIMEOUT = 240.0
 
 
 @dataclass
 class Answer:
-    """An answer: status, headers, all bytes, how it ended (`broken`: the error), and times in seconds since the request."""
+    """An answer: status, headers, all bytes, how it ended (`broken`: the error), and times in
+    seconds since the request.
+    """
 
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +38,9 @@ class Answer:
 
     @property
     def events(self) -> list[str]:
-        """The stream's events without `data: `. Incomplete events are included unchanged, so that a test sees them."""
+        """The stream's events without `data: `. Incomplete events are included unchanged, so that a
+        test sees them.
+        """
         parts = self.body.decode().split("\n\n")
         return [part.removeprefix("data: ") for part in parts if part]
 
@@ -48,7 +53,12 @@ class Answer:
     def text(self) -> str:
         """The first choice's text; of a stream, joined."""
         objects = self.chunks if self.streamed else [self.json]
-        choices = [choice for chunk in objects for choice in chunk.get("choices", ()) if choice["index"] == 0]
+        choices = [
+            choice
+            for chunk in objects
+            for choice in chunk.get("choices", ())
+            if choice["index"] == 0
+        ]
         return "".join(_text(choice) for choice in choices)
 
 
@@ -67,14 +77,20 @@ async def ask(
     timeout: float = TIMEOUT,
     progress: "Progress | None" = None,
 ) -> Answer:
-    """POST and read to the end. A broken connection is part of the answer; after `timeout` seconds it raises TimeoutError."""
+    """POST and read to the end. A broken connection is part of the answer; after `timeout` seconds
+    it raises TimeoutError.
+    """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer, started = Answer(), time.monotonic()
     limits = aiohttp.ClientTimeout(total=timeout)
-    async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(force_close=True)) as session:
+    async with aiohttp.ClientSession(
+        timeout=limits, connector=aiohttp.TCPConnector(force_close=True)
+    ) as session:
         try:
             async with session.post(
-                url + path, data=data, headers={"Content-Type": "application/json", **(headers or {})}
+                url + path,
+                data=data,
+                headers={"Content-Type": "application/json", **(headers or {})},
             ) as response:
                 answer.status, answer.headers = response.status, dict(response.headers)
                 async for data_read in response.content.iter_any():

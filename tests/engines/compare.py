@@ -1,4 +1,6 @@
-"""Compares the answers of two engines: masks what must differ, and returns the first other difference."""
+"""Compares the answers of two engines: masks what must differ, and returns the first other
+difference.
+"""
 
 import copy
 import math
@@ -8,7 +10,8 @@ from typing import Any
 
 from .client import Answer
 
-# The plain engine computes a prompt's last token in the prefill, a split one in decoding: the same sum in another order.
+# The plain engine computes a prompt's last token in the prefill, a split one in decoding: the same
+# sum in another order.
 LOGPROB_TOLERANCE = 2e-3
 MASKED = {"system_fingerprint", "created"}
 _CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")  # xgrammar puts a time into its errors
@@ -16,14 +19,20 @@ _MINTED = re.compile(r"^(cmpl-|chatcmpl-tool-|chatcmpl-|call_)?[0-9a-f-]{16,}$")
 
 
 def differs(
-    plain: Answer, other: Answer, *, strict: bool = True, warm: bool = False, ignored: AbstractSet[str] = frozenset()
+    plain: Answer,
+    other: Answer,
+    *,
+    strict: bool = True,
+    warm: bool = False,
+    ignored: AbstractSet[str] = frozenset(),
 ) -> str:
     """Return the first difference between two answers; empty if there is none.
 
-    `warm`: one of the engines may have cached the prompt, so cached tokens are not compared. `ignored`: keys that are not
-    compared, since they may be missing.
-    `strict` also compares chunk by chunk. A late engine puts two tokens into one chunk; this is accepted if the first one has
-    text, or is a part of a character. Rarely this is not enough: then send the request again.
+    `warm`: one of the engines may have cached the prompt, so cached tokens are not compared.
+    `ignored`: keys that are not compared, since they may be missing.
+    `strict` also compares chunk by chunk. A late engine puts two tokens into one chunk; this is
+    accepted if the first one has text, or is a part of a character. Rarely this is not enough: then
+    send the request again.
     """
     if plain.status != other.status:
         return f"status: {plain.status} != {other.status}: {other.body[:500]!r}"
@@ -33,7 +42,9 @@ def differs(
         return f"Content-Type: {one!r} != {two!r}"
     masked = MASKED | ({"cached_tokens", "created_cache_tokens"} if warm else set())
     if not plain.streamed:
-        return first_difference(mask(plain.json, masked, ignored), mask(other.json, masked, ignored))
+        return first_difference(
+            mask(plain.json, masked, ignored), mask(other.json, masked, ignored)
+        )
     if plain.events[-1] != "[DONE]" or other.events[-1] != "[DONE]":
         return f"last event: {plain.events[-1]!r} != {other.events[-1]!r}"
     if why := mixed_ids(other):
@@ -45,7 +56,9 @@ def differs(
 
 
 def mixed_ids(answer: Answer) -> str:
-    """Return why a stream looks like a mix of several answers (two ids, times or models); empty if it does not."""
+    """Return why a stream looks like a mix of several answers (two ids, times or models); empty if
+    it does not.
+    """
     for name in ("id", "created", "model"):
         if len(values := {chunk.get(name) for chunk in answer.chunks}) > 1:
             return f"the stream's chunks differ in {name}: {values}"
@@ -53,7 +66,8 @@ def mixed_ids(answer: Answer) -> str:
 
 
 def mask(value: Any, masked: set[str] = MASKED, ignored: AbstractSet[str] = frozenset()) -> Any:
-    """Replace what always differs: minted ids, and the values under the keys in `masked` by whether they are not null.
+    """Replace what always differs: minted ids, and the values under the keys in `masked` by whether
+    they are not null.
 
     The keys in `ignored` are left out.
     """
@@ -77,16 +91,22 @@ def mask(value: Any, masked: set[str] = MASKED, ignored: AbstractSet[str] = froz
 
 
 def by_choice(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the chunks of each choice in order: choices may overtake each other, a choice's own chunks may not."""
+    """Return the chunks of each choice in order: choices may overtake each other, a choice's own
+    chunks may not.
+    """
     groups: dict[str, list[Any]] = {}
     for chunk in chunks:
-        indexes = ",".join(str(choice["index"]) for choice in chunk.get("choices", ())) or "no choice"
+        indexes = (
+            ",".join(str(choice["index"]) for choice in chunk.get("choices", ())) or "no choice"
+        )
         groups.setdefault(indexes, []).append(chunk)
     return groups
 
 
 def _split_differently(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> str:
-    """Return the first difference between corresponding chunks, after joining chunks that are shorter on one side."""
+    """Return the first difference between corresponding chunks, after joining chunks that are
+    shorter on one side.
+    """
     if one.keys() != two.keys():
         return f"choices: {sorted(one)} != {sorted(two)}"
     for key in one:
@@ -105,8 +125,10 @@ def _split_differently(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> 
 
 
 def _may_be_joined(chunks: list[dict[str, Any]], at: int) -> bool:
-    """Return whether a slower engine may have put this chunk and the next one together: both have something, or this one and
-    perhaps the next have nothing yet of a character that takes several tokens."""
+    """Return whether a slower engine may have put this chunk and the next one together: both have
+    something, or this one and perhaps the next have nothing yet of a character that takes several
+    tokens.
+    """
     if at + 1 == len(chunks):
         return False
     if _amount(chunks[at]):
@@ -119,7 +141,9 @@ def _may_be_joined(chunks: list[dict[str, Any]], at: int) -> bool:
 
 def _text(chunk: dict[str, Any]) -> str:
     deltas = [choice.get("delta", choice) for choice in chunk.get("choices", ())]
-    return "".join(delta.get(key) or "" for delta in deltas for key in ("text", "content", "reasoning"))
+    return "".join(
+        delta.get(key) or "" for delta in deltas for key in ("text", "content", "reasoning")
+    )
 
 
 def _amount(chunk: dict[str, Any]) -> int:
@@ -129,7 +153,9 @@ def _amount(chunk: dict[str, Any]) -> int:
         delta = choice.get("delta", choice)
         total += sum(len(delta.get(key) or "") for key in ("text", "content", "reasoning"))
         total += len(choice.get("token_ids") or ()) + len(_logprobs(choice))
-        total += sum(len(call["function"].get("arguments") or "") for call in delta.get("tool_calls") or ())
+        total += sum(
+            len(call["function"].get("arguments") or "") for call in delta.get("tool_calls") or ()
+        )
     return total
 
 
@@ -146,7 +172,9 @@ def _glue(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a stream's content, independent of how it is split: each choice's joined deltas, the other fields, all keys."""
+    """Return a stream's content, independent of how it is split: each choice's joined deltas, the
+    other fields, all keys.
+    """
     out: dict[str, Any] = {"choices": {}, "usage": [], "beside": {}, "keys": set()}
     for chunk in (dict(chunk) for chunk in chunks):
         choices = chunk.pop("choices", [])
@@ -172,13 +200,16 @@ def _between(choice: dict[str, Any]) -> bool:
 
 
 def _join(into: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Add a delta to the joined choice: texts and lists grow, objects are joined, other values must be equal."""
+    """Add a delta to the joined choice: texts and lists grow, objects are joined, other values must
+    be equal.
+    """
     for key, value in piece.items():
         if value is None:
             into.setdefault(key, None)
         elif key == "tool_calls":
             into[key] = into.get(key) or []
-            _join_calls(into[key], value)  # a delta may carry a call's name and its first arguments separately
+            # a delta may carry a call's name and its first arguments separately
+            _join_calls(into[key], value)
         elif into.get(key) is None:
             into[key] = copy.deepcopy(value)
         elif isinstance(value, dict):
@@ -199,9 +230,15 @@ def _join_calls(into: list[dict[str, Any]], calls: list[dict[str, Any]]) -> None
 
 
 def first_difference(one: Any, two: Any, path: str = "$") -> str:
-    """Return the path of the first difference of two JSON values, with both; empty if equal. Floats may differ slightly."""
+    """Return the path of the first difference of two JSON values, with both; empty if equal. Floats
+    may differ slightly.
+    """
     if isinstance(one, float) and isinstance(two, float):
-        return "" if math.isclose(one, two, rel_tol=1e-3, abs_tol=LOGPROB_TOLERANCE) else f"{path}: {one} != {two}"
+        return (
+            ""
+            if math.isclose(one, two, rel_tol=1e-3, abs_tol=LOGPROB_TOLERANCE)
+            else f"{path}: {one} != {two}"
+        )
     if type(one) is not type(two):
         return f"{path}: {_short(one)} != {_short(two)}"
     if isinstance(one, dict):
@@ -209,11 +246,18 @@ def first_difference(one: Any, two: Any, path: str = "$") -> str:
             return f"{path}: only plain has {sorted(less)}"
         if more := two.keys() - one.keys():
             return f"{path}: plain hasn't {sorted(more)}"
-        return next((why for key in one if (why := first_difference(one[key], two[key], f"{path}.{key}"))), "")
+        return next(
+            (why for key in one if (why := first_difference(one[key], two[key], f"{path}.{key}"))),
+            "",
+        )
     if isinstance(one, list):
         pairs = enumerate(zip(one, two, strict=False))
-        why = next((why for at, (x, y) in pairs if (why := first_difference(x, y, f"{path}[{at}]"))), "")
-        return why or ("" if len(one) == len(two) else f"{path}: {len(one)} items != {len(two)} items")
+        why = next(
+            (why for at, (x, y) in pairs if (why := first_difference(x, y, f"{path}[{at}]"))), ""
+        )
+        return why or (
+            "" if len(one) == len(two) else f"{path}: {len(one)} items != {len(two)} items"
+        )
     return "" if one == two else f"{path}: {_short(one)} != {_short(two)}"
 
 

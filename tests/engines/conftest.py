@@ -1,6 +1,8 @@
-"""Fixtures: engines that start once per run, and proxies in front of them; a visible warning if engines are not available.
+"""Fixtures: engines that start once per run, and proxies in front of them; a visible warning if
+engines are not available.
 
-PDPROXY_REQUIRE_ENGINES=1 turns the skip into a failure; PDPROXY_ENGINES_KEEP=1 keeps the engines for the next run.
+PDPROXY_REQUIRE_ENGINES=1 turns the skip into a failure; PDPROXY_ENGINES_KEEP=1 keeps the engines
+for the next run.
 """
 
 import os
@@ -35,7 +37,9 @@ ORDER = [
     ),
     *("test_load", "test_reality", "test_faults"),
 ]
-FLAGGED = "--enable-force-include-usage --enable-tokenizer-info-endpoint --enable-server-load-tracking"
+FLAGGED = (
+    "--enable-force-include-usage --enable-tokenizer-info-endpoint --enable-server-load-tracking"
+)
 STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 SKIPPED = pytest.StashKey[str]()
 FLEET = pytest.StashKey[Fleet]()
@@ -45,7 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put this folder's tests after all others, in ORDER."""
 
     def rank(item: pytest.Item) -> int:
-        return ORDER.index(item.path.stem) if item.path.parent == HERE and item.path.stem in ORDER else -1
+        return (
+            ORDER.index(item.path.stem)
+            if item.path.parent == HERE and item.path.stem in ORDER
+            else -1
+        )
 
     items.sort(key=rank)
 
@@ -65,7 +73,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         if fleet := item.config.stash.get(FLEET, None):
             for engine in fleet.engines.values():
                 report.sections.append((f"engine {engine.name}", engine.tail()))
-        for proxy in (value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Proxy)):
+        for proxy in (
+            value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Proxy)
+        ):
             report.sections.append(("pdproxy", proxy.tail()))
     return report
 
@@ -89,7 +99,9 @@ def fleet(pytestconfig: pytest.Config) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def launcher(pytestconfig: pytest.Config) -> Iterator[Launcher]:
-    """For tests that start their own engines: the fleet's launcher if there is a fleet, otherwise a new one."""
+    """For tests that start their own engines: the fleet's launcher if there is a fleet, otherwise a
+    new one.
+    """
     if fleet := pytestconfig.stash.get(FLEET, None):
         yield fleet.launcher
         return
@@ -106,13 +118,17 @@ def launcher(pytestconfig: pytest.Config) -> Iterator[Launcher]:
 
 @pytest.fixture(scope="session")
 def plain(pytestconfig: pytest.Config, launcher: Launcher) -> Iterator[Engine]:
-    """For tests that start their own pairs: the fleet's plain engine if there is a fleet, otherwise a new one."""
+    """For tests that start their own pairs: the fleet's plain engine if there is a fleet, otherwise
+    a new one.
+    """
     if fleet := pytestconfig.stash.get(FLEET, None):
         yield fleet.plain
         return
     engine = Engine.start(launcher, "plain-alone", "plain")
     try:
-        engine.wait().post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+        engine.wait().post(
+            COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1}
+        )
         yield engine
     finally:
         engine.stop()
@@ -120,10 +136,14 @@ def plain(pytestconfig: pytest.Config, launcher: Launcher) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def flagged(fleet: Fleet) -> Iterator[Engine]:
-    """A decode engine with the flags of vLLM's server that change or add answers, and with a store of responses."""
+    """A decode engine with the flags of vLLM's server that change or add answers, and with a store
+    of responses.
+    """
     engine = Engine.start(fleet.launcher, "flagged", "decode", flags=FLAGGED, env=STORE)
     try:
-        engine.wait().post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+        engine.wait().post(
+            COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1}
+        )
         exchange(fleet.prefills[0], engine)
         yield engine
     finally:
@@ -131,7 +151,9 @@ def flagged(fleet: Fleet) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def proxy_flagged(fleet: Fleet, flagged: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+def proxy_flagged(
+    fleet: Fleet, flagged: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Proxy]:
     """pdproxy in front of the first prefill engine and the decode engine with flags."""
     proxy = Proxy.start(fleet.prefills[:1], [flagged], tmp_path_factory.mktemp("flagged"))
     yield proxy

@@ -1,4 +1,6 @@
-"""Starts a prefill and a decode engine with a connector other than NIXL, and the plain engine to compare with."""
+"""Starts a prefill and a decode engine with a connector other than NIXL, and the plain engine to
+compare with.
+"""
 
 import contextlib
 import json
@@ -21,7 +23,9 @@ CHUNK = 32
 
 @dataclass(frozen=True)
 class PairOptions:
-    """Additional options of both engines: `kv` for --kv-transfer-config, `flags` for `vllm serve`, `env` by role."""
+    """Additional options of both engines: `kv` for --kv-transfer-config, `flags` for `vllm serve`,
+    `env` by role.
+    """
 
     kv: Mapping[str, Any]
     flags: str = ""
@@ -32,29 +36,44 @@ class PairOptions:
 def pair(
     launcher: Launcher, plain: Engine, name: str, options: PairOptions, decode_kv: Mapping[str, Any]
 ) -> Iterator[Fleet]:
-    """Start and warm up both engines; yield them with `plain` as a fleet. `plain` has another owner and keeps running.
+    """Start and warm up both engines; yield them with `plain` as a fleet. `plain` has another owner
+    and keeps running.
 
     `decode_kv`: additions to the decode engine's --kv-transfer-config.
     """
     engines: dict[str, Engine] = {}
     fleet = Fleet(launcher, {"plain": plain})
-    roles: dict[Role, Mapping[str, Any]] = {"prefill": options.kv, "decode": {**options.kv, **decode_kv}}
+    roles: dict[Role, Mapping[str, Any]] = {
+        "prefill": options.kv,
+        "decode": {**options.kv, **decode_kv},
+    }
     try:
         for role, kv in roles.items():
             one = f"{name}-{role[0]}"
             start = partial(
-                Engine.start, launcher, one, role, flags=options.flags, kv=dict(kv), env=options.env.get(role)
+                Engine.start,
+                launcher,
+                one,
+                role,
+                flags=options.flags,
+                kv=dict(kv),
+                env=options.env.get(role),
             )
             fleet.starts[one] = start
             engines[one] = start(0)
         for engine in engines.values():
             engine.wait()
-            engine.post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+            engine.post(
+                COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1}
+            )
         fleet.engines |= engines
         yield fleet
     finally:
         # A test may have started some again.
-        started = [*engines.values(), *(engine for engine in fleet.engines.values() if engine is not plain)]
+        started = [
+            *engines.values(),
+            *(engine for engine in fleet.engines.values() if engine is not plain),
+        ]
         for engine in started:
             engine.terminate()
         for engine in started:
@@ -62,22 +81,30 @@ def pair(
 
 
 def by_files(folder: Path) -> PairOptions:
-    """vLLM's ExampleConnector: the prefill engine writes a prompt's KV to files, the decode engine reads them."""
+    """vLLM's ExampleConnector: the prefill engine writes a prompt's KV to files, the decode engine
+    reads them.
+    """
     extra = {"shared_storage_path": str(folder)}
     return PairOptions({"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra})
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of LMCache's PD mode: of a decode engine's rank for transfers and for allocations, of the proxy for notices."""
+    """Ports of LMCache's PD mode: of a decode engine's rank for transfers and for allocations, of
+    the proxy for notices.
+    """
 
     init: int = field(default_factory=free_port)
     alloc: int = field(default_factory=free_port)
     notices: int = field(default_factory=free_port)
 
 
-def by_lmcache(folder: Path, ports: Ports, connector: Mapping[str, Any], buffer: int = 1 << 28) -> PairOptions:
-    """LMCache's PD mode, in which the prefill engine pushes. `buffer`: bytes of the decode engine's buffer."""
+def by_lmcache(
+    folder: Path, ports: Ports, connector: Mapping[str, Any], buffer: int = 1 << 28
+) -> PairOptions:
+    """LMCache's PD mode, in which the prefill engine pushes. `buffer`: bytes of the decode engine's
+    buffer.
+    """
     common = {
         "local_cpu": False,
         "chunk_size": CHUNK,
@@ -105,13 +132,19 @@ CPU_LMCACHE = {"kv_connector": "CpuLMCacheConnector", "kv_connector_module_path"
 BARE_LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
 """Unmodified LMCache: on a CPU it serves, but sends neither KV nor notices."""
 DECODES_BEHIND = {"kv_connector_extra_config": {"skip_last_n_tokens": 1}}
-"""The decode engine's prompt ends with the answer's first token, which has no KV yet: it looks for the KV before it."""
+"""The decode engine's prompt ends with the answer's first token, which has no KV yet: it looks for
+the KV before it.
+"""
 
 
 def lmcache_settings(fleet: Fleet, ports: Ports, **more: Any) -> dict[str, Any]:
     """Return the proxy's settings for such a pair; `more`: additions to the pool's `lmcache`."""
     receiver = {"init_ports": [ports.init], "alloc_ports": [ports.alloc]}
-    engines: list[dict[str, object]] = [{"url": engine.url, "role": "prefill"} for engine in fleet.prefills]
-    engines += [{"url": engine.url, "role": "decode", "receiver": receiver} for engine in fleet.decodes]
+    engines: list[dict[str, object]] = [
+        {"url": engine.url, "role": "prefill"} for engine in fleet.prefills
+    ]
+    engines += [
+        {"url": engine.url, "role": "decode", "receiver": receiver} for engine in fleet.decodes
+    ]
     pool = {"connector": "lmcache-pd", "lmcache": {"chunk_size": CHUNK} | more, "nodes": engines}
     return {"pools": [pool], "kv_ready": {"port": ports.notices}}

@@ -28,7 +28,9 @@ class Counters:
         )
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Return the sum of `name` for each value of `label`, without those that are 0: pdproxy's counters begin with 0."""
+        """Return the sum of `name` for each value of `label`, without those that are 0: pdproxy's
+        counters begin with 0.
+        """
         sums: dict[str, float] = {}
         for sample, have, value in self.samples:
             if sample == name and label in have:

@@ -1,4 +1,5 @@
-"""One real vLLM engine as a process: start it, wait until it is healthy, kill or freeze it, read its counters, stop it.
+"""One real vLLM engine as a process: start it, wait until it is healthy, kill or freeze it, read
+its counters, stop it.
 
 An engine is two processes (API server, engine core with its worker) in their own session, so that a
 signal reaches all of them and nothing else.
@@ -31,8 +32,10 @@ START_TIMEOUT = 300.0
 FATAL = re.compile("fatal|Fatal|died unexpectedly|Segmentation|AssertionError")
 
 FLAGS = (
-    f"--served-model-name {MODEL} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len {CONTEXT} "
-    f"--max-num-seqs 16 --block-size {BLOCK} --num-gpu-blocks-override 512 --distributed-executor-backend uni "
+    f"--served-model-name {MODEL} --host 127.0.0.1 --dtype float32 --enforce-eager "
+    f"--max-model-len {CONTEXT} "
+    f"--max-num-seqs 16 --block-size {BLOCK} --num-gpu-blocks-override 512 "
+    f"--distributed-executor-backend uni "
     "--enable-prompt-tokens-details --enable-auto-tool-choice --tool-call-parser hermes "
     # A model of random weights generates endless whitespace where a grammar allows it.
     """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
@@ -44,7 +47,9 @@ KV: dict[Role, dict[str, Any]] = {
 
 
 class EngineFailed(Exception):  # noqa: N818 - reads as what it reports
-    """An engine died or didn't become healthy in time; the message ends with its log's last lines."""
+    """An engine died or didn't become healthy in time; the message ends with its log's last
+    lines.
+    """
 
 
 @dataclass
@@ -56,7 +61,8 @@ class Engine:
     port: int
     pid: int
     log: str
-    born: str = ""  # the kernel's start time of the process, in ticks: another process may get the same id later
+    # the kernel's start time of the process, in ticks: another process may get the same id later
+    born: str = ""
 
     @classmethod
     def start(
@@ -71,17 +77,30 @@ class Engine:
     ) -> "Engine":
         """Start a process and return at once; `wait` returns when it serves.
 
-        `flags`: additions to FLAGS for `vllm serve`. `kv`: changes to its --kv-transfer-config. `env`: additional variables.
+        `flags`: additions to FLAGS for `vllm serve`. `kv`: changes to its --kv-transfer-config.
+        `env`: additional variables.
         """
         port, side_port = port or free_port(), free_port()
-        argv = ["--model", str(launcher.built.model), *shlex.split(f"{FLAGS} {flags}"), "--port", str(port)]
+        argv = [
+            "--model",
+            str(launcher.built.model),
+            *shlex.split(f"{FLAGS} {flags}"),
+            "--port",
+            str(port),
+        ]
         if role != "plain":
             argv += [
                 "--kv-transfer-config",
-                json.dumps({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"} | KV[role] | (kv or {})),
+                json.dumps(
+                    {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+                    | KV[role]
+                    | (kv or {})
+                ),
             ]
         log = launcher.built.root / "logs" / f"{name}.log"
-        pid = launcher.launch(argv, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)} | (env or {}), log)
+        pid = launcher.launch(
+            argv, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)} | (env or {}), log
+        )
         return cls(name, role, port, pid, str(log), _born(pid))
 
     def dump(self) -> dict[str, Any]:
@@ -94,13 +113,17 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self, timeout: float = START_TIMEOUT) -> "Engine":
-        """Return when /health answers 200; raise EngineFailed if the process ended or after `timeout` seconds."""
+        """Return when /health answers 200; raise EngineFailed if the process ended or after
+        `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while not self.healthy():
             if not _alive(self.pid):
                 raise EngineFailed(f"{self.name} died while starting\n{self.tail()}")
             if time.monotonic() > deadline:
-                raise EngineFailed(f"{self.name} wasn't healthy within {timeout:.0f} s\n{self.tail()}")
+                raise EngineFailed(
+                    f"{self.name} wasn't healthy within {timeout:.0f} s\n{self.tail()}"
+                )
             time.sleep(0.3)
         return self
 
@@ -113,12 +136,19 @@ class Engine:
             return False
 
     def pids(self) -> list[int]:
-        """Return the ids of the engine's running processes: all of the session that `start` made."""
+        """Return the ids of the engine's running processes: all of the session that `start`
+        made.
+        """
         if self.born and _born(self.pid) not in {self.born, ""}:
             return []
         found = []
         for entry in os.listdir("/proc"):
-            if entry.isdigit() and (stat := _stat(int(entry))) and stat[0] != "Z" and int(stat[3]) == self.pid:
+            if (
+                entry.isdigit()
+                and (stat := _stat(int(entry)))
+                and stat[0] != "Z"
+                and int(stat[3]) == self.pid
+            ):
                 found.append(int(entry))
         return found
 
@@ -163,10 +193,13 @@ class Engine:
             return json.load(answer)
 
     def tail(self, lines: int = 30) -> str:
-        """Return the end of the engine's log. The core's fatal error comes first, since many lines follow it."""
+        """Return the end of the engine's log. The core's fatal error comes first, since many lines
+        follow it.
+        """
         with contextlib.suppress(OSError):
             text = Path(self.log).read_text(errors="replace").splitlines()
-            text = [line for line in text if '"GET /' not in line]  # lines of scrapes and probes would hide the rest
+            # lines of scrapes and probes would hide the rest
+            text = [line for line in text if '"GET /' not in line]
             fatal = next((at for at, line in enumerate(text) if FATAL.search(line)), -2 * lines)
             shown = text[max(0, fatal - 5) : max(0, fatal + 2 * lines)]
             text = [*shown, *text[max(len(text) - lines, fatal + 2 * lines) :]]
@@ -175,7 +208,9 @@ class Engine:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the command name: state, parent, group, session, ..."""
+    """Return the fields of /proc/PID/stat after the command name: state, parent, group, session,
+    ...
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -183,7 +218,9 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _born(pid: int) -> str:
-    """Return a process's start time; empty if there is no such process. Its id is not reused while its session lasts."""
+    """Return a process's start time; empty if there is no such process. Its id is not reused while
+    its session lasts.
+    """
     stat = _stat(pid)
     return stat[19] if stat else ""
 

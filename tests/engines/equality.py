@@ -1,4 +1,6 @@
-"""Sends a shape to a plain engine and to the proxy, compares the answers, and checks by counters how the KV moved."""
+"""Sends a shape to a plain engine and to the proxy, compares the answers, and checks by counters
+how the KV moved.
+"""
 
 import asyncio
 import secrets
@@ -33,7 +35,9 @@ def in_full(increases: Increases) -> bool:
 
 @dataclass
 class Moved:
-    """Counters before a request, and their increases since. Only of the engines that the proxy uses."""
+    """Counters before a request, and their increases since. Only of the engines that the proxy
+    uses.
+    """
 
     fleet: Fleet
     proxy: Proxy
@@ -59,16 +63,23 @@ class Moved:
         )
 
     def since(self, alone: str) -> Increases:
-        """Return the increases: prompt tokens of the plain engine, D's tokens by source, requests that one engine served."""
+        """Return the increases: prompt tokens of the plain engine, D's tokens by source, requests
+        that one engine served.
+        """
         decodes = [engine.counters() for engine in self.fleet.decodes[: self.pairs]]
         plain, proxy = self.fleet.plain.counters(), self.proxy.counters()
 
         def decoded(source: str) -> float:
             pairs = zip(decodes, self.decodes, strict=True)
-            return sum(new.sum(SOURCE, source=source) - old.sum(SOURCE, source=source) for new, old in pairs)
+            return sum(
+                new.sum(SOURCE, source=source) - old.sum(SOURCE, source=source)
+                for new, old in pairs
+            )
 
         def front(**labels: str) -> float:
-            return proxy.sum("pdproxy_alone_total", **labels) - self.front.sum("pdproxy_alone_total", **labels)
+            return proxy.sum("pdproxy_alone_total", **labels) - self.front.sum(
+                "pdproxy_alone_total", **labels
+            )
 
         name = "vllm:prompt_tokens_total"
         return {
@@ -84,7 +95,9 @@ async def _both(shape: Shape, fleet: Fleet, proxy: Proxy) -> tuple[Answer, Answe
     nonce = secrets.token_hex(6)
     headers = {"X-Request-Id": nonce} if shape.header_id else None
     body = shape.make(nonce)
-    plain, other = await asyncio.gather(*(ask(one.url, shape.path, body, headers) for one in (fleet.plain, proxy)))
+    plain, other = await asyncio.gather(
+        *(ask(one.url, shape.path, body, headers) for one in (fleet.plain, proxy))
+    )
     return plain, other
 
 
@@ -98,20 +111,23 @@ async def equal(
     ignored: AbstractSet[str] = frozenset(),
     at_once: bool = False,
 ) -> None:
-    """Fail unless status, body and events equal the plain engine's, the KV moved as the shape says, and P holds nothing.
+    """Fail unless status, body and events equal the plain engine's, the KV moved as the shape says,
+    and P holds nothing.
 
-    `pairs`: number of prefill and decode engines of the proxy. `moved`: checks the counters for how the connector moves a
-    prompt's KV. `ignored`: keys that are not compared, as in `differs`. `at_once`: both engines are asked at once, so that one
-    prompt of a list may have moved before another one is refused.
+    `pairs`: number of prefill and decode engines of the proxy. `moved`: checks the counters for how
+    the connector moves a prompt's KV. `ignored`: keys that are not compared, as in `differs`.
+    `at_once`: both engines are asked at once, so that one prompt of a list may have moved before
+    another one is refused.
     """
     for attempt in range(STRICT_TRIES):
         before = Moved.now(fleet, proxy, pairs)
         plain, other = await _both(shape, fleet, proxy)
         assert plain.status == shape.status, plain.body[:500]
         why = differs(plain, other, strict=False, ignored=ignored)
-        # A late engine joins two tokens in one event: half a character at the end of the reasoning then stays, and a call that
-        # is cut behind its name has arguments. It may compute the choices of a request in different steps: the later ones then
-        # find the prompt in its cache. Any other difference fails at once.
+        # A late engine joins two tokens in one event: half a character at the end of the reasoning
+        # then stays, and a call that is cut behind its name has arguments. It may compute the
+        # choices of a request in different steps: the later ones then find the prompt in its cache.
+        # Any other difference fails at once.
         late = "\ufffd" in why or (".function: " in why and why.endswith("['arguments']"))
         late = late or (shape.alone == ALONE_N and ".prompt_tokens_details." in why)
         if late and attempt + 1 < STRICT_TRIES:
@@ -126,7 +142,9 @@ async def equal(
         assert (other.chunks[0] if other.streamed else other.json)["id"] == first["id"]
 
 
-async def _settle(shape: Shape, before: Moved, moved: Callable[[Increases], bool], *, at_once: bool) -> None:
+async def _settle(
+    shape: Shape, before: Moved, moved: Callable[[Increases], bool], *, at_once: bool
+) -> None:
     """Wait until the counters show how the answer was made, and P holds no more than before."""
     wanted: dict[str, float]
     if shape.alone:

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""The engines that the tests share: one plain, two prefill and two decode engines, started together.
+"""The engines that the tests share: one plain, two prefill and two decode engines, started
+together.
 
-With PDPROXY_ENGINES_KEEP=1 they keep running after the test run, and the next run reuses them (`run/fleet.json` in the build's
-folder lists their processes). `python tests/engines/fleet.py start|stop|show` does the same by hand.
+With PDPROXY_ENGINES_KEEP=1 they keep running after the test run, and the next run reuses them
+(`run/fleet.json` in the build's folder lists their processes). `python tests/engines/fleet.py
+start|stop|show` does the same by hand.
 """
 
 import argparse
@@ -25,11 +27,19 @@ from .engine import MODEL, Engine, Role
 from .launcher import Launcher
 
 COMPLETIONS = "/v1/completions"
-NAMES: dict[str, Role] = {"plain": "plain", "p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+NAMES: dict[str, Role] = {
+    "plain": "plain",
+    "p0": "prefill",
+    "p1": "prefill",
+    "d0": "decode",
+    "d1": "decode",
+}
 
 
 class EnginesBusy(Exception):  # noqa: N818 - reads as what it reports
-    """Another run uses the engines, and two runs would disturb each other; the message names the folder."""
+    """Another run uses the engines, and two runs would disturb each other; the message names the
+    folder.
+    """
 
 
 @dataclass
@@ -63,7 +73,8 @@ class Fleet:
 
     @classmethod
     def start(cls) -> "Fleet":
-        """Build if necessary, attach to engines that an earlier run kept, start the others, wait for all of them.
+        """Build if necessary, attach to engines that an earlier run kept, start the others, wait
+        for all of them.
 
         Raises EnginesBusy while another run uses the engines.
         """
@@ -87,20 +98,29 @@ class Fleet:
         kept = json.loads(state.read_text()) if state.exists() else {}
         engines = [Engine(**kept[name]) for name in NAMES if name in kept]
         alive = {engine.name: engine for engine in engines if engine.pids() and engine.healthy()}
-        return cls(Launcher(built), alive, state, [engine for engine in engines if engine.name not in alive])
+        return cls(
+            Launcher(built),
+            alive,
+            state,
+            [engine for engine in engines if engine.name not in alive],
+        )
 
     def stale(self) -> list[Engine]:
         """Return engines of an earlier run that run but don't answer."""
         return [engine for engine in self.left if engine.pids()]
 
-    def launch(self, names: dict[str, Role], ports: dict[str, int] | None = None, meet: bool = True) -> None:
+    def launch(
+        self, names: dict[str, Role], ports: dict[str, int] | None = None, meet: bool = True
+    ) -> None:
         """Start engines together and wait until all of them are healthy and warm.
 
-        `meet`: each new pair exchanges one prompt. Before D's first pull from a P, its refusal of a request may not reach P, and
-        P then holds the request's blocks until the lease ends.
+        `meet`: each new pair exchanges one prompt. Before D's first pull from a P, its refusal of a
+        request may not reach P, and P then holds the request's blocks until the lease ends.
         """
         for name, role in names.items():
-            self.engines[name] = Engine.start(self.launcher, name, role, (ports or {}).get(name, 0), self.flags)
+            self.engines[name] = Engine.start(
+                self.launcher, name, role, (ports or {}).get(name, 0), self.flags
+            )
         self._save()
         for name in names:
             self.engines[name].wait()
@@ -115,10 +135,16 @@ class Fleet:
         old = [self.engines[name] for name in names]
         for engine in old:
             engine.stop()
-        self.launch({engine.name: engine.role for engine in old}, {engine.name: engine.port for engine in old}, meet)
+        self.launch(
+            {engine.name: engine.role for engine in old},
+            {engine.name: engine.port for engine in old},
+            meet,
+        )
 
     def start_again(self, *engines: Engine) -> None:
-        """End engines of `connected.pair`, and start them with the same options on the same ports. Wait until they serve."""
+        """End engines of `connected.pair`, and start them with the same options on the same ports.
+        Wait until they serve.
+        """
         for engine in engines:
             engine.kill()
             engine.stop()
@@ -128,7 +154,9 @@ class Fleet:
             self.engines[engine.name].wait()
 
     def _warm_up(self, names: Iterable[str]) -> None:
-        """Request logprobs from each engine once: the first time takes 20 s and more, which should not count for a deadline."""
+        """Request logprobs from each engine once: the first time takes 20 s and more, which should
+        not count for a deadline.
+        """
         body = {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda name: self.engines[name].post(COMPLETIONS, body), names))
@@ -139,7 +167,9 @@ class Fleet:
 
     def _save(self) -> None:
         if self.state:
-            self.state.write_text(json.dumps({name: engine.dump() for name, engine in self.engines.items()}, indent=1))
+            self.state.write_text(
+                json.dumps({name: engine.dump() for name, engine in self.engines.items()}, indent=1)
+            )
 
     def end(self) -> None:
         """End only the engines; the launcher can still start others."""
@@ -165,7 +195,9 @@ def _run_folder() -> Path:
 
 
 def _claim() -> TextIO:
-    """Lock the engines until the file is closed; raises EnginesBusy if another process holds the lock."""
+    """Lock the engines until the file is closed; raises EnginesBusy if another process holds the
+    lock.
+    """
     lock = (_run_folder() / "fleet.lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,7 +213,9 @@ def exchange(prefill: Engine, decode: Engine) -> None:
     params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
     params |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     answer = prefill.post(COMPLETIONS, body | {"max_tokens": 1, "kv_transfer_params": params})
-    decode.post(COMPLETIONS, body | {"max_tokens": 2, "kv_transfer_params": answer["kv_transfer_params"]})
+    decode.post(
+        COMPLETIONS, body | {"max_tokens": 2, "kv_transfer_params": answer["kv_transfer_params"]}
+    )
 
 
 def keep() -> bool:

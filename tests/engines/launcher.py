@@ -1,4 +1,6 @@
-"""Starts the fork server process (fork_server.py) for the first engine, and orders engines from it."""
+"""Starts the fork server process (fork_server.py) for the first engine, and orders engines from
+it.
+"""
 
 import json
 import os
@@ -22,7 +24,8 @@ ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_TLS": "tcp,sm,self",
     "UCX_NET_DEVICES": "lo",
-    # With 0 the worker may run in the engine core (`uni`): one process less to start, no queue between the two.
+    # With 0 the worker may run in the engine core (`uni`): one process less to start, no queue
+    # between the two.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
@@ -32,10 +35,11 @@ class ForkServerFailed(Exception):  # noqa: N818 - reads as what it reports
 
 
 class Launcher:
-    """Owns the fork server process, which starts with the first order and ends with `close` (or with this process).
+    """Owns the fork server process, which starts with the first order and ends with `close` (or
+    with this process).
 
-    `overlay`: a folder of packages that come before the environment's. `env`: additional variables for all engines; variables
-    that Python reads at its start work only here.
+    `overlay`: a folder of packages that come before the environment's. `env`: additional variables
+    for all engines; variables that Python reads at its start work only here.
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class Launcher:
         self._log = built.root / "logs" / f"{name}-{os.getpid()}.log"
 
     def launch(self, argv: list[str], env: dict[str, str], log: Path) -> int:
-        """Start an engine; return its process id, which is also its session id. The first call takes 20 to 40 s."""
+        """Start an engine; return its process id, which is also its session id. The first call
+        takes 20 to 40 s.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("")
         return self._order({"argv": argv, "env": env, "log": str(log)})
@@ -90,5 +96,6 @@ class Launcher:
         if line := fork_server.stdout.readline():
             return json.loads(line)["pid"]
         raise ForkServerFailed(
-            f"the fork server exited with {fork_server.wait()}\n{self._log.read_text(errors='replace')[-3000:]}"
+            f"the fork server exited with {fork_server.wait()}\n"
+            f"{self._log.read_text(errors='replace')[-3000:]}"
         )

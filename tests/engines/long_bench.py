@@ -1,4 +1,6 @@
-"""vLLM's serving benchmark over simulated engines, long version: runs only if this file is named, as in `.ci/full`."""
+"""vLLM's serving benchmark over simulated engines, long version: runs only if this file is named,
+as in `.ci/full`.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 async def test_five_hundred_requests_over_two_pairs(tmp_path: Path, route: str) -> None:
-    """32 clients, 500 random requests: none fails, every token arrives, every prompt's KV moved, no KV is left."""
+    """32 clients, 500 random requests: none fails, every token arrives, every prompt's KV moved, no
+    KV is left.
+    """
     async with world(prefill=2, decode=2) as w:
         measured = await bench_serve(
             ensure(),
@@ -29,7 +33,14 @@ async def test_five_hundred_requests_over_two_pairs(tmp_path: Path, route: str) 
             tokens=TOKENS,
             clients=32,
         )
-        print(json.dumps({key: measured[key] for key in ("completed", "failed", "total_output_tokens", "duration")}))
+        print(
+            json.dumps(
+                {
+                    key: measured[key]
+                    for key in ("completed", "failed", "total_output_tokens", "duration")
+                }
+            )
+        )
         assert (measured["completed"], measured["failed"]) == (REQUESTS, 0)
         assert measured["total_output_tokens"] == REQUESTS * TOKENS
         await w.quiet()

@@ -23,7 +23,13 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(500, func_only=True)]
 async def _proven(*arguments: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Run the command; return its report and the verdict of each check."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdproxy", "conformance", "--json", *arguments, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "pdproxy",
+        "conformance",
+        "--json",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(350):
         output, _ = await process.communicate()
@@ -34,7 +40,9 @@ async def _proven(*arguments: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _not_passed(report: dict[str, object], verdicts: dict[str, str]) -> set[str]:
-    """Return the checks that don't apply; a failed check fails the test and shows the whole report."""
+    """Return the checks that don't apply; a failed check fails the test and shows the whole
+    report.
+    """
     assert set(verdicts.values()) <= {"passed", "not_applicable"}, json.dumps(report, indent=1)
     return {name for name, verdict in verdicts.items() if verdict != "passed"}
 
@@ -43,7 +51,9 @@ async def test_the_notifier(pair: Pair) -> None:
     """NIXL with the notifier: each rank sends notices, and they end the wait."""
     port = pair.address.rpartition(":")[2]
     flags = ("--kv-notifier", "true", "--kv-ready-port", port)
-    report, verdicts = await _proven("--prefill", pair.prefill.url, "--decode", pair.decode.url, *flags)
+    report, verdicts = await _proven(
+        "--prefill", pair.prefill.url, "--decode", pair.decode.url, *flags
+    )
     assert _not_passed(report, verdicts) <= {"notice_wait", "notice_missing"}
 
 
@@ -57,7 +67,14 @@ async def test_lmcache(pushing: Pushing, tmp_path: Path) -> None:
 
 async def test_shared(sharers: Fleet, plain: Engine) -> None:
     """Files between the engines."""
-    engines = ("--prefill", sharers.prefills[0].url, "--decode", sharers.decodes[0].url, "--plain", plain.url)
+    engines = (
+        "--prefill",
+        sharers.prefills[0].url,
+        "--decode",
+        sharers.decodes[0].url,
+        "--plain",
+        plain.url,
+    )
     report, verdicts = await _proven(*engines, "--connector", "shared")
     notices = {"notice_each_rank", "notice_wait", "notice_missing"}
     assert _not_passed(report, verdicts) <= {"release", "lease", *notices}
@@ -67,7 +84,9 @@ async def test_nixl_conforms(fleet: Fleet) -> None:
     """All checks that apply pass, also that of the 30 s lease; P and D hold nothing afterwards."""
     fleet.heal()
     p, d = fleet.prefills[0], fleet.decodes[0]
-    report, verdicts = await _proven("--prefill", p.url, "--decode", d.url, "--plain", fleet.plain.url)
+    report, verdicts = await _proven(
+        "--prefill", p.url, "--decode", d.url, "--plain", fleet.plain.url
+    )
     assert set(verdicts.values()) == {"passed", "not_applicable"}, json.dumps(report, indent=1)
     assert [name for name, verdict in verdicts.items() if verdict != "passed"] == [
         "notice_each_rank",

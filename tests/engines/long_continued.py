@@ -1,8 +1,11 @@
-"""Streams on real engines whose engines are killed, terminated or stopped at random moments: they go on, word for word."""
+"""Streams on real engines whose engines are killed, terminated or stopped at random moments: they
+go on, word for word.
+"""
 
-# Each cell (signal, role, kind) runs `PDPROXY_TEST_CONTINUED_TIMES` times (3). `PDPROXY_TEST_CONTINUED_OUT` names a file: what
-# it lists is done already, and each other time of a cell is added to it. So a run can be resumed. Chats with reasoning have
-# engines of their own, with a parser and `--enable-scale-out`: all of what random weights say is reasoning, which never ends.
+# Each cell (signal, role, kind) runs `PDPROXY_TEST_CONTINUED_TIMES` times (3).
+# `PDPROXY_TEST_CONTINUED_OUT` names a file: what it lists is done already, and each other time of a
+# cell is added to it. So a run can be resumed. Chats with reasoning have engines of their own, with
+# a parser and `--enable-scale-out`: all of what random weights say is reasoning, which never ends.
 
 import asyncio
 import json
@@ -28,13 +31,21 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800, func_only=True)]
 TIMES = int(os.environ.get("PDPROXY_TEST_CONTINUED_TIMES", "3"))
 OUT = os.environ.get("PDPROXY_TEST_CONTINUED_OUT")
 STREAMS, TOKENS, SOON = 8, 200, 0.6
-"""Streams at once, their tokens, and the part of their time on one engine in which the fault comes: two engines need less."""
+"""Streams at once, their tokens, and the part of their time on one engine in which the fault comes:
+two engines need less.
+"""
 SPECIAL = ("0", "1", "2", "3", "4", "4094")
 """Ids of the tiny model's special tokens and of `<think>`."""
 BETWEEN_TOKENS = 3.0
 COUNTS = ("prompt_tokens", "completion_tokens")
 SETTINGS = {
-    "deadlines": {"connect": 2, "prefill": 15, "first_token": 15, "between_tokens": BETWEEN_TOKENS, "drain": 5},
+    "deadlines": {
+        "connect": 2,
+        "prefill": 15,
+        "first_token": 15,
+        "between_tokens": BETWEEN_TOKENS,
+        "drain": 5,
+    },
     "limits": {"continuations": 2},
 }
 THINKERS: dict[str, Role] = {
@@ -65,8 +76,9 @@ def _said(answer: Answer) -> str:
 def _body(kind: str, nonce: str) -> dict[str, Any]:
     common: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS, **USAGE}
     if kind == "reasoning":
-        # Special tokens in the middle: derender shows them, a stream does not. And vLLM's parser drops the mark where reasoning
-        # begins from an event that has nothing else, and shows it in one that has.
+        # Special tokens in the middle: derender shows them, a stream does not. And vLLM's parser
+        # drops the mark where reasoning begins from an event that has nothing else, and shows it in
+        # one that has.
         common["logit_bias"] = dict.fromkeys(SPECIAL, -100)
     else:
         common["ignore_eos"] = True
@@ -74,7 +86,9 @@ def _body(kind: str, nonce: str) -> dict[str, Any]:
 
 
 def _difference(plain: Answer, seen: Answer) -> str:
-    """Return how a stream differs from the uninterrupted one for its client; empty if it does not."""
+    """Return how a stream differs from the uninterrupted one for its client; empty if it does
+    not.
+    """
     if not seen.events or seen.events[-1] != "[DONE]":
         return f"no end: {seen.events[-1:]}"
     if len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in seen.chunks}) != 1:
@@ -82,9 +96,14 @@ def _difference(plain: Answer, seen: Answer) -> str:
     wanted, found = _said(plain), _said(seen)
     if wanted != found:
         pairs = zip(wanted, found, strict=False)
-        same = next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(wanted), len(found)))
+        same = next(
+            (at for at, (one, two) in enumerate(pairs) if one != two), min(len(wanted), len(found))
+        )
         about = slice(max(same - 20, 0), same + 20)
-        return f"other text from character {same} of {len(wanted)} on: {wanted[about]!r}, {found[about]!r}"
+        return (
+            f"other text from character {same} of {len(wanted)} on: {wanted[about]!r}, "
+            f"{found[about]!r}"
+        )
     counts = [[answer.chunks[-1]["usage"][name] for name in COUNTS] for answer in (plain, seen)]
     return "" if counts[0] == counts[1] else f"other usage: {counts}"
 
@@ -102,7 +121,9 @@ def _done(cell: str) -> int:
 async def test_streams_go_on(
     fleet: Fleet, request: pytest.FixtureRequest, tmp_path: Path, how: str, role: str, kind: str
 ) -> None:
-    """Two prefill and two decode engines; one of them is gone or silent from a random moment on. All streams are complete."""
+    """Two prefill and two decode engines; one of them is gone or silent from a random moment on.
+    All streams are complete.
+    """
     if kind == "reasoning":
         fleet = request.getfixturevalue("thinkers")
     cell, path = f"{how} {role} {kind}", COMPLETIONS if kind == "text" else CHAT
@@ -126,14 +147,30 @@ async def test_streams_go_on(
                 engine.signal(signal.Signals[how])
             seen = await asyncio.gather(*asked)
             counters, name = proxy.counters(), "pdproxy_continuations_total"
-            went, why = ({label: n for label, n in counters.by(name, one).items() if n} for one in ("result", "reason"))
+            went, why = (
+                {label: n for label, n in counters.by(name, one).items() if n}
+                for one in ("result", "reason")
+            )
         finally:
             if how == "SIGSTOP":
                 engine.signal(signal.SIGCONT)
             proxy.stop()
-        wrong = [text for one, two in zip(plain, seen, strict=True) if (text := _difference(one, two))]
-        result = {"cell": cell, "time": time_, "right": STREAMS - len(wrong), "of": STREAMS, "wrong": wrong}
-        result |= {"results": went, "reasons": why, "after": round(moment, 2), "of_seconds": round(took, 2)}
+        wrong = [
+            text for one, two in zip(plain, seen, strict=True) if (text := _difference(one, two))
+        ]
+        result = {
+            "cell": cell,
+            "time": time_,
+            "right": STREAMS - len(wrong),
+            "of": STREAMS,
+            "wrong": wrong,
+        }
+        result |= {
+            "results": went,
+            "reasons": why,
+            "after": round(moment, 2),
+            "of_seconds": round(took, 2),
+        }
         print(f"\n{json.dumps(result)}")
         if OUT is not None:
             with Path(OUT).open("a") as out:

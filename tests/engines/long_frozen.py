@@ -1,6 +1,9 @@
-"""A client leaves at once behind a slow connect to a decode engine that is frozen: P's KV is free long before its lease."""
+"""A client leaves at once behind a slow connect to a decode engine that is frozen: P's KV is free
+long before its lease.
+"""
 
-# The decode engine never reads the request, so it frees nothing before it goes on; the other decode engine must release the KV.
+# The decode engine never reads the request, so it frees nothing before it goes on; the other decode
+# engine must release the KV.
 
 import asyncio
 import contextlib
@@ -25,11 +28,15 @@ from .test_load import EXPIRED, USED, _until
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 SOON = 12.0
-"""Seconds within which P's KV must be free: three tries of a release, beside other work. The lease is 30 s."""
+"""Seconds within which P's KV must be free: three tries of a release, beside other work. The lease
+is 30 s.
+"""
 
 
 class SlowPort:
-    """A port before an engine's, which passes bytes on. While it is full, the kernel drops what would connect to it."""
+    """A port before an engine's, which passes bytes on. While it is full, the kernel drops what
+    would connect to it.
+    """
 
     def __init__(self, engine_port: int) -> None:
         self.asked = asyncio.Event()
@@ -97,7 +104,9 @@ class SlowPort:
             engine.close()
 
     @staticmethod
-    async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: asyncio.Event | None) -> None:
+    async def _pass(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: asyncio.Event | None
+    ) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 if asked is not None and data.startswith(b"POST"):
@@ -136,26 +145,42 @@ async def _slow(engine: Engine) -> AsyncIterator[SlowPort]:
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("behind", [False, True], ids=["while it connects", "behind the connect"])
-async def test_nobody_waits_for_a_lease(engines: list[Engine], tmp_path: Path, behind: bool, streamed: bool) -> None:
-    """The client of a frozen decode engine leaves while pdproxy connects to it, or when the request has just been written."""
+async def test_nobody_waits_for_a_lease(
+    engines: list[Engine], tmp_path: Path, behind: bool, streamed: bool
+) -> None:
+    """The client of a frozen decode engine leaves while pdproxy connects to it, or when the request
+    has just been written.
+    """
     prefill, frozen, other = engines
     expired = prefill.counters().sum(EXPIRED)
     async with _slow(frozen) as slow:
         decodes = [replace(frozen, port=slow.port), other]
         # On a busy machine an engine is slow, not down.
         settings = {"deadlines": {"connect": 10}, "probes": {"interval": 20}}
-        proxy = await asyncio.to_thread(Proxy.start, [prefill], decodes, tmp_path, settings=settings)
+        proxy = await asyncio.to_thread(
+            Proxy.start, [prefill], decodes, tmp_path, settings=settings
+        )
         tasks: list[asyncio.Task[object]] = []
 
-        def send(tokens: int, *, stream: bool, progress: Progress | None = None) -> "asyncio.Task[object]":
-            body = {"model": MODEL, "prompt": story(secrets.token_hex(6)), "max_tokens": tokens, "temperature": 0}
+        def send(
+            tokens: int, *, stream: bool, progress: Progress | None = None
+        ) -> "asyncio.Task[object]":
+            body = {
+                "model": MODEL,
+                "prompt": story(secrets.token_hex(6)),
+                "max_tokens": tokens,
+                "temperature": 0,
+            }
             body |= {"stream": stream, "ignore_eos": True}
-            task: asyncio.Task[object] = asyncio.create_task(ask(proxy.url, COMPLETIONS, body, progress=progress))
+            task: asyncio.Task[object] = asyncio.create_task(
+                ask(proxy.url, COMPLETIONS, body, progress=progress)
+            )
             tasks.append(task)
             return task
 
         try:
-            # KV moves from P to both. Then the other decode engine has a stream, and the next prompt goes to the frozen one.
+            # KV moves from P to both. Then the other decode engine has a stream, and the next
+            # prompt goes to the frozen one.
             await asyncio.gather(*(send(24, stream=False) for _ in range(8)))
             while True:
                 slow.asked.clear()
@@ -171,7 +196,11 @@ async def test_nobody_waits_for_a_lease(engines: list[Engine], tmp_path: Path, b
             asked = send(64, stream=streamed)
             held = "pdproxy_kv_handles"
             # Until the request is written, the KV is held for the proxy.
-            await _until(lambda: proxy.counters().sum(held, state="held"), 20, "no decode engine is connected to")
+            await _until(
+                lambda: proxy.counters().sum(held, state="held"),
+                20,
+                "no decode engine is connected to",
+            )
             if behind:
                 await asyncio.sleep(1.5)  # the kernel tries again after 1 s and after 3 s
                 slow.drain()
@@ -186,7 +215,8 @@ async def test_nobody_waits_for_a_lease(engines: list[Engine], tmp_path: Path, b
             ended = proxy.counters().by("pdproxy_kv_handles_ended_total", "end")
             leases = prefill.counters().sum(EXPIRED) - expired
             print(
-                f"\nP's KV was free {took:.1f} s behind the client's end; handles ended {ended}, {leases:.0f} leases expired"
+                f"\nP's KV was free {took:.1f} s behind the client's end; handles ended {ended}, "
+                f"{leases:.0f} leases expired"
             )
             assert not leases
             assert took < SOON

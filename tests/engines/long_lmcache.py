@@ -1,8 +1,9 @@
 """LMCache's PD mode (contract `lmcache-pd`) on real engines."""
 
-# Runs only if this file is named, as in `.ci/full`. Starts two engines, one that pushes KV and one that receives it, with
-# LMCache 0.5.6 and the code that it lacks on a CPU (`connectors/cpu_lmcache.py`). At the end it starts two more with unmodified
-# LMCache: those never send a notice.
+# Runs only if this file is named, as in `.ci/full`. Starts two engines, one that pushes KV and one
+# that receives it, with LMCache 0.5.6 and the code that it lacks on a CPU
+# (`connectors/cpu_lmcache.py`). At the end it starts two more with unmodified LMCache: those never
+# send a notice.
 
 from __future__ import annotations
 
@@ -22,7 +23,16 @@ from pdproxy.wire.request import Alone
 from .build import ensure, ensure_overlay
 from .client import ask
 from .compare import differs
-from .connected import BARE_LMCACHE, CHUNK, CPU_LMCACHE, DECODES_BEHIND, Ports, by_lmcache, lmcache_settings, pair
+from .connected import (
+    BARE_LMCACHE,
+    CHUNK,
+    CPU_LMCACHE,
+    DECODES_BEHIND,
+    Ports,
+    by_lmcache,
+    lmcache_settings,
+    pair,
+)
 from .engine import MODEL, Engine
 from .equality import SETTLED, SOURCE, Increases, Moved, equal
 from .fleet import Fleet
@@ -37,7 +47,9 @@ ENV = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL
 """LMCache finds chunks by Python's hashes, which need a fixed seed."""
 
 KV_BYTES = 2 * 4 * 2 * 64 * 4
-"""Bytes of KV per token: keys and values, layers, heads, head size, bytes of a float (make_model.py)."""
+"""Bytes of KV per token: keys and values, layers, heads, head size, bytes of a float
+(make_model.py).
+"""
 
 BY_NAME = {shape.name: shape for shape in SHAPES}
 BEHIND = [
@@ -122,13 +134,16 @@ FROM_THE_START = [
         "chat-max-tokens-absent",
     )
 ]
-"""Requests that depend on their own output, are parsed, or have no limit: the decode engine makes the first token, from the KV of
-all prompt tokens but the last."""
+"""Requests that depend on their own output, are parsed, or have no limit: the decode engine makes
+the first token, from the KV of all prompt tokens but the last.
+"""
 NO_TEXT = Alone.FIRST_TOKEN.value
 NOT_SHOWN = [BY_NAME[name] for name in ("completion-eos-ignored", "chat-ignore-eos")]
 """The first token has no text."""
 IGNORED = {"created_cache_tokens"}
-"""Completions don't report it, and a chat reports it for both legs; these engines have no prefix cache, the plain one has."""
+"""Completions don't report it, and a chat reports it for both legs; these engines have no prefix
+cache, the plain one has.
+"""
 
 
 @dataclass(frozen=True)
@@ -149,7 +164,9 @@ def lmcache_launcher() -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="module")
-def pushing(lmcache_launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushing]:
+def pushing(
+    lmcache_launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pushing]:
     """An engine that pushes KV, and one that receives it."""
     ports = Ports()
     options = by_lmcache(tmp_path_factory.mktemp("lmcache"), ports, CPU_LMCACHE)
@@ -157,10 +174,15 @@ def pushing(lmcache_launcher: Launcher, plain: Engine, tmp_path_factory: pytest.
         yield Pushing(fleet, ports)
 
 
-def started(pushing: Pushing, folder: Path, settings: dict[str, Any] | None = None, **lmcache: Any) -> Proxy:
+def started(
+    pushing: Pushing, folder: Path, settings: dict[str, Any] | None = None, **lmcache: Any
+) -> Proxy:
     """Start pdproxy in front of them. Only one at a time: it binds the port for notices."""
     return Proxy.start(
-        [], [], folder, settings=_merged(lmcache_settings(pushing.fleet, pushing.ports, **lmcache), settings)
+        [],
+        [],
+        folder,
+        settings=_merged(lmcache_settings(pushing.fleet, pushing.ports, **lmcache), settings),
     )
 
 
@@ -182,11 +204,17 @@ class TestFirstTokenFromPrefill:
         assert counters.sum("pdproxy_deadline_total", wait="kv_ready") == 0
 
     @pytest.mark.parametrize("shape", BEHIND, ids=str)
-    async def test_decode_goes_on_behind_it(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
-        """Both engines make one answer; the decode engine computes only that token's KV for each prompt."""
+    async def test_decode_goes_on_behind_it(
+        self, pushing: Pushing, proxy: Proxy, shape: Shape
+    ) -> None:
+        """Both engines make one answer; the decode engine computes only that token's KV for each
+        prompt.
+        """
 
         def moved(increases: Increases) -> bool:
-            return increases["pulled"] == increases["prompt"] > 0 and increases["computed"] == shape_prompts(shape)
+            return increases["pulled"] == increases["prompt"] > 0 and increases[
+                "computed"
+            ] == shape_prompts(shape)
 
         before = awaited(proxy)
         await behind(pushing.fleet, proxy, shape, moved)
@@ -202,7 +230,9 @@ class TestFirstTokenFromPrefill:
         await behind(pushing.fleet, proxy, shape, moved)
 
     @pytest.mark.parametrize("shape", FROM_THE_START, ids=str)
-    async def test_decode_may_have_to_make_it(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
+    async def test_decode_may_have_to_make_it(
+        self, pushing: Pushing, proxy: Proxy, shape: Shape
+    ) -> None:
         """The decode engine computes the prompt's last token."""
         await equal(pushing.fleet, proxy, shape, moved=all_but_one, ignored=IGNORED)
 
@@ -213,17 +243,29 @@ class TestFirstTokenFromPrefill:
         """One engine makes it and all tokens behind it; what was pushed is still read."""
         before = Moved.now(pushing.fleet, proxy, 1)
         body = shape.make(secrets.token_hex(6))
-        plain, other = await ask(pushing.fleet.plain.url, shape.path, body), await ask(proxy.url, shape.path, body)
+        plain, other = (
+            await ask(pushing.fleet.plain.url, shape.path, body),
+            await ask(proxy.url, shape.path, body),
+        )
         assert not differs(plain, other, ignored=IGNORED)
         deadline = time.monotonic() + SETTLED
-        while not ((increases := before.since(NO_TEXT))["pulled"] == increases["prompt"] == increases["computed"] - 1):
+        while not (
+            (increases := before.since(NO_TEXT))["pulled"]
+            == increases["prompt"]
+            == increases["computed"] - 1
+        ):
             assert time.monotonic() < deadline, increases
             await asyncio.sleep(0.1)
         assert (increases["alone"], increases["expected_reason"]) == (1, 1)
 
     async def test_nothing_is_reported_as_cached(self, pushing: Pushing, proxy: Proxy) -> None:
         """KV that the decode engine received is not a cache hit for the client."""
-        body = {"model": MODEL, "prompt": story(secrets.token_hex(6)), "temperature": 0, "max_tokens": 5}
+        body = {
+            "model": MODEL,
+            "prompt": story(secrets.token_hex(6)),
+            "temperature": 0,
+            "max_tokens": 5,
+        }
         answer = await ask(proxy.url, COMPLETIONS, body)
         assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -240,13 +282,19 @@ class TestFirstTokenFromDecode:
         assert set(counters.by("pdproxy_kv_notices_total", "result")) == {"awaited"}
 
     @pytest.mark.parametrize("shape", (BEHIND + AT_FIRST + FROM_THE_START)[::3], ids=str)
-    async def test_answer_is_the_plain_engines(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
+    async def test_answer_is_the_plain_engines(
+        self, pushing: Pushing, proxy: Proxy, shape: Shape
+    ) -> None:
         """Status, body and events are equal; all KV moved except the last token of each prompt."""
         await equal(pushing.fleet, proxy, shape, moved=all_but_one, ignored=IGNORED)
 
 
-async def behind(fleet: Fleet, proxy: Proxy, shape: Shape, moved: Callable[[Increases], bool]) -> None:
-    """Like `equal`, but try again if a prompt's first token was half a letter: then one engine makes the answer."""
+async def behind(
+    fleet: Fleet, proxy: Proxy, shape: Shape, moved: Callable[[Increases], bool]
+) -> None:
+    """Like `equal`, but try again if a prompt's first token was half a letter: then one engine
+    makes the answer.
+    """
     for last in (False, False, True):
         before = half_letters(proxy)
         try:
@@ -269,8 +317,13 @@ def shape_prompts(shape: Shape) -> int:
 
 
 def all_but_one(increases: Increases) -> bool:
-    """Return whether the decode engine got all tokens except the last of each prompt, for at most three prompts."""
-    return increases["prompt"] == increases["pulled"] + increases["computed"] and 1 <= increases["computed"] <= 3
+    """Return whether the decode engine got all tokens except the last of each prompt, for at most
+    three prompts.
+    """
+    return (
+        increases["prompt"] == increases["pulled"] + increases["computed"]
+        and 1 <= increases["computed"] <= 3
+    )
 
 
 def awaited(proxy: Proxy) -> float:
@@ -279,28 +332,45 @@ def awaited(proxy: Proxy) -> float:
 
 
 class TestASmallBuffer:
-    """The decode engine's buffer has space for one prompt: anything left in it would block the next one permanently."""
+    """The decode engine's buffer has space for one prompt: anything left in it would block the next
+    one permanently.
+    """
 
     @pytest.fixture(scope="class")
     def small(
         self, lmcache_launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Pushing]:
         ports = Ports()
-        options = by_lmcache(tmp_path_factory.mktemp("small"), ports, CPU_LMCACHE, buffer=14 * CHUNK * KV_BYTES)
+        options = by_lmcache(
+            tmp_path_factory.mktemp("small"), ports, CPU_LMCACHE, buffer=14 * CHUNK * KV_BYTES
+        )
         with pair(lmcache_launcher, plain, "small", options, DECODES_BEHIND) as fleet:
             yield Pushing(fleet, ports)
 
     async def test_nothing_stays_in_it(self, small: Pushing, tmp_path: Path) -> None:
-        """Prompts of eleven chunks, one after the other: continued, from the start, ended, abandoned."""
+        """Prompts of eleven chunks, one after the other: continued, from the start, ended,
+        abandoned.
+        """
         bound = {"pd_buffer_size": 14 * CHUNK * KV_BYTES, "kv_bytes_per_token": KV_BYTES}
         proxy = started(small, tmp_path, {"deadlines": {"prefill": 20}}, **bound)
-        rounds: list[dict[str, Any]] = [{"max_tokens": 4}, {"max_tokens": 4, "logprobs": 1}, {"max_tokens": 1}]
+        rounds: list[dict[str, Any]] = [
+            {"max_tokens": 4},
+            {"max_tokens": 4, "logprobs": 1},
+            {"max_tokens": 1},
+        ]
         rounds += [{"max_tokens": 4, "logit_bias": {EOS: 100}}]
         try:
             for fields in rounds * 6:
-                body = {"model": MODEL, "prompt": ids(secrets.token_hex(6), 330), "temperature": 0, **fields}
+                body = {
+                    "model": MODEL,
+                    "prompt": ids(secrets.token_hex(6), 330),
+                    "temperature": 0,
+                    **fields,
+                }
                 answer = await ask(proxy.url, COMPLETIONS, body)
-                assert not differs(await ask(small.fleet.plain.url, COMPLETIONS, body), answer, ignored=IGNORED)
+                assert not differs(
+                    await ask(small.fleet.plain.url, COMPLETIONS, body), answer, ignored=IGNORED
+                )
                 leaving = asyncio.create_task(
                     ask(proxy.url, COMPLETIONS, body | {"prompt": ids(secrets.token_hex(6), 330)})
                 )
@@ -329,7 +399,9 @@ class TestNoNotices:
 
     @pytest.mark.parametrize("name", ["completion", "chat-streamed-usage", "completion-logprobs"])
     async def test_decode_computes(self, silent: Pushing, tmp_path: Path, name: str) -> None:
-        """After the deadline the client gets the whole, right answer; the metric shows the reason of the delay."""
+        """After the deadline the client gets the whole, right answer; the metric shows the reason
+        of the delay.
+        """
         shape = BY_NAME[name]
         proxy = started(silent, tmp_path, {"deadlines": {"kv_ready": 1.5}})
         try:
@@ -337,7 +409,10 @@ class TestNoNotices:
             other = await ask(proxy.url, shape.path, body)
             assert time.monotonic() - before >= 1.5
             assert not differs(
-                await ask(silent.fleet.plain.url, shape.path, body), other, strict=False, ignored=IGNORED
+                await ask(silent.fleet.plain.url, shape.path, body),
+                other,
+                strict=False,
+                ignored=IGNORED,
             )
             counters = proxy.counters()
             assert counters.sum("pdproxy_deadline_total", wait="kv_ready") >= 1
@@ -354,7 +429,12 @@ class TestNoNotices:
         (decode,) = silent.fleet.decodes
         before = decode.counters().sum(SOURCE)
         try:
-            body = {"model": MODEL, "prompt": ids(secrets.token_hex(6), 320), "max_tokens": 4, "stream": stream}
+            body = {
+                "model": MODEL,
+                "prompt": ids(secrets.token_hex(6), 320),
+                "max_tokens": 4,
+                "stream": stream,
+            }
             answer = await ask(proxy.url, COMPLETIONS, body)
             assert (answer.status, answer.headers["Content-Type"]) == (504, "application/json")
             error = answer.json["error"]

@@ -1,13 +1,15 @@
 """Mooncake on real engines (contract `mooncake`)."""
 
-# Runs only if this file is named, in a network namespace of its own: Mooncake listens on all addresses of the machine. So
-# engines, proxy and tests run where there is only the loopback, as in `.ci/full`:
+# Runs only if this file is named, in a network namespace of its own: Mooncake listens on all
+# addresses of the machine. So engines, proxy and tests run where there is only the loopback, as in
+# `.ci/full`:
 #
 #     python tests/engines/build.py --overlay mooncake
 #     unshare -rn sh -c 'ip link set lo up; exec pytest tests/engines/long_mooncake.py'
 #
 # Starts a prefill and a decode engine with Mooncake 0.3.13, and the code that vLLM lacks on a CPU
-# (`connectors/cpu_mooncake.py`). PDPROXY_TEST_SHAPES=all takes every shape and 100 clients that leave in each order.
+# (`connectors/cpu_mooncake.py`). PDPROXY_TEST_SHAPES=all takes every shape and 100 clients that
+# leave in each order.
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ EVERY = 1 if ALL else 8
 CLIENTS = 100 if ALL else 40
 ORDERS = ("concurrent", "sequential")
 KEPT = 10
-"""Seconds for which P keeps KV that D does not ask for, and lets D wait for KV that it does not have. vLLM's default: 480."""
+"""Seconds for which P keeps KV that D does not ask for, and lets D wait for KV that it does not
+have. vLLM's default: 480.
+"""
 LONGER = 60
 """Seconds that D waits longer than that for an answer of P."""
 KV = {
@@ -94,7 +98,9 @@ class Mooncakes:
 @pytest.fixture(scope="module", autouse=True)
 def _only_the_loopback() -> None:
     names = {name for _, name in socket.if_nameindex()}
-    assert names == {"lo"}, f"Mooncake listens on all addresses, and {sorted(names)} are here: see the module's text"
+    assert names == {"lo"}, (
+        f"Mooncake listens on all addresses, and {sorted(names)} are here: see the module's text"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +118,9 @@ def plain(launcher: Launcher) -> Iterator[Engine]:
     """The engine that answers are compared with. It runs in the same namespace."""
     engine = Engine.start(launcher, "mooncake-plain", "plain")
     try:
-        engine.wait().post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+        engine.wait().post(
+            COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1}
+        )
         yield engine
     finally:
         engine.stop()
@@ -135,24 +143,36 @@ def order(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def proxy(engines: Mooncakes, order: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+def proxy(
+    engines: Mooncakes, order: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Proxy]:
     """pdproxy in front of them, in one order; it has paired them."""
     for engine in (engines.prefill, engines.decode):
         if not engine.healthy():  # a test before has failed
             engines.again(engine)
     settings = {
-        "pools": [{"connector": "mooncake", "bootstrap_port": engines.bootstrap, "dispatch": order}],
+        "pools": [
+            {"connector": "mooncake", "bootstrap_port": engines.bootstrap, "dispatch": order}
+        ],
         "deadlines": {"first_token": 15.0, "prefill": 20.0},
         "probes": {"scrape_interval": 1.0},
     }
-    proxy = Proxy.start([engines.prefill], [engines.decode], tmp_path_factory.mktemp("mooncake"), settings=settings)
+    proxy = Proxy.start(
+        [engines.prefill], [engines.decode], tmp_path_factory.mktemp("mooncake"), settings=settings
+    )
     asyncio.run(_paired(proxy))
     yield proxy
     assert proxy.stop() == 0, proxy.tail()
 
 
 def _body(words: int = 1, **fields: object) -> Body:
-    return {"model": MODEL, "prompt": story(secrets.token_hex(6)) * words, "max_tokens": 8, "temperature": 0, **fields}
+    return {
+        "model": MODEL,
+        "prompt": story(secrets.token_hex(6)) * words,
+        "max_tokens": 8,
+        "temperature": 0,
+        **fields,
+    }
 
 
 def _handles(proxy: Proxy, end: str) -> float:
@@ -188,15 +208,22 @@ class TestEachOrder:
     async def test_answer_is_the_plain_engines(
         self, engines: Mooncakes, proxy: Proxy, order: str, shape: Shape
     ) -> None:
-        """Status, body, events, ids and usage equal the plain engine's; the KV moved; the prefill engine is free."""
+        """Status, body, events, ids and usage equal the plain engine's; the KV moved; the prefill
+        engine is free.
+        """
         await equal(engines.fleet, proxy, shape, at_once=order == "concurrent")
 
     async def test_the_order(self, engines: Mooncakes, proxy: Proxy, order: str) -> None:
-        """The decode engine computes nothing of a prompt; it had the request before the prefill engine answered, or not."""
+        """The decode engine computes nothing of a prompt; it had the request before the prefill
+        engine answered, or not.
+        """
         overlaps = proxy.counters().sum("pdproxy_legs_overlap_seconds_count")
         before = engines.decode.counters()
         body = _body() | {"prompt": ids(secrets.token_hex(6), 640)}
-        plain, other = await ask(engines.fleet.plain.url, COMPLETIONS, body), await ask(proxy.url, COMPLETIONS, body)
+        plain, other = (
+            await ask(engines.fleet.plain.url, COMPLETIONS, body),
+            await ask(proxy.url, COMPLETIONS, body),
+        )
         assert not differs(plain, other)
         after = engines.decode.counters()
         assert _rose(before, after, source="external_kv_transfer") == 640
@@ -204,36 +231,51 @@ class TestEachOrder:
         overlaps = proxy.counters().sum("pdproxy_legs_overlap_seconds_count") - overlaps
         assert overlaps == (order == "concurrent")
 
-    async def test_nothing_is_held_behind_clients_that_leave(self, engines: Mooncakes, proxy: Proxy) -> None:
-        """Both engines are free in the end; what could not be released is freed by the engines' own times."""
+    async def test_nothing_is_held_behind_clients_that_leave(
+        self, engines: Mooncakes, proxy: Proxy
+    ) -> None:
+        """Both engines are free in the end; what could not be released is freed by the engines' own
+        times.
+        """
         chance, gate = random.Random(7), asyncio.Semaphore(6)
 
         async def one(number: int) -> str:
             async with gate:
                 return await _leave(proxy, random.Random(number))
 
-        went = Counter(await asyncio.gather(*(one(chance.randrange(1 << 30)) for _ in range(CLIENTS))))
+        went = Counter(
+            await asyncio.gather(*(one(chance.randrange(1 << 30)) for _ in range(CLIENTS)))
+        )
         left = time.monotonic()
         assert went["closed"] + went["reset"] > CLIENTS / 4, went
         await _until(lambda: _nothing_known(proxy), 60, "handles are held")
         try:
-            await _until(_free(engines.prefill, engines.decode), KEPT + LONGER + 10, "KV is still held")
+            await _until(
+                _free(engines.prefill, engines.decode), KEPT + LONGER + 10, "KV is still held"
+            )
         except AssertionError as error:
             raise AssertionError(_usage(engines)) from error
         ended = proxy.counters().by("pdproxy_kv_handles_ended_total", "end")
         print(
-            f"\n{dict(went)}; handles ended {dict(ended)}; free {time.monotonic() - left:.1f} s after the last client"
+            f"\n{dict(went)}; handles ended {dict(ended)}; free {time.monotonic() - left:.1f} s "
+            f"after the last client"
         )
         assert proxy.counters().sum("pdproxy_kv_stuck") == 0
         await _paired(proxy)
 
     async def test_the_decode_engine_is_killed(self, engines: Mooncakes, proxy: Proxy) -> None:
-        """After the prefill and before the KV was asked for: an error soon, as no other can answer, and no KV is left."""
+        """After the prefill and before the KV was asked for: an error soon, as no other can answer,
+        and no KV is left.
+        """
         engines.decode.signal(signal.SIGSTOP)
         before = engines.prefill.counters()
         asked = asyncio.create_task(ask(proxy.url, COMPLETIONS, _body(6)))
         try:
-            await _until(lambda: _rose(before, engines.prefill.counters()) > 0, 20, "the prompt was not prefilled")
+            await _until(
+                lambda: _rose(before, engines.prefill.counters()) > 0,
+                20,
+                "the prompt was not prefilled",
+            )
         finally:
             engines.decode.kill()
         killed = time.monotonic()
@@ -242,12 +284,17 @@ class TestEachOrder:
         assert seen.json["error"]["code"] == seen.status
         assert seen.seconds < 30
         await _until(_free(engines.prefill), KEPT + 10, "the prefill engine still holds the KV")
-        print(f"\nthe prefill engine was free {time.monotonic() - killed:.0f} s after the decode engine was killed")
+        print(
+            f"\nthe prefill engine was free {time.monotonic() - killed:.0f} s after the decode "
+            f"engine was killed"
+        )
         await _until(lambda: _nothing_known(proxy), 30, "handles are held")
         await asyncio.to_thread(engines.again, engines.decode)
         await _paired(proxy)
 
-    async def test_the_decode_engine_is_killed_in_mid_stream(self, engines: Mooncakes, proxy: Proxy) -> None:
+    async def test_the_decode_engine_is_killed_in_mid_stream(
+        self, engines: Mooncakes, proxy: Proxy
+    ) -> None:
         """At once an error event in OpenAI's form. The KV was sent: the prefill engine is free."""
         body = _body(6) | {"stream": True, "ignore_eos": True, "max_tokens": 400}
         plain = await ask(engines.fleet.plain.url, COMPLETIONS, body)
@@ -262,8 +309,12 @@ class TestEachOrder:
         await asyncio.to_thread(engines.again, engines.decode)
         await _paired(proxy)
 
-    async def test_the_prefill_engine_is_killed_before_it_is_asked(self, engines: Mooncakes, proxy: Proxy) -> None:
-        """The proxy has not noticed: the client gets the right answer, by the decode engine alone."""
+    async def test_the_prefill_engine_is_killed_before_it_is_asked(
+        self, engines: Mooncakes, proxy: Proxy
+    ) -> None:
+        """The proxy has not noticed: the client gets the right answer, by the decode engine
+        alone.
+        """
         body = _body(6)
         plain = await ask(engines.fleet.plain.url, COMPLETIONS, body)
         engines.prefill.kill()
@@ -275,8 +326,12 @@ class TestEachOrder:
         await _paired(proxy)
         await _until(_free(engines.decode), KEPT + LONGER + 30, "the decode engine still waits")
 
-    async def test_the_prefill_engine_is_killed(self, engines: Mooncakes, proxy: Proxy, order: str) -> None:
-        """While it computes. The client gets the right answer; what the decode engine keeps is counted, and freed by itself."""
+    async def test_the_prefill_engine_is_killed(
+        self, engines: Mooncakes, proxy: Proxy, order: str
+    ) -> None:
+        """While it computes. The client gets the right answer; what the decode engine keeps is
+        counted, and freed by itself.
+        """
         body = _body(6)
         plain = await ask(engines.fleet.plain.url, COMPLETIONS, body)
         engines.prefill.signal(signal.SIGSTOP)
@@ -300,12 +355,20 @@ class TestEachOrder:
         await _until(lambda: proxy.ready() == 200, 60, "not ready")
         await _paired(proxy)
         await _until(_free(engines.decode), KEPT + LONGER + 30, "the decode engine still waits")
-        print(f"the decode engine was free {time.monotonic() - killed:.0f} s after the prefill engine was killed")
+        print(
+            f"the decode engine was free {time.monotonic() - killed:.0f} s after the prefill "
+            f"engine was killed"
+        )
 
 
 def _usage(engines: Mooncakes) -> str:
     names = (USED, "vllm:num_requests_waiting", "vllm:num_requests_running")
-    return str([[engine.counters().sum(name) for name in names] for engine in (engines.prefill, engines.decode)])
+    return str(
+        [
+            [engine.counters().sum(name) for name in names]
+            for engine in (engines.prefill, engines.decode)
+        ]
+    )
 
 
 def _taken(engine: Engine) -> Callable[[], bool]:
@@ -313,6 +376,9 @@ def _taken(engine: Engine) -> Callable[[], bool]:
 
     def taken() -> bool:
         counters = engine.counters()
-        return counters.sum("vllm:num_requests_waiting") + counters.sum("vllm:num_requests_running") > 0
+        return (
+            counters.sum("vllm:num_requests_waiting") + counters.sum("vllm:num_requests_running")
+            > 0
+        )
 
     return taken

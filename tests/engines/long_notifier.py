@@ -1,7 +1,9 @@
-"""Real engines with the notifier: which notices they send about each request's KV, when, and under which id."""
+"""Real engines with the notifier: which notices they send about each request's KV, when, and under
+which id.
+"""
 
-# Starts two engines: P with a short lease and with worker and scheduler in separate processes, so that the worker's data has to
-# be transferred; D in one process.
+# Starts two engines: P with a short lease and with worker and scheduler in separate processes, so
+# that the worker's data has to be transferred; D in one process.
 
 import asyncio
 import contextlib
@@ -48,7 +50,9 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """P and D with the file that `pdproxy notifier` writes; warm, and already connected to each other."""
+    """P and D with the file that `pdproxy notifier` writes; warm, and already connected to each
+    other.
+    """
     folder = tmp_path_factory.mktemp("notifier")
     assert main(["notifier", "--out", str(folder)]) == 0
     address, env = f"tcp://127.0.0.1:{free_port()}", {"PYTHONPATH": str(folder)}
@@ -58,9 +62,17 @@ def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         short = ours | {"kv_connector_extra_config": notify | {"kv_lease_duration": LEASE}}
         apart = "--distributed-executor-backend mp"
-        engines.append(Engine.start(launcher, "notify-p", "prefill", flags=apart, kv=short, env=env))
         engines.append(
-            Engine.start(launcher, "notify-d", "decode", kv=ours | {"kv_connector_extra_config": notify}, env=env)
+            Engine.start(launcher, "notify-p", "prefill", flags=apart, kv=short, env=env)
+        )
+        engines.append(
+            Engine.start(
+                launcher,
+                "notify-d",
+                "decode",
+                kv=ours | {"kv_connector_extra_config": notify},
+                env=env,
+            )
         )
         for engine in engines:
             engine.wait()
@@ -85,7 +97,9 @@ class Inbox:
             self.seen.append((time.monotonic(), notice))
             self.more.set()
 
-    async def when(self, event: NoticeEvent, request_id: str, seconds: float = 20) -> tuple[float, Notice]:
+    async def when(
+        self, event: NoticeEvent, request_id: str, seconds: float = 20
+    ) -> tuple[float, Notice]:
         """Wait for a notice; return its time and the notice."""
         async with asyncio.timeout(seconds):
             while True:
@@ -102,7 +116,9 @@ class Inbox:
 
 @contextlib.asynccontextmanager
 async def listening(pair: Pair) -> AsyncIterator[Inbox]:
-    """Bind a proxy's socket; yield when both engines have connected, which they retry repeatedly."""
+    """Bind a proxy's socket; yield when both engines have connected, which they retry
+    repeatedly.
+    """
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.PULL)
     socket.bind(pair.address)
@@ -158,7 +174,10 @@ async def both(pair: Pair, first: Answer, chat: bool = False, **changed: Any) ->
     else:
         body["prompt"] = ids
     return await ask(
-        pair.decode.url, CHAT if chat else COMPLETIONS, body, {"X-Request-Id": f"client-{secrets.token_hex(4)}"}
+        pair.decode.url,
+        CHAT if chat else COMPLETIONS,
+        body,
+        {"X-Request-Id": f"client-{secrets.token_hex(4)}"},
     )
 
 
@@ -168,7 +187,9 @@ def _id() -> str:
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
-    """Ready, loaded and released arrive under the id of P's leg; ready contains everything of P's answer that D needs."""
+    """Ready, loaded and released arrive under the id of P's leg; ready contains everything of P's
+    answer that D needs.
+    """
     request_id, before = _id(), pair.decode.counters().sum("vllm:nixl_bytes_transferred_sum")
     first = await prefilled(pair, request_id, chat)
     _, ready = await inbox.when(NoticeEvent.READY, request_id)
@@ -176,7 +197,11 @@ async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
     assert answer.status == 200, answer.body
     _, loaded = await inbox.when(NoticeEvent.LOADED, request_id)
     _, released = await inbox.when(NoticeEvent.RELEASED, request_id)
-    assert sorted(event.value for event in inbox.about(request_id)) == ["loaded", "ready", "released"]
+    assert sorted(event.value for event in inbox.about(request_id)) == [
+        "loaded",
+        "ready",
+        "released",
+    ]
     assert inbox.about(request_id)[0] is NoticeEvent.READY
 
     given = first.json["kv_transfer_params"]
@@ -191,7 +216,9 @@ async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
     if chat:  # completions don't report it
         assert ready.created_cache_tokens == usage["prompt_tokens_details"]["created_cache_tokens"]
     assert ready.blocks == loaded.blocks == len(given["remote_block_ids"][0])
-    assert {notice.remote_request_id for notice in (ready, loaded, released)} == {given["remote_request_id"]}
+    assert {notice.remote_request_id for notice in (ready, loaded, released)} == {
+        given["remote_request_id"]
+    }
     assert (ready.role, loaded.role, released.role) == ("P", "D", "P")
     assert ready.engine_id == released.engine_id == given["remote_engine_id"] != loaded.engine_id
     assert loaded.seconds is not None
@@ -199,7 +226,11 @@ async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
     assert released.seconds is not None
     assert 0 < released.seconds < LEASE
     await asyncio.sleep(0.5)  # the engine updates its own counters in a later step
-    assert loaded.moved_bytes == pair.decode.counters().sum("vllm:nixl_bytes_transferred_sum") - before > 0
+    assert (
+        loaded.moved_bytes
+        == pair.decode.counters().sum("vllm:nixl_bytes_transferred_sum") - before
+        > 0
+    )
 
 
 async def test_ready_comes_before_the_answer(
@@ -216,7 +247,9 @@ async def test_ready_comes_before_the_answer(
         await both(pair, first)
     quartiles = statistics.quantiles(ahead, n=4)
     record_property("ready_ahead_of_answer_ms", quartiles)
-    print(f"ready is ahead of P's answer by {quartiles} ms (quartiles), {min(ahead)} to {max(ahead)}")
+    print(
+        f"ready is ahead of P's answer by {quartiles} ms (quartiles), {min(ahead)} to {max(ahead)}"
+    )
     assert quartiles[1] > 0
 
 
@@ -237,7 +270,12 @@ async def test_release(pair: Pair, inbox: Inbox) -> None:
     """D refuses a request with `max_tokens` 0: P's blocks are released without being loaded."""
     request_id = _id()
     first = await prefilled(pair, request_id)
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 0, "kv_transfer_params": first.json["kv_transfer_params"]}
+    body = {
+        "model": MODEL,
+        "prompt": "x",
+        "max_tokens": 0,
+        "kv_transfer_params": first.json["kv_transfer_params"],
+    }
     assert (await ask(pair.decode.url, COMPLETIONS, body)).status == 400
     await inbox.when(NoticeEvent.RELEASED, request_id)
     assert inbox.about(request_id) == [NoticeEvent.READY, NoticeEvent.RELEASED]
@@ -263,17 +301,24 @@ async def test_a_pull_that_fails(pair: Pair, inbox: Inbox) -> None:
     answer = await both(pair, first, remote_engine_id="nobody", remote_port=free_port())
     assert answer.status == 500, answer.body
     _, failed = await inbox.when(NoticeEvent.FAILED, request_id)
-    assert (failed.role, failed.remote_request_id) == ("D", first.json["kv_transfer_params"]["remote_request_id"])
+    assert (failed.role, failed.remote_request_id) == (
+        "D",
+        first.json["kv_transfer_params"]["remote_request_id"],
+    )
     await inbox.when(NoticeEvent.EXPIRED, request_id, LEASE + 15)
     assert inbox.about(request_id) == [NoticeEvent.READY, NoticeEvent.FAILED, NoticeEvent.EXPIRED]
 
 
 async def test_an_abandoned_prefill(pair: Pair, inbox: Inbox) -> None:
-    """After a client has left during the prefill, a notice shows that P holds nothing, or contains the unread handle."""
+    """After a client has left during the prefill, a notice shows that P holds nothing, or contains
+    the unread handle.
+    """
     seen = set()
     for delay in (0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
         request_id = _id()
-        asked = asyncio.create_task(prefilled(pair, request_id, prompt=story(secrets.token_hex(6)) * 6))
+        asked = asyncio.create_task(
+            prefilled(pair, request_id, prompt=story(secrets.token_hex(6)) * 6)
+        )
         await asyncio.sleep(delay)
         asked.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -287,20 +332,30 @@ async def test_an_abandoned_prefill(pair: Pair, inbox: Inbox) -> None:
             if event is NoticeEvent.READY:
                 _, ready = await inbox.when(NoticeEvent.READY, request_id)
                 assert ready.params is not None
-                body = {"model": MODEL, "prompt": "x", "max_tokens": 0, "kv_transfer_params": json.loads(ready.params)}
+                body = {
+                    "model": MODEL,
+                    "prompt": "x",
+                    "max_tokens": 0,
+                    "kv_transfer_params": json.loads(ready.params),
+                }
                 assert (await ask(pair.decode.url, COMPLETIONS, body)).status == 400
                 await inbox.when(NoticeEvent.RELEASED, request_id)
     assert seen
 
 
 async def test_without_a_listener(pair: Pair) -> None:
-    """Engines serve as usual; a later listener gets all further notices, and the number of dropped ones."""
+    """Engines serve as usual; a later listener gets all further notices, and the number of dropped
+    ones.
+    """
     for _ in range(5):
         assert (await both(pair, await prefilled(pair, _id()))).status == 200
     async with listening(pair) as inbox:
         for role in ("P", "D"):
             first = next(notice for _, notice in inbox.seen if notice.role == role)
-            assert first.dropped >= 3  # a notice that was in transit when its reader left is lost, and not counted
+            # a notice that was in transit when its reader left is lost, and not counted
+            assert first.dropped >= 3
         assert [notice.dropped for _, notice in inbox.seen].count(0) == len(inbox.seen) - 2
-    assert "pdproxy: " in (logs := Path(pair.prefill.log).read_text() + Path(pair.decode.log).read_text())
+    assert "pdproxy: " in (
+        logs := Path(pair.prefill.log).read_text() + Path(pair.decode.log).read_text()
+    )
     assert "failed; if it does again" not in logs  # vLLM itself logs what failed in vLLM

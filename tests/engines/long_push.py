@@ -1,4 +1,6 @@
-"""NIXL's push on real engines (contract `nixl-push`): an engine of each role is killed in each phase; starts two engines."""
+"""NIXL's push on real engines (contract `nixl-push`): an engine of each role is killed in each
+phase; starts two engines.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ __all__ = ["proxy", "pushers"]  # fixtures
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600, func_only=True)]
 
 
-async def test_the_prefill_engine_is_killed_while_the_decode_engine_waits(pushers: Fleet, proxy: Proxy) -> None:
-    """The client gets the right answer by one engine alone, soon. The blocks that the decode engine keeps are counted."""
+async def test_the_prefill_engine_is_killed_while_the_decode_engine_waits(
+    pushers: Fleet, proxy: Proxy
+) -> None:
+    """The client gets the right answer by one engine alone, soon. The blocks that the decode engine
+    keeps are counted.
+    """
     prompt = story(secrets.token_hex(6)) * 6
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     plain = await ask(pushers.plain.url, COMPLETIONS, body)
@@ -40,14 +46,25 @@ async def test_the_prefill_engine_is_killed_while_the_decode_engine_waits(pusher
     assert not differs(plain, seen, strict=False, warm=True)
     assert seen.seconds < 30
     held = decode.counters().sum(USED)
-    assert not held or proxy.counters().sum("pdproxy_kv_stuck", node=decode.url) > 0, "what nobody frees is counted"
+    assert not held or proxy.counters().sum("pdproxy_kv_stuck", node=decode.url) > 0, (
+        "what nobody frees is counted"
+    )
     await _start_again(pushers, proxy, prefill, decode)
-    assert proxy.counters().sum("pdproxy_kv_stuck") == 0, "the decode engine that kept the blocks is gone"
+    assert proxy.counters().sum("pdproxy_kv_stuck") == 0, (
+        "the decode engine that kept the blocks is gone"
+    )
 
 
-async def test_the_prefill_engine_is_killed_before_it_is_asked(pushers: Fleet, proxy: Proxy) -> None:
+async def test_the_prefill_engine_is_killed_before_it_is_asked(
+    pushers: Fleet, proxy: Proxy
+) -> None:
     """The proxy has not noticed: the client gets the right answer, by the decode engine alone."""
-    body = {"model": MODEL, "prompt": story(secrets.token_hex(6)), "max_tokens": 8, "temperature": 0}
+    body = {
+        "model": MODEL,
+        "prompt": story(secrets.token_hex(6)),
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     plain = await ask(pushers.plain.url, COMPLETIONS, body)
     (prefill,) = pushers.prefills
     prefill.kill()
@@ -58,14 +75,23 @@ async def test_the_prefill_engine_is_killed_before_it_is_asked(pushers: Fleet, p
 
 
 async def test_the_decode_engine_is_killed_while_it_waits(pushers: Fleet, proxy: Proxy) -> None:
-    """An error soon, or the right answer by the prefill engine alone. Its lease frees the KV that nobody asks for."""
-    body = {"model": MODEL, "prompt": story(secrets.token_hex(6)) * 3, "max_tokens": 8, "temperature": 0}
+    """An error soon, or the right answer by the prefill engine alone. Its lease frees the KV that
+    nobody asks for.
+    """
+    body = {
+        "model": MODEL,
+        "prompt": story(secrets.token_hex(6)) * 3,
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     plain = await ask(pushers.plain.url, COMPLETIONS, body)
     (prefill,), (decode,) = pushers.prefills, pushers.decodes
     prefill.signal(signal.SIGSTOP)
     try:
         asked = asyncio.create_task(ask(proxy.url, COMPLETIONS, body))
-        await _until(lambda: decode.counters().sum("vllm:num_requests_waiting") > 0, 10, "D was not asked")
+        await _until(
+            lambda: decode.counters().sum("vllm:num_requests_waiting") > 0, 10, "D was not asked"
+        )
         decode.kill()
     finally:
         prefill.signal(signal.SIGCONT)
@@ -76,7 +102,11 @@ async def test_the_decode_engine_is_killed_while_it_waits(pushers: Fleet, proxy:
     else:
         assert seen.status in (502, 503)
         assert seen.json["error"]["code"] == seen.status
-    await _until(lambda: prefill.counters().sum(USED) == 0, LEASE + 20, "the prefill engine still holds the KV")
+    await _until(
+        lambda: prefill.counters().sum(USED) == 0,
+        LEASE + 20,
+        "the prefill engine still holds the KV",
+    )
     await _until(lambda: proxy.counters().sum("pdproxy_kv_handles") == 0, 30, "handles are held")
     await _start_again(pushers, proxy, decode)
 
@@ -94,7 +124,11 @@ async def test_the_decode_engine_is_killed_in_mid_stream(pushers: Fleet, proxy: 
     killed = time.monotonic()
     broke_honestly(plain, await asked)
     assert time.monotonic() - killed < 2
-    await _until(lambda: prefill.counters().sum(USED) == 0, LEASE + 20, "the prefill engine still holds the KV")
+    await _until(
+        lambda: prefill.counters().sum(USED) == 0,
+        LEASE + 20,
+        "the prefill engine still holds the KV",
+    )
     await _start_again(pushers, proxy, decode)
 
 

@@ -1,8 +1,11 @@
-"""The decode engine's API restarts between D's read of the KV and D's first byte: no handle is used twice."""
+"""The decode engine's API restarts between D's read of the KV and D's first byte: no handle is used
+twice.
+"""
 
-# Meanwhile other prompts take the blocks that P has freed. A handle that were sent again would have D read their KV: status 200
-# and wrong text. PDPROXY_TEST_RESTARTS (default 40) is the number of restarts, without pdproxy's notifier and as many with it.
-# `relay.py` restarts the API: for pdproxy only, since a real one needs a minute.
+# Meanwhile other prompts take the blocks that P has freed. A handle that were sent again would have
+# D read their KV: status 200 and wrong text. PDPROXY_TEST_RESTARTS (default 40) is the number of
+# restarts, without pdproxy's notifier and as many with it. `relay.py` restarts the API: for pdproxy
+# only, since a real one needs a minute.
 
 import asyncio
 import contextlib
@@ -38,7 +41,9 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 FLAGS = f"--max-model-len {CONTEXT} --no-enable-prefix-caching"
 """An engine that has restarted has nothing in its own cache, and reads all of a prompt's KV."""
 SETTINGS = {"limits": {"breaker_failures": 1000}, "probes": {"interval": 20}}
-"""A real engine does not restart every second; and on a busy machine an engine is slow, not down."""
+"""A real engine does not restart every second; and on a busy machine an engine is slow, not
+down.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,14 @@ class Pair:
 
 @contextlib.contextmanager
 def notifying(
-    launcher: Launcher, folder: Path, name: str, blocks: Mapping[Role, int], extra: Mapping[str, Any]
+    launcher: Launcher,
+    folder: Path,
+    name: str,
+    blocks: Mapping[Role, int],
+    extra: Mapping[str, Any],
 ) -> Iterator[Pair]:
-    """Start P and D with the file that `pdproxy notifier` writes: the test, too, learns from notices when KV is read and freed.
+    """Start P and D with the file that `pdproxy notifier` writes: the test, too, learns from
+    notices when KV is read and freed.
 
     `blocks`: the KV blocks of those that have few. `extra`: more of the connector's options.
     """
@@ -68,7 +78,9 @@ def notifying(
     try:
         for role in ROLES:
             flags = FLAGS + (f" --num-gpu-blocks-override {blocks[role]}" if role in blocks else "")
-            engines.append(Engine.start(launcher, f"{name}-{role[0]}", role, flags=flags, kv=kv, env=env))
+            engines.append(
+                Engine.start(launcher, f"{name}-{role[0]}", role, flags=flags, kv=kv, env=env)
+            )
         for engine in engines:
             engine.wait()
         exchange(*engines)
@@ -81,7 +93,9 @@ def notifying(
 @pytest.fixture(scope="module")
 def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """The engines of the tests here: P has few blocks."""
-    with notifying(launcher, tmp_path_factory.mktemp("notifier"), "restarts", {"prefill": BLOCKS}, {}) as pair:
+    with notifying(
+        launcher, tmp_path_factory.mktemp("notifier"), "restarts", {"prefill": BLOCKS}, {}
+    ) as pair:
         yield pair
 
 
@@ -89,14 +103,22 @@ def request(number: int) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of one: by turns completions and chats, whole and streamed."""
     nonce, chat = secrets.token_hex(6), number % 2 == 1
     body = {"model": MODEL, "temperature": 0, "max_tokens": 12, "stream": number // 2 % 2 == 1}
-    return (CHAT, body | {"messages": question(nonce)}) if chat else (COMPLETIONS, body | {"prompt": story(nonce)})
+    return (
+        (CHAT, body | {"messages": question(nonce)})
+        if chat
+        else (COMPLETIONS, body | {"prompt": story(nonce)})
+    )
 
 
 async def take_blocks(engine: Engine, blocks: int) -> None:
-    """Have other prompts, each nearly as long as a sequence may be, go through all of an engine's `blocks`."""
+    """Have other prompts, each nearly as long as a sequence may be, go through all of an engine's
+    `blocks`.
+    """
     body = {"model": MODEL, "max_tokens": 1}
     prompts = [ids(secrets.token_hex(6), CONTEXT - 2) for _ in range(blocks * BLOCK // CONTEXT + 1)]
-    for answer in await asyncio.gather(*(ask(engine.url, COMPLETIONS, body | {"prompt": one}) for one in prompts)):
+    for answer in await asyncio.gather(
+        *(ask(engine.url, COMPLETIONS, body | {"prompt": one}) for one in prompts)
+    ):
         assert answer.status == 200, answer.body
 
 
@@ -111,7 +133,8 @@ def compared(expected: Answer, got: Answer) -> str:
 
 @pytest.mark.parametrize("notifier", [False, True], ids=["without notices", "with the notifier"])
 async def test_decode_restarts_behind_its_read(pair: Pair, tmp_path: Path, notifier: bool) -> None:
-    """All texts are right, no handle is sent a second time, none is lost, and P's blocks are free in the end.
+    """All texts are right, no handle is sent a second time, none is lost, and P's blocks are free
+    in the end.
 
     Every second restart is over before the notices of its handle come to pdproxy.
     """
@@ -120,10 +143,14 @@ async def test_decode_restarts_behind_its_read(pair: Pair, tmp_path: Path, notif
     got: Counter[str] = Counter()
     async with (
         Notices.at(pair.address, f"tcp://127.0.0.1:{port}" if notifier else None) as notices,
-        Relay(pair.decode.port, notices, lambda: take_blocks(pair.prefill, BLOCKS)).listening() as relay,
+        Relay(
+            pair.decode.port, notices, lambda: take_blocks(pair.prefill, BLOCKS)
+        ).listening() as relay,
     ):
         decode = replace(pair.decode, port=relay.port)
-        proxy = await asyncio.to_thread(Proxy.start, [pair.prefill], [decode], tmp_path, settings=settings)
+        proxy = await asyncio.to_thread(
+            Proxy.start, [pair.prefill], [decode], tmp_path, settings=settings
+        )
 
         async def one(number: int) -> str:
             path, body = request(number)
@@ -135,14 +162,20 @@ async def test_decode_restarts_behind_its_read(pair: Pair, tmp_path: Path, notif
             for number in range(2 * RESTARTS + 20):
                 if len(relay.restarts) == RESTARTS:
                     break
-                before, restarts = await one(number), len(relay.restarts)  # it leaves a kept connection
-                relay.next, relay.late = ("reset" if number // 4 % 2 else "fin"), number // 8 % 2 == 1
+                # it leaves a kept connection
+                before, restarts = await one(number), len(relay.restarts)
+                relay.next, relay.late = (
+                    ("reset" if number // 4 % 2 else "fin"),
+                    number // 8 % 2 == 1,
+                )
                 went = await one(number)
                 relay.next = None
                 got[went] += len(relay.restarts) > restarts or went != "right"
                 got[f"{before} before"] += before != "right"
             held = "pdproxy_kv_handles"
-            await _until(lambda: not any(proxy.counters().by(held, "state").values()), 60, "handles are held")
+            await _until(
+                lambda: not any(proxy.counters().by(held, "state").values()), 60, "handles are held"
+            )
             await _until(lambda: not pair.prefill.counters().sum(USED), 60, "P's KV is still held")
             ended = proxy.counters().by("pdproxy_kv_handles_ended_total", "end")
         finally:

@@ -1,7 +1,10 @@
-"""A parser of tool calls that is silent for a whole argument, on real engines: the answer is whole at deadlines of 2 s."""
+"""A parser of tool calls that is silent for a whole argument, on real engines: the answer is whole
+at deadlines of 2 s.
+"""
 
-# The engines have vLLM's parser `qwen3_coder` and a model that always writes one call with an argument of 3 kB
-# (`make_writing_model.py`). `PDPROXY_TEST_SILENCE_OUT` names a file to which the measured silences are added.
+# The engines have vLLM's parser `qwen3_coder` and a model that always writes one call with an
+# argument of 3 kB (`make_writing_model.py`). `PDPROXY_TEST_SILENCE_OUT` names a file to which the
+# measured silences are added.
 
 import dataclasses
 import json
@@ -29,7 +32,12 @@ NAMES: dict[str, Role] = {"writer": "plain", "writer-p": "prefill", "writer-d": 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 DEADLINE, TIMEOUT = 2, 600.0
 SETTINGS = {
-    "deadlines": {"first_token": DEADLINE, "between_tokens": DEADLINE, "stream_comment": 1, "probe": 20},
+    "deadlines": {
+        "first_token": DEADLINE,
+        "between_tokens": DEADLINE,
+        "stream_comment": 1,
+        "probe": 20,
+    },
     "limits": {"attempts": 1, "continuations": 0},
 }
 WATCHED = {"health": {"stalled_after": 60}}
@@ -37,7 +45,9 @@ WATCHED = {"health": {"stalled_after": 60}}
 UNWATCHED = {"health": {"stalled_after": 0}}
 """Nothing excuses a silence."""
 OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-"""As pydantic writes it. Whether the text is `null` shows at its end: the parser sends nothing before. A plain text flows."""
+"""As pydantic writes it. Whether the text is `null` shows at its end: the parser sends nothing
+before. A plain text flows.
+"""
 SCHEMA = {"type": "object", "properties": {"content": OPTIONAL_TEXT}, "required": ["content"]}
 TOOL: dict[str, dict[str, Any]] = {
     CHAT: {"type": "function", "function": {"name": "write_file", "parameters": SCHEMA}},
@@ -69,12 +79,18 @@ class Silences(Progress):
 
 def _events(answer: Answer) -> list[dict[str, Any]]:
     """Return the events of a stream of any of the routes, without comments and end mark."""
-    lines = [line.removeprefix(b"data: ") for line in answer.body.split(b"\n") if line.startswith(b"data: {")]
+    lines = [
+        line.removeprefix(b"data: ")
+        for line in answer.body.split(b"\n")
+        if line.startswith(b"data: {")
+    ]
     return [json.loads(line) for line in lines if line.endswith(b"}")]
 
 
 def _said(answer: Answer) -> dict[str, Any]:
-    """Return the name and the arguments of the call, how the stream has ended, and how many tokens it had."""
+    """Return the name and the arguments of the call, how the stream has ended, and how many tokens
+    it had.
+    """
     found: dict[str, Any] = {"name": "", "arguments": "", "end": "", "tokens": 0}
     for event in _events(answer):
         delta: Any = event.get("delta")
@@ -93,9 +109,13 @@ def _said(answer: Answer) -> dict[str, Any]:
         elif kind in {"response.completed", "response.incomplete", "response.failed"}:
             found["end"] = kind
         if kind in {"response.output_item.added", "content_block_start"}:
-            found["name"] += (event.get("item") or event.get("content_block") or {}).get("name") or ""
+            found["name"] += (event.get("item") or event.get("content_block") or {}).get(
+                "name"
+            ) or ""
         usage = event.get("usage") or (event.get("response") or {}).get("usage") or {}
-        found["tokens"] = usage.get("completion_tokens") or usage.get("output_tokens") or found["tokens"]
+        found["tokens"] = (
+            usage.get("completion_tokens") or usage.get("output_tokens") or found["tokens"]
+        )
     return found
 
 
@@ -110,7 +130,9 @@ def _body(path: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, str]]:
-    """A plain, a prefill and a decode engine with that model and parser; and the call's argument."""
+    """A plain, a prefill and a decode engine with that model and parser; and the call's
+    argument.
+    """
     built, model = ensure(), tmp_path_factory.mktemp("writing") / "model"
     script = Path(__file__).with_name("make_writing_model.py")
     subprocess.run([built.python, script, built.model, model], check=True)
@@ -132,8 +154,12 @@ def _note(text: str) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-async def test_a_call_with_a_long_argument(writers: tuple[Fleet, str], tmp_path: Path, path: str) -> None:
-    """Equal to the engine's own answer. Without the watch over engines, the same silence ends the stream: that is the control."""
+async def test_a_call_with_a_long_argument(
+    writers: tuple[Fleet, str], tmp_path: Path, path: str
+) -> None:
+    """Equal to the engine's own answer. Without the watch over engines, the same silence ends the
+    stream: that is the control.
+    """
     fleet, content = writers
     body = _body(path)
     alone = Silences()
@@ -168,7 +194,9 @@ async def test_a_call_with_a_long_argument(writers: tuple[Fleet, str], tmp_path:
     assert b"error" in cut.body
     assert passed == 1
     _note(
-        f"{path}: {said['tokens']} tokens; longest silence {alone.longest:.1f} s of the engine, {through.longest:.1f} s through "
-        f"pdproxy; waits that went on: {allowed:.0f}; comments: {answer.body.count(b': the engine is at work')}; "
+        f"{path}: {said['tokens']} tokens; longest silence {alone.longest:.1f} s of the engine, "
+        f"{through.longest:.1f} s through "
+        f"pdproxy; waits that went on: {allowed:.0f}; comments: "
+        f"{answer.body.count(b': the engine is at work')}; "
         f"without the watch cut after {cut.seconds:.1f} s"
     )

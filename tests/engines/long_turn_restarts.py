@@ -1,7 +1,10 @@
-"""The prefill engine's API restarts when P has pulled the KV of the turn before from D, and before it has answered."""
+"""The prefill engine's API restarts when P has pulled the KV of the turn before from D, and before
+it has answered.
+"""
 
-# D has freed that KV by then (`bidirectional_kv_xfer`), and other prompts take its blocks. A handle that were sent again would
-# have P read their KV: the text is wrong. PDPROXY_TEST_TURN_RESTARTS (default 20) is the number of restarts.
+# D has freed that KV by then (`bidirectional_kv_xfer`), and other prompts take its blocks. A handle
+# that were sent again would have P read their KV: the text is wrong. PDPROXY_TEST_TURN_RESTARTS
+# (default 20) is the number of restarts.
 
 import asyncio
 import os
@@ -41,7 +44,11 @@ LEASE = 5
 @pytest.fixture(scope="module")
 def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """The engines: KV moves both ways, and D has few blocks."""
-    extra = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": TTL, "kv_lease_duration": LEASE}
+    extra = {
+        "bidirectional_kv_xfer": True,
+        "decoder_kv_blocks_ttl": TTL,
+        "kv_lease_duration": LEASE,
+    }
     folder = tmp_path_factory.mktemp("notifier")
     with notifying(launcher, folder, "turn-restarts", {"decode": BLOCKS}, extra) as pair:
         yield pair
@@ -64,7 +71,11 @@ class Conversation:
             going_on = {"role": "user", "content": "Go on."}
             self._asked = [*self._asked, {"role": "assistant", "content": whole.text}, going_on]
         else:
-            self._asked = [*self._asked, *whole.json["choices"][0]["token_ids"], *ids(f"{self._nonce}+", 24)]
+            self._asked = [
+                *self._asked,
+                *whole.json["choices"][0]["token_ids"],
+                *ids(f"{self._nonce}+", 24),
+            ]
         return body, whole
 
     async def second(self) -> tuple[Body, Answer]:
@@ -82,8 +93,12 @@ class Conversation:
         return answer
 
 
-async def test_prefill_restarts_behind_its_pull(pair: Pair, launcher: Launcher, tmp_path: Path) -> None:
-    """All texts are right, no turn's handle is sent a second time, no handle is lost, and no engine holds KV in the end."""
+async def test_prefill_restarts_behind_its_pull(
+    pair: Pair, launcher: Launcher, tmp_path: Path
+) -> None:
+    """All texts are right, no turn's handle is sent a second time, no handle is lost, and no engine
+    holds KV in the end.
+    """
     port, got = free_port(), Counter[str]()
     first = pair.decode.counters().sum(USAGE)  # D keeps what the engines exchanged before
     turns = {"bidirectional": True, "decoder_kv_blocks_ttl": TTL, "max_blocks": KEPT}
@@ -93,12 +108,17 @@ async def test_prefill_restarts_behind_its_pull(pair: Pair, launcher: Launcher, 
     }
     async with (
         Notices.at(pair.address, f"tcp://127.0.0.1:{port}") as notices,
-        Relay(pair.prefill.port, notices, lambda: take_blocks(pair.decode, BLOCKS)).listening() as relay,
+        Relay(
+            pair.prefill.port, notices, lambda: take_blocks(pair.decode, BLOCKS)
+        ).listening() as relay,
     ):
         prefill = replace(pair.prefill, port=relay.port)
-        proxy = await asyncio.to_thread(Proxy.start, [prefill], [pair.decode], tmp_path, settings=settings)
+        proxy = await asyncio.to_thread(
+            Proxy.start, [prefill], [pair.decode], tmp_path, settings=settings
+        )
         try:
-            # Not every second turn is one with a handle: a chat's answer may have other ids in the next prompt.
+            # Not every second turn is one with a handle: a chat's answer may have other ids in the
+            # next prompt.
             for number in range(3 * RESTARTS + 30):
                 if len(relay.restarts) == RESTARTS:
                     break
@@ -106,13 +126,18 @@ async def test_prefill_restarts_behind_its_pull(pair: Pair, launcher: Launcher, 
                 body, expected = await talk.first()
                 before = compared(expected, await ask(proxy.url, talk.path, body))
                 body, expected = await talk.second()
-                relay.next, relay.late = ("reset" if number // 4 % 2 else "fin"), number // 8 % 2 == 1
+                relay.next, relay.late = (
+                    ("reset" if number // 4 % 2 else "fin"),
+                    number // 8 % 2 == 1,
+                )
                 went = compared(expected, await ask(proxy.url, talk.path, body))
                 relay.next = None
                 got[went] += len(relay.restarts) > restarts or went != "right"
                 got[f"{before} before"] += before != "right"
             held = "pdproxy_kv_handles"
-            await _until(lambda: not any(proxy.counters().by(held, "state").values()), 60, "handles are held")
+            await _until(
+                lambda: not any(proxy.counters().by(held, "state").values()), 60, "handles are held"
+            )
             shown = proxy.counters()
         finally:
             await asyncio.to_thread(proxy.stop)
@@ -122,7 +147,8 @@ async def test_prefill_restarts_behind_its_pull(pair: Pair, launcher: Launcher, 
     assert +got == {"right": RESTARTS}
     assert relay.sent_twice == 0
     assert "lost" not in ended
-    # D keeps what the engines exchanged before for the same time: nobody else's may have waited so long.
+    # D keeps what the engines exchanged before for the same time: nobody else's may have waited so
+    # long.
     assert pair.decode.counters().sum(EXPIRED) <= 1
     await _until(lambda: not pair.prefill.counters().sum(USAGE), 60, "P's KV is still held")
     await _until(lambda: pair.decode.counters().sum(USAGE) <= first, 60, "D's KV is still held")
@@ -130,4 +156,7 @@ async def test_prefill_restarts_behind_its_pull(pair: Pair, launcher: Launcher, 
 
 def _turns(shown: Counters) -> str:
     reused, kept = (shown.sum(f"pdproxy_turns_{what}_total") for what in ("reused", "kept"))
-    return f"turns kept {kept:.0f}, reused {reused:.0f}, dropped {shown.by('pdproxy_turns_dropped_total', 'reason')}"
+    return (
+        f"turns kept {kept:.0f}, reused {reused:.0f}, dropped "
+        f"{shown.by('pdproxy_turns_dropped_total', 'reason')}"
+    )

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Write a tiny Llama with random weights, a byte-level BPE tokenizer and a chat template: `make_model.py OUT_DIR`.
+"""Write a tiny Llama with random weights, a byte-level BPE tokenizer and a chat template:
+`make_model.py OUT_DIR`.
 
-Runs with the engines' own Python (torch, transformers, tokenizers; no network). Everything comes from a fixed seed and
-the interpreter's standard library, so two builds hold the same bits and an answer recorded once stays valid. The wide
-initializer makes the logits peaky: a greedy answer then doesn't hang on the last bit of a sum.
+Runs with the engines' own Python (torch, transformers, tokenizers; no network). Everything comes
+from a fixed seed and the interpreter's standard library, so two builds hold the same bits and an
+answer recorded once stays valid. The wide initializer makes the logits peaky: a greedy answer then
+doesn't hang on the last bit of a sum.
 """
 
 import json
@@ -28,7 +30,9 @@ THINK = [
 
 
 def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE of the standard library's sources, which every interpreter of one version shares."""
+    """A byte-level BPE of the standard library's sources, which every interpreter of one version
+    shares.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +42,9 @@ def train_tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train(sorted(str(path) for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), trainer)
+    tokenizer.train(
+        sorted(str(path) for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), trainer
+    )
     tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in THINK])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Write a model that calls a tool whatever it is asked: `make_writing_model.py TINY_MODEL OUT_DIR`.
 
-The call has one argument of 3 kB. Each of its tokens occurs once, so the next token is a function of the last one: attention and
-layers add nothing but time, and the head has, for each token, the embedding of the token before.
+The call has one argument of 3 kB. Each of its tokens occurs once, so the next token is a function
+of the last one: attention and layers add nothing but time, and the head has, for each token, the
+embedding of the token before.
 
 Runs with the engines' own Python, as `make_model.py` does.
 """
@@ -35,9 +36,14 @@ def main(tiny: Path, out: Path) -> None:
     """Write tokenizer, template, weights and generation config to `out`."""
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.add_tokens(
-        [AddedToken(text, special=False, normalized=False) for text in (BEGIN, CALL, END_OF_CALL, END)]
+        [
+            AddedToken(text, special=False, normalized=False)
+            for text in (BEGIN, CALL, END_OF_CALL, END)
+        ]
     )
-    begin, call, end_of_call, end = (tokenizer.convert_tokens_to_ids(text) for text in (BEGIN, CALL, END_OF_CALL, END))
+    begin, call, end_of_call, end = (
+        tokenizer.convert_tokens_to_ids(text) for text in (BEGIN, CALL, END_OF_CALL, END)
+    )
     (before,) = tokenizer("\n", add_special_tokens=False)["input_ids"]  # the end of every prompt
     written: list[int] = []
     size = 0
@@ -56,7 +62,9 @@ def main(tiny: Path, out: Path) -> None:
     torch.manual_seed(1234)
     model = LlamaForCausalLM(config).to(torch.float32)
     with torch.no_grad():
-        vectors = torch.nn.functional.normalize(torch.randn(len(tokenizer), config.hidden_size), dim=1)
+        vectors = torch.nn.functional.normalize(
+            torch.randn(len(tokenizer), config.hidden_size), dim=1
+        )
         model.model.embed_tokens.weight.copy_(vectors)
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -68,7 +76,9 @@ def main(tiny: Path, out: Path) -> None:
     model.save_pretrained(out, safe_serialization=True)
     tokenizer.save_pretrained(out)
     (out / "generation_config.json").write_text((tiny / "generation_config.json").read_text())
-    (out / "said.json").write_text(json.dumps({"content": tokenizer.decode(written), "tokens": len(said) - 1}))
+    (out / "said.json").write_text(
+        json.dumps({"content": tokenizer.decode(written), "tokens": len(said) - 1})
+    )
 
 
 if __name__ == "__main__":

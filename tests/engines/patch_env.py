@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Make nixl and vLLM usable on a machine with few cores; run once with the engines' own Python.
 
-1. nixl's Python API hard-codes `pthrDelay = 0`: its progress thread polls without sleeping and burns a whole core in
-   every engine. 1000 (us) lets it sleep in poll() and wake on events.
-2. vLLM's shared-memory queue spins for a second after each message, in both processes of an engine. Two cores and
-   several engines then starve (answers take seconds). It spins for a millisecond instead.
+1. nixl's Python API hard-codes `pthrDelay = 0`: its progress thread polls without sleeping and
+   burns a whole core in every engine. 1000 (us) lets it sleep in poll() and wake on events.
+2. vLLM's shared-memory queue spins for a second after each message, in both processes of an engine.
+   Two cores and several engines then starve (answers take seconds). It spins for a millisecond
+   instead.
 
-3. vLLM's CPU platform insists on `spawn`, so an engine's core imports everything a second time (25 s of a core). It is
-   forked off the API server instead, as on GPUs.
+3. vLLM's CPU platform insists on `spawn`, so an engine's core imports everything a second time (25
+   s of a core). It is forked off the API server instead, as on GPUs.
 
-Idempotent, and it fails where the text to change isn't found. A file is replaced and never written in place: the
-installer may have hard-linked it to its own cache.
+Idempotent, and it fails where the text to change isn't found. A file is replaced and never written
+in place: the installer may have hard-linked it to its own cache.
 """
 
 import os
@@ -24,7 +25,9 @@ def replace(path: Path, old: str, new: str) -> None:
     if new in text and old not in text:
         return
     if text.count(old) != 1:
-        raise SystemExit(f"{path}: expected {old!r} once, found it {text.count(old)} times: another version?")
+        raise SystemExit(
+            f"{path}: expected {old!r} once, found it {text.count(old)} times: another version?"
+        )
     fresh = path.with_suffix(".patched")
     fresh.write_text(text.replace(old, new))
     os.replace(fresh, path)

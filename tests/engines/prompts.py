@@ -1,7 +1,9 @@
-"""The parts of requests: their prompts, the common fields of the table's rows, and functions that make a row.
+"""The parts of requests: their prompts, the common fields of the table's rows, and functions that
+make a row.
 
-A body is made from a nonce that comes first in its prompt, so that no engine's prefix cache hides an error. The chat
-template puts tools behind the messages for the same reason: a prompt without a common beginning moves as a whole.
+A body is made from a nonce that comes first in its prompt, so that no engine's prefix cache hides
+an error. The chat template puts tools behind the messages for the same reason: a prompt without a
+common beginning moves as a whole.
 """
 
 from collections.abc import Callable
@@ -20,22 +22,34 @@ ALONE_BEAM, ALONE_UNUSUAL = "beam_search", "unusual"
 ABSENT: Any = object()  # removes a field of the base from a row
 
 STORY = (
-    "The harbour master kept two ledgers. In the first she wrote every ship that came in, its cargo and its draught; "
-    "in the second what left again, and when. Nobody had asked her to compare them, but on the last evening of each "
-    "month she did, and where a barrel was missing she went down to the quay with a lantern and looked until she knew "
+    "The harbour master kept two ledgers. In the first she wrote every ship that came in, its "
+    "cargo and its draught; "
+    "in the second what left again, and when. Nobody had asked her to compare them, but on the "
+    "last evening of each "
+    "month she did, and where a barrel was missing she went down to the quay with a lantern and "
+    "looked until she knew "
     "where it had gone. "
 )
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome", "Lima"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome", "Lima"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": f"Ask for the {name}.", "parameters": SCHEMA}}
+    {
+        "type": "function",
+        "function": {"name": name, "description": f"Ask for the {name}.", "parameters": SCHEMA},
+    }
     for name in ("forecast", "tide_table")
 ]
-CALL = r'<tool_call>\n\{"name": "forecast", "arguments": \{"city": "(Oslo|Rome)", "days": [1-9]\}\}\n</tool_call>'
+CALL = (
+    r'<tool_call>\n\{"name": "forecast", "arguments": \{"city": "(Oslo|Rome)", "days": '
+    r"[1-9]\}\}\n</tool_call>"
+)
 GRAMMAR = 'root ::= ship " " ship\nship ::= "brig" | "sloop" | "ketch"\n'
 # Token ids of the tokenizer that tests/engines/make_model.py makes.
 EOS, IM_START, IF = "1", "3", 300  # IF: " if"
@@ -44,7 +58,10 @@ FIRST_BYTE_OF_TWO, FIRST_BYTE_OF_FOUR = (
     177,
 )  # 0xC3, 0xF0: text that ends after one of them has an incomplete character
 SHIPS: dict[str, Any] = {"regex": "🚢{6}"}
-JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+JSON_SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True},
+}
 USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 FORGED = {
     "do_remote_prefill": True,
@@ -86,15 +103,21 @@ def _row(given: Body) -> tuple[Body, Body]:
 
 
 def completion(name: str, /, prompt: Callable[[str], Any] | None = None, **given: Any) -> Shape:
-    """Make a row of completions: greedy, twelve tokens, prompt `story`, unless the arguments change it."""
+    """Make a row of completions: greedy, twelve tokens, prompt `story`, unless the arguments change
+    it.
+    """
     own, base = _row(given)
-    return Shape(name, COMPLETIONS, lambda nonce: base | {"prompt": (prompt or story)(nonce)}, **own)
+    return Shape(
+        name, COMPLETIONS, lambda nonce: base | {"prompt": (prompt or story)(nonce)}, **own
+    )
 
 
 def chat(name: str, /, messages: Callable[[str], Any] | None = None, **given: Any) -> Shape:
     """Make a row of chats, with the same rules."""
     own, base = _row(given)
-    return Shape(name, CHAT, lambda nonce: base | {"messages": (messages or question)(nonce)}, **own)
+    return Shape(
+        name, CHAT, lambda nonce: base | {"messages": (messages or question)(nonce)}, **own
+    )
 
 
 def story(nonce: str) -> str:
@@ -142,7 +165,13 @@ def conversation(nonce: str) -> list[Body]:
     """Return four turns: one of them in parts, one in several scripts."""
     return [
         {"role": "system", "content": f"{nonce} You keep the ledgers."},
-        {"role": "user", "content": [{"type": "text", "text": STORY}, {"type": "text", "text": "What was missing?"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": STORY},
+                {"type": "text", "text": "What was missing?"},
+            ],
+        },
         {"role": "assistant", "content": "A barrel."},
         {"role": "user", "content": "Où ça? 在哪里? 🚢"},
     ]
@@ -165,8 +194,12 @@ def tool_result(nonce: str) -> list[Body]:
 def image(nonce: str) -> list[Body]:
     """Return a chat with an image, which these engines don't support."""
     pixel = (
-        "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5Er"
+        "data:image/png;base64,"
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5Er"
         "kJggg=="
     )
-    parts = [{"type": "text", "text": story(nonce)}, {"type": "image_url", "image_url": {"url": pixel}}]
+    parts = [
+        {"type": "text", "text": story(nonce)},
+        {"type": "image_url", "image_url": {"url": pixel}},
+    ]
     return [{"role": "user", "content": parts}]

@@ -1,7 +1,9 @@
-"""Tries a version of vLLM: `python -m tests.engines.prove --vllm X` runs what real engines show, part by part, and prints a row.
+"""Tries a version of vLLM: `python -m tests.engines.prove --vllm X` runs what real engines show,
+part by part, and prints a row.
 
-The row belongs into docs/reference/versions.md. The engines' environment is built if it is missing (`build.py`). A part is a run
-of pytest; `PARTS` has its files. `prove ... answers turns` runs only these two.
+The row belongs into docs/reference/versions.md. The engines' environment is built if it is missing
+(`build.py`). A part is a run of pytest; `PARTS` has its files. `prove ... answers turns` runs only
+these two.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a run of pytest reports: the number of tests that passed, and those that did not, by name."""
+    """What a run of pytest reports: the number of tests that passed, and those that did not, by
+    name.
+    """
 
     passed: int
     failed: tuple[str, ...] = ()
@@ -54,7 +58,9 @@ class Result:
 
 
 def read(report: Path) -> Result:
-    """Return the result in a report of pytest's `--junitxml`. A test that was skipped has not failed, and proves nothing."""
+    """Return the result in a report of pytest's `--junitxml`. A test that was skipped has not
+    failed, and proves nothing.
+    """
     passed, failed = 0, []
     for case in ElementTree.parse(report).iter("testcase"):
         if any(case.find(kind) is not None for kind in ("failure", "error")):
@@ -65,7 +71,9 @@ def read(report: Path) -> Result:
 
 
 def row(version: str, day: str, results: dict[str, Result]) -> str:
-    """Return the row of the table: the version, what its kernels are, the day, and a cell for each part."""
+    """Return the row of the table: the version, what its kernels are, the day, and a cell for each
+    part.
+    """
     kernels = "own" if version == pinned_vllm() else f"{pinned_vllm()}'s"
     cells = [str(results[part]) if part in results else "not run" for part in PARTS]
     return f"| {' | '.join([version, kernels, day, *cells])} |"
@@ -74,8 +82,21 @@ def row(version: str, day: str, results: dict[str, Result]) -> str:
 def run(part: str, version: str, folder: Path) -> Result:
     """Run a part and show its output; a run that ends without a report has failed."""
     report = folder / f"{part}.xml"
-    given = [arg for word in PARTS[part] for arg in (sorted(map(str, HERE.glob(word))) if ".py" in word else [word])]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *given]
+    given = [
+        arg
+        for word in PARTS[part]
+        for arg in (sorted(map(str, HERE.glob(word))) if ".py" in word else [word])
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        *given,
+    ]
     env = os.environ | {"PDPROXY_ENGINES_VLLM": version, "PDPROXY_REQUIRE_ENGINES": "1"}
     code = subprocess.run(command, check=False, env=env, cwd=HERE.parents[1]).returncode
     if not report.exists():
@@ -86,8 +107,12 @@ def run(part: str, version: str, folder: Path) -> Result:
 def main() -> int:
     """The command line. Exit code 1: a test failed; 3: the version can't be had here."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--vllm", metavar="VERSION", default=pinned_vllm(), help=f"default: {pinned_vllm()}")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "--vllm", metavar="VERSION", default=pinned_vllm(), help=f"default: {pinned_vllm()}"
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}: expected {', '.join(PARTS)}")

@@ -46,7 +46,9 @@ class Proxy:
         port: int = 0,
         ready: bool = True,
     ) -> "Proxy":
-        """Start it in front of these engines. `settings`: a tree for --config, or `config` its file; flags name the nodes."""
+        """Start it in front of these engines. `settings`: a tree for --config, or `config` its
+        file; flags name the nodes.
+        """
         port = port or free_port()
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pdproxy.cli.main", "serve", "--port", str(port)]
@@ -64,7 +66,11 @@ class Proxy:
             process = subprocess.Popen(
                 command,
                 env={
-                    **{name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},
+                    **{
+                        name: value
+                        for name, value in os.environ.items()
+                        if not name.startswith("PDPROXY_")
+                    },
                     "PDPROXY_LISTEN__LINGER": "0",
                 },
                 stdin=subprocess.DEVNULL,
@@ -91,7 +97,9 @@ class Proxy:
         deadline = time.monotonic() + timeout
         while self.ready() != 200:
             if self.process.poll() is not None:
-                raise ProxyFailed(f"pdproxy serve exited with {self.process.returncode}\n{self.tail()}")
+                raise ProxyFailed(
+                    f"pdproxy serve exited with {self.process.returncode}\n{self.tail()}"
+                )
             if time.monotonic() > deadline:
                 raise ProxyFailed(f"pdproxy wasn't ready within {timeout:.0f} s\n{self.tail()}")
             time.sleep(0.1)
@@ -120,10 +128,14 @@ class Proxy:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            raise ProxyFailed(f"pdproxy didn't stop within {STOP_TIMEOUT:.0f} s of SIGTERM\n{self.tail()}") from None
+            raise ProxyFailed(
+                f"pdproxy didn't stop within {STOP_TIMEOUT:.0f} s of SIGTERM\n{self.tail()}"
+            ) from None
 
     def tail(self, lines: int = 40) -> str:
         """Return the end of the proxy's log."""
         with contextlib.suppress(OSError):
-            return f"--- {self.log}\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+            return f"--- {self.log}\n" + "\n".join(
+                self.log.read_text(errors="replace").splitlines()[-lines:]
+            )
         return f"--- {self.log}: no log"

@@ -1,7 +1,8 @@
-"""A TCP relay before one engine's HTTP port: for a proxy behind it, the engine's API restarts where a test says so.
+"""A TCP relay before one engine's HTTP port: for a proxy behind it, the engine's API restarts where
+a test says so.
 
-The real API server needs a minute for that. The relay ends the connections as the server's end does, and shows the server's
-absence: it passes nothing on meanwhile.
+The real API server needs a minute for that. The relay ends the connections as the server's end
+does, and shows the server's absence: it passes nothing on meanwhile.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ RESET = struct.pack("ii", 1, 0)
 
 @dataclass
 class Notices:
-    """Takes the place of a proxy's socket for notices: sees each notice, and passes it on to the proxy if that wants notices.
+    """Takes the place of a proxy's socket for notices: sees each notice, and passes it on to the
+    proxy if that wants notices.
 
-    A handle is known here by the id in it (`remote_request_id`). `late`: the handle whose notices wait until `let_go`: they come
-    over another connection than the answers.
+    A handle is known here by the id in it (`remote_request_id`). `late`: the handle whose notices
+    wait until `let_go`: they come over another connection than the answers.
     """
 
     late: str | None = None
@@ -48,7 +50,9 @@ class Notices:
     @classmethod
     @contextlib.asynccontextmanager
     async def at(cls, address: str, onward: str | None = None) -> AsyncIterator[Notices]:
-        """Bind the `address` that the engines send to. `onward`: the proxy's, None if it has none."""
+        """Bind the `address` that the engines send to. `onward`: the proxy's, None if it has
+        none.
+        """
         context: zmq.asyncio.Context = zmq.asyncio.Context()
         notices, inward = cls(), context.socket(zmq.PULL)
         inward.bind(address)
@@ -65,8 +69,12 @@ class Notices:
             context.destroy(0)
 
     async def read(self, handle: str) -> None:
-        """Return once a handle's KV was read. Of a kept turn, the one that reads reports nothing, and the one that keeps does."""
-        await self._until(lambda: (NoticeEvent.LOADED, handle, "D") in self._seen or self._is_freed(handle))
+        """Return once a handle's KV was read. Of a kept turn, the one that reads reports nothing,
+        and the one that keeps does.
+        """
+        await self._until(
+            lambda: (NoticeEvent.LOADED, handle, "D") in self._seen or self._is_freed(handle)
+        )
 
     async def freed(self, handle: str) -> None:
         """Return once the blocks of a handle are free."""
@@ -81,7 +89,10 @@ class Notices:
 
     def _is_freed(self, handle: str) -> bool:
         named = self._kept.get(handle)
-        return (NoticeEvent.RELEASED, *((handle, "P") if named is None else (named, "D"))) in self._seen
+        return (
+            NoticeEvent.RELEASED,
+            *((handle, "P") if named is None else (named, "D")),
+        ) in self._seen
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(READ_TIMEOUT):
@@ -113,7 +124,9 @@ class Notices:
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a connection, as it was read, and the id of the KV handle in it. `releases`: it only gives the KV back."""
+    """One request of a connection, as it was read, and the id of the KV handle in it. `releases`:
+    it only gives the KV back.
+    """
 
     data: bytes
     handle: str | None = None
@@ -137,7 +150,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart: the seconds from the request that it ended to the connection's end, and whether that was a kept one."""
+    """One restart: the seconds from the request that it ended to the connection's end, and whether
+    that was a kept one.
+    """
 
     after: float
     kept: bool
@@ -146,11 +161,13 @@ class Restart:
 class Relay:
     """Listens on `port` for the proxy. Each of its connections has one to the engine.
 
-    `others` is called while the engine's API is away, once the holder of the KV has freed its blocks: it has other prompts take
-    them.
+    `others` is called while the engine's API is away, once the holder of the KV has freed its
+    blocks: it has other prompts take them.
     """
 
-    def __init__(self, engine_port: int, notices: Notices, others: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, engine_port: int, notices: Notices, others: Callable[[], Awaitable[None]]
+    ) -> None:
         self.port = 0
         self.restarts: list[Restart] = []
         self.read: Counter[str] = Counter()
@@ -158,9 +175,13 @@ class Relay:
         self.released: Counter[str] = Counter()
         """How often each came to be released."""
         self.next: str | None = None
-        """How the connections end that the next restart closes: "fin" or "reset"; None: no restart."""
+        """How the connections end that the next restart closes: "fin" or "reset"; None: no
+        restart.
+        """
         self.late = False
-        """Whether the proxy gets the notices of the next restart's handle only behind the restart."""
+        """Whether the proxy gets the notices of the next restart's handle only behind the
+        restart.
+        """
         self._engine_port, self._notices, self._others = engine_port, notices, others
         self._serves = asyncio.Event()
         self._serves.set()
@@ -185,8 +206,10 @@ class Relay:
         after = [restart.after for restart in self.restarts] or [0.0]
         kept = sum(restart.kept for restart in self.restarts)
         return (
-            f"{len(self.restarts)} restarts, {kept} on kept connections, {statistics.median(after):.3f} s behind the "
-            f"request (median; {min(after):.3f} to {max(after):.3f}); {self.sent_twice} handles sent twice, "
+            f"{len(self.restarts)} restarts, {kept} on kept connections, "
+            f"{statistics.median(after):.3f} s behind the "
+            f"request (median; {min(after):.3f} to {max(after):.3f}); {self.sent_twice} handles "
+            f"sent twice, "
             f"{self.released.total()} releases"
         )
 
@@ -241,10 +264,19 @@ class Relay:
     def _may_end(self, request: Request) -> bool:
         """Return whether a request is the one that the next restart ends."""
         handle = request.handle
-        return self.next is not None and handle is not None and not request.releases and self.read[handle] == 1
+        return (
+            self.next is not None
+            and handle is not None
+            and not request.releases
+            and self.read[handle] == 1
+        )
 
-    async def _restart(self, request: Request, engine: asyncio.StreamWriter, arrived: float, *, kept: bool) -> None:
-        """Let the engine read the KV, then end all connections of the proxy, and have others take the holder's freed blocks."""
+    async def _restart(
+        self, request: Request, engine: asyncio.StreamWriter, arrived: float, *, kept: bool
+    ) -> None:
+        """Let the engine read the KV, then end all connections of the proxy, and have others take
+        the holder's freed blocks.
+        """
         how, self.next, handle = self.next, None, request.handle
         assert handle is not None
         self._serves.clear()

@@ -1,7 +1,9 @@
-"""Runs vLLM's own scheduler class of NIXL (pull) on scripted requests, without an engine. For the engines' Python.
+"""Runs vLLM's own scheduler class of NIXL (pull) on scripted requests, without an engine. For the
+engines' Python.
 
-Reads a JSON list of cases from stdin, and writes what came of each. `test_turn_scheduler.py` has the cases. The class is made
-without its constructor, which needs a model: these are the attributes that vLLM 0.32.0 reads.
+Reads a JSON list of cases from stdin, and writes what came of each. `test_turn_scheduler.py` has
+the cases. The class is made without its constructor, which needs a model: these are the attributes
+that vLLM 0.32.0 reads.
 """
 
 import json
@@ -50,7 +52,9 @@ def scheduler(case: dict[str, Any]) -> Any:
 
 
 UNCOMPARED = ("remote_blocks_expiry_time", "remote_registration_generation")
-"""A time; and since vLLM 0.33.0 how often the engine has registered its memory again, which only `/sleep` brings about."""
+"""A time; and since vLLM 0.33.0 how often the engine has registered its memory again, which only
+`/sleep` brings about.
+"""
 
 
 class Blocks:
@@ -69,7 +73,9 @@ class Blocks:
 
 
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
-    """Return what the scheduler wants of another engine, what it asks for, and what it keeps at the end."""
+    """Return what the scheduler wants of another engine, what it asks for, and what it keeps at the
+    end.
+    """
     made, size = scheduler(case), case["block_size"]
     params = None if case["params"] is None else dict(case["params"])
     one = SimpleNamespace(
@@ -85,7 +91,10 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
     new = -(-(case["local"] + wants) // size) - local
     made.update_state_after_alloc(one, Blocks(local, new), wants)
     asked = made._reqs_need_recv.get("request")
-    one.num_computed_tokens, one.status = case["prompt"] + case["generated"] - 1, STATUS[case["end"]]
+    one.num_computed_tokens, one.status = (
+        case["prompt"] + case["generated"] - 1,
+        STATUS[case["end"]],
+    )
     kept, handle = made.request_finished(one, ([*range(-(-one.num_computed_tokens // size))],))
     return {
         "wants": wants,
@@ -93,7 +102,8 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         "asks": "nothing" if asked is None else "pull" if asked[3] else "release",
         "blocks": len(asked[1][0]) if asked is not None and asked[1] else 0,
         "kept": kept,
-        "params": handle and {name: value for name, value in handle.items() if name not in UNCOMPARED},
+        "params": handle
+        and {name: value for name, value in handle.items() if name not in UNCOMPARED},
         "expires": bool(handle and handle["remote_blocks_expiry_time"]),
     }
 

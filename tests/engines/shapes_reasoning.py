@@ -1,6 +1,8 @@
-"""Chats with engines that separate reasoning from content (`--reasoning-parser`), with a grammar and tools after the reasoning.
+"""Chats with engines that separate reasoning from content (`--reasoning-parser`), with a grammar
+and tools after the reasoning.
 
-The reasoning of random weights never ends by itself: `thinking_token_budget` ends it after a number of tokens.
+The reasoning of random weights never ends by itself: `thinking_token_budget` ends it after a number
+of tokens.
 """
 
 from typing import Any
@@ -22,7 +24,10 @@ def _thought(nonce: str) -> list[Body]:
 GOES_ON: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
 BRIEFLY = GOES_ON | {"thinking_token_budget": 5, "max_tokens": 20}
 CALLED: dict[str, Any] = {"tools": TOOLS, "structured_outputs": {"regex": CALL}, "max_tokens": 150}
-CONTINUOUS: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+CONTINUOUS: dict[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
 
 REASONING_SHAPES = [
     chat("thoughts-alone"),
@@ -35,7 +40,14 @@ REASONING_SHAPES = [
     chat("thoughts-not-included-streamed", thinking, include_reasoning=False, **BRIEFLY, **USAGE),
     chat("thoughts-alone-not-included-streamed", include_reasoning=False, **USAGE),
     chat("thoughts-end-at-once", thinking, logit_bias={THINK_END: 100}, max_tokens=3, **GOES_ON),
-    chat("thoughts-end-at-once-streamed", thinking, logit_bias={THINK_END: 100}, max_tokens=3, **GOES_ON, **USAGE),
+    chat(
+        "thoughts-end-at-once-streamed",
+        thinking,
+        logit_bias={THINK_END: 100},
+        max_tokens=3,
+        **GOES_ON,
+        **USAGE,
+    ),
     chat("thoughts-before-the-answer", _thought, **GOES_ON),
     chat("thoughts-before-the-answer-streamed", _thought, **GOES_ON, **USAGE),
     chat("thoughts-stopped", thinking, stop=[" if"], logit_bias={str(IF): 100}, **BRIEFLY, **USAGE),
@@ -43,13 +55,27 @@ REASONING_SHAPES = [
     chat("thoughts-logprobs", thinking, logprobs=True, top_logprobs=1, **BRIEFLY),
     chat("thoughts-logprobs-streamed", thinking, logprobs=True, top_logprobs=1, **BRIEFLY, **USAGE),
     chat("thoughts-token-ids-returned", thinking, return_token_ids=True, **BRIEFLY),
-    chat("thoughts-token-ids-returned-streamed", thinking, return_token_ids=True, **BRIEFLY, **USAGE),
-    chat("thoughts-then-json", thinking, response_format=JSON_SCHEMA, **BRIEFLY | {"max_tokens": 70}),
-    chat("thoughts-then-json-streamed", thinking, response_format=JSON_SCHEMA, **BRIEFLY | {"max_tokens": 70}, **USAGE),
+    chat(
+        "thoughts-token-ids-returned-streamed", thinking, return_token_ids=True, **BRIEFLY, **USAGE
+    ),
+    chat(
+        "thoughts-then-json", thinking, response_format=JSON_SCHEMA, **BRIEFLY | {"max_tokens": 70}
+    ),
+    chat(
+        "thoughts-then-json-streamed",
+        thinking,
+        response_format=JSON_SCHEMA,
+        **BRIEFLY | {"max_tokens": 70},
+        **USAGE,
+    ),
     chat("thoughts-then-a-call", thinking, **BRIEFLY | CALLED),
     chat("thoughts-then-a-call-streamed", thinking, **BRIEFLY | CALLED, **USAGE),
     chat(
-        "thoughts-then-a-required-call", thinking, tools=TOOLS, tool_choice="required", **BRIEFLY | {"max_tokens": 150}
+        "thoughts-then-a-required-call",
+        thinking,
+        tools=TOOLS,
+        tool_choice="required",
+        **BRIEFLY | {"max_tokens": 150},
     ),
     chat(
         "thoughts-then-a-required-call-streamed",
@@ -60,5 +86,7 @@ REASONING_SHAPES = [
         **USAGE,
     ),
     chat("thoughts-before-a-call-streamed", _thought, **GOES_ON | CALLED, **USAGE),
-    chat("thoughts-effort", reasoning_effort="none", chat_template_kwargs={"enablethinking": False}),
+    chat(
+        "thoughts-effort", reasoning_effort="none", chat_template_kwargs={"enablethinking": False}
+    ),
 ]

@@ -28,12 +28,19 @@ REFUSED_SHAPES = [
     chat("error-tool-choice-without-tools", tool_choice="required", status=400),
     chat(
         "error-schema",
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "zebra"}}},
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "zebra"}},
+        },
         status=400,
     ),
     completion("error-regex", structured_outputs={"regex": "[unclosed"}, status=400),
     completion("error-context-and-one", exactly(CONTEXT), max_tokens=1, status=400),
-    completion("error-one-of-a-list-too-long", lambda nonce: [ids(nonce), ids(nonce + "b", 3000)], status=400),
+    completion(
+        "error-one-of-a-list-too-long",
+        lambda nonce: [ids(nonce), ids(nonce + "b", 3000)],
+        status=400,
+    ),
     completion("error-n-zero", n=0, status=400),
     completion("error-top-p", top_p=2, status=400),
     completion("error-top-k", top_k=-5, status=400),
@@ -63,15 +70,26 @@ REFUSED_SHAPES = [
     chat("error-tools-empty", tools=[], status=400),
     completion("error-stream-type", stream="perhaps", status=400),
     completion("error-truncate-too-far", truncate_prompt_tokens=99999, status=400),
-    completion("error-grammar", structured_outputs={"grammar": "root ::= nothing here"}, status=400),
-    completion("error-two-grammars", structured_outputs={"regex": "a", "choice": ["b"]}, status=400),
+    completion(
+        "error-grammar", structured_outputs={"grammar": "root ::= nothing here"}, status=400
+    ),
+    completion(
+        "error-two-grammars", structured_outputs={"regex": "a", "choice": ["b"]}, status=400
+    ),
     completion("error-choice-empty", structured_outputs={"choice": []}, status=400),
     completion("error-thinking-budget", thinking_token_budget=5, status=400),
     chat("error-template-in-the-request", chat_template="{{ messages }}", status=400),
-    chat("error-max-completion-tokens-zero", max_tokens=ABSENT, max_completion_tokens=0, status=400),
+    chat(
+        "error-max-completion-tokens-zero", max_tokens=ABSENT, max_completion_tokens=0, status=400
+    ),
     chat("error-top-logprobs-without-logprobs", top_logprobs=2, status=400),
     chat("error-top-logprobs-too-many", logprobs=True, top_logprobs=999, status=400),
-    chat("error-tool-unknown", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "zzz"}}, status=400),
+    chat(
+        "error-tool-unknown",
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "zzz"}},
+        status=400,
+    ),
     chat("error-tool-choice", tools=TOOLS, tool_choice="sometimes", status=400),
     chat("error-tool-without-name", tools=[{"type": "function", "function": {}}], status=400),
     chat("error-format-type", response_format={"type": "verse"}, status=400),
@@ -86,7 +104,8 @@ REFUSED_SHAPES = [
 
 REFUSED_IN_THE_STREAM = [
     completion("grammar", structured_outputs={"regex": "[unclosed"}, stream=True),
-    chat("echoed-chat", begun, echo=True, stream=True),  # the renderer turned its text into a list of parts
+    # the renderer turned its text into a list of parts
+    chat("echoed-chat", begun, echo=True, stream=True),
     chat("cut-to-nothing-streamed", truncate_prompt_tokens=0, **USAGE),
     chat("logit-bias-out-of-range-streamed", logit_bias={"999999": 1}, **USAGE),
     completion("stop-ids-out-of-range-streamed", stop_token_ids=[999999], **USAGE),
@@ -95,4 +114,6 @@ REFUSED_IN_THE_STREAM = [
     chat("choice-empty-streamed", structured_outputs={"choice": []}, stream=True),
     chat("thinking-budget-streamed", thinking_token_budget=5, stream=True),
 ]
-"""Requests that the engine refuses after its HTTP handler has accepted them: it answers 200 and an error event."""
+"""Requests that the engine refuses after its HTTP handler has accepted them: it answers 200 and an
+error event.
+"""

@@ -1,8 +1,8 @@
 """The structure of an answer: everything that must be equal if two models generate different text.
 
-Statuses, content types, keys in their order, types, nulls, error bodies to the byte; for a stream the kinds of its events in
-the order of their first appearance. Masked: texts, ids, times, numbers, and whether an answer ended by length or by a stop,
-which is random.
+Statuses, content types, keys in their order, types, nulls, error bodies to the byte; for a stream
+the kinds of its events in the order of their first appearance. Masked: texts, ids, times, numbers,
+and whether an answer ended by length or by a stop, which is random.
 """
 
 import json
@@ -30,7 +30,9 @@ def view(answer: Answer) -> dict[str, Any]:
 
 
 def shape(value: Any, key: str = "") -> Any:
-    """Return a value as its types; maps keep their keys in order, lists become the distinct shapes of their items."""
+    """Return a value as its types; maps keep their keys in order, lists become the distinct shapes
+    of their items.
+    """
     if isinstance(value, dict):
         if key in _FREE or (value and all(name.isdigit() for name in value)):
             return ["map of", shape(next(iter(value.values()), None))]
@@ -55,7 +57,9 @@ def shape(value: Any, key: str = "") -> Any:
 
 
 def _silent(event: str) -> bool:
-    """Return whether a chat's event has ids or probabilities but no text: half a character, which is random."""
+    """Return whether a chat's event has ids or probabilities but no text: half a character, which
+    is random.
+    """
     return '"delta":{},' in event and '"finish_reason":null' in event
 
 
@@ -83,16 +87,26 @@ def _distinct(items: list[Any]) -> list[Any]:
 
 
 def structure_difference(simulated: Any, real: Any, place: str = "$") -> str:
-    """Return the first place where two views differ, keys and their order included; empty if there is none."""
+    """Return the first place where two views differ, keys and their order included; empty if there
+    is none.
+    """
     if isinstance(simulated, dict) and isinstance(real, dict):
         if list(simulated) != list(real):
             return f"{place}: keys {list(simulated)}, real ones have {list(real)}"
         pairs = [(simulated[key], real[key], f"{place}.{key}") for key in real]
     elif isinstance(simulated, list) and isinstance(real, list) and len(simulated) == len(real):
-        pairs = [(one, two, f"{place}[{at}]") for at, (one, two) in enumerate(zip(simulated, real, strict=True))]
+        pairs = [
+            (one, two, f"{place}[{at}]")
+            for at, (one, two) in enumerate(zip(simulated, real, strict=True))
+        ]
     else:
         if isinstance(simulated, list) and isinstance(real, list):
-            less, more = [one for one in real if one not in simulated], [one for one in simulated if one not in real]
+            less, more = (
+                [one for one in real if one not in simulated],
+                [one for one in simulated if one not in real],
+            )
             return f"{place}: lacks {less}, has {more} beyond the real ones'"
         return "" if simulated == real else f"{place}: {simulated!r}, real: {real!r}"
-    return next((why for one, two, where in pairs if (why := structure_difference(one, two, where))), "")
+    return next(
+        (why for one, two, where in pairs if (why := structure_difference(one, two, where))), ""
+    )

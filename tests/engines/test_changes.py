@@ -1,4 +1,6 @@
-"""Engines added, drained and removed by file, by the admin API and by DNS, under streams, on real engines: nothing is lost."""
+"""Engines added, drained and removed by file, by the admin API and by DNS, under streams, on real
+engines: nothing is lost.
+"""
 
 import asyncio
 import json
@@ -39,14 +41,19 @@ class Streams:
     async def run(self) -> None:
         """Be one client."""
         while not self._ending:
-            body: Body = {"model": "tiny", "messages": question(secrets.token_hex(6)), "temperature": 0}
+            body: Body = {
+                "model": "tiny",
+                "messages": question(secrets.token_hex(6)),
+                "temperature": 0,
+            }
             body |= {"max_tokens": TOKENS, "ignore_eos": True, "stream": True}
             answer = await ask(self._proxy.url, CHAT, body)
             self.served += 1
             plain = await ask(self._plain.url, CHAT, body)
             if answer.events[-1:] != ["[DONE]"] or answer.text != plain.text:
                 self.wrong.append(
-                    f"{answer.text!r} for {plain.text!r}: {answer.status} {answer.broken} {answer.body[-300:]!r}"
+                    f"{answer.text!r} for {plain.text!r}: {answer.status} {answer.broken} "
+                    f"{answer.body[-300:]!r}"
                 )
 
     async def more(self, count: int = STREAMS) -> None:
@@ -79,7 +86,9 @@ async def streaming(fleet: Fleet, proxy: Proxy) -> AsyncIterator[Streams]:
 async def _pdproxy(*arguments: str, code: int = 0) -> str:
     """Run the command line, as an operator does."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdproxy.cli.main", *arguments), stdout=-1, stderr=asyncio.subprocess.STDOUT
+        *(sys.executable, "-m", "pdproxy.cli.main", *arguments),
+        stdout=-1,
+        stderr=asyncio.subprocess.STDOUT,
     )
     async with asyncio.timeout(PATIENCE):
         out, _ = await process.communicate()
@@ -91,7 +100,9 @@ async def _until_serving(admin: str, wanted: set[str]) -> None:
     """Return when exactly these engines are there, and each serves."""
     async with asyncio.timeout(PATIENCE):
         while True:
-            listed = json.loads(await _pdproxy("engines", "list", "--json", "--admin", admin))["engines"]
+            listed = json.loads(await _pdproxy("engines", "list", "--json", "--admin", admin))[
+                "engines"
+            ]
             if {one["url"]: one["state"] for one in listed} == dict.fromkeys(wanted, "serving"):
                 return
             await asyncio.sleep(0.3)
@@ -106,7 +117,9 @@ def _file(path: Path, admin: str, *engines: Engine, **more: Any) -> None:
 
 @pytest.mark.timeout(600, func_only=True)
 async def test_engines_come_and_go_under_streams(fleet: Fleet, tmp_path: Path) -> None:
-    """Each of the second pair is added, drained, used again and removed by hand; the first pair's go and come by file."""
+    """Each of the second pair is added, drained, used again and removed by hand; the first pair's
+    go and come by file.
+    """
     (p1, p2), (d1, d2) = fleet.prefills[:2], fleet.decodes[:2]
     admin, path = f"unix:{tmp_path}/admin.sock", tmp_path / "proxy.yaml"
     _file(path, admin, p1, d1)
@@ -114,7 +127,9 @@ async def test_engines_come_and_go_under_streams(fleet: Fleet, tmp_path: Path) -
     try:
         async with streaming(fleet, proxy) as streams:
             for engine in (p2, d2):
-                await _pdproxy("engines", "add", engine.url, "--role", engine.role, "--wait", "--admin", admin)
+                await _pdproxy(
+                    "engines", "add", engine.url, "--role", engine.role, "--wait", "--admin", admin
+                )
                 await streams.more()
             served = {one.url: _served(one) for one in (p1, p2, d1, d2)}
             for engine in (p2, d2):
@@ -122,9 +137,11 @@ async def test_engines_come_and_go_under_streams(fleet: Fleet, tmp_path: Path) -
                 await streams.more()
                 await _pdproxy("engines", "undrain", engine.url, "--wait", "--admin", admin)
                 await streams.more()
-            # A pool needs a decode engine: the file gives up one, and wants the one that was added by hand.
+            # A pool needs a decode engine: the file gives up one, and wants the one that was added
+            # by hand.
             _file(path, admin, p1, d2)
-            await _pdproxy("engines", "remove", d1.url, "--admin", admin, code=1)  # it is the file's
+            # it is the file's
+            await _pdproxy("engines", "remove", d1.url, "--admin", admin, code=1)
             proxy.process.send_signal(signal.SIGHUP)
             await _until_serving(admin, {p1.url, p2.url, d2.url})
             await streams.more()
@@ -139,7 +156,11 @@ async def test_engines_come_and_go_under_streams(fleet: Fleet, tmp_path: Path) -
             await _until_serving(admin, {p1.url, d1.url})
         page = proxy.counters()
         assert not [url for url in page.by("pdproxy_node_up", "node") if url in (p2.url, d2.url)]
-        assert page.sum("pdproxy_requests_total", outcome="ok") == page.sum("pdproxy_requests_total") == streams.served
+        assert (
+            page.sum("pdproxy_requests_total", outcome="ok")
+            == page.sum("pdproxy_requests_total")
+            == streams.served
+        )
     finally:
         assert proxy.stop() == 0, proxy.tail()
 
@@ -158,11 +179,18 @@ async def test_engines_that_dns_names_come_and_go(fleet: Fleet, tmp_path: Path) 
         def have(*engines: Engine) -> None:
             for role in ("prefill", "decode"):
                 ports = [engine.url.rpartition(":")[2] for engine in engines if engine.role == role]
-                names.records[f"_{role}._tcp.example", "SRV"] = 1, [f"0 0 {port} 127.0.0.1." for port in ports]
+                names.records[f"_{role}._tcp.example", "SRV"] = (
+                    1,
+                    [f"0 0 {port} 127.0.0.1." for port in ports],
+                )
 
         have(p1, d1)
-        nodes = [{"url": f"srv://_{role}._tcp.example", "role": role} for role in ("prefill", "decode")]
-        _file(path, admin, nodes=nodes, dns={"servers": [names.address], "min_ttl": 0.5, "max_ttl": 1})
+        nodes = [
+            {"url": f"srv://_{role}._tcp.example", "role": role} for role in ("prefill", "decode")
+        ]
+        _file(
+            path, admin, nodes=nodes, dns={"servers": [names.address], "min_ttl": 0.5, "max_ttl": 1}
+        )
         proxy = await asyncio.to_thread(Proxy.start, [], [], tmp_path, config=path)
         try:
             async with streaming(fleet, proxy) as streams:
@@ -173,6 +201,8 @@ async def test_engines_that_dns_names_come_and_go(fleet: Fleet, tmp_path: Path) 
                     await streams.more(2 * STREAMS)
                     assert all(_served(one) > before[one.url] for one in engines)
             page = proxy.counters()
-            assert page.sum("pdproxy_requests_total", outcome="ok") == page.sum("pdproxy_requests_total")
+            assert page.sum("pdproxy_requests_total", outcome="ok") == page.sum(
+                "pdproxy_requests_total"
+            )
         finally:
             assert proxy.stop() == 0, proxy.tail()

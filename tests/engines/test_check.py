@@ -1,4 +1,6 @@
-"""`pdproxy check` with real engines: no findings for good engines, the right finding for a wrong one."""
+"""`pdproxy check` with real engines: no findings for good engines, the right finding for a wrong
+one.
+"""
 
 import asyncio
 import json
@@ -14,7 +16,13 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 async def _check(*arguments: str) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdproxy", "check", "--json", *arguments, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "pdproxy",
+        "check",
+        "--json",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(200):
         output, _ = await process.communicate()
@@ -40,7 +48,10 @@ async def test_a_decode_engine_without_a_connector_is_named(fleet: Fleet) -> Non
     report = await _check("--prefill", fleet.prefills[0].url, "--decode", fleet.plain.url)
     assert report["exit_code"] == 1
     errors = [one for one in report["findings"] if one["level"] == "error"]
-    assert any(fleet.plain.url in json.dumps(one) and "kv-transfer-config" in one["remedy"] for one in errors), errors
+    assert any(
+        fleet.plain.url in json.dumps(one) and "kv-transfer-config" in one["remedy"]
+        for one in errors
+    ), errors
 
 
 async def test_swapped_roles_are_named(fleet: Fleet) -> None:

@@ -1,4 +1,6 @@
-"""Common clients of an OpenAI server: OpenAI's Python library, curl, and vLLM's serving benchmark."""
+"""Common clients of an OpenAI server: OpenAI's Python library, curl, and vLLM's serving
+benchmark.
+"""
 
 import asyncio
 import json
@@ -47,10 +49,16 @@ async def test_openai_chat(fleet: Fleet, openai: OpenAI) -> None:
     assert whole.usage.completion_tokens == 16
 
     def stream() -> list[Any]:
-        return list(openai.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+        return list(
+            openai.chat.completions.create(
+                **body, stream=True, stream_options={"include_usage": True}
+            )
+        )
 
     chunks = await asyncio.to_thread(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    )
     assert chunks[-1].usage.completion_tokens == 16
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
 
@@ -58,9 +66,12 @@ async def test_openai_chat(fleet: Fleet, openai: OpenAI) -> None:
 async def test_openai_async_completions(fleet: Fleet, proxy_2p2d: Proxy) -> None:
     """Eight asynchronous streams at once: each text belongs to its own prompt."""
     bodies = [
-        {"model": MODEL, "prompt": story(secrets.token_hex(6)), "temperature": 0, "max_tokens": 12} for _ in range(8)
+        {"model": MODEL, "prompt": story(secrets.token_hex(6)), "temperature": 0, "max_tokens": 12}
+        for _ in range(8)
     ]
-    async with AsyncOpenAI(base_url=f"{proxy_2p2d.url}/v1", api_key="unused", max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=f"{proxy_2p2d.url}/v1", api_key="unused", max_retries=0
+    ) as client:
 
         async def one(body: dict[str, Any]) -> str:
             stream = await client.completions.create(**body, stream=True)
@@ -92,7 +103,9 @@ async def test_openai_tools(openai: OpenAI) -> None:
     deltas = [chunk.choices[0].delta for chunk in await asyncio.to_thread(stream)]
     functions = [part.function for delta in deltas for part in delta.tool_calls or ()]
     assert [function.name for function in functions if function.name] == ["forecast"]
-    assert json.loads("".join(function.arguments or "" for function in functions)) == json.loads(call.arguments)
+    assert json.loads("".join(function.arguments or "" for function in functions)) == json.loads(
+        call.arguments
+    )
 
 
 class Trip(BaseModel):
@@ -133,7 +146,9 @@ async def test_openai_models(openai: OpenAI) -> None:
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl isn't installed")
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_curl(fleet: Fleet, proxy_2p2d: Proxy, streamed: bool) -> None:
-    """curl gets status 200, the right text and, if streamed, events up to [DONE]; it ends by itself with code 0."""
+    """curl gets status 200, the right text and, if streamed, events up to [DONE]; it ends by itself
+    with code 0.
+    """
     body = {
         "model": MODEL,
         "prompt": story(secrets.token_hex(6)),
@@ -141,9 +156,20 @@ async def test_curl(fleet: Fleet, proxy_2p2d: Proxy, streamed: bool) -> None:
         "max_tokens": 10,
         "stream": streamed,
     }
-    command = ["curl", "-sSN", "--fail", "-m", "100", f"{proxy_2p2d.url}{COMPLETIONS}", "-d", json.dumps(body)]
+    command = [
+        "curl",
+        "-sSN",
+        "--fail",
+        "-m",
+        "100",
+        f"{proxy_2p2d.url}{COMPLETIONS}",
+        "-d",
+        json.dumps(body),
+    ]
     command += ["-H", "Content-Type: application/json"]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     text = await _plain_text(fleet, COMPLETIONS, body)
     if streamed:
@@ -155,7 +181,11 @@ async def test_curl(fleet: Fleet, proxy_2p2d: Proxy, streamed: bool) -> None:
 
 
 async def test_vllm_bench_serve(fleet: Fleet, proxy_2p2d: Proxy, tmp_path: Path) -> None:
-    """vLLM's own load generator finishes 30 random requests through the proxy; none fails, all tokens arrive."""
+    """vLLM's own load generator finishes 30 random requests through the proxy; none fails, all
+    tokens arrive.
+    """
     built = fleet.launcher.built
-    measured = await bench_serve(built, proxy_2p2d.url, COMPLETIONS, tmp_path, requests=30, tokens=16, clients=8)
+    measured = await bench_serve(
+        built, proxy_2p2d.url, COMPLETIONS, tmp_path, requests=30, tokens=16, clients=8
+    )
     assert (measured["completed"], measured["total_output_tokens"]) == (30, 30 * 16)

@@ -1,7 +1,10 @@
-"""Engines that die or freeze at the worst times: a client gets the right answer, or soon a correct error."""
+"""Engines that die or freeze at the worst times: a client gets the right answer, or soon a correct
+error.
+"""
 
-# Each test restarts what an earlier one killed (a few seconds per engine) and runs its own proxy with short deadlines. A prompt
-# that was tried twice may be cached on P, so cached tokens are not compared here.
+# Each test restarts what an earlier one killed (a few seconds per engine) and runs its own proxy
+# with short deadlines. A prompt that was tried twice may be cached on P, so cached tokens are not
+# compared here.
 
 import asyncio
 import os
@@ -55,7 +58,12 @@ def serve(fleet: Fleet, tmp_path: Path) -> Iterator[START]:
 
 
 def _body(**fields: Any) -> dict[str, Any]:
-    base = {"model": MODEL, "prompt": story(secrets.token_hex(6)), "temperature": 0, "max_tokens": 12}
+    base = {
+        "model": MODEL,
+        "prompt": story(secrets.token_hex(6)),
+        "temperature": 0,
+        "max_tokens": 12,
+    }
     return base | fields
 
 
@@ -75,7 +83,9 @@ def _successes(engines: list[Engine]) -> list[float]:
 
 
 def broke_honestly(plain: Answer, seen: Answer) -> None:
-    """Check a stream that ended in an error event: the text before it is right, and nothing after it signals success."""
+    """Check a stream that ended in an error event: the text before it is right, and nothing after
+    it signals success.
+    """
     assert (seen.status, seen.streamed) == (200, True)
     assert "error" in seen.chunks[-1], seen.events[-3:]
     error = seen.chunks[-1]["error"]
@@ -90,8 +100,12 @@ def broke_honestly(plain: Answer, seen: Answer) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, USAGE], ids=["whole", "streamed"])
-async def test_prefill_killed_between_the_legs(fleet: Fleet, serve: START, fields: dict[str, Any]) -> None:
-    """P dies with the KV before D has fetched it: the client gets the whole right answer through the other P."""
+async def test_prefill_killed_between_the_legs(
+    fleet: Fleet, serve: START, fields: dict[str, Any]
+) -> None:
+    """P dies with the KV before D has fetched it: the client gets the whole right answer through
+    the other P.
+    """
     proxy = serve(fleet.prefills, fleet.decodes[:1])
     body, decode = _body(**fields), fleet.decodes[0]
     plain = await ask(fleet.plain.url, COMPLETIONS, body)
@@ -111,13 +125,17 @@ async def test_prefill_killed_between_the_legs(fleet: Fleet, serve: START, field
 
 
 async def test_prefill_killed_before(fleet: Fleet, serve: START) -> None:
-    """P is killed before the proxy notices: the other P serves every client. After its restart, P gets work again."""
+    """P is killed before the proxy notices: the other P serves every client. After its restart, P
+    gets work again.
+    """
     proxy = serve(fleet.prefills, fleet.decodes)
     bodies = [_body(max_tokens=5) for _ in range(6)]
     plain = [await ask(fleet.plain.url, COMPLETIONS, body) for body in bodies]
     fleet.prefills[0].kill()
     seen = await asyncio.gather(*(ask(proxy.url, COMPLETIONS, body) for body in bodies))
-    assert [differs(one, two, warm=True) for one, two in zip(plain, seen, strict=True)] == [""] * len(bodies)
+    assert [differs(one, two, warm=True) for one, two in zip(plain, seen, strict=True)] == [
+        ""
+    ] * len(bodies)
     assert max(answer.seconds for answer in seen) < 10
 
     await asyncio.to_thread(fleet.heal)
@@ -126,13 +144,16 @@ async def test_prefill_killed_before(fleet: Fleet, serve: START) -> None:
     while _successes(fleet.prefills[:1]) == before:
         assert time.monotonic() < deadline, "a restarted P gets no work"
         body = _body(max_tokens=3)
-        assert not differs(await ask(fleet.plain.url, COMPLETIONS, body), await ask(proxy.url, COMPLETIONS, body))
+        assert not differs(
+            await ask(fleet.plain.url, COMPLETIONS, body), await ask(proxy.url, COMPLETIONS, body)
+        )
 
 
 async def test_decode_killed_before_its_first_token(fleet: Fleet, serve: START) -> None:
     """D freezes with a request and dies: the other D answers it, and clients see only a delay.
 
-    The request has been there for longer than it would take to be the cause: else the last D would not get it.
+    The request has been there for longer than it would take to be the cause: else the last D would
+    not get it.
     """
     proxy = serve(fleet.prefills, fleet.decodes)
     bodies = [_body(**USAGE) for _ in range(2)]  # least load gives one to each D
@@ -151,7 +172,9 @@ async def test_decode_killed_before_its_first_token(fleet: Fleet, serve: START) 
 
 
 async def test_decode_killed_mid_stream(fleet: Fleet, serve: START) -> None:
-    """The only D dies while it streams: at once an error event in OpenAI's form, then the end, without [DONE]."""
+    """The only D dies while it streams: at once an error event in OpenAI's form, then the end,
+    without [DONE].
+    """
     proxy = serve(fleet.prefills[:1], fleet.decodes[1:])
     body = _body(stream=True, ignore_eos=True, max_tokens=400)
     plain = await ask(fleet.plain.url, COMPLETIONS, body)
@@ -165,11 +188,15 @@ async def test_decode_killed_mid_stream(fleet: Fleet, serve: START) -> None:
 
 
 @pytest.mark.parametrize("end", [Engine.kill, Engine.terminate], ids=["killed", "terminated"])
-async def test_decode_ends_before_the_whole_answer(fleet: Fleet, serve: START, end: Callable[[Engine], None]) -> None:
-    """D dies before it has answered a request that is not streamed: the other D gives the whole answer.
+async def test_decode_ends_before_the_whole_answer(
+    fleet: Fleet, serve: START, end: Callable[[Engine], None]
+) -> None:
+    """D dies before it has answered a request that is not streamed: the other D gives the whole
+    answer.
 
-    A terminated engine may answer 200 with half the text and `finish_reason: "abort"`, or not at all: it closes its port
-    and leaves the connection open. The request has been there for longer than it would take to be the cause.
+    A terminated engine may answer 200 with half the text and `finish_reason: "abort"`, or not at
+    all: it closes its port and leaves the connection open. The request has been there for longer
+    than it would take to be the cause.
     """
     proxy = serve(fleet.prefills, fleet.decodes)
     bodies = [_body(ignore_eos=True, max_tokens=1200) for _ in range(2)]
@@ -190,8 +217,8 @@ async def test_decode_ends_before_the_whole_answer(fleet: Fleet, serve: START, e
 async def test_decode_terminated_mid_stream(fleet: Fleet, serve: START) -> None:
     """However vLLM ends an open stream after SIGTERM, the client gets an error event.
 
-    It is a race with three outcomes, all observed: `finish_reason: "abort"` and [DONE] as for a success; an error event;
-    or no more data, and the deadline between tokens ends the stream.
+    It is a race with three outcomes, all observed: `finish_reason: "abort"` and [DONE] as for a
+    success; an error event; or no more data, and the deadline between tokens ends the stream.
     """
     proxy = serve(fleet.prefills[:1], fleet.decodes[:1])
     body = _body(stream=True, ignore_eos=True, max_tokens=400)
@@ -206,7 +233,8 @@ async def test_decode_terminated_mid_stream(fleet: Fleet, serve: START) -> None:
 
 
 async def test_decode_frozen_mid_stream(fleet: Fleet, serve: START) -> None:
-    """The only D freezes while it streams: after the deadline between tokens, and not earlier, the client gets an error event.
+    """The only D freezes while it streams: after the deadline between tokens, and not earlier, the
+    client gets an error event.
 
     Behind the deadline D is asked for its metrics, within `deadlines.probe`.
     """
@@ -228,7 +256,8 @@ async def test_decode_frozen_mid_stream(fleet: Fleet, serve: START) -> None:
 async def test_refusal_at_first_contact(fleet: Fleet, serve: START) -> None:
     """A new D refuses its first request: P's blocks are still freed soon.
 
-    Before D has pulled from a P once, D's message to P about a refused request waits for a later step of D.
+    Before D has pulled from a P once, D's message to P about a refused request waits for a later
+    step of D.
     """
     await asyncio.to_thread(fleet.restart, "d1", meet=False)
     prefill = fleet.prefills[0]
@@ -242,22 +271,30 @@ async def test_refusal_at_first_contact(fleet: Fleet, serve: START) -> None:
 
 
 async def test_a_frozen_core_under_unstreamed_requests(fleet: Fleet, tmp_path: Path) -> None:
-    """D's server answers, its core stands still: the other D answers its requests soon, and the core is let in again."""
+    """D's server answers, its core stands still: the other D answers its requests soon, and the
+    core is let in again.
+    """
     fleet.heal()
     bodies = [_body(max_tokens=200, ignore_eos=True) for _ in range(8)]
     plain = await asyncio.gather(*(ask(fleet.plain.url, COMPLETIONS, body) for body in bodies))
     health = {"stalled_after": STALLED, "canary_timeout": 2}
     proxy = Proxy.start(fleet.prefills, fleet.decodes, tmp_path, settings={"health": health})
     victim = fleet.decodes[0]
-    (core,) = [pid for pid in victim.pids() if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    (core,) = [
+        pid for pid in victim.pids() if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
     try:
         await asyncio.gather(*(ask(proxy.url, COMPLETIONS, _body()) for _ in range(4)))
         asked = [asyncio.create_task(ask(proxy.url, COMPLETIONS, body)) for body in bodies]
         await asyncio.sleep(0.3)
         os.kill(core, signal.SIGSTOP)
         seen = await asyncio.gather(*asked)
-        assert [differs(one, two, strict=False, warm=True) for one, two in zip(plain, seen, strict=True)] == [""] * 8
-        assert max(answer.seconds for answer in seen) < STALLED + 15, "far from deadlines.total, an hour"
+        assert [
+            differs(one, two, strict=False, warm=True) for one, two in zip(plain, seen, strict=True)
+        ] == [""] * 8
+        assert max(answer.seconds for answer in seen) < STALLED + 15, (
+            "far from deadlines.total, an hour"
+        )
         counters = proxy.counters()
         assert counters.sum("pdproxy_stalls_total", node=victim.url) == 1
         assert counters.sum("pdproxy_node_up", node=victim.url) == 0
@@ -272,7 +309,9 @@ async def test_a_frozen_core_under_unstreamed_requests(fleet: Fleet, tmp_path: P
 
 
 async def test_prefill_frozen(fleet: Fleet, serve: START) -> None:
-    """P freezes with the prompt: after the prefill deadline the other P takes it; the frozen one works again when it resumes."""
+    """P freezes with the prompt: after the prefill deadline the other P takes it; the frozen one
+    works again when it resumes.
+    """
     proxy = serve(fleet.prefills, fleet.decodes)
     bodies = [_body() for _ in range(2)]
     plain = [await ask(fleet.plain.url, COMPLETIONS, body) for body in bodies]

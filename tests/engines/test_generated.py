@@ -1,7 +1,8 @@
 """Generated requests on real engines: 1P1D behind the proxy answers as the plain engine does."""
 
-# `PDPROXY_TEST_GENERATED_REAL` is their number, and each run generates new ones; without it each run sends the same few. The
-# generator is that of the simulated engines, where thousands are sent and compared as bytes.
+# `PDPROXY_TEST_GENERATED_REAL` is their number, and each run generates new ones; without it each
+# run sends the same few. The generator is that of the simulated engines, where thousands are sent
+# and compared as bytes.
 
 import asyncio
 import json
@@ -25,7 +26,9 @@ COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED_REAL", "30"))
 
 
 def _dialect(fleet: Fleet) -> Dialect:
-    vocabulary = json.loads((fleet.launcher.built.model / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = json.loads((fleet.launcher.built.model / "tokenizer.json").read_text())["model"][
+        "vocab"
+    ]
     return Dialect(
         model=MODEL,
         block_size=BLOCK,
@@ -39,7 +42,9 @@ def _dialect(fleet: Fleet) -> Dialect:
     )
 
 
-def test_generated_requests_are_answered_as_by_the_plain_engine(fleet: Fleet, proxy_1p1d: Proxy) -> None:
+def test_generated_requests_are_answered_as_by_the_plain_engine(
+    fleet: Fleet, proxy_1p1d: Proxy
+) -> None:
     """For each request the proxy's answer equals the plain engine's."""
 
     @settings(
@@ -62,17 +67,24 @@ def test_generated_requests_are_answered_as_by_the_plain_engine(fleet: Fleet, pr
 
 async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
     plain, other = await asyncio.gather(
-        *(ask(url, wanted.path, wanted.body.encode(), dict(wanted.headers)) for url in (plain_url, proxy_url))
+        *(
+            ask(url, wanted.path, wanted.body.encode(), dict(wanted.headers))
+            for url in (plain_url, proxy_url)
+        )
     )
     if plain.status == 500 and "kv_transfer_params" in wanted.body:
-        # A handle that is no object causes a 500 in an engine; the proxy drops a client's handle (docs/reference/differences.md).
+        # A handle that is no object causes a 500 in an engine; the proxy drops a client's handle
+        # (docs/reference/differences.md).
         return "" if other.status == 200 else f"{other.status} {other.body!r}"
     if (error := _streamed_error(plain)) is not None:
         several = isinstance(json.loads(wanted.body).get("prompt"), list)
         if other.status == 200 and (several or plain.chunks[0] != error):
-            # One engine ends such a stream with [DONE] after the error, the proxy ends it with the error
-            # (docs/reference/differences.md). Which of several prompts sends its data first is random.
-            said = mask(other.chunks[-1]) == mask(error) and not other.body.rstrip().endswith(b"[DONE]")
+            # One engine ends such a stream with [DONE] after the error, the proxy ends it with the
+            # error (docs/reference/differences.md). Which of several prompts sends its data first
+            # is random.
+            said = mask(other.chunks[-1]) == mask(error) and not other.body.rstrip().endswith(
+                b"[DONE]"
+            )
         else:
             said = (other.status, mask(other.json)) == (error["error"]["code"], mask(error))
         return "" if said else f"{error} != {other.status} {other.body!r}"

@@ -1,4 +1,6 @@
-"""Keys on real engines: tenants find only their own KV in caches, and a key that is taken away ends its stream on the engines."""
+"""Keys on real engines: tenants find only their own KV in caches, and a key that is taken away ends
+its stream on the engines.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from .fleet import Fleet
 from .prompts import CHAT, COMPLETIONS
 from .proxy import Proxy
 
-KEYS = {"alice": secrets.token_hex(16), "bob": secrets.token_hex(16), "carol": secrets.token_hex(16)}
+KEYS = {
+    "alice": secrets.token_hex(16),
+    "bob": secrets.token_hex(16),
+    "carol": secrets.token_hex(16),
+}
 RIGHTS = {"carol": "routes=chat max_tokens=4"}
 ENDS = 30.0
 """Seconds until engines have stopped: a busy machine needs some."""
@@ -27,7 +33,10 @@ RUNNING = "vllm:num_requests_running"
 
 def write(path: Path, names: list[str]) -> None:
     """Write the lines of these keys, at once."""
-    lines = [" ".join(part for part in (f"{name}:{KEYS[name]}", RIGHTS.get(name, "")) if part) for name in names]
+    lines = [
+        " ".join(part for part in (f"{name}:{KEYS[name]}", RIGHTS.get(name, "")) if part)
+        for name in names
+    ]
     new = path.with_suffix(".new")
     new.write_text("\n".join(lines) + "\n")
     new.chmod(0o600)
@@ -45,7 +54,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def proxy(fleet: Fleet, keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """pdproxy in front of one pair, for clients of three tenants."""
     settings = {"auth": {"api_keys_file": str(keys)}}
-    proxy = Proxy.start(fleet.prefills[:1], fleet.decodes[:1], tmp_path_factory.mktemp("proxy"), settings=settings)
+    proxy = Proxy.start(
+        fleet.prefills[:1], fleet.decodes[:1], tmp_path_factory.mktemp("proxy"), settings=settings
+    )
     yield proxy
     assert proxy.stop() == 0, proxy.tail()
 
@@ -61,7 +72,9 @@ def cached(answer: Answer) -> int:
 
 
 async def test_tenants_find_only_their_own_kv(fleet: Fleet, proxy: Proxy) -> None:
-    """The same prompt: its own tenant finds it in the cache, another one does not; and the answers are the plain engine's."""
+    """The same prompt: its own tenant finds it in the cache, another one does not; and the answers
+    are the plain engine's.
+    """
     body = {
         "model": MODEL,
         "prompt": f"{secrets.token_hex(4)} " + "one two three " * 60,
@@ -69,7 +82,9 @@ async def test_tenants_find_only_their_own_kv(fleet: Fleet, proxy: Proxy) -> Non
         "temperature": 0,
     }
     plain = await ask(fleet.plain.url, COMPLETIONS, body)
-    first, again, others = [await asked(proxy, name, COMPLETIONS, body) for name in ("alice", "alice", "bob")]
+    first, again, others = [
+        await asked(proxy, name, COMPLETIONS, body) for name in ("alice", "alice", "bob")
+    ]
     assert cached(first) == 0
     assert cached(again) > 100
     assert cached(others) == 0
@@ -77,7 +92,11 @@ async def test_tenants_find_only_their_own_kv(fleet: Fleet, proxy: Proxy) -> Non
 
 
 async def test_a_clients_own_salt_stays_within_its_tenant(proxy: Proxy) -> None:
-    body = {"model": MODEL, "prompt": f"{secrets.token_hex(4)} " + "four five six " * 60, "max_tokens": 2}
+    body = {
+        "model": MODEL,
+        "prompt": f"{secrets.token_hex(4)} " + "four five six " * 60,
+        "max_tokens": 2,
+    }
     salted = body | {"cache_salt": "mine"}
     requests = [("alice", salted), ("bob", salted), ("alice", body), ("alice", salted)]
     found = [cached(await asked(proxy, name, COMPLETIONS, one)) for name, one in requests]
@@ -87,16 +106,29 @@ async def test_a_clients_own_salt_stays_within_its_tenant(proxy: Proxy) -> None:
 
 async def test_what_a_key_is_good_for(proxy: Proxy) -> None:
     """A route that the key does not name is refused, and its limit of tokens holds."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "one two"}], "max_tokens": 4, "ignore_eos": True}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "one two"}],
+        "max_tokens": 4,
+        "ignore_eos": True,
+    }
     assert (await asked(proxy, "carol", COMPLETIONS, {"model": MODEL, "prompt": "x"})).status == 403
     assert (await asked(proxy, "carol", CHAT, body | {"max_tokens": 5})).status == 403
     answer = await asked(proxy, "carol", CHAT, body)
     assert (answer.status, answer.json["usage"]["completion_tokens"]) == (200, 4)
 
 
-async def test_a_key_that_is_taken_away_ends_its_stream(fleet: Fleet, proxy: Proxy, keys: Path) -> None:
+async def test_a_key_that_is_taken_away_ends_its_stream(
+    fleet: Fleet, proxy: Proxy, keys: Path
+) -> None:
     """Within seconds the client has an error event, and the engines work on nothing."""
-    body = {"model": MODEL, "prompt": "one two three", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    body = {
+        "model": MODEL,
+        "prompt": "one two three",
+        "max_tokens": 1500,
+        "stream": True,
+        "ignore_eos": True,
+    }
     headers = {"Authorization": f"Bearer {KEYS['bob']}"}
     async with (
         aiohttp.ClientSession() as session,

@@ -1,6 +1,9 @@
-"""What the proxy expects of real engines' caches by their KV events is what they report: after losses, restarts, when full."""
+"""What the proxy expects of real engines' caches by their KV events is what they report: after
+losses, restarts, when full.
+"""
 
-# Starts two plain engines. PDPROXY_TEST_EXPECTED (default 150) is the number of answers, 500 in `.ci/full`.
+# Starts two plain engines. PDPROXY_TEST_EXPECTED (default 150) is the number of answers, 500 in
+# `.ci/full`.
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600, func_only=True)]
 
 ANSWERS = int(os.environ.get("PDPROXY_TEST_EXPECTED", "150"))
 CLIENTS = 3
-"""In the last part: their prompts evict each other between the choice of an engine and its look into its cache."""
+"""In the last part: their prompts evict each other between the choice of an engine and its look
+into its cache.
+"""
 BLOCKS = 96
 """KV blocks of each engine: those of ten prompts or so."""
 BEGINNINGS = 16
@@ -69,7 +74,9 @@ class Publishing:
     def wait(self) -> None:
         """Wait until both serve."""
         for engine in self.engines:
-            engine.wait().post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+            engine.wait().post(
+                COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1}
+            )
 
     def start_again(self, at: int) -> None:
         """End an engine, and start it again at the same port."""
@@ -97,22 +104,38 @@ def publishing(launcher: Launcher) -> Iterator[Publishing]:
 
 
 @asynccontextmanager
-async def proxy(engines: Publishing, *, replays: bool = True, only: int | None = None) -> AsyncIterator[World]:
-    """The proxy in front of them, or of one. `replays` False: it can't ask for messages that it has not received."""
+async def proxy(
+    engines: Publishing, *, replays: bool = True, only: int | None = None
+) -> AsyncIterator[World]:
+    """The proxy in front of them, or of one. `replays` False: it can't ask for messages that it has
+    not received.
+    """
     nodes = []
     for at, engine in enumerate(engines.engines):
-        own = EngineKvEvents() if replays else EngineKvEvents(endpoint=engines.endpoint(at), topic="kv")
+        own = (
+            EngineKvEvents()
+            if replays
+            else EngineKvEvents(endpoint=engines.endpoint(at), topic="kv")
+        )
         if only in (None, at):
-            nodes.append(ConfiguredEngine(url=engine.url, role="aggregated", facts=Facts(kv_events=own)))
+            nodes.append(
+                ConfiguredEngine(url=engine.url, role="aggregated", facts=Facts(kv_events=own))
+            )
     pool = Pool(
         nodes=tuple(nodes),
         kv_events=KvEvents(enabled=True),
         prefixes=Prefixes(ttl=TTL),
         policy=PoolPolicy(prefill="prefix", decode="prefix"),
     )
-    settings = Settings(pools=(pool,), probes=Probes(interval=0.5, scrape_interval=1.0), deadlines=Deadlines(drain=1.0))
+    settings = Settings(
+        pools=(pool,),
+        probes=Probes(interval=0.5, scrape_interval=1.0),
+        deadlines=Deadlines(drain=1.0),
+    )
     async with proxy_before(settings) as world:
-        await until(lambda: world.metric("pdproxy_kv_event_sources", state="connected") == len(nodes), LONG)
+        await until(
+            lambda: world.metric("pdproxy_kv_event_sources", state="connected") == len(nodes), LONG
+        )
         if replays:
             replayed = "pdproxy_kv_event_replays_total"
             await until(lambda: world.metric(replayed) >= len(nodes), LONG)
@@ -131,7 +154,10 @@ async def complete(world: World, prompt: list[int], **fields: Any) -> int:
 def results(world: World) -> dict[str, int]:
     """How many expectations were exact, too high and too low."""
     name = "pdproxy_prefix_predictions_total"
-    return {one: int(world.metric(name, basis="events", result=one)) for one in ("exact", "too_high", "too_low")}
+    return {
+        one: int(world.metric(name, basis="events", result=one))
+        for one in ("exact", "too_high", "too_low")
+    }
 
 
 def prompts(count: int) -> Iterator[list[int]]:
@@ -139,11 +165,14 @@ def prompts(count: int) -> Iterator[list[int]]:
     chance = random.Random(19)
     ids = range(300, 4000)
     beginnings = [
-        chance.choices(ids, k=BLOCK * chance.randint(1, 16) + chance.randrange(BLOCK)) for _ in range(BEGINNINGS)
+        chance.choices(ids, k=BLOCK * chance.randint(1, 16) + chance.randrange(BLOCK))
+        for _ in range(BEGINNINGS)
     ]
     known: list[list[int]] = []
     for _ in range(count):
-        before = chance.choice(known) if known and chance.random() < 0.5 else chance.choice(beginnings)
+        before = (
+            chance.choice(known) if known and chance.random() < 0.5 else chance.choice(beginnings)
+        )
         prompt = [*before[: BLOCK * 24], *chance.choices(ids, k=chance.randrange(3 * BLOCK))]
         known = [*known[-20:], prompt]
         yield prompt
@@ -190,11 +219,17 @@ async def test_engines_have_in_their_caches_what_is_expected(
         print("started again", results(world))
         await send(world, waiting, ANSWERS - 2 * part)
         found = results(world)
-        reported, expected = (world.metric("pdproxy_prefix_tokens_total", what=w) for w in ("reported", "predicted"))
+        reported, expected = (
+            world.metric("pdproxy_prefix_tokens_total", what=w) for w in ("reported", "predicted")
+        )
         removed = world.metric("pdproxy_prefix_event_blocks_total", result="removed")
-        print(f"expected of {ANSWERS} answers: {found}; tokens expected {expected:.0f}, reported {reported:.0f}")
         print(
-            f"evicted {removed:.0f} blocks; refreshes {world.metric('pdproxy_prefix_refreshes_total', result='asked'):.0f}"
+            f"expected of {ANSWERS} answers: {found}; tokens expected {expected:.0f}, reported "
+            f"{reported:.0f}"
+        )
+        print(
+            f"evicted {removed:.0f} blocks; refreshes "
+            f"{world.metric('pdproxy_prefix_refreshes_total', result='asked'):.0f}"
         )
         assert sum(found.values()) == ANSWERS
         assert (found["too_high"] + found["too_low"]) / ANSWERS < 0.01, found
@@ -207,7 +242,9 @@ async def test_engines_have_in_their_caches_what_is_expected(
 
 
 async def test_what_was_cached_before_is_reported_on_request(publishing: Publishing) -> None:
-    """The proxy was not there when these blocks were stored, and can't ask for the messages: requests have them reported."""
+    """The proxy was not there when these blocks were stored, and can't ask for the messages:
+    requests have them reported.
+    """
     prompt = list(range(300, 300 + 6 * BLOCK))
     await asyncio.to_thread(
         publishing.engines[1].post, COMPLETIONS, {"model": MODEL, "prompt": prompt, "max_tokens": 1}
@@ -217,7 +254,9 @@ async def test_what_was_cached_before_is_reported_on_request(publishing: Publish
         assert results(world) == {"exact": 0, "too_high": 0, "too_low": 1}
         assert await complete(world, [*prompt, 311]) == 6 * BLOCK
         assert world.metric("pdproxy_prefix_refreshes_total", result="asked") == 1
-        await until(lambda: world.metric("pdproxy_prefix_event_blocks_total", result="stored") >= 6, LONG)
+        await until(
+            lambda: world.metric("pdproxy_prefix_event_blocks_total", result="stored") >= 6, LONG
+        )
         await asyncio.sleep(2 * TTL)  # longer than what was just sent counts as cached
         before = results(world)
         assert await complete(world, [*prompt, 320]) == 6 * BLOCK

@@ -23,7 +23,12 @@ MESSAGE = {"role": "user", "content": TEXT}
 RESPONSES = {"model": MODEL, "input": TEXT, "max_output_tokens": 12, "temperature": 0}
 MESSAGES = {"model": MODEL, "messages": [MESSAGE], "max_tokens": 12, "temperature": 0}
 OTHER = {"role": "user", "content": story("another conversation")}
-BATCH = {"model": MODEL, "messages": [[MESSAGE], [OTHER], [MESSAGE, OTHER]], "max_tokens": 8, "temperature": 0}
+BATCH = {
+    "model": MODEL,
+    "messages": [[MESSAGE], [OTHER], [MESSAGE, OTHER]],
+    "max_tokens": 8,
+    "temperature": 0,
+}
 BATCH_FIELDS: list[dict[str, Any]] = [
     {},
     {"messages": [[MESSAGE]]},
@@ -39,7 +44,12 @@ BATCH_FIELDS: list[dict[str, Any]] = [
     {"messages": [[MESSAGE], []]},
     {"messages": [MESSAGE]},
     {"messages": [[MESSAGE], [{"role": "user", "content": "x " * 20_000}]]},
-    {"messages": [[MESSAGE], [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]]},
+    {
+        "messages": [
+            [MESSAGE],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+        ]
+    },
     {"temperature": -1},
     {"temperature": "hot"},
     {"max_tokens": 10**8},
@@ -83,7 +93,16 @@ NO_INVOCATIONS: list[dict[str, Any]] = [
     {"requestType": "NEW_SESSION", "prompt": TEXT},
 ]
 SCORING = {"model": MODEL, "query": TEXT, "items": ["yes", "no"], "label_token_ids": [300, 301]}
-POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+POOLING = (
+    "/v1/embeddings",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"model": MODEL, "prompt": TEXT}),
     ("/tokenize", {"model": MODEL, "messages": [MESSAGE], "return_token_strs": True}),
@@ -101,8 +120,22 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {**MESSAGES, "model": "nope"}),
     ("/v1/messages", {"model": MODEL, "messages": [MESSAGE]}),
     ("/v1/messages/count_tokens", {"model": MODEL, "messages": [MESSAGE]}),
-    ("/v1/decisions", {"model": MODEL, "input": TEXT, "questions": [{"type": "predicate", "instructions": "Is it?"}]}),
-    ("/v1/systemone", {"model": MODEL, "state": TEXT, "questions": {"a": {"type": "noul", "instructions": "Is it?"}}}),
+    (
+        "/v1/decisions",
+        {
+            "model": MODEL,
+            "input": TEXT,
+            "questions": [{"type": "predicate", "instructions": "Is it?"}],
+        },
+    ),
+    (
+        "/v1/systemone",
+        {
+            "model": MODEL,
+            "state": TEXT,
+            "questions": {"a": {"type": "noul", "instructions": "Is it?"}},
+        },
+    ),
     *((path, {"model": MODEL, "input": "x"}) for path in POOLING),
 ]
 GENERATED: list[tuple[str, dict[str, Any]]] = [
@@ -111,7 +144,10 @@ GENERATED: list[tuple[str, dict[str, Any]]] = [
     *(("/invocations", {**COMPLETION, **fields}) for fields in COMPLETION_FIELDS),
     *(("/invocations", body) for body in NO_INVOCATIONS),
     ("/generative_scoring", SCORING),
-    ("/generative_scoring", {**SCORING, "items": [[5, 6], [7]], "item_first": True, "apply_softmax": False}),
+    (
+        "/generative_scoring",
+        {**SCORING, "items": [[5, 6], [7]], "item_first": True, "apply_softmax": False},
+    ),
     ("/generative_scoring", {**SCORING, "items": []}),
     ("/generative_scoring", {**SCORING, "items": ["a", 1]}),
     ("/generative_scoring", {**SCORING, "label_token_ids": [10**9]}),
@@ -125,7 +161,9 @@ def masked(value: Any) -> Any:
     """Return a value with ids, times and cached tokens masked, which differ between requests."""
     if isinstance(value, dict):
         return {
-            k: "*" if k in _TIMES or k.startswith(("cached_tokens", "cache_", "input_tokens_per")) else masked(v)
+            k: "*"
+            if k in _TIMES or k.startswith(("cached_tokens", "cache_", "input_tokens_per"))
+            else masked(v)
             for k, v in value.items()
         }
     if isinstance(value, list):
@@ -134,7 +172,9 @@ def masked(value: Any) -> Any:
 
 
 def content_of(answer: Answer) -> Any:
-    """Return an answer's content: a stream as its events with consecutive text deltas joined, since a busy engine joins them."""
+    """Return an answer's content: a stream as its events with consecutive text deltas joined, since
+    a busy engine joins them.
+    """
     if not answer.streamed:
         return masked(answer.json)
     events: list[tuple[str, Any]] = []
@@ -154,21 +194,32 @@ def content_of(answer: Answer) -> Any:
     return events
 
 
-@pytest.mark.parametrize(("path", "body"), SHAPES, ids=[f"{n}{path}" for n, (path, _) in enumerate(SHAPES)])
-async def test_as_one_plain_engine(fleet: Fleet, proxy_1p1d: Proxy, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"), SHAPES, ids=[f"{n}{path}" for n, (path, _) in enumerate(SHAPES)]
+)
+async def test_as_one_plain_engine(
+    fleet: Fleet, proxy_1p1d: Proxy, path: str, body: dict[str, Any]
+) -> None:
     """Status, content type and content equal the plain engine's."""
     plain = await ask(fleet.plain.url, path, body)
     ours = await ask(proxy_1p1d.url, path, body)
-    assert (ours.status, ours.headers.get("Content-Type")) == (plain.status, plain.headers.get("Content-Type"))
+    assert (ours.status, ours.headers.get("Content-Type")) == (
+        plain.status,
+        plain.headers.get("Content-Type"),
+    )
     assert content_of(ours) == content_of(plain)
     assert ours.broken == plain.broken == ""
 
 
-@pytest.mark.parametrize(("path", "body"), GENERATED, ids=[f"{n}{path}" for n, (path, _) in enumerate(GENERATED)])
+@pytest.mark.parametrize(
+    ("path", "body"), GENERATED, ids=[f"{n}{path}" for n, (path, _) in enumerate(GENERATED)]
+)
 async def test_generated_as_by_one_plain_engine(
     fleet: Fleet, proxy_1p1d: Proxy, path: str, body: dict[str, Any]
 ) -> None:
-    """Batches, invocations and scores: status, fields and their order, texts and numbers equal the plain engine's."""
+    """Batches, invocations and scores: status, fields and their order, texts and numbers equal the
+    plain engine's.
+    """
     headers = {"X-Request-Id": "one"}
     plain = await ask(fleet.plain.url, path, body, headers)
     ours = await ask(proxy_1p1d.url, path, body, headers)
@@ -182,7 +233,18 @@ async def test_generated_as_by_one_plain_engine(
     [
         *(
             (body, {})
-            for body in (b"", b"{", b"[]", b'"x"', b"null", b"3", b"1.5", b"\xff", b'{"a":"\xff"}', b'{"a":1}{}')
+            for body in (
+                b"",
+                b"{",
+                b"[]",
+                b'"x"',
+                b"null",
+                b"3",
+                b"1.5",
+                b"\xff",
+                b'{"a":"\xff"}',
+                b'{"a":1}{}',
+            )
         ),
         (b"{}", {"Content-Type": "text/plain"}),
         (b'{"prompt":"a"}', {"X-Amzn-SageMaker-Adapter-Identifier": "nope"}),
@@ -209,7 +271,10 @@ async def test_an_engine_without_a_tokenizers_description(fleet: Fleet, proxy_1p
 
 async def test_the_routes_are_those_of_vllm(fleet: Fleet) -> None:
     """The list of vLLM's routes that other tests use has all that an engine says it has."""
-    async with aiohttp.ClientSession() as session, session.get(fleet.plain.url + "/openapi.json") as answer:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(fleet.plain.url + "/openapi.json") as answer,
+    ):
         paths = (await answer.json())["paths"]
     found = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     lines = (Path(__file__).parents[1] / "fakes" / "vllm_routes.txt").read_text().splitlines()
@@ -240,8 +305,12 @@ async def test_the_routes_are_those_of_vllm(fleet: Fleet) -> None:
         ),
     ],
 )
-async def test_http_details(fleet: Fleet, proxy_1p1d: Proxy, method: str, path: str, headers: dict[str, str]) -> None:
-    """Unusual requests get the plain engine's status, headers and body, except for its `server` header."""
+async def test_http_details(
+    fleet: Fleet, proxy_1p1d: Proxy, method: str, path: str, headers: dict[str, str]
+) -> None:
+    """Unusual requests get the plain engine's status, headers and body, except for its `server`
+    header.
+    """
 
     async def one(url: str) -> tuple[int, dict[str, str], bytes]:
         async with (
@@ -250,7 +319,12 @@ async def test_http_details(fleet: Fleet, proxy_1p1d: Proxy, method: str, path: 
         ):
             kept = {k.lower(): v.replace(url, "") for k, v in answer.headers.items()}
             if "location" in kept:
-                kept["location"] = urljoin(path, kept["location"])  # pdproxy's is relative, and repeats no Host
-            return answer.status, {k: v for k, v in kept.items() if k not in ("date", "server")}, await answer.read()
+                # pdproxy's is relative, and repeats no Host
+                kept["location"] = urljoin(path, kept["location"])
+            return (
+                answer.status,
+                {k: v for k, v in kept.items() if k not in ("date", "server")},
+                await answer.read(),
+            )
 
     assert await one(proxy_1p1d.url) == await one(fleet.plain.url)

@@ -1,6 +1,9 @@
-"""NIXL's push on real engines (contract `nixl-push`): both engines are asked at once, and answer as one does."""
+"""NIXL's push on real engines (contract `nixl-push`): both engines are asked at once, and answer as
+one does.
+"""
 
-# PDPROXY_TEST_SHAPES=all takes every shape and 200 clients that leave, as `.ci/full` does; the gate takes some.
+# PDPROXY_TEST_SHAPES=all takes every shape and 200 clients that leave, as `.ci/full` does; the gate
+# takes some.
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ LEASE = 6.0
 def pushers(launcher: Launcher, plain: Engine) -> Iterator[Fleet]:
     """A prefill engine that pushes and a decode engine."""
     options = PairOptions(
-        {"kv_connector": "NixlPushConnector", "kv_connector_extra_config": {"kv_lease_duration": int(LEASE)}}
+        {
+            "kv_connector": "NixlPushConnector",
+            "kv_connector_extra_config": {"kv_lease_duration": int(LEASE)},
+        }
     )
     with pair(launcher, plain, "push", options, {}) as fleet:
         yield fleet
@@ -47,15 +53,25 @@ def pushers(launcher: Launcher, plain: Engine) -> Iterator[Fleet]:
 @pytest.fixture(scope="module")
 def proxy(pushers: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """pdproxy in front of them, which knows where the prefill engine is reached."""
-    settings = {"pools": [{"connector": "nixl-push"}], "deadlines": {"first_token": 15.0, "prefill": 20.0}}
-    proxy = Proxy.start(pushers.prefills, pushers.decodes, tmp_path_factory.mktemp("push"), settings=settings)
+    settings = {
+        "pools": [{"connector": "nixl-push"}],
+        "deadlines": {"first_token": 15.0, "prefill": 20.0},
+    }
+    proxy = Proxy.start(
+        pushers.prefills, pushers.decodes, tmp_path_factory.mktemp("push"), settings=settings
+    )
     asyncio.run(_meet(proxy))
     yield proxy
     assert proxy.stop() == 0, proxy.tail()
 
 
 async def _meet(proxy: Proxy) -> None:
-    body = {"model": MODEL, "prompt": story(secrets.token_hex(6)), "max_tokens": 4, "temperature": 0}
+    body = {
+        "model": MODEL,
+        "prompt": story(secrets.token_hex(6)),
+        "max_tokens": 4,
+        "temperature": 0,
+    }
     assert (await ask(proxy.url, COMPLETIONS, body)).status == 200
 
 
@@ -65,15 +81,27 @@ def _overlaps(proxy: Proxy) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES[::EVERY], ids=str)
 async def test_answer_is_the_plain_engines(pushers: Fleet, proxy: Proxy, shape: Shape) -> None:
-    """Status, body, events, ids and usage equal the plain engine's; the KV was pushed; the prefill engine is free."""
+    """Status, body, events, ids and usage equal the plain engine's; the KV was pushed; the prefill
+    engine is free.
+    """
     await equal(pushers, proxy, shape, at_once=True)
 
 
 async def test_both_engines_were_asked_at_once(pushers: Fleet, proxy: Proxy) -> None:
-    """The decode engine had the request before the prefill engine answered, and computed nothing of the prompt."""
+    """The decode engine had the request before the prefill engine answered, and computed nothing of
+    the prompt.
+    """
     before, overlaps = pushers.decodes[0].counters(), _overlaps(proxy)
-    body = {"model": MODEL, "prompt": ids(secrets.token_hex(6), 640), "temperature": 0, "max_tokens": 4}
-    plain, other = await ask(pushers.plain.url, COMPLETIONS, body), await ask(proxy.url, COMPLETIONS, body)
+    body = {
+        "model": MODEL,
+        "prompt": ids(secrets.token_hex(6), 640),
+        "temperature": 0,
+        "max_tokens": 4,
+    }
+    plain, other = (
+        await ask(pushers.plain.url, COMPLETIONS, body),
+        await ask(proxy.url, COMPLETIONS, body),
+    )
     assert not differs(plain, other)
     after = pushers.decodes[0].counters()
     pushed, computed = (
@@ -85,8 +113,15 @@ async def test_both_engines_were_asked_at_once(pushers: Fleet, proxy: Proxy) -> 
 
 
 async def test_cached_tokens_of_a_repeated_prompt(pushers: Fleet, proxy: Proxy) -> None:
-    """Only what the prefill engine found in its cache counts as cached: what was pushed does not."""
-    body = {"model": MODEL, "messages": question(secrets.token_hex(6)), "temperature": 0, "max_tokens": 5}
+    """Only what the prefill engine found in its cache counts as cached: what was pushed does
+    not.
+    """
+    body = {
+        "model": MODEL,
+        "messages": question(secrets.token_hex(6)),
+        "temperature": 0,
+        "max_tokens": 5,
+    }
     cached = []
     for _ in range(2):
         plain, other = await ask(pushers.plain.url, CHAT, body), await ask(proxy.url, CHAT, body)
@@ -97,7 +132,9 @@ async def test_cached_tokens_of_a_repeated_prompt(pushers: Fleet, proxy: Proxy) 
 
 
 async def test_nothing_is_held_behind_clients_that_leave(pushers: Fleet, proxy: Proxy) -> None:
-    """Both engines are free in the end: by the push, or by the lease; nothing is counted as stuck."""
+    """Both engines are free in the end: by the push, or by the lease; nothing is counted as
+    stuck.
+    """
     chance, gate = random.Random(7), asyncio.Semaphore(6)
 
     async def one(number: int) -> str:
@@ -106,9 +143,17 @@ async def test_nothing_is_held_behind_clients_that_leave(pushers: Fleet, proxy: 
 
     went = Counter(await asyncio.gather(*(one(chance.randrange(1 << 30)) for _ in range(CLIENTS))))
     assert went["closed"] + went["reset"] > CLIENTS / 4, went
-    await _until(lambda: not any(proxy.counters().by("pdproxy_kv_handles", "state").values()), 60, "handles are held")
+    await _until(
+        lambda: not any(proxy.counters().by("pdproxy_kv_handles", "state").values()),
+        60,
+        "handles are held",
+    )
     engines = (*pushers.prefills, *pushers.decodes)
-    await _until(lambda: not any(engine.counters().sum(USED) for engine in engines), LEASE + 10, "KV is still held")
+    await _until(
+        lambda: not any(engine.counters().sum(USED) for engine in engines),
+        LEASE + 10,
+        "KV is still held",
+    )
     ended = proxy.counters().by("pdproxy_kv_handles_ended_total", "end")
     print(f"\n{dict(went)}; handles ended {dict(ended)}")
     assert set(ended) <= {"loaded", "aborted", "not_made", "lost"}

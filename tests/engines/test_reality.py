@@ -1,6 +1,9 @@
-"""One script of requests and faults, for real and for simulated engines: a client gets the same from both."""
+"""One script of requests and faults, for real and for simulated engines: a client gets the same
+from both.
+"""
 
-# All other tests rely on the simulator. Here it is compared with real engines directly, without a proxy.
+# All other tests rely on the simulator. Here it is compared with real engines directly, without a
+# proxy.
 
 import asyncio
 import os
@@ -36,13 +39,16 @@ PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
-# Answers that depend on the model, the tokenizer or the grammar library, and what the simulator leaves out.
+# Answers that depend on the model, the tokenizer or the grammar library, and what the simulator
+# leaves out.
 NOT_COMPARED = {
     "chat-image": "the text depends on the model's modalities",
     "error-schema": "xgrammar's own text",
     "error-regex": "xgrammar's own text",
     "grammar": "xgrammar's own text",
-    "echoed-chat": "a template that takes lists turns a text into parts, which the stream then refuses",
+    "echoed-chat": (
+        "a template that takes lists turns a text into parts, which the stream then refuses"
+    ),
     "error-bad-role": "the text comes from the chat template and pydantic's union of message types",
     "error-token-out-of-range": "the vocabularies differ in size",
     "completion-stop-streamed": "whether there is an event before the stop is random",
@@ -92,7 +98,9 @@ NOT_COMPARED = {
 class Side(Protocol):
     """A plain, a prefill and a decode engine, real or simulated."""
 
-    async def ask(self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None) -> Answer:
+    async def ask(
+        self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None
+    ) -> Answer:
         """Send one request."""
 
     async def counters(self, role: str) -> Counters:
@@ -115,9 +123,15 @@ class Real:
         self._fleet = fleet
 
     def _engine(self, role: str) -> Any:
-        return {"plain": self._fleet.plain, "p": self._fleet.prefills[0], "d": self._fleet.decodes[0]}[role]
+        return {
+            "plain": self._fleet.plain,
+            "p": self._fleet.prefills[0],
+            "d": self._fleet.decodes[0],
+        }[role]
 
-    async def ask(self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None) -> Answer:
+    async def ask(
+        self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None
+    ) -> Answer:
         return await ask(self._engine(role).url, path, body, progress=progress)
 
     async def counters(self, role: str) -> Counters:
@@ -158,15 +172,22 @@ class Simulated:
         named: dict[str, Any] = {"plain": "aggregated", "p": "prefill", "d": "decode"}
         async with AsyncExitStack() as stack:
             servers = {role: SimServer(SimFacts(role=named[role], **common)) for role in roles}
-            yield cls({role: await stack.enter_async_context(server) for role, server in servers.items()})
+            yield cls(
+                {role: await stack.enter_async_context(server) for role, server in servers.items()}
+            )
 
-    async def ask(self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None) -> Answer:
+    async def ask(
+        self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None
+    ) -> Answer:
         return await ask(self._engines[role].url, path, body, progress=progress)
 
     async def counters(self, role: str) -> Counters:
         from aiohttp import ClientSession
 
-        async with ClientSession() as session, session.get(f"{self._engines[role].url}/metrics") as answer:
+        async with (
+            ClientSession() as session,
+            session.get(f"{self._engines[role].url}/metrics") as answer,
+        ):
             return Counters.parse(await answer.text())
 
     async def kill(self, role: str) -> None:
@@ -192,10 +213,14 @@ EVERY = 2 if os.environ.get("PDPROXY_TEST_SHAPES") == "all" else 5
 
 
 @pytest.mark.parametrize(
-    "shape", [shape for shape in (*ANSWERED[::EVERY], *REFUSALS) if shape.name not in NOT_COMPARED], ids=str
+    "shape",
+    [shape for shape in (*ANSWERED[::EVERY], *REFUSALS) if shape.name not in NOT_COMPARED],
+    ids=str,
 )
 async def test_a_plain_engine_answers_alike(shape: Shape, fleet: Fleet) -> None:
-    """Every fifth shape of the equality suite (`.ci/full`: every second), whole and streamed, and all refused ones."""
+    """Every fifth shape of the equality suite (`.ci/full`: every second), whole and streamed, and
+    all refused ones.
+    """
     body = {k: v for k, v in shape.make(secrets.token_hex(6)).items() if k != "kv_transfer_params"}
     if shape.status == 200:
         body.setdefault("ignore_eos", True)
@@ -248,7 +273,9 @@ async def _usage_falls(side: Side, within: float) -> bool:
 
 
 async def handed_over(side: Side) -> list[Any]:
-    """P, then D, on both routes, whole and streamed; the prompt's KV comes from P, and P's KV is freed."""
+    """P, then D, on both routes, whole and streamed; the prompt's KV comes from P, and P's KV is
+    freed.
+    """
     seen: list[Any] = []
     for path, said in (
         (COMPLETIONS, {}),
@@ -262,17 +289,28 @@ async def handed_over(side: Side) -> list[Any]:
             before = await _external(side)
             second = await side.ask("d", path, body | {"kv_transfer_params": handle})
             moved = await _external(side) - before
-            seen += [view(first), view(second), moved == handle["remote_num_tokens"], await _usage_falls(side, 5)]
+            seen += [
+                view(first),
+                view(second),
+                moved == handle["remote_num_tokens"],
+                await _usage_falls(side, 5),
+            ]
     return seen
 
 
 async def given_back(side: Side) -> list[Any]:
-    """D refuses a handle with max_tokens 0: P frees the KV. A schema error releases nothing; the next refusal does."""
+    """D refuses a handle with max_tokens 0: P frees the KV. A schema error releases nothing; the
+    next refusal does.
+    """
     _, handle = await _prefilled(side, COMPLETIONS, _body())
-    refused = await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle))
+    refused = await side.ask(
+        "d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle)
+    )
     free = await _usage_falls(side, 5)
     _, handle = await _prefilled(side, COMPLETIONS, _body())
-    unread = await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens="abc", kv_transfer_params=handle))
+    unread = await side.ask(
+        "d", COMPLETIONS, _body(prompt="x", max_tokens="abc", kv_transfer_params=handle)
+    )
     still = await _usage_falls(side, 1.0)
     await side.ask("d", COMPLETIONS, _body(prompt="x", temperature=-1, kv_transfer_params=handle))
     return [view(refused), free, view(unread), still, await _usage_falls(side, 5)]
@@ -283,14 +321,18 @@ async def recomputed(side: Side) -> list[Any]:
     body = _body()
     _, handle = await _prefilled(side, COMPLETIONS, body)
     before = await _external(side)
-    answer = await side.ask("d", COMPLETIONS, body | {"kv_transfer_params": handle | {"do_remote_prefill": False}})
+    answer = await side.ask(
+        "d", COMPLETIONS, body | {"kv_transfer_params": handle | {"do_remote_prefill": False}}
+    )
     moved = await _external(side) - before
     await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle))
     return [view(answer), moved]
 
 
 async def wrong_engine(side: Side) -> list[Any]:
-    """A handle that names an engine which does not listen there: 500 whole, 200 and an error event streamed."""
+    """A handle that names an engine which does not listen there: 500 whole, 200 and an error event
+    streamed.
+    """
     seen: list[Any] = []
     for path in (COMPLETIONS, CHAT):
         for stream in (False, True):
@@ -300,15 +342,25 @@ async def wrong_engine(side: Side) -> list[Any]:
             _, handle = await _prefilled(side, path, body)
             wrong = handle | {"remote_engine_id": "somebody-else"}
             seen.append(view(await side.ask("d", path, body | {"kv_transfer_params": wrong})))
-            await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle))
+            await side.ask(
+                "d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle)
+            )
     return [*seen, await _usage_falls(side, 5)]
 
 
 async def killed_prefill(side: Side) -> list[Any]:
-    """P dies after its answer, when D is already connected to it: 500 at once, or an error event if streamed."""
+    """P dies after its answer, when D is already connected to it: 500 at once, or an error event if
+    streamed.
+    """
     body = _body()
-    await side.ask("d", COMPLETIONS, body | {"kv_transfer_params": (await _prefilled(side, COMPLETIONS, body))[1]})
-    handles = [(await _prefilled(side, COMPLETIONS, one := _body()))[1] | {"body": one} for _ in range(2)]
+    await side.ask(
+        "d",
+        COMPLETIONS,
+        body | {"kv_transfer_params": (await _prefilled(side, COMPLETIONS, body))[1]},
+    )
+    handles = [
+        (await _prefilled(side, COMPLETIONS, one := _body()))[1] | {"body": one} for _ in range(2)
+    ]
     await side.kill("p")
     seen = []
     for handle, stream in zip(handles, (False, True), strict=True):
@@ -321,7 +373,9 @@ async def killed_prefill(side: Side) -> list[Any]:
 async def killed_decode(side: Side) -> list[Any]:
     """D dies in the middle of a stream: the connection ends without an error."""
     progress = Progress(3)
-    asking = asyncio.create_task(side.ask("d", COMPLETIONS, _body(stream=True, max_tokens=1500), progress))
+    asking = asyncio.create_task(
+        side.ask("d", COMPLETIONS, _body(stream=True, max_tokens=1500), progress)
+    )
     await progress.wait()
     await side.kill("d")
     answer = await asking
@@ -338,11 +392,21 @@ async def longer_prompt(side: Side) -> list[Any]:
     return [view(answer), after.status in (0, 500)]
 
 
-STEPS: list[Step] = [handed_over, given_back, recomputed, wrong_engine, killed_prefill, killed_decode, longer_prompt]
+STEPS: list[Step] = [
+    handed_over,
+    given_back,
+    recomputed,
+    wrong_engine,
+    killed_prefill,
+    killed_decode,
+    longer_prompt,
+]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-async def test_prefill_and_decode_behave_as_real_ones(step: Step, fleet: Fleet, simulated: Simulated) -> None:
+async def test_prefill_and_decode_behave_as_real_ones(
+    step: Step, fleet: Fleet, simulated: Simulated
+) -> None:
     """In each step a client gets the same from real and from simulated engines."""
     real = Real(fleet)
     await real.heal()

@@ -1,7 +1,9 @@
-"""Engines with a reasoning parser: reasoning, answers and calls are the same through the proxy as from one plain engine."""
+"""Engines with a reasoning parser: reasoning, answers and calls are the same through the proxy as
+from one plain engine.
+"""
 
-# Starts three engines, since the parser would change what all other shapes prove: it withholds deltas and starts a grammar only
-# after the reasoning.
+# Starts three engines, since the parser would change what all other shapes prove: it withholds
+# deltas and starts a grammar only after the reasoning.
 
 import secrets
 from collections.abc import Iterator
@@ -55,14 +57,22 @@ def _recorded(path: Path) -> tuple[bytes, Answer]:
     request, _, answer = path.read_bytes().partition(b"\n\n<<< ")
     head, _, body = answer.partition(b"\n\n")
     line, *headers = head.decode().split("\n")
-    kind = next(header.partition(": ")[2] for header in headers if header.startswith("content-type: "))
-    return request.partition(b"\n\n")[2], Answer(int(line.split()[1]), {"Content-Type": kind}, body.rstrip())
+    kind = next(
+        header.partition(": ")[2] for header in headers if header.startswith("content-type: ")
+    )
+    return request.partition(b"\n\n")[2], Answer(
+        int(line.split()[1]), {"Content-Type": kind}, body.rstrip()
+    )
 
 
-@pytest.mark.skipif(wanted_vllm() != pinned_vllm(), reason=f"the recordings are of vLLM {pinned_vllm()}")
+@pytest.mark.skipif(
+    wanted_vllm() != pinned_vllm(), reason=f"the recordings are of vLLM {pinned_vllm()}"
+)
 @pytest.mark.parametrize("path", sorted(RECORDED.glob("*.txt")), ids=lambda path: path.stem)
 async def test_recorded_reasoning_is_what_an_engine_sends(thinkers: Fleet, path: Path) -> None:
-    """The recordings are of these engines: for the same request they answer with the same structure."""
+    """The recordings are of these engines: for the same request they answer with the same
+    structure.
+    """
     sent, recorded = _recorded(path)
     why = "not asked"
     for _ in range(3):  # a late engine puts two tokens into one event

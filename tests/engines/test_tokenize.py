@@ -1,7 +1,10 @@
-"""Token ids made by the proxy equal the engines', for every shape of the equality suite, and while serving."""
+"""Token ids made by the proxy equal the engines', for every shape of the equality suite, and while
+serving.
+"""
 
-# A plain engine reports in its answers which ids it served; the test tokenizes the same body. Then a proxy with `--tokenize
-# always` answers shapes as the plain engine does, while P and D get ids instead of texts.
+# A plain engine reports in its answers which ids it served; the test tokenizes the same body. Then
+# a proxy with `--tokenize always` answers shapes as the plain engine does, while P and D get ids
+# instead of texts.
 
 import json
 import os
@@ -59,8 +62,12 @@ def test_canaries_agree(agreement: Agreement) -> None:
 
 
 @pytest.mark.parametrize("shape", SPLIT, ids=str)
-async def test_ids_of_each_shape(fleet: Fleet, tokenizer: Tokenizer, agreement: Agreement, shape: Shape) -> None:
-    """The proxy's ids, and the answer to its `/tokenize` request, equal the prompt that the engine serves."""
+async def test_ids_of_each_shape(
+    fleet: Fleet, tokenizer: Tokenizer, agreement: Agreement, shape: Shape
+) -> None:
+    """The proxy's ids, and the answer to its `/tokenize` request, equal the prompt that the engine
+    serves.
+    """
     body = shape.make("0a1b2c")
     plain = await ask(fleet.plain.url, shape.path, _one_token(body), None)
     assert plain.status == 200, plain.body
@@ -110,14 +117,18 @@ def _tokenized(fleet: Fleet, body: bytes) -> TokenIds:
 
 def _unsure(body: dict[str, Any]) -> bool:
     """Return whether the proxy leaves a prompt to the engines, because it can't know the result."""
-    return "truncate_prompt_tokens" in body or ("tools" in body and body.get("tool_choice") == "none")
+    return "truncate_prompt_tokens" in body or (
+        "tools" in body and body.get("tool_choice") == "none"
+    )
 
 
 @pytest.fixture(scope="module")
 def proxy(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """pdproxy with `tokenize: always`."""
     folder: Path = tmp_path_factory.mktemp("tokenize")
-    made = Proxy.start(fleet.prefills[:1], fleet.decodes[:1], folder, settings={"pools": [{"tokenize": "always"}]})
+    made = Proxy.start(
+        fleet.prefills[:1], fleet.decodes[:1], folder, settings={"pools": [{"tokenize": "always"}]}
+    )
     deadline = time.monotonic() + AGREE_WITHIN
     while made.counters().sum("pdproxy_tokenize_agrees") < 2:
         assert time.monotonic() < deadline, made.tail()
@@ -128,7 +139,9 @@ def proxy(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
 
 @pytest.mark.parametrize("shape", SPLIT, ids=str)
 async def test_answers_are_equal(fleet: Fleet, proxy: Proxy, shape: Shape) -> None:
-    """With ids instead of texts on both legs, answer and events equal the plain engine's, and the KV moves."""
+    """With ids instead of texts on both legs, answer and events equal the plain engine's, and the
+    KV moves.
+    """
     result = {"source": "here", "result": "ok"}
     before = proxy.counters().sum("pdproxy_tokenize_total", **result)
     await equal(fleet, proxy, shape)

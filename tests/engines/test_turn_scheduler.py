@@ -1,4 +1,6 @@
-"""vLLM's own scheduler class and the simulator, on the same requests with KV that goes both ways: both decide the same."""
+"""vLLM's own scheduler class and the simulator, on the same requests with KV that goes both ways:
+both decide the same.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,25 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(120, func_only=True)]
 
 SCRIPT = Path(__file__).with_name("schedulers_nixl.py")
 SIZE = 16
-KEYS = {"remote_engine_id": "other", "remote_request_id": "their-1", "remote_host": "127.0.0.1", "remote_port": 2}
-ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys((*KEYS, "remote_block_ids"))
+KEYS = {
+    "remote_engine_id": "other",
+    "remote_request_id": "their-1",
+    "remote_host": "127.0.0.1",
+    "remote_port": 2,
+}
+ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    (*KEYS, "remote_block_ids")
+)
 
 
 def _kept(tokens: int, **more: Any) -> dict[str, Any]:
     blocks = [list(range(1, -(-tokens // SIZE) + 1))]
-    given = {"do_remote_prefill": False, "do_remote_decode": True, "remote_block_ids": blocks, "tp_size": 1}
+    given = {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_block_ids": blocks,
+        "tp_size": 1,
+    }
     return given | KEYS | {"remote_num_tokens": tokens} | more
 
 
@@ -69,12 +83,16 @@ CASES: list[dict[str, Any]] = [
 
 def _simulated(case: dict[str, Any]) -> dict[str, Any]:
     facts = SimFacts(
-        bidirectional_kv_xfer=case["bidirectional"], kv_recompute_threshold=case["threshold"], block_size=SIZE
+        bidirectional_kv_xfer=case["bidirectional"],
+        kv_recompute_threshold=case["threshold"],
+        block_size=SIZE,
     )
     pool = BlockPool(64, SIZE)
     nixl = Nixl(facts, "engine", 1, pool, Stats())
     params = None if case["params"] is None else dict(case["params"])
-    request = EngineRequest(id="request", prompt=tuple(range(case["prompt"])), sampling=SamplingParams(max_tokens=9))
+    request = EngineRequest(
+        id="request", prompt=tuple(range(case["prompt"])), sampling=SamplingParams(max_tokens=9)
+    )
     one = ActiveRequest(request, Attention(pool, 0), 0.0, list(request.prompt), 0, params, None)
     if params and (peer := peer_of(params)) is not None:
         nixl._known.add(peer)
@@ -88,7 +106,8 @@ def _simulated(case: dict[str, Any]) -> dict[str, Any]:
     one.blocks = list(range(-(-one.computed // SIZE)))
     one.generated = [1] * case["generated"]
     kept, handle = nixl.ended(one, case["end"], 100.0)
-    hidden = {"remote_blocks_expiry_time", "remote_prefill_cached_tokens"}  # the scheduler adds the second one
+    # the scheduler adds the second one
+    hidden = {"remote_blocks_expiry_time", "remote_prefill_cached_tokens"}
     return {
         "wants": wants,
         "later": later,
@@ -101,7 +120,9 @@ def _simulated(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_simulator_decides_as_vllms_scheduler() -> None:
-    """For each kind of params, with and without the option, whatever is cached, and however the request ends."""
+    """For each kind of params, with and without the option, whatever is cached, and however the
+    request ends.
+    """
     try:
         built = ensure()
     except EnginesUnavailable as error:
@@ -110,7 +131,13 @@ def test_the_simulator_decides_as_vllms_scheduler() -> None:
         pytest.skip(str(error))
     command, env = [str(built.python), str(SCRIPT)], os.environ | built.environment()
     done = subprocess.run(
-        command, input=json.dumps(CASES), capture_output=True, text=True, check=False, timeout=110, env=env
+        command,
+        input=json.dumps(CASES),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+        env=env,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     real = json.loads(done.stdout[done.stdout.index("[{") :])

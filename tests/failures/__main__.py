@@ -1,10 +1,14 @@
-"""What .ci/run and .ci/full do about tests that fail. A test that failed once and passes alone lets work land, with a row.
+"""What .ci/run and .ci/full do about tests that fail. A test that failed once and passes alone lets
+work land, with a row.
 
-python -m tests.failures check COLLECTED    Is the list in order? COLLECTED: what `pytest --collect-only -q` has printed.
-python -m tests.failures few REPORT         May what failed last run again, alone? Not more than three tests.
+python -m tests.failures check COLLECTED    Is the list in order? COLLECTED: what `pytest
+                                            --collect-only -q` has printed.
+python -m tests.failures few REPORT         May what failed last run again, alone? Not more than
+                                            three tests.
 python -m tests.failures rows REPORT --where TEXT --to FILE
-                                            Print the rows of tests that failed, and write them to a file. Exit code 3 if a test
-                                            has a row in the list: it failed before, and nobody has mended it.
+                                            Print the rows of tests that failed, and write them to a
+                                            file. Exit code 3 if a test has a row in the list: it
+                                            failed before, and nobody has mended it.
 """
 
 from __future__ import annotations
@@ -41,14 +45,23 @@ def few(report: Path, last_failed: Path = LAST_FAILED) -> str | None:
     failed, known = set(json.loads(last_failed.read_text())), recorded(report).keys()
     if failed != known:
         return f"pytest would run {sorted(failed)} again, but {sorted(known)} failed"
-    return None if 0 < len(failed) <= MOST else f"{len(failed)} tests failed: only up to {MOST} run again"
+    return (
+        None
+        if 0 < len(failed) <= MOST
+        else f"{len(failed)} tests failed: only up to {MOST} run again"
+    )
 
 
 def rows(report: Path, where: str, to: Path, known: set[str]) -> int:
     """Print and write the rows of a report. Return an exit code."""
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+    )
     today = datetime.datetime.now(datetime.UTC).date()
-    found = [Row(test, commit.stdout.strip(), today, where, said) for test, said in recorded(report).items()]
+    found = [
+        Row(test, commit.stdout.strip(), today, where, said)
+        for test, said in recorded(report).items()
+    ]
     text = "\n".join(row.toml() for row in found)
     to.write_text(text)
     print(text)
@@ -71,7 +84,12 @@ def main(arguments: list[str]) -> int:
     made.add_argument("--to", type=Path, required=True)
     given = parser.parse_args(arguments)
     if given.command == "rows":
-        return rows(given.report, given.where, given.to, {row.test for row in parse(LIST.read_text()).failed})
+        return rows(
+            given.report,
+            given.where,
+            given.to,
+            {row.test for row in parse(LIST.read_text()).failed},
+        )
     wrong = check(given.collected) if given.command == "check" else few(given.report)
     if wrong is not None:
         print(wrong, file=sys.stderr)

@@ -1,9 +1,11 @@
-"""How a test that hangs ends: pytest-timeout fails it, with what each task waits for; what hangs on ends with its process.
+"""How a test that hangs ends: pytest-timeout fails it, with what each task waits for; what hangs on
+ends with its process.
 
-pytest-timeout's signal is an exception wherever the process is. It may hit a task that is not the test's, and be lost: it comes
-again. uvloop's loop reports such an exception and goes on: its tasks are cancelled. Nothing of pytest-timeout ends a teardown
-behind a failure, so each phase has a last end in the process itself, which prints the stacks of all threads and exits.
-`pytest -n` reports the test as failed and goes on in a new process.
+pytest-timeout's signal is an exception wherever the process is. It may hit a task that is not the
+test's, and be lost: it comes again. uvloop's loop reports such an exception and goes on: its tasks
+are cancelled. Nothing of pytest-timeout ends a teardown behind a failure, so each phase has a last
+end in the process itself, which prints the stacks of all threads and exits. `pytest -n` reports the
+test as failed and goes on in a new process.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def seconds(item: pytest.Item) -> float:
 
 def arm(item: pytest.Item) -> None:
     """Have this process end unless the phase of the test that begins now has ended in time."""
-    faulthandler.dump_traceback_later(seconds(item) + GRACE, exit=True, file=item.config.stash[_stderr])
+    faulthandler.dump_traceback_later(
+        seconds(item) + GRACE, exit=True, file=item.config.stash[_stderr]
+    )
 
 
 def disarm() -> None:
@@ -74,16 +78,23 @@ def no_more() -> None:
 
 
 def waiting() -> str:
-    """Return where each task of this process waits, from its outermost coroutine to its innermost."""
+    """Return where each task of this process waits, from its outermost coroutine to its
+    innermost.
+    """
     return "\n".join(f"{one.get_name()}\n{''.join(_places(one.get_coro()))}" for one in _tasks())
 
 
 def _tasks() -> list[asyncio.Task[Any]]:
     loop = asyncio._get_running_loop()
-    running = asyncio.all_tasks(loop) if loop is not None else set()  # some may be frozen (tests/fakes/garbage.py)
+    # some may be frozen (tests/fakes/garbage.py)
+    running = asyncio.all_tasks(loop) if loop is not None else set()
     return [
         *running,
-        *(one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done() and one not in running),
+        *(
+            one
+            for one in gc.get_objects()
+            if isinstance(one, asyncio.Task) and not one.done() and one not in running
+        ),
     ]
 
 
@@ -93,17 +104,29 @@ def _places(awaited: Any) -> list[str]:
         frame, awaited = _frame(awaited), _next(awaited)
         if frame is not None:
             file, line = frame.f_code.co_filename, frame.f_lineno
-            found.append(f"  {file}:{line} {frame.f_code.co_name}: {linecache.getline(file, line).strip()}\n")
+            found.append(
+                f"  {file}:{line} {frame.f_code.co_name}: {linecache.getline(file, line).strip()}\n"
+            )
     return found
 
 
 def _frame(awaited: Any) -> FrameType | None:
     return next(
-        (frame for name in ("cr_frame", "gi_frame", "ag_frame") if (frame := getattr(awaited, name, None))), None
+        (
+            frame
+            for name in ("cr_frame", "gi_frame", "ag_frame")
+            if (frame := getattr(awaited, name, None))
+        ),
+        None,
     )
 
 
 def _next(awaited: Any) -> Any:
     return next(
-        (one for name in ("cr_await", "gi_yieldfrom", "ag_await") if (one := getattr(awaited, name, None))), None
+        (
+            one
+            for name in ("cr_await", "gi_yieldfrom", "ag_await")
+            if (one := getattr(awaited, name, None))
+        ),
+        None,
     )

@@ -1,4 +1,6 @@
-"""Hooks for pytest that show each failure when it happens, and write it to a file if one is named, with its message."""
+"""Hooks for pytest that show each failure when it happens, and write it to a file if one is named,
+with its message.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ LINES, CHARACTERS = 2, 300
 
 
 def message(report: pytest.TestReport) -> str:
-    """Return the first lines of what failed. A longrepr is a text where a process of xdist has died."""
+    """Return the first lines of what failed. A longrepr is a text where a process of xdist has
+    died.
+    """
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     lines = [line.strip()[:CHARACTERS] for line in text.splitlines() if line.strip()]
@@ -22,23 +26,32 @@ def message(report: pytest.TestReport) -> str:
 
 
 class Recorder:
-    """Records the failures of one run. With `pytest -n` it is the plugin of the process that collects all reports."""
+    """Records the failures of one run. With `pytest -n` it is the plugin of the process that
+    collects all reports.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Show and write a test that failed. A test whose call and teardown both fail has two lines."""
+        """Show and write a test that failed. A test whose call and teardown both fail has two
+        lines.
+        """
         if report.failed:
             said = message(report)
             if self._path is not None:
                 with self._path.open("a") as file:
                     file.write(json.dumps({"test": report.nodeid, "message": said}) + "\n")
-            print(f"\nFAILED {report.nodeid} ({report.when}): {said.partition(chr(10))[0]}", flush=True)
+            print(
+                f"\nFAILED {report.nodeid} ({report.when}): {said.partition(chr(10))[0]}",
+                flush=True,
+            )
 
 
 def install(config: pytest.Config) -> None:
-    """Show the failures of this run, and record them if a file is named. Workers of xdist leave that to their parent."""
+    """Show the failures of this run, and record them if a file is named. Workers of xdist leave
+    that to their parent.
+    """
     if not hasattr(config, "workerinput"):
         path = os.environ.get(REPORT)
         config.pluginmanager.register(Recorder(Path(path) if path else None))

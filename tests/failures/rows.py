@@ -26,16 +26,21 @@ class Row:
     message: str
 
     def toml(self) -> str:
-        """Return the row as it stands in the list. A text in JSON is a text in TOML, but for DEL, which no message has."""
+        """Return the row as it stands in the list. A text in JSON is a text in TOML, but for DEL,
+        which no message has.
+        """
         return (
-            f"[[failed]]\ntest = {json.dumps(self.test)}\ncommit = {json.dumps(self.commit)}\nday = {self.day}\n"
+            f"[[failed]]\ntest = {json.dumps(self.test)}\ncommit = {json.dumps(self.commit)}\n"
+            f"day = {self.day}\n"
             f"where = {json.dumps(self.where)}\nmessage = {json.dumps(self.message)}\n"
         )
 
 
 @dataclass(frozen=True)
 class Risk:
-    """Tests that a slow machine may fail, and why they were not mended. It excuses nothing: one that fails becomes a row."""
+    """Tests that a slow machine may fail, and why they were not mended. It excuses nothing: one
+    that fails becomes a row.
+    """
 
     tests: tuple[str, ...]
     """Names of tests, of tests without their parameters, or of files."""
@@ -51,7 +56,10 @@ class FailedOnce:
 
     def named(self) -> list[str]:
         """Return all names of tests in it."""
-        return [*(row.test for row in self.failed), *(test for risk in self.at_risk for test in risk.tests)]
+        return [
+            *(row.test for row in self.failed),
+            *(test for risk in self.at_risk for test in risk.tests),
+        ]
 
 
 def _made(kind: type, values: Mapping[str, Any], types: Mapping[str, type]) -> Any:
@@ -59,8 +67,15 @@ def _made(kind: type, values: Mapping[str, Any], types: Mapping[str, type]) -> A
         raise ValueError(f"expected {', '.join(one.name for one in fields(kind))}: {dict(values)}")
     for name, value in values.items():
         if type(value) is not types[name] or not value:
-            raise ValueError(f"{name} must be a {types[name].__name__}, and not empty: {dict(values)}")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+            raise ValueError(
+                f"{name} must be a {types[name].__name__}, and not empty: {dict(values)}"
+            )
+    return kind(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+    )
 
 
 def parse(text: str) -> FailedOnce:
@@ -73,11 +88,17 @@ def parse(text: str) -> FailedOnce:
     names = [row.test for row in rows]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two rows: {', '.join(sorted(twice))}")
-    risks = tuple(_made(Risk, one, {"tests": list, "cause": str}) for one in tree.get("at_risk", ()))
+    risks = tuple(
+        _made(Risk, one, {"tests": list, "cause": str}) for one in tree.get("at_risk", ())
+    )
     return FailedOnce(rows, risks)
 
 
 def unknown(named: Iterable[str], collected: Collection[str]) -> list[str]:
-    """Return the names that no collected test has: neither as its own, nor without parameters, nor as its file's."""
-    shorter = {name.partition("[")[0] for name in collected} | {name.partition("::")[0] for name in collected}
+    """Return the names that no collected test has: neither as its own, nor without parameters, nor
+    as its file's.
+    """
+    shorter = {name.partition("[")[0] for name in collected} | {
+        name.partition("::")[0] for name in collected
+    }
     return [name for name in named if name not in collected and name not in shorter]

@@ -27,13 +27,17 @@ class Api:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    async def ask(self, method: str, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = ()) -> Answer:
+    async def ask(
+        self, method: str, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = ()
+    ) -> Answer:
         """One request on a connection of its own."""
         if isinstance(body, (Mapping, list)):
             body, headers = json.dumps(body).encode(), [JSON, *headers]
         has_host = any(name.lower() == "host" for name, _ in headers)
         host = b"" if has_host else b"host: 127.0.0.1:%d\r\n" % self.port
-        return await exchange(self.port, request(method, path, body, headers).replace(b"host: proxy\r\n", host, 1))
+        return await exchange(
+            self.port, request(method, path, body, headers).replace(b"host: proxy\r\n", host, 1)
+        )
 
     async def get(self, path: str) -> Any:
         """The JSON of a GET."""

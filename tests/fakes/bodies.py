@@ -1,4 +1,6 @@
-"""Looks at all bodies that simulated engines of this process get, in whichever way a test made the engines."""
+"""Looks at all bodies that simulated engines of this process get, in whichever way a test made the
+engines.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import pytest
 
 @contextmanager
 def whole_bodies() -> Iterator[None]:
-    """Fail at the end if an engine got a body that is no JSON, or empty `kv_transfer_params`, whatever the client got."""
+    """Fail at the end if an engine got a body that is no JSON, or empty `kv_transfer_params`,
+    whatever the client got.
+    """
     module = sys.modules.get("pdproxy_lab.sim.server")
     if module is None:  # no test of this process has engines so far
         yield

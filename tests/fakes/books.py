@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 class Books:
     """One for all engines of a test. Each handle has the list of what happened to it, in order.
 
-    `given` by a prefill engine, `asked` when a decode engine received it with a request, then `loaded` (its KV was pulled, or
-    a script made data from it), `released` (a request with `max_tokens: 0` gave it back), `refused` (the engine's own refusal
-    or failure gave it back) or `aborted` (the decode engine had accepted the request when its connection was closed).
+    `given` by a prefill engine, `asked` when a decode engine received it with a request, then
+    `loaded` (its KV was pulled, or a script made data from it), `released` (a request with
+    `max_tokens: 0` gave it back), `refused` (the engine's own refusal or failure gave it back) or
+    `aborted` (the decode engine had accepted the request when its connection was closed).
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,9 @@ class Books:
         self.history[handle] = ["given"]
 
     def note(self, params: dict[str, Any], what: str) -> None:
-        """A decode engine has seen a handle. It must be one that was given out, in the engine's own words."""
+        """A decode engine has seen a handle. It must be one that was given out, in the engine's own
+        words.
+        """
         handle = str(params.get("remote_request_id"))
         sent = {name: value for name, value in params.items() if name != "prompt_token_ids"}
         if not sent:
@@ -47,7 +50,9 @@ class Books:
         self.history.setdefault(handle, []).append(what)
 
     def free(self, params: dict[str, Any]) -> None:
-        """Tell the prefill engine that a handle is over, as the decode engine would have that a script stood in for."""
+        """Tell the prefill engine that a handle is over, as the decode engine would have that a
+        script stood in for.
+        """
         for engine in self.engines:
             if engine.sim.engine.engine_id == params.get("remote_engine_id"):
                 link = engine.sim.engine._links[0]
@@ -56,7 +61,11 @@ class Books:
 
     def held(self) -> dict[str, float]:
         """The handles that engines still hold blocks for, with the seconds left of their leases."""
-        return {name: left for engine in self.engines for name, left in engine.sim.engine.handles.items()}
+        return {
+            name: left
+            for engine in self.engines
+            for name, left in engine.sim.engine.handles.items()
+        }
 
     @property
     def endings(self) -> Counter[str]:

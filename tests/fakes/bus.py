@@ -10,7 +10,9 @@ from pdproxy.kit.shared_table import SharedTable
 
 
 class Bus:
-    """What so many workers share. The first one leads until it `ends`. `sent`: how many messages there were."""
+    """What so many workers share. The first one leads until it `ends`. `sent`: how many messages
+    there were.
+    """
 
     def __init__(self, count: int) -> None:
         self.table = SharedTable(count, 1, leading.MEASURES)
@@ -21,7 +23,9 @@ class Bus:
         self._messages: list[tuple[int, bytes]] = []
 
     def _lead(self, number: int) -> Leading:
-        return Leading(number, self.table.column(number), self.table.others(number), lambda: self.time)
+        return Leading(
+            number, self.table.column(number), self.table.others(number), lambda: self.time
+        )
 
     def beat(self) -> None:
         """All show that they are alive, and look who leads."""

@@ -17,7 +17,9 @@ PATIENCE = 60.0
 
 @dataclass
 class Answer:
-    """What came. `pieces` are the HTTP chunks of a chunked body; `ended` says whether the body came to its proper end."""
+    """What came. `pieces` are the HTTP chunks of a chunked body; `ended` says whether the body came
+    to its proper end.
+    """
 
     status: int = 0
     headers: list[tuple[str, str]] = field(default_factory=list)
@@ -37,7 +39,11 @@ class Answer:
     @property
     def events(self) -> list[bytes]:
         """The stream's events, whole, without comments."""
-        return [part + b"\n\n" for part in self.body.split(b"\n\n") if part and not part.startswith(b":")]
+        return [
+            part + b"\n\n"
+            for part in self.body.split(b"\n\n")
+            if part and not part.startswith(b":")
+        ]
 
     @property
     def text(self) -> str:
@@ -76,7 +82,9 @@ class Client:
         tls: ssl.SSLContext | None = None,
         address: str = "127.0.0.1",
     ) -> Client:
-        """Open a connection from an address of this machine, with a small receive buffer and TLS where asked."""
+        """Open a connection from an address of this machine, with a small receive buffer and TLS
+        where asked.
+        """
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -85,14 +93,18 @@ class Client:
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
         host = None if tls is None else "127.0.0.1"
         return cls(
-            *await asyncio.open_connection(sock=sock, limit=receive_buffer or 2**20, ssl=tls, server_hostname=host)
+            *await asyncio.open_connection(
+                sock=sock, limit=receive_buffer or 2**20, ssl=tls, server_hostname=host
+            )
         )
 
     def send(self, data: bytes) -> None:
         """Write bytes as they are."""
         self.writer.write(data)
 
-    def post(self, path: str, body: object, headers: Sequence[tuple[str, str]] = (), version: str = "1.1") -> None:
+    def post(
+        self, path: str, body: object, headers: Sequence[tuple[str, str]] = (), version: str = "1.1"
+    ) -> None:
         """Send a POST; a body that is not bytes becomes JSON."""
         self.send(request("POST", path, body, headers, version))
 
@@ -168,7 +180,11 @@ async def exchange(port: int, data: bytes) -> Answer:
 
 
 def request(
-    method: str, path: str, body: object, headers: Sequence[tuple[str, str]] = (), version: str = "1.1"
+    method: str,
+    path: str,
+    body: object,
+    headers: Sequence[tuple[str, str]] = (),
+    version: str = "1.1",
 ) -> bytes:
     """A request's bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()

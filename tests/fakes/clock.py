@@ -1,4 +1,6 @@
-"""A clock that a test moves: deadlines are reached when the test says so, and never because the machine is slow."""
+"""A clock that a test moves: deadlines are reached when the test says so, and never because the
+machine is slow.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,14 @@ from typing import TypeVar
 from pdproxy.kit.clock import Clock, Timer
 
 TURNS = 5
-"""Turns of the event loop behind each timer: enough for a cancelled task to end and for those that await it."""
+"""Turns of the event loop behind each timer: enough for a cancelled task to end and for those that
+await it.
+"""
 STUCK, PAUSE = 20, 0.01
-"""So many turns of the event loop, with so many real seconds before each: what has not ended then waits for a deadline. Proxy,
-engines and clients of a test are one process, and each of them goes on in a turn: this takes longer where the machine is slow."""
+"""So many turns of the event loop, with so many real seconds before each: what has not ended then
+waits for a deadline. Proxy, engines and clients of a test are one process, and each of them goes on
+in a turn: this takes longer where the machine is slow.
+"""
 STEP = 8.0
 """Seconds of the first step of `through`, for tests with the deadlines of `tests.fakes.world`."""
 PATIENCE = 30.0
@@ -41,15 +47,21 @@ class ManualClock(Clock):
         return timer
 
     def pending(self) -> list[float]:
-        """For how many seconds each timer was set that is neither cancelled nor called, in the order of their calls."""
+        """For how many seconds each timer was set that is neither cancelled nor called, in the
+        order of their calls.
+        """
         return [self._set[number][1] for number in self._order()]
 
     async def advance(self, seconds: float) -> None:
-        """Let so much time pass: timers are called in order, with some turns of the event loop behind each."""
+        """Let so much time pass: timers are called in order, with some turns of the event loop
+        behind each.
+        """
         await self._advance_to(self._time + seconds)
 
     async def reach(self, seconds: float) -> None:
-        """Wait until a timer is set for just so many seconds, then let time pass until it has been called."""
+        """Wait until a timer is set for just so many seconds, then let time pass until it has been
+        called.
+        """
         end = time.monotonic() + PATIENCE
         while (due := self._when(seconds)) is None:
             if time.monotonic() > end:
@@ -58,10 +70,11 @@ class ManualClock(Clock):
         await self._advance_to(due)
 
     async def through(self, awaitable: Awaitable[_T], step: float = 0.5) -> _T:
-        """Await something. Whenever nothing else can end it, let time pass to the next timer, and more each time.
+        """Await something. Whenever nothing else can end it, let time pass to the next timer, and
+        more each time.
 
-        `step`: seconds that pass first, at least: fewer than any deadline. Each step takes real time, and a watch that comes each
-        second would take many.
+        `step`: seconds that pass first, at least: fewer than any deadline. Each step takes real
+        time, and a watch that comes each second would take many.
         """
         task, seconds = asyncio.ensure_future(awaitable), step
         while not task.done():
@@ -77,7 +90,12 @@ class ManualClock(Clock):
 
     def _when(self, seconds: float) -> float | None:
         return next(
-            (due for number in self._order() if (due := self._set[number][0]) and self._set[number][1] == seconds), None
+            (
+                due
+                for number in self._order()
+                if (due := self._set[number][0]) and self._set[number][1] == seconds
+            ),
+            None,
         )
 
     def _order(self) -> list[int]:
@@ -99,16 +117,19 @@ class ManualClock(Clock):
 
 
 async def later_turns() -> None:
-    """Let the event loop take so many turns that whatever nothing holds up has ended, however slow the machine is."""
+    """Let the event loop take so many turns that whatever nothing holds up has ended, however slow
+    the machine is.
+    """
     for _ in range(STUCK):
         await asyncio.sleep(PAUSE / 4)
 
 
 def let_loop_time_pass(seconds: float) -> None:
-    """Let the event loop's own clock be so much later from now on: aiohttp's deadlines until then are over in its next turn.
+    """Let the event loop's own clock be so much later from now on: aiohttp's deadlines until then
+    are over in its next turn.
 
-    The test needs the mark `asyncio_loop`: the clock of uvloop's loop is out of reach. `asyncio.timeout` and `asyncio.sleep` are
-    on that clock, too; `tests.fakes.world.until` is not.
+    The test needs the mark `asyncio_loop`: the clock of uvloop's loop is out of reach.
+    `asyncio.timeout` and `asyncio.sleep` are on that clock, too; `tests.fakes.world.until` is not.
     """
     loop = asyncio.get_running_loop()
     assert isinstance(loop, asyncio.BaseEventLoop)

@@ -1,7 +1,9 @@
-"""A simulated engine as the proxy's tests use it: the simulator behind real sockets, scripts for single answers, and its books.
+"""A simulated engine as the proxy's tests use it: the simulator behind real sockets, scripts for
+single answers, and its books.
 
-A test gives it scripts, one a request; where there are none left the simulated vLLM answers. A script is an async function of
-a `Reply`. Requests with `max_tokens: 0` (handles given back) never use up a script.
+A test gives it scripts, one a request; where there are none left the simulated vLLM answers. A
+script is an async function of a `Reply`. Requests with `max_tokens: 0` (handles given back) never
+use up a script.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _ids = itertools.count(1)
 
 
 class Reply(SimReply):
-    """A script's hand on one request's answer. Data that it writes for a request with a handle means: the KV was loaded."""
+    """A script's hand on one request's answer. Data that it writes for a request with a handle
+    means: the KV was loaded.
+    """
 
     engine: FakeEngine  # type: ignore[assignment]
 
@@ -80,10 +84,18 @@ class _Scripts(Scripts):
 
 
 class FakeEngine:
-    """One engine. `books` are shared by all engines of a test; the rest may be changed while it runs."""
+    """One engine. `books` are shared by all engines of a test; the rest may be changed while it
+    runs.
+    """
 
     def __init__(
-        self, role: str, books: Books, lease: float = 30.0, *, tls: ssl.SSLContext | None = None, **facts: Any
+        self,
+        role: str,
+        books: Books,
+        lease: float = 30.0,
+        *,
+        tls: ssl.SSLContext | None = None,
+        **facts: Any,
     ) -> None:
         self.role = role
         self.books = books
@@ -95,12 +107,14 @@ class FakeEngine:
             eos_every=0,
             kv_lease_duration=lease,
             handshake_timeout=20.0,
-            side_channel_port=free_port(),  # a restart binds it again: the system must not give it to a connection
+            # a restart binds it again: the system must not give it to a connection
+            side_channel_port=free_port(),
         )
         self.sim = SimServer(msgspec.structs.replace(usual, **facts), port=free_port(), tls=tls)
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)
         self.moves_kv = True
-        self._loaded: dict[int, Request] = {}  # kept: the id of one that is gone would be that of a later one
+        # kept: the id of one that is gone would be that of a later one
+        self._loaded: dict[int, Request] = {}
 
     # -- where it is
 
@@ -145,7 +159,9 @@ class FakeEngine:
         core, theirs = self.sim.engine._core, other.sim.engine
         assert core is not None
         assert theirs._core is not None
-        core.nixl._known.add(SideChannelPeer("127.0.0.1", theirs.side_channel_ports[0], theirs.engine_id))
+        core.nixl._known.add(
+            SideChannelPeer("127.0.0.1", theirs.side_channel_ports[0], theirs.engine_id)
+        )
 
     # -- what it answers
 
@@ -232,7 +248,9 @@ class FakeEngine:
     def models(self, names: list[str]) -> None:
         self._is(model=names[0])
         if len(names) > 1:
-            cards = [{"id": name, "object": "model", "root": "./model", "parent": None} for name in names]
+            cards = [
+                {"id": name, "object": "model", "root": "./model", "parent": None} for name in names
+            ]
 
             async def listed(reply: Reply) -> None:
                 await reply.whole(answers.compact({"object": "list", "data": cards}))
@@ -297,12 +315,19 @@ class FakeEngine:
             sequence = core._sequences.get(request_id)
             params = sequence.request.kv_transfer_params if sequence is not None else None
             abort(request_id, now)
-            if params and params.get("remote_request_id") and sequence is not None and not sequence.external:
+            if (
+                params
+                and params.get("remote_request_id")
+                and sequence is not None
+                and not sequence.external
+            ):
                 books.ended(str(params["remote_request_id"]), "aborted")
 
         def rejected(params: dict[str, Any]) -> None:
             name = str(params.get("remote_request_id"))
-            asked = any((one.kv or {}).get("remote_request_id") == name for one in self.sim.releases)
+            asked = any(
+                (one.kv or {}).get("remote_request_id") == name for one in self.sim.releases
+            )
             books.ended(name, "released" if asked else "refused")
             reject(params)
 
@@ -315,7 +340,12 @@ class FakeEngine:
             add(request, now)
 
         def noted(request: Request) -> None:
-            if request.generating and not request.release and request.kv is not None and self._decodes(request):
+            if (
+                request.generating
+                and not request.release
+                and request.kv is not None
+                and self._decodes(request)
+            ):
                 books.note(request.kv, "asked")
             note(request)
 
@@ -328,19 +358,32 @@ class FakeEngine:
             return
         self._loaded[id(request)] = request
         self.books.ended(str(request.kv.get("remote_request_id")), "loaded")
-        self.by_source["external_kv_transfer" if self.moves_kv else "local_compute"] += len(self.ids(request))
+        self.by_source["external_kv_transfer" if self.moves_kv else "local_compute"] += len(
+            self.ids(request)
+        )
         self.books.free(request.kv)
 
     def left(self, request: Request) -> None:
-        """The client left a request that a script was answering: the engine had its handle, and gives it back."""
-        if request.kv is None or not self._decodes(request) or request.release or id(request) in self._loaded:
+        """The client left a request that a script was answering: the engine had its handle, and
+        gives it back.
+        """
+        if (
+            request.kv is None
+            or not self._decodes(request)
+            or request.release
+            or id(request) in self._loaded
+        ):
             return
         self.books.ended(str(request.kv.get("remote_request_id")), "aborted")
         self.books.free(request.kv)
 
     def _decodes(self, request: Request) -> bool:
-        """Whether the engine is to use another one's KV for a request, not to make KV for another one."""
-        return self.role != "prefill" and not (self.role == "any" and (request.kv or {}).get("do_remote_decode"))
+        """Whether the engine is to use another one's KV for a request, not to make KV for another
+        one.
+        """
+        return self.role != "prefill" and not (
+            self.role == "any" and (request.kv or {}).get("do_remote_decode")
+        )
 
     def core(self) -> Core:
         """The simulated core."""

@@ -1,4 +1,6 @@
-"""Engines without HTTP behind an admission of its own, in virtual time: how requests fare under load, at little cost."""
+"""Engines without HTTP behind an admission of its own, in virtual time: how requests fare under
+load, at little cost.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,11 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Pool:
-    """What there is. Times in seconds: a step of one sequence, what each further one adds; `noise`: how much steps scatter.
+    """What there is. Times in seconds: a step of one sequence, what each further one adds; `noise`:
+    how much steps scatter.
 
-    `unlike`: how much answers' lengths scatter, which nobody knows before. `together`: prompts that wait are prefilled in one
-    step, at whose end all of them are ready.
+    `unlike`: how much answers' lengths scatter, which nobody knows before. `together`: prompts that
+    wait are prefilled in one step, at whose end all of them are ready.
     """
 
     places: int = 16
@@ -59,7 +62,9 @@ class Pool:
 
 
 class Engines:
-    """One that prefills, one by one or together, also what was given up; and one that decodes `batch` sequences at once."""
+    """One that prefills, one by one or together, also what was given up; and one that decodes
+    `batch` sequences at once.
+    """
 
     def __init__(self, pool: Pool, chance: random.Random) -> None:
         self._pool, self._chance = pool, chance
@@ -99,7 +104,9 @@ class Engines:
         prompts, self._prompts = self._prompts, {}
         self._prefills = bool(prompts)
         if prompts:
-            asyncio.get_running_loop().call_later(sum(prompts.values()), self._prefilled_all, list(prompts))
+            asyncio.get_running_loop().call_later(
+                sum(prompts.values()), self._prefilled_all, list(prompts)
+            )
 
     def _prefilled_all(self, prompts: list[asyncio.Future[None]]) -> None:
         for ready in prompts:
@@ -114,9 +121,15 @@ class Engines:
         self._steps = bool(self._running)
         if self._running:
             count = min(STEPS, *self._running.values())
-            seconds = count * (self._pool.step + self._pool.further * (len(self._running) - 1)) * self.slower
+            seconds = (
+                count
+                * (self._pool.step + self._pool.further * (len(self._running) - 1))
+                * self.slower
+            )
             seconds *= self._chance.lognormvariate(0.0, self._pool.noise)
-            asyncio.get_running_loop().call_later(seconds, self._stepped, count, list(self._running))
+            asyncio.get_running_loop().call_later(
+                seconds, self._stepped, count, list(self._running)
+            )
 
     def _stepped(self, count: int, batch: list[asyncio.Future[None]]) -> None:
         for done in batch:
@@ -129,7 +142,9 @@ class Engines:
 
 
 class Model:
-    """An admission before engines, and two tenants, a and b, with weights 3 and 1. Make it in a virtual loop."""
+    """An admission before engines, and two tenants, a and b, with weights 3 and 1. Make it in a
+    virtual loop.
+    """
 
     names = "ab"
     """The tenants of requests, in turn."""
@@ -160,7 +175,8 @@ class Model:
         return await self.admission.enter(Client(name), RequestDemand(1, 1, 1))
 
     async def load(self, times: float, seconds: float, *, asks: bool = True) -> Counter[str]:
-        """Send so many times the capacity; return what became of it: good, good of a, late, or the reason of a refusal.
+        """Send so many times the capacity; return what became of it: good, good of a, late, or the
+        reason of a refusal.
 
         `asks`: whether clients name their deadlines.
         """
@@ -169,7 +185,11 @@ class Model:
         while due < end:
             await asyncio.sleep(due - loop.time())
             shape = self._chance.choice(self._pool.shapes)
-            tasks.add(asyncio.create_task(self._one(self.names[number % len(self.names)], shape, found, asks=asks)))
+            tasks.add(
+                asyncio.create_task(
+                    self._one(self.names[number % len(self.names)], shape, found, asks=asks)
+                )
+            )
             number += 1
             due += self._chance.expovariate(times * self._pool.capacity)
         await asyncio.wait(tasks)
@@ -182,11 +202,16 @@ class Model:
         admitted, what = began, "good"
         limit: int | None = shape[1]
         if pool.unlike:
-            limit, shape = None, (shape[0], math.ceil(self._chance.lognormvariate(math.log(shape[1]), pool.unlike)))
+            limit, shape = (
+                None,
+                (shape[0], math.ceil(self._chance.lognormvariate(math.log(shape[1]), pool.unlike))),
+            )
         try:
             with self.clock.within(time if asks else 3600.0):
                 place = await self.admission.enter(
-                    self._clients[name], RequestDemand(shape[0], 1, limit), began + time if asks else None
+                    self._clients[name],
+                    RequestDemand(shape[0], 1, limit),
+                    began + time if asks else None,
                 )
                 admitted = loop.time()
                 await self.engines.serve(shape)

@@ -1,7 +1,8 @@
-"""Processes that begin with the proxy's modules loaded: a fork of a process that has loaded them takes an eighth of the CPU time.
+"""Processes that begin with the proxy's modules loaded: a fork of a process that has loaded them
+takes an eighth of the CPU time.
 
-`start` runs code in one, `command` a command of pdproxy, `piped` one whose output is read. The process from which they are
-forked is started with the first of them, and ends with this one.
+`start` runs code in one, `command` a command of pdproxy, `piped` one whose output is read. The
+process from which they are forked is started with the first of them, and ends with this one.
 """
 
 from __future__ import annotations
@@ -77,14 +78,20 @@ class Piped(Forked):
     stderr: asyncio.StreamReader
 
     async def communicate(self) -> tuple[bytes, bytes]:
-        """Read all that it prints, wait for its end, and return what was read: standard output, standard error."""
+        """Read all that it prints, wait for its end, and return what was read: standard output,
+        standard error.
+        """
         out, err = await asyncio.gather(self.stdout.read(), self.stderr.read())
         await self.wait()
         return out, err
 
 
-def start(code: str, arguments: Sequence[str], env: Mapping[str, str], stderr: int | IO[bytes]) -> Forked:
-    """Run `python -c CODE ARGUMENTS`, whose standard error goes to a file, or nowhere: `subprocess.DEVNULL`."""
+def start(
+    code: str, arguments: Sequence[str], env: Mapping[str, str], stderr: int | IO[bytes]
+) -> Forked:
+    """Run `python -c CODE ARGUMENTS`, whose standard error goes to a file, or nowhere:
+    `subprocess.DEVNULL`.
+    """
     question = _question(code, arguments, env)
     if stderr == subprocess.DEVNULL:
         with Path(os.devnull).open("wb") as nothing:
@@ -92,7 +99,9 @@ def start(code: str, arguments: Sequence[str], env: Mapping[str, str], stderr: i
     return Forked(_asked(question, stderr if isinstance(stderr, int) else stderr.fileno()))
 
 
-async def piped(*words: str, env: Mapping[str, str], code: str = COMMAND, cwd: Path | None = None) -> Piped:
+async def piped(
+    *words: str, env: Mapping[str, str], code: str = COMMAND, cwd: Path | None = None
+) -> Piped:
     """Run `pdproxy WORDS`, or other code, with a pipe for each output and nothing to read."""
     pipes = [os.pipe(), os.pipe()]
     made = Piped(_asked(_question(code, words, env, cwd), *(writing for _, writing in pipes)))
@@ -105,15 +114,26 @@ async def piped(*words: str, env: Mapping[str, str], code: str = COMMAND, cwd: P
 async def _reader(pipe: int) -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0))
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0)
+    )
     return reader
 
 
-def _question(code: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> object:
-    return {"code": code, "arguments": [*arguments], "env": dict(env), "cwd": str(cwd or Path.cwd())}
+def _question(
+    code: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
+) -> object:
+    return {
+        "code": code,
+        "arguments": [*arguments],
+        "env": dict(env),
+        "cwd": str(cwd or Path.cwd()),
+    }
 
 
-def command(*words: str, env: Mapping[str, str], stderr: int | IO[bytes] = subprocess.DEVNULL) -> Forked:
+def command(
+    *words: str, env: Mapping[str, str], stderr: int | IO[bytes] = subprocess.DEVNULL
+) -> Forked:
     """Run `pdproxy WORDS`."""
     return start(COMMAND, words, env, stderr)
 
@@ -139,7 +159,9 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def _serve(link: socket.socket) -> str | None:
-    """Fork what is asked for. Return the code in each new process, None here when nobody can ask any more."""
+    """Fork what is asked for. Return the code in each new process, None here when nobody can ask
+    any more.
+    """
     while True:
         said, files, _, _ = socket.recv_fds(link, _MAX, 2)
         if not said:
@@ -164,7 +186,9 @@ def _serve(link: socket.socket) -> str | None:
 
 
 def _take(files: Sequence[int]) -> None:
-    """Make the last file standard error, and one before it standard output, as Python opens that of a new process."""
+    """Make the last file standard error, and one before it standard output, as Python opens that of
+    a new process.
+    """
     for file, place in zip(reversed(files), (2, 1), strict=False):
         os.dup2(file, place)
         os.close(file)

@@ -17,10 +17,12 @@ _S = TypeVar("_S")
 
 @contextmanager
 def left_to_the_collector() -> Iterator[list[object]]:
-    """Yield a list. At the end it holds pdproxy's objects that the work has made and left in reference cycles.
+    """Yield a list. At the end it holds pdproxy's objects that the work has made and left in
+    reference cycles.
 
-    What was there before does not count: a proxy of an earlier test may lose its last reference meanwhile. It stays frozen, as
-    `tests/conftest.py` leaves the modules: neither this search nor later ones look through it.
+    What was there before does not count: a proxy of an earlier test may lose its last reference
+    meanwhile. It stays frozen, as `tests/conftest.py` leaves the modules: neither this search nor
+    later ones look through it.
     """
     found: list[object] = []
     gc.collect()

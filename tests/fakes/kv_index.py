@@ -41,9 +41,21 @@ class PlainIndex:
         counts: bool,
         from_start: bool = False,
     ) -> None:
-        self._call("stored", place, list(block_hashes), parent, list(token_ids), block_size, medium, group, counts)
+        self._call(
+            "stored",
+            place,
+            list(block_hashes),
+            parent,
+            list(token_ids),
+            block_size,
+            medium,
+            group,
+            counts,
+        )
         for number, found in enumerate(block_hashes):
-            self.blocks[place][found] = tuple(token_ids[number * block_size : (number + 1) * block_size])
+            self.blocks[place][found] = tuple(
+                token_ids[number * block_size : (number + 1) * block_size]
+            )
 
     def removed(self, place: int, block_hashes: Sequence[Hash], medium: str, group: int) -> None:
         self._call("removed", place, list(block_hashes), medium, group)

@@ -1,4 +1,6 @@
-"""One connection to an engine without a socket: a test decides what each read brings, and sees what the sink hears of it."""
+"""One connection to an engine without a socket: a test decides what each read brings, and sees what
+the sink hears of it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LIKE = b"5\r\nhello\r\n"
 
 
 class Heard:
-    """Writes down what a sink hears, and holds it to its promises: a head, then data that is not empty, then one end."""
+    """Writes down what a sink hears, and holds it to its promises: a head, then data that is not
+    empty, then one end.
+    """
 
     def __init__(self, on_data: Callable[[], None] = lambda: None) -> None:
         self.status = 0
@@ -94,7 +98,9 @@ Outcome = tuple[int, bytes, str | None, bool]
 
 
 def answered(reads: Sequence[bytes], *before: Sequence[bytes]) -> Outcome:
-    """What is heard of an answer that comes in these reads and is followed by the end of the connection."""
+    """What is heard of an answer that comes in these reads and is followed by the end of the
+    connection.
+    """
     wire = Wire()
     for earlier in before:
         assert wire.ask(Heard(), earlier).ending == "whole"
@@ -108,7 +114,9 @@ def answered(reads: Sequence[bytes], *before: Sequence[bytes]) -> Outcome:
 
 def halves(data: bytes) -> list[list[bytes]]:
     """All ways to cut bytes into two reads, and into reads of a byte."""
-    return [[data[:at], data[at:]] for at in range(1, len(data))] + [[bytes([byte]) for byte in data]]
+    return [[data[:at], data[at:]] for at in range(1, len(data))] + [
+        [bytes([byte]) for byte in data]
+    ]
 
 
 class Reference:

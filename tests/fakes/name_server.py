@@ -18,10 +18,11 @@ Key = tuple[str, str]
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """`records`: by name and type, the time to live with the texts of records. A name without any does not exist.
+    """`records`: by name and type, the time to live with the texts of records. A name without any
+    does not exist.
 
-    `fault`, for all questions or by type: servfail, refused, nxdomain, silent, garbage, short (half a message), other (the answer
-    to another question), truncated (only TCP has the answer).
+    `fault`, for all questions or by type: servfail, refused, nxdomain, silent, garbage, short (half
+    a message), other (the answer to another question), truncated (only TCP has the answer).
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,10 @@ class NameServer(asyncio.DatagramProtocol):
     def _answer(self, data: bytes, *, tcp: bool) -> bytes | None:
         query = dns.message.from_wire(data)
         (question,) = query.question
-        name, kind = question.name.to_text(omit_final_dot=True), dns.rdatatype.to_text(question.rdtype)
+        name, kind = (
+            question.name.to_text(omit_final_dot=True),
+            dns.rdatatype.to_text(question.rdtype),
+        )
         self.asked.append((name, kind))
         fault = self.fault if isinstance(self.fault, str) else self.fault.get(kind, "")
         answer = dns.message.make_response(query, recursion_available=True)
@@ -72,7 +76,9 @@ class NameServer(asyncio.DatagramProtocol):
             return answer.to_wire()
         if fault in ("servfail", "refused", "nxdomain"):
             answer.set_rcode(
-                {"servfail": dns.rcode.SERVFAIL, "refused": dns.rcode.REFUSED}.get(fault, dns.rcode.NXDOMAIN)
+                {"servfail": dns.rcode.SERVFAIL, "refused": dns.rcode.REFUSED}.get(
+                    fault, dns.rcode.NXDOMAIN
+                )
             )
             return answer.to_wire()
         if not any(known == name for known, _ in self.records):
@@ -80,7 +86,9 @@ class NameServer(asyncio.DatagramProtocol):
             return answer.to_wire()
         ttl, texts = self.records.get((name, kind), (0, ()))
         if texts:
-            answer.answer.append(dns.rrset.from_text_list(question.name, ttl, "IN", kind, list(texts)))
+            answer.answer.append(
+                dns.rrset.from_text_list(question.name, ttl, "IN", kind, list(texts))
+            )
         wire = answer.to_wire(max_size=65_535)
         return wire[: len(wire) // 2] if fault == "short" else wire
 
@@ -91,7 +99,9 @@ class NameServer(asyncio.DatagramProtocol):
             self._tcp = await asyncio.start_server(self._over_tcp, "127.0.0.1", 0)
             self.port = self._tcp.sockets[0].getsockname()[1]
             try:
-                await loop.create_datagram_endpoint(lambda: self, local_addr=("127.0.0.1", self.port))
+                await loop.create_datagram_endpoint(
+                    lambda: self, local_addr=("127.0.0.1", self.port)
+                )
             except OSError:  # the port is taken for UDP
                 self._tcp.close()
                 continue

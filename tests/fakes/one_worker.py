@@ -1,14 +1,25 @@
-"""Tests that need a proxy of one process, and why. With PDPROXY_TEST_WORKERS=2 they are left out, and counted by their reason."""
+"""Tests that need a proxy of one process, and why. With PDPROXY_TEST_WORKERS=2 they are left out,
+and counted by their reason.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-EACH = "it counts what each worker does by itself: lines of the log, files that it follows, turns of engines, first requests"
+EACH = (
+    "it counts what each worker does by itself: lines of the log, files that it follows, turns "
+    "of engines, first requests"
+)
 KEPT = "it counts connections to engines, which each worker keeps for itself"
-DIVIDED = "it fills a bound that is divided among workers: connections, bytes of bodies and answers, readers, retries"
-INSIDE = "it looks into one process, or changes that one alone: its tasks and parts, its engines, its admin API"
+DIVIDED = (
+    "it fills a bound that is divided among workers: connections, bytes of bodies and answers, "
+    "readers, retries"
+)
+INSIDE = (
+    "it looks into one process, or changes that one alone: its tasks and parts, its engines, its "
+    "admin API"
+)
 PREDICTED = "it is about predicted waits, which each worker knows from what it has served itself"
 CLOCK = "it moves its clock on faster than workers answer each other"
 SHARES = "it is about tenants' shares while requests wait, which hold in each worker"
@@ -19,7 +30,10 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_admin.py::test_recent_requests": INSIDE,
         "test_admin_requests.py::test_clients_that_leave_are_no_running_requests": INSIDE,
         "test_admin_requests.py::test_requests_that_run": INSIDE,
-        "test_auto_placement.py::test_an_engines_own_settings_say_how_many_tokens_its_steps_have": INSIDE,
+        (
+            "test_auto_placement.py::"
+            "test_an_engines_own_settings_say_how_many_tokens_its_steps_have"
+        ): INSIDE,
         "test_continued_edges.py::test_a_client_that_leaves_while_it_waits_for_a_retry": INSIDE,
         "test_continued_edges.py::test_a_request_whose_time_is_up_between_two_streams": EACH,
         "test_continued_not.py::test_a_client_that_leaves_while_nothing_comes": EACH,
@@ -34,9 +48,16 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_engines_come_and_go.py::test_a_decode_engine_comes_and_goes": INSIDE,
         "test_engines_come_and_go.py::test_a_removed_engine_dies_while_it_serves_a_request": INSIDE,
         "test_engines_come_and_go.py::test_a_removed_engine_is_asked_nothing": INSIDE,
-        "test_engines_come_and_go.py::test_an_engine_that_is_being_added_leaves_the_proxy_ready": INSIDE,
-        "test_engines_come_and_go.py::test_an_engine_that_recovers_after_its_removal_keeps_its_legs": INSIDE,
-        "test_engines_come_and_go.py::test_kv_that_was_pushed_to_a_removed_engine_is_released": INSIDE,
+        (
+            "test_engines_come_and_go.py::test_an_engine_that_is_being_added_leaves_the_proxy_ready"
+        ): INSIDE,
+        (
+            "test_engines_come_and_go.py::"
+            "test_an_engine_that_recovers_after_its_removal_keeps_its_legs"
+        ): INSIDE,
+        (
+            "test_engines_come_and_go.py::test_kv_that_was_pushed_to_a_removed_engine_is_released"
+        ): INSIDE,
         "test_engines_come_and_go.py::test_one_that_is_added_again_is_probed_again": INSIDE,
         "test_engines_come_and_go.py::test_removed_and_gone_at_once": INSIDE,
         "test_engines_come_and_go.py::test_removed_between_prefill_and_decode": INSIDE,
@@ -74,10 +95,15 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_other_routes_fail.py::test_an_engine_that_dies_in_a_stream": EACH,
         "test_other_routes_fail.py::test_an_engine_that_is_not_there": EACH,
         "test_other_routes_fail.py::test_the_breaker_hears_of_failures": EACH,
-        "test_outliers.py::test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_again": EACH,
+        (
+            "test_outliers.py::"
+            "test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_again"
+        ): EACH,
         "test_outliers.py::test_an_engine_that_is_slower_than_its_peers_is_excluded": EACH,
         "test_overload.py::test_a_full_queue_says_when_there_may_be_room": PREDICTED,
-        "test_overload.py::test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once": PREDICTED,
+        (
+            "test_overload.py::test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once"
+        ): PREDICTED,
         "test_pass_through.py::test_default_engines_answer_both_routes": EACH,
         "test_placement.py": INSIDE,
         "test_prefixes.py::test_a_prefill_engine_is_asked_to_report_and_may_refuse": EACH,
@@ -119,7 +145,9 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_wrong_keys.py::test_too_many_wrong_keys_of_an_address": EACH,
     }
 )
-"""Reasons by the test's file and name, or by the file for all in it. All parameters of a test are left out."""
+"""Reasons by the test's file and name, or by the file for all in it. All parameters of a test are
+left out.
+"""
 
 
 def reason(file: str, name: str) -> str | None:

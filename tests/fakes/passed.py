@@ -67,7 +67,10 @@ def shape(event: bytes) -> Any:
 
     def still(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: "*" if k in ("id", "item_id", "created_at") else still(v) for k, v in value.items()}
+            return {
+                k: "*" if k in ("id", "item_id", "created_at") else still(v)
+                for k, v in value.items()
+            }
         return [still(one) for one in value] if isinstance(value, list) else value
 
     return name, still(json.loads(data))

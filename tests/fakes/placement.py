@@ -28,7 +28,9 @@ Choice = Callable[[Ask, Candidates], Placed | None]
 
 def whole(index: int = 0, reason: str = "test", **values: float) -> Choice:
     """The engine at an index of those that may serve whole, in the order of the settings."""
-    return lambda ask, among: Placed((among.whole[index % len(among.whole)],), reason, values or None)
+    return lambda ask, among: Placed(
+        (among.whole[index % len(among.whole)],), reason, values or None
+    )
 
 
 def split(prefill: int = 0, decode: int = 0, reason: str = "test", **values: float) -> Choice:
@@ -50,7 +52,9 @@ def late(_ask: Ask, _among: Candidates) -> Placed | None:
 
 
 class Scripted(Placement):
-    """Decides by `choices`, one after the other, and then by `usual`. Keeps what it was asked and told."""
+    """Decides by `choices`, one after the other, and then by `usual`. Keeps what it was asked and
+    told.
+    """
 
     def __init__(self, context: PlacementContext) -> None:
         self.context = context
@@ -94,12 +98,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placements, "PLACEMENTS", MappingProxyType({NAME: Scripted}))
 
 
-def placed(settings: Settings, pool: Mapping[str, Any] = MappingProxyType({}), **policy: Any) -> Settings:
+def placed(
+    settings: Settings, pool: Mapping[str, Any] = MappingProxyType({}), **policy: Any
+) -> Settings:
     """Settings whose pool has it."""
     replace = msgspec.structs.replace
     chosen = replace(settings.pool, policy=PoolPolicy(placement=NAME, **policy), **pool)
     # Decisions are kept only for the admin API.
-    return replace(settings, pools=(chosen,), listen=replace(settings.listen, admin="unix:/nowhere"))
+    return replace(
+        settings, pools=(chosen,), listen=replace(settings.listen, admin="unix:/nowhere")
+    )
 
 
 def placed_world(
@@ -112,7 +120,13 @@ def placed_world(
     **more: Any,
 ) -> AbstractAsyncContextManager[World]:
     """A world whose pool has it. `policy` and `pool`: further settings."""
-    return world(prefill, decode, anything=anything, adjust=lambda settings: placed(settings, pool, **policy), **more)
+    return world(
+        prefill,
+        decode,
+        anything=anything,
+        adjust=lambda settings: placed(settings, pool, **policy),
+        **more,
+    )
 
 
 def scripted(w: World) -> Scripted:

@@ -1,4 +1,6 @@
-"""The real proxy in front of simulated engines of any connector, beside a plain engine that answers as one engine would."""
+"""The real proxy in front of simulated engines of any connector, beside a plain engine that answers
+as one engine would.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Pair:
     headers: tuple[tuple[str, str], ...] = ()
     """Those of requests that have none of their own."""
 
-    async def ask(self, path: str, body: dict[str, Any], headers: Sequence[tuple[str, str]] = ()) -> Answer:
+    async def ask(
+        self, path: str, body: dict[str, Any], headers: Sequence[tuple[str, str]] = ()
+    ) -> Answer:
         """Ask the proxy."""
         return await self.world.ask(path, body, headers or self.headers)
 
@@ -110,20 +114,26 @@ async def pool(
     health: Mapping[str, float] | None = None,
     auth: Auth | None = None,
 ) -> AsyncIterator[Pair]:
-    """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
+    """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone,
+    `everybody`: of all engines.
 
-    `pool_settings`: settings of the pool beside those that the connector needs.
-    `notices` False: P is told a socket that nobody reads. `kv_ready_at_first`: begin when all engines can take part in KV
-    transfer.
-    `anything`: all engines have role any. `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches
-    deadlines passes a `ManualClock`. `health`: engines are not watched for standing still unless it says so: canaries would be
-    further requests.
+    `pool_settings`: settings of the pool beside those that the connector needs. `notices` False: P
+    is told a socket that nobody reads. `kv_ready_at_first`: begin when all engines can take part in
+    KV transfer.
+    `anything`: all engines have role any. `tokenizer`: makes ids of all prompts. `clock`: the
+    proxy's; a test that reaches deadlines passes a `ManualClock`. `health`: engines are not watched
+    for standing still unless it says so: canaries would be further requests.
     """
     zmq_port, http_port = free_port(), free_port()
     told = {"lmcache-pd": f"tcp://127.0.0.1:{zmq_port if notices else free_port()}"}
     told["nixl"] = told["lmcache-pd"]
     told["lmcache-mp"] = f"http://127.0.0.1:{zmq_port if notices else free_port()}/api/v1/telemetry"
-    usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector}
+    usual: dict[str, Any] = {
+        "model": "tiny",
+        "eos_every": 0,
+        "hardware": FAST,
+        "connector": connector,
+    }
     usual |= {"tensor_parallel_size": ranks, **(everybody or {})}
     cpu = {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}
     usual |= cpu
@@ -136,15 +146,21 @@ async def pool(
     notify = {"notify": told[connector]} if connector in told else {}
     d_config = config | {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
     async with AsyncExitStack() as stack:
-        p_facts = SimFacts(**{**usual, "role": "prefill", **notify, "lmcache": SimLMCache(**config), **(p or {})})
+        p_facts = SimFacts(
+            **{**usual, "role": "prefill", **notify, "lmcache": SimLMCache(**config), **(p or {})}
+        )
         to_d = notify if connector == "nixl" else {}
-        d_facts = SimFacts(**{**usual, "role": "decode", **to_d, "lmcache": SimLMCache(**d_config), **(d or {})})
+        d_facts = SimFacts(
+            **{**usual, "role": "decode", **to_d, "lmcache": SimLMCache(**d_config), **(d or {})}
+        )
         plain_facts = SimFacts(**{**usual, "connector": "none"})
         if anything:
             p_facts = d_facts = msgspec.structs.replace(p_facts, role="any")
         every = [*[p_facts] * prefills, *[d_facts] * decodes, plain_facts]
         started = [
-            await stack.enter_async_context(SimServer(facts, port=free_port(), chance=number, storage=storage))
+            await stack.enter_async_context(
+                SimServer(facts, port=free_port(), chance=number, storage=storage)
+            )
             for number, facts in enumerate(every, start=1)
         ]
         *engines, plain = started
@@ -160,13 +176,20 @@ async def pool(
                 Pool(
                     connector=connector,
                     dispatch=dispatch,
-                    nodes=tuple(msgspec.structs.replace(_prefill(engine), role="any") for engine in engines)
+                    nodes=tuple(
+                        msgspec.structs.replace(_prefill(engine), role="any") for engine in engines
+                    )
                     if anything
                     else (
                         _prefill(sims[0], prefill_facts),
-                        ConfiguredEngine(url=sims[1].url, role="decode", receiver=receiver, facts=decode),
+                        ConfiguredEngine(
+                            url=sims[1].url, role="decode", receiver=receiver, facts=decode
+                        ),
                         *[_prefill(engine) for engine in engines[1:prefills]],
-                        *[ConfiguredEngine(url=engine.url, role="decode") for engine in engines[prefills + 1 :]],
+                        *[
+                            ConfiguredEngine(url=engine.url, role="decode")
+                            for engine in engines[prefills + 1 :]
+                        ],
                     ),
                     lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
                     tokenize="always" if tokenizer is not None else "auto",
@@ -175,8 +198,12 @@ async def pool(
                     turns=Turns(**(turns or {})),
                 ),
             ),
-            deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}),
-            kv_ready=KvReady(**{"port": zmq_port, "notifier": connector == "nixl", **(kv_ready or {})}),
+            deadlines=msgspec.structs.replace(
+                DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}
+            ),
+            kv_ready=KvReady(
+                **{"port": zmq_port, "notifier": connector == "nixl", **(kv_ready or {})}
+            ),
             limits=Limits(**(limits or {})),
             health=Health(**{"stalled_after": 0, **(health or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
@@ -191,14 +218,18 @@ async def pool(
             worker.observers._observers += (recorder,)
         made.start()
         together = bool(others)
-        world.servers = [await _serve(worker, world, http_port, together=together) for worker in world.workers]
+        world.servers = [
+            await _serve(worker, world, http_port, together=together) for worker in world.workers
+        ]
         try:
             nodes = [node for worker in world.workers for node in worker.ledger.engines]
             await until(lambda: all(node.probed for node in nodes))
             if kv_ready_at_first:
                 await until(lambda: all(node.kv_not_ready is None for node in nodes))
             more = (*engines[1:prefills], *engines[prefills + 1 :])
-            headers = tuple(("authorization", f"Bearer {key}") for key in settings.auth.api_keys[:1])
+            headers = tuple(
+                ("authorization", f"Bearer {key}") for key in settings.auth.api_keys[:1]
+            )
             yield Pair(world, sims[0], sims[1], sims[2], tuple(more), headers)
             await until(lambda: not world.busy())
         finally:

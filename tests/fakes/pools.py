@@ -1,4 +1,6 @@
-"""A proxy in front of several pools of simulated engines, each with a connector and a model of its own."""
+"""A proxy in front of several pools of simulated engines, each with a connector and a model of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from tests.fakes.world import DEADLINES, World, _serve, until
 
 @dataclass
 class PoolOf:
-    """One pool: with `connector` none so many engines that serve alone, with all others a prefill and a decode engine."""
+    """One pool: with `connector` none so many engines that serve alone, with all others a prefill
+    and a decode engine.
+    """
 
     model: str
     connector: str = "none"
@@ -67,14 +71,18 @@ async def pools(
     chance: Callable[[], float] | None = None,
     **more: Any,
 ) -> AsyncIterator[Pools]:
-    """Run pools. `probes`: seconds between probes; `chance`: of choices among pools and engines; `more`: other settings."""
+    """Run pools. `probes`: seconds between probes; `chance`: of choices among pools and engines;
+    `more`: other settings.
+    """
     notifier = any(one.notifies is not None for one in wanted)
     async with AsyncExitStack() as stack:
         engines: list[list[SimServer]] = []
         own: list[Pool] = []
         for number, one in enumerate(wanted):
             made = [
-                await stack.enter_async_context(SimServer(facts, port=free_port(), chance=10 * number + at))
+                await stack.enter_async_context(
+                    SimServer(facts, port=free_port(), chance=10 * number + at)
+                )
                 for at, facts in enumerate(_facts(one))
             ]
             engines.append(made)
@@ -88,17 +96,33 @@ async def pools(
             **more,
         )
         recorder = Recorder()
-        watch = Watch(observers=[recorder]) if chance is None else Watch(observers=[recorder], chance=chance)
+        watch = (
+            Watch(observers=[recorder])
+            if chance is None
+            else Watch(observers=[recorder], chance=chance)
+        )
         proxy = Proxy.build(settings, Shelf(), watch)
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         found = Pools(world, engines)
         proxy.start()
         world.servers = [await _serve(proxy, world)]
         try:
-            await until(lambda: all(engine.probed for pool in proxy.pools for engine in pool.ledger.engines))
-            await until(lambda: all(n.kv_not_ready is None for pool in proxy.pools for n in pool.ledger.engines))
+            await until(
+                lambda: all(engine.probed for pool in proxy.pools for engine in pool.ledger.engines)
+            )
+            await until(
+                lambda: all(
+                    n.kv_not_ready is None for pool in proxy.pools for n in pool.ledger.engines
+                )
+            )
             yield found
-            await until(lambda: not any(engine.requests for pool in proxy.pools for engine in pool.ledger.engines))
+            await until(
+                lambda: (
+                    not any(
+                        engine.requests for pool in proxy.pools for engine in pool.ledger.engines
+                    )
+                )
+            )
         finally:
             await world.disconnect()
             for pool in proxy.pools:
@@ -107,7 +131,12 @@ async def pools(
 
 
 def _facts(one: PoolOf) -> Sequence[SimFacts]:
-    usual: dict[str, Any] = {"model": one.model, "eos_every": 0, "hardware": Hardware(speed=0), "runtime_lora": True}
+    usual: dict[str, Any] = {
+        "model": one.model,
+        "eos_every": 0,
+        "hardware": Hardware(speed=0),
+        "runtime_lora": True,
+    }
     usual["connector"] = one.connector
     if one.connector == "none":
         return [SimFacts(**usual)] * one.alone

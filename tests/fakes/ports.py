@@ -1,4 +1,6 @@
-"""Free ports for tests that must know one before anybody listens on it, or that close one and expect nobody behind it."""
+"""Free ports for tests that must know one before anybody listens on it, or that close one and
+expect nobody behind it.
+"""
 
 import itertools
 import random
@@ -7,7 +9,9 @@ from collections.abc import Iterator
 
 LOWEST, HIGHEST = 12_000, 32_000  # below those that the system gives to connections
 BLOCK = 500
-"""Ports that belong to one process of tests: workers and whole runs beside each other never try the same one."""
+"""Ports that belong to one process of tests: workers and whole runs beside each other never try the
+same one.
+"""
 
 
 def _bound(port: int, *, reuse: bool) -> socket.socket | None:
@@ -23,7 +27,9 @@ def _bound(port: int, *, reuse: bool) -> socket.socket | None:
 
 
 def _block() -> tuple[int, socket.socket]:
-    """Take a block that no other process has: whoever listens on its first port owns it, until the process ends."""
+    """Take a block that no other process has: whoever listens on its first port owns it, until the
+    process ends.
+    """
     firsts = list(range(LOWEST, HIGHEST, BLOCK))
     random.shuffle(firsts)
     for first in firsts:

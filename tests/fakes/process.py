@@ -1,4 +1,6 @@
-"""The real proxy in a process of its own, in front of fake engines, with a standard error that the test chooses."""
+"""The real proxy in a process of its own, in front of fake engines, with a standard error that the
+test chooses.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,16 @@ SERVE = textwrap.dedent(
         # Without core dumps only root could see which files it has open.
         observe=Observe(log_format=log_format, core_dumps=True),
     )))
-    """
+    """  # noqa: E501
 )
 
 
 class Served:
     """A running proxy."""
 
-    def __init__(self, process: asyncio.subprocess.Process | Forked, port: int, engines: Sequence[FakeEngine]) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process | Forked, port: int, engines: Sequence[FakeEngine]
+    ) -> None:
         self.process = process
         self.port = port
         self.prefill, self.decode = engines
@@ -71,7 +75,11 @@ class Served:
         """The workers with open connections where the port is theirs, or that of the other side."""
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         end = 1 if is_theirs else 2
-        links = {f"socket:[{row[9]}]" for row in rows if row[end].endswith(f":{port:04X}") and row[3] == "01"}
+        links = {
+            f"socket:[{row[9]}]"
+            for row in rows
+            if row[end].endswith(f":{port:04X}") and row[3] == "01"
+        }
 
         def of(pid: int) -> set[str]:
             found = set()
@@ -83,7 +91,9 @@ class Served:
         return [pid for pid in self.workers() if links & of(pid)]
 
     def serves_client(self) -> int:
-        """The worker that has the only client's connection. All may have some to engines: one of them probes."""
+        """The worker that has the only client's connection. All may have some to engines: one of
+        them probes.
+        """
         (found,) = self.connected(self.port, is_theirs=True)
         return found
 
@@ -92,7 +102,9 @@ class Served:
         return await exchange(self.port, request(method, path, body))
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples of this name with these labels on the metrics page; 0 where there is none."""
+        """The sum of the samples of this name with these labels on the metrics page; 0 where there
+        is none.
+        """
         page = (await self.ask("GET", "/metrics")).body.decode()
         return total(read(page, name), name, labels)
 
@@ -114,17 +126,25 @@ async def served(
     linger: float = 0.0,
     port: int | None = None,
 ) -> AsyncIterator[Served]:
-    """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None: it is closed.
+    """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None:
+    it is closed.
 
-    `interval`: seconds between probes; `facts`: of both engines, where they differ from the usual ones; `linger`: after SIGTERM;
-    `port`: None: a free one.
+    `interval`: seconds between probes; `facts`: of both engines, where they differ from the usual
+    ones; `linger`: after SIGTERM; `port`: None: a free one.
     """
     books = Books()
     engines = [FakeEngine(role, books, **(facts or {})) for role in ("prefill", "decode")]
     for engine in engines:
         await engine.listen()
     port = port or free_port()
-    given = [str(port), *(one.url for one in engines), log_format, str(max_bytes), str(workers), str(interval)]
+    given = [
+        str(port),
+        *(one.url for one in engines),
+        log_format,
+        str(max_bytes),
+        str(workers),
+        str(interval),
+    ]
     given.append(str(linger))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process: asyncio.subprocess.Process | Forked

@@ -12,7 +12,11 @@ from pdproxy.wire.request import Parsed, Route, parse
 def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
     """A client's request."""
     text = "p" * 50
-    prompt = {"prompt": text} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    prompt = (
+        {"prompt": text}
+        if route is Route.COMPLETIONS
+        else {"messages": [{"role": "user", "content": text}]}
+    )
     return parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
 
 

@@ -1,4 +1,6 @@
-"""Looks at every byte that clients of this process's proxies get, whatever they are and in whichever way a test made them."""
+"""Looks at every byte that clients of this process's proxies get, whatever they are and in
+whichever way a test made them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ _OVERLAP = 1 << 10
 _SENT = 1 << 18
 _MAX_FOUND = 20
 _HANDLE = re.compile(
-    rb'"[a-z_]*_transfer_params": ?(?!null)|"(?:do_)?remote_[a-z_]+":|"(?:engine_id|transfer_id|kvcache_[a-z_]+|disagg_spec)":'
+    rb'"[a-z_]*_transfer_params": '
+    rb'?(?!null)|"(?:do_)?remote_[a-z_]+":|"(?:engine_id|transfer_id|kvcache_[a-z_]+|disagg_spec)":'
     rb"|___(?:prefill|decode)_addr_"
 )
 """What only handles have, and ids that name engines."""
 _LEARNED = re.compile(
-    rb'"(?:remote_engine_id|remote_request_id|engine_id|transfer_id)": ?"([^"]{8,200})"|"remote_block_ids": ?(\[\[[\d, ]{8,}\]\])'
+    rb'"(?:remote_engine_id|remote_request_id|engine_id|transfer_id)": '
+    rb'?"([^"]{8,200})"|"remote_block_ids": ?(\[\[[\d, ]{8,}\]\])'
 )
 """Values of handles that engines send and are sent."""
 _OPERATORS = re.compile(rb"(?m)^[A-Z]+ \S*/(?:ready|metrics|healthcheck|docs|openapi|api/)")
@@ -40,7 +44,9 @@ class Connection:
         self._look = look
 
     def sends(self, data: bytes) -> None:
-        self.may_see_engines = self.may_see_engines or bool(_OPERATORS.search(data)) or _ASKED in data.lower()
+        self.may_see_engines = (
+            self.may_see_engines or bool(_OPERATORS.search(data)) or _ASKED in data.lower()
+        )
         self.sent += data[: _SENT - len(self.sent)]
 
     def gets(self, data: bytes) -> None:
@@ -107,7 +113,8 @@ class Watch:
 
 @contextmanager
 def nothing_inside() -> Iterator[None]:
-    """Fail at the end if a client got a handle, a value of one, the id of a leg, or the address of an engine.
+    """Fail at the end if a client got a handle, a value of one, the id of a leg, or the address of
+    an engine.
 
     What the client itself has sent is not counted.
     """

@@ -27,11 +27,15 @@ _ATOMS = (
 _TESTS_OWN = (Connection,)
 """What the tests keep at each connection of a client."""
 _HISTORY = (Settings, Decisions, Recent, logging.Logger)
-"""What may name engines that are gone: the settings of the start, the last decisions, and the last requests."""
+"""What may name engines that are gone: the settings of the start, the last decisions, and the last
+requests.
+"""
 
 
 def remains(root: object, names: Collection[str], skip: Collection[object] = ()) -> list[str]:
-    """Return the places, as paths from `root`, of texts with one of these names. Objects in `skip` are not looked into."""
+    """Return the places, as paths from `root`, of texts with one of these names. Objects in `skip`
+    are not looked into.
+    """
     found: list[str] = []
     seen = {id(one) for one in skip}
     stack: list[tuple[object, str]] = [(root, "proxy")]
@@ -80,7 +84,9 @@ def _parts(one: Any) -> Iterator[tuple[str, object]]:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             private = (
-                f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+                f"_{kind.__name__.lstrip('_')}{name}"
+                if name.startswith("__") and not name.endswith("__")
+                else name
             )
             if private not in ("__dict__", "__weakref__") and hasattr(one, private):
                 yield f".{private}", getattr(one, private)

@@ -1,4 +1,6 @@
-"""Samples of metrics by their name and labels. A page has a thousand lines, and the library takes 10 ms to read them all."""
+"""Samples of metrics by their name and labels. A page has a thousand lines, and the library takes
+10 ms to read them all.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ async def garbage(reply: Reply) -> None:
 
 async def half(reply: Reply) -> None:
     """An answer that breaks off in its body."""
-    await reply.raw(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{"id":')
+    await reply.raw(
+        b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{"id":'
+    )
     reply.eof()
 
 
@@ -105,7 +107,9 @@ def without(names: Sequence[str]) -> Script:
 
     async def script(reply: Reply) -> None:
         ids = reply.engine.ids(reply.request)
-        params = {name: value for name, value in handle(reply.engine, ids).items() if name not in names}
+        params = {
+            name: value for name, value in handle(reply.engine, ids).items() if name not in names
+        }
         await reply.whole(answers.whole(reply.request.chat, ids, "x", 1, ids=True, kv=params))
 
     return script

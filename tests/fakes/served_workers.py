@@ -33,10 +33,13 @@ SERVE = textwrap.dedent(
     sys.exit(main(["serve", "--config", sys.argv[1]]))
     """
 )
-"""The command, but that a worker which has ended is started again at once, however often: tests kill some again and again."""
+"""The command, but that a worker which has ended is started again at once, however often: tests
+kill some again and again.
+"""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
 ENVIRONMENT["PDPROXY_LISTEN__LINGER"] = "0"
-ENVIRONMENT["PDPROXY_OBSERVE__CORE_DUMPS"] = "true"  # or only root could see which files a process has open
+# or only root could see which files a process has open
+ENVIRONMENT["PDPROXY_OBSERVE__CORE_DUMPS"] = "true"
 
 
 @dataclass
@@ -49,7 +52,9 @@ class Run:
     spare: Sequence[FakeEngine] = ()
 
     async def all_say(self, path: str, holds: Callable[[Any], bool]) -> Any:
-        """Wait until this holds for eight answers in a row: any worker may answer. Return the last one."""
+        """Wait until this holds for eight answers in a row: any worker may answer. Return the last
+        one.
+        """
         good, found = 0, None
         async with asyncio.timeout(PATIENCE):
             while good < 8:
@@ -71,7 +76,9 @@ class Run:
     async def kill(self, pid: int) -> None:
         """Kill a worker, and wait for its successor."""
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: pid not in self.proxy.workers() and len(self.proxy.workers()) == 2, PATIENCE)
+        await until(
+            lambda: pid not in self.proxy.workers() and len(self.proxy.workers()) == 2, PATIENCE
+        )
         await self.whole()
 
     async def whole(self) -> None:
@@ -90,10 +97,12 @@ async def serving(
     spare: Sequence[FakeEngine] = (),
     patience: float = followed_changes.PATIENCE,
 ) -> AsyncIterator[Run]:
-    """Run it until the block ends; it must end with 0 then. `settings`: its file, from its port and that of its admin API.
+    """Run it until the block ends; it must end with 0 then. `settings`: its file, from its port and
+    that of its admin API.
 
-    `engines`: all that are to listen. `shown`: a prefill and a decode engine for `Served`, the first two of them if it is None;
-    `spare`: those that the proxy does not know. `patience`: seconds within which workers are to make a change.
+    `engines`: all that are to listen. `shown`: a prefill and a decode engine for `Served`, the
+    first two of them if it is None; `spare`: those that the proxy does not know. `patience`:
+    seconds within which workers are to make a change.
     """
     for engine in engines:
         await engine.listen()
@@ -101,7 +110,9 @@ async def serving(
     path.write_text(settings(port, admin))
     with (tmp_path / "log").open("wb") as log:
         process = start(SERVE, [str(path), str(patience)], ENVIRONMENT, log)
-        run = Run(Served(process, port, engines[:2] if shown is None else shown), Api(admin), path, spare)
+        run = Run(
+            Served(process, port, engines[:2] if shown is None else shown), Api(admin), path, spare
+        )
         try:
             async with asyncio.timeout(PATIENCE):
                 while True:
@@ -124,4 +135,6 @@ async def serving(
 
 def nodes(engines: Sequence[FakeEngine]) -> str:
     """Return these engines as the nodes of a pool in a file of settings."""
-    return "  nodes:\n" + "".join(f"  - {{url: '{one.url}', role: {one.role}}}\n" for one in engines)
+    return "  nodes:\n" + "".join(
+        f"  - {{url: '{one.url}', role: {one.role}}}\n" for one in engines
+    )

@@ -1,9 +1,11 @@
-"""Several workers in one event loop: each is a whole proxy with its part of what workers share, and all listen at one port.
+"""Several workers in one event loop: each is a whole proxy with its part of what workers share, and
+all listen at one port.
 
-With PDPROXY_TEST_WORKERS=2 the tests of `world` run so, where their settings allow it, and those of `tests.fakes.process` with
-processes. `.ci/full workers` runs all of `tests/proxy` so; `tests.fakes.one_worker` names the tests that can't, and why.
-Tests in virtual time have one proxy in any case, and of those with the fixtures `pool` and `fleet` the ones whose engines send
-the proxy nothing.
+With PDPROXY_TEST_WORKERS=2 the tests of `world` run so, where their settings allow it, and those of
+`tests.fakes.process` with processes. `.ci/full workers` runs all of `tests/proxy` so;
+`tests.fakes.one_worker` names the tests that can't, and why. Tests in virtual time have one proxy
+in any case, and of those with the fixtures `pool` and `fleet` the ones whose engines send the proxy
+nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, Dispatch
 
 SCRIPTED = "scripted"
-"""A placement that follows a test's script. Each worker would have its own: it runs in one process."""
+"""A placement that follows a test's script. Each worker would have its own: it runs in one
+process.
+"""
 WORKERS = int(os.environ.get("PDPROXY_TEST_WORKERS", "1"))
 """How many workers a proxy of the tests has, where a test does not say it."""
 
@@ -40,9 +44,13 @@ WORKERS = int(os.environ.get("PDPROXY_TEST_WORKERS", "1"))
 class Several:
     """What the workers share, and the parent's part of passing questions on."""
 
-    def __init__(self, count: int, now: Callable[[], float], settings: Settings | None = None) -> None:
+    def __init__(
+        self, count: int, now: Callable[[], float], settings: Settings | None = None
+    ) -> None:
         self.restarts = 0
-        self.workers = [WorkerProcess(number, pid=number + 1, ready=True) for number in range(count)]
+        self.workers = [
+            WorkerProcess(number, pid=number + 1, ready=True) for number in range(count)
+        ]
         self._switchboard = Switchboard(self, add_up)  # type: ignore[arg-type]
         self._shared = WorkersMemory(count)
         if settings is not None:
@@ -64,7 +72,9 @@ class Several:
         asyncio.get_running_loop().call_soon(self.shares[worker.number].received, message)
 
     def close(self) -> None:
-        """Close the counters by which workers wake each other, and the sockets to which engines send."""
+        """Close the counters by which workers wake each other, and the sockets to which engines
+        send.
+        """
         for listener in self._shared.listeners():
             listener.close()
         for wake in self._shared.wakes:
@@ -76,16 +86,24 @@ _NAMED = Attempt._named_dispatch
 
 @dataclass
 class Built:
-    """The workers of a proxy, each with its share; one that is alone has none. None serves requests yet."""
+    """The workers of a proxy, each with its share; one that is alone has none. None serves requests
+    yet.
+    """
 
     proxies: list[Proxy]
     shares: list[Share | SoleProcess]
     several: Several | None
 
     def start(self) -> None:
-        """Start all of them. The process has one name for ids: here each leg's id names the worker that makes it."""
+        """Start all of them. The process has one name for ids: here each leg's id names the worker
+        that makes it.
+        """
         if self.several is not None:
-            numbers = {id(pool.resources): at for at, proxy in enumerate(self.proxies) for pool in proxy.pools}
+            numbers = {
+                id(pool.resources): at
+                for at, proxy in enumerate(self.proxies)
+                for pool in proxy.pools
+            }
 
             def named(attempt: Attempt, contract: Contract, request: PromptRequest) -> Dispatch:
                 ids.name_worker(numbers[id(request.resources)])
@@ -111,12 +129,22 @@ class Built:
 
 
 def built(settings: Settings, library: Library = TRANSFORMERS, clock: Clock | None = None) -> Built:
-    """Make the workers of a proxy: as many as this run of the tests has, if its engines send it messages, else one."""
+    """Make the workers of a proxy: as many as this run of the tests has, if its engines send it
+    messages, else one.
+    """
     sends = any(places(settings))
     count = workers_for(settings) if sends else 1
-    several = Several(count, clock.now if clock is not None else time.monotonic, settings) if count > 1 else None
+    several = (
+        Several(count, clock.now if clock is not None else time.monotonic, settings)
+        if count > 1
+        else None
+    )
     shares: list[Share | SoleProcess] = [ALONE] if several is None else [*several.shares]
-    return Built([Proxy.build(settings, library, clock=clock, share=share) for share in shares], shares, several)
+    return Built(
+        [Proxy.build(settings, library, clock=clock, share=share) for share in shares],
+        shares,
+        several,
+    )
 
 
 ran: dict[bool, set[str]] = {True: set(), False: set()}

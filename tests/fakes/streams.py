@@ -1,4 +1,6 @@
-"""Clients that stream all the time, while a test changes something: none of them may see anything of it."""
+"""Clients that stream all the time, while a test changes something: none of them may see anything
+of it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.fakes.world import COMPLETIONS, PROMPT, World, completion
 from tests.sim.engines import plain
 
 TOKENS = 12
-LONGER = BuiltInTokenizer().decode(plain(tuple(BuiltInTokenizer().encode(PROMPT)), TOKENS, model="tiny", eos_every=0))
+LONGER = BuiltInTokenizer().decode(
+    plain(tuple(BuiltInTokenizer().encode(PROMPT)), TOKENS, model="tiny", eos_every=0)
+)
 """What one engine alone says in that many tokens."""
 
 
@@ -50,7 +54,9 @@ class Streams:
 
 @asynccontextmanager
 async def streaming(w: World, clients: int) -> AsyncIterator[Streams]:
-    """Let so many clients stream. At the end no leg may have failed, and all requests have ended well."""
+    """Let so many clients stream. At the end no leg may have failed, and all requests have ended
+    well.
+    """
     made = Streams()
     made.tasks = [asyncio.create_task(made._ask(w)) for _ in range(clients)]
     try:

@@ -67,7 +67,9 @@ def front(side: Side, **more: Any) -> Callable[[Settings], Settings]:
 
     def adjust(settings: Settings) -> Settings:
         tls = ListenTls(certificate=side.certificate, key=side.key, **more)
-        return msgspec.structs.replace(settings, listen=msgspec.structs.replace(settings.listen, tls=tls))
+        return msgspec.structs.replace(
+            settings, listen=msgspec.structs.replace(settings.listen, tls=tls)
+        )
 
     return adjust
 
@@ -76,7 +78,9 @@ def behind(**tls: Any) -> Callable[[Settings], Settings]:
     """Settings with TLS for engines, as the pool says it."""
 
     def adjust(settings: Settings) -> Settings:
-        pools = tuple(msgspec.structs.replace(pool, tls=EngineTls(**tls)) for pool in settings.pools)
+        pools = tuple(
+            msgspec.structs.replace(pool, tls=EngineTls(**tls)) for pool in settings.pools
+        )
         return msgspec.structs.replace(settings, pools=pools)
 
     return adjust

@@ -17,7 +17,9 @@ ROOT = "./model"
 
 
 class SimTokenizer:
-    """Makes what simulated engines make. `template` and `add_bos` are theirs, or wrong; `gate`: every prompt waits for it."""
+    """Makes what simulated engines make. `template` and `add_bos` are theirs, or wrong; `gate`:
+    every prompt waits for it.
+    """
 
     def __init__(self, template: Template = "chatml", *, add_bos: bool = False) -> None:
         self._template = template

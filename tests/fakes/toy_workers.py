@@ -1,7 +1,8 @@
-"""A supervisor with workers that do nothing but what their number says; run as a process of its own: `python ... MODE`.
+"""A supervisor with workers that do nothing but what their number says; run as a process of its
+own: `python ... MODE`.
 
-Each worker prints its number and process id, one line, once it is ready. The process ends with the supervisor's exit code, 3 if
-the workers refused their settings, whose text is printed.
+Each worker prints its number and process id, one line, once it is ready. The process ends with the
+supervisor's exit code, 3 if the workers refused their settings, whose text is printed.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def work(mode: str, number: int, end: socket.socket) -> int:
             elif message.kind == DRAIN and mode == "drains_long":
                 link.send(Message(ENDS_WITHIN, 60))
                 end_at = time.monotonic() + 1.0
-            elif (message.kind == DRAIN and mode != "stays") or (message.kind == END and mode != "stays"):
+            elif (message.kind == DRAIN and mode != "stays") or (
+                message.kind == END and mode != "stays"
+            ):
                 return 0
     return 0
 
@@ -125,7 +128,8 @@ def main() -> int:
     mode = sys.argv[1]
     if mode == "full":
         full()
-    if mode == "leaves":  # as process 1 of a container: it becomes the parent of its workers' children when these die
+    # as process 1 of a container: it becomes the parent of its workers' children when these die
+    if mode == "leaves":
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     times = SupervisorTimes(ping=0.02, silent=0.6, first=30.0, pauses=(0.0, 0.05, 0.1), at_once=0.3)
     supervisor = Supervisor(2, lambda number, end: work(mode, number, end), Watcher, 0.5, times)

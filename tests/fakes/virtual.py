@@ -1,4 +1,6 @@
-"""A virtual loop for tests: `run` a coroutine in one, with protocols that record what happens to them."""
+"""A virtual loop for tests: `run` a coroutine in one, with protocols that record what happens to
+them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Recorder(asyncio.Protocol):
         self.error = error
 
 
-async def pair(network: VirtualNetwork, *, keeps: bool = False, window: int = 65536) -> tuple[Recorder, Recorder]:
+async def pair(
+    network: VirtualNetwork, *, keeps: bool = False, window: int = 65536
+) -> tuple[Recorder, Recorder]:
     """A client's and a server's end of one connection."""
     server = Recorder(keeps=keeps)
     network.listen("10.0.0.1", 80).accept(lambda: server)

@@ -1,6 +1,8 @@
-"""As much of vLLM as the notifier touches: connectors whose decisions a test makes, and workers whose transfers it ends.
+"""As much of vLLM as the notifier touches: connectors whose decisions a test makes, and workers
+whose transfers it ends.
 
-The order of things is vLLM 0.32.0's: what a hook changes before or after it is called matters to the notifier.
+The order of things is vLLM 0.32.0's: what a hook changes before or after it is called matters to
+the notifier.
 """
 
 from __future__ import annotations
@@ -62,12 +64,17 @@ class WorkerMetadata:
 
 
 class NixlWorker:
-    """A worker's transfers, by request: handles under way. A test says which end how, and whose lease runs out."""
+    """A worker's transfers, by request: handles under way. A test says which end how, and whose
+    lease runs out.
+    """
 
     def __init__(self) -> None:
         self._recving_transfers: dict[str, list[int]] = {}
-        self.xfer_stats = types.SimpleNamespace(data={"bytes_transferred": [], "transfer_duration": []})
-        self.ends: dict[int, tuple[int, float] | None] = {}  # bytes and seconds, or None for a failure
+        self.xfer_stats = types.SimpleNamespace(
+            data={"bytes_transferred": [], "transfer_duration": []}
+        )
+        # bytes and seconds, or None for a failure
+        self.ends: dict[int, tuple[int, float] | None] = {}
         self.failed: set[str] = set()
         self.heard: set[str] = set()
         self.lapsed: set[str] = set()
@@ -106,18 +113,24 @@ class Connector:
         self.meta: Any = None
         self.calls: list[str] = []
 
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
         """It marks the params as used."""
         self.calls.append("update_state_after_alloc")
         if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
             request.kv_transfer_params["do_remote_prefill"] = False
 
-    def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Not by way of the other one, as in vLLM."""
         self.calls.append("request_finished_all_groups")
         return self.decision
 
-    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         self.calls.append("request_finished")
         return self.decision
 

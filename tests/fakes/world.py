@@ -42,7 +42,9 @@ from tests.fakes.tokenizer import Shelf
 from tests.sim.engines import plain
 
 LONG = 30.0
-"""Seconds: a deadline that no test reaches, however long the machine stalls. One that is to be reached has a manual clock."""
+"""Seconds: a deadline that no test reaches, however long the machine stalls. One that is to be
+reached has a manual clock.
+"""
 DEADLINES = Deadlines(
     connect=LONG,
     queue=LONG,
@@ -90,7 +92,9 @@ def chat(**fields: Any) -> dict[str, Any]:
 class World:
     """What a test sees of it."""
 
-    def __init__(self, proxy: Proxy, books: Books, engines: Sequence[FakeEngine], recorder: Recorder) -> None:
+    def __init__(
+        self, proxy: Proxy, books: Books, engines: Sequence[FakeEngine], recorder: Recorder
+    ) -> None:
         self.proxy = proxy
         self.books = books
         self.engines = list(engines)
@@ -144,7 +148,9 @@ class World:
         return [task for server in self.servers for task in server.server_state.tasks]
 
     def look_at_files(self) -> None:
-        """Have every worker look at the files of keys and certificates now, twice: what is changing is not read."""
+        """Have every worker look at the files of keys and certificates now, twice: what is changing
+        is not read.
+        """
         for one in [*self.workers, *self.workers]:
             one.credentials.look()
 
@@ -164,20 +170,33 @@ class World:
             return self.proxy.metrics.page()
         return page_of(merged(one.metrics.snapshot() for one in self.workers))
 
-    async def client(self, *, receive_buffer: int | None = None, address: str = "127.0.0.1") -> Client:
+    async def client(
+        self, *, receive_buffer: int | None = None, address: str = "127.0.0.1"
+    ) -> Client:
         """A new connection to the proxy."""
-        client = await Client.connect(self.port, receive_buffer=receive_buffer, tls=self.tls, address=address)
+        client = await Client.connect(
+            self.port, receive_buffer=receive_buffer, tls=self.tls, address=address
+        )
         self._clients.append(client)
         return client
 
     async def ask(
-        self, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = (), *, method: str = "POST"
+        self,
+        path: str,
+        body: object = b"",
+        headers: Sequence[tuple[str, str]] = (),
+        *,
+        method: str = "POST",
     ) -> Answer:
         """One request on a connection of its own, its whole answer."""
         return await self.exchange(request(method, path, body, headers), head_only=method == "HEAD")
 
-    async def exchange(self, data: bytes, *, head_only: bool = False, address: str = "127.0.0.1") -> Answer:
-        """Send bytes on a connection of their own, from an address of this machine; return the answer."""
+    async def exchange(
+        self, data: bytes, *, head_only: bool = False, address: str = "127.0.0.1"
+    ) -> Answer:
+        """Send bytes on a connection of their own, from an address of this machine; return the
+        answer.
+        """
         client = await self.client(address=address)
         client.send(data)
         answer = await client.answer(head_only=head_only)
@@ -190,7 +209,9 @@ class World:
 
     async def probe(self) -> None:
         """Have every engine probed and its counters read, now."""
-        every = [(one, engine) for one in self.workers if leads(one) for engine in one.engines.values()]
+        every = [
+            (one, engine) for one in self.workers if leads(one) for engine in one.engines.values()
+        ]
         await asyncio.gather(*(proxy.prober.probe(engine, scrape=True) for proxy, engine in every))
         await self.told()
 
@@ -204,7 +225,9 @@ class World:
     def events(self, kind: type[_E]) -> list[_E]:
         """The events of one kind so far."""
         found = [event for event in self._recorder.events if isinstance(event, kind)]
-        return [event for event in found if not (isinstance(event, NodeChanged) and event.elsewhere)]
+        return [
+            event for event in found if not (isinstance(event, NodeChanged) and event.elsewhere)
+        ]
 
     async def ended(self, count: int = 1) -> RequestEnded:
         """Wait until so many requests are over; return the report of the last of them."""
@@ -212,11 +235,15 @@ class World:
         return self.events(RequestEnded)[count - 1]
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples of this name with these labels on the metrics page; 0 where there is none."""
+        """The sum of the samples of this name with these labels on the metrics page; 0 where there
+        is none.
+        """
         return total(self._families(), name, labels)
 
     def _families(self) -> Iterable[Metric]:
-        """What the page of metrics is written from: to write and read it takes ten times as long."""
+        """What the page of metrics is written from: to write and read it takes ten times as
+        long.
+        """
         if not self.others:
             return self.proxy.metrics._registry.collect()
         return _Page(merged(one.metrics.snapshot() for one in self.workers)).collect()
@@ -227,10 +254,21 @@ class World:
 
     @staticmethod
     def _busy(proxy: Proxy) -> list[str]:
-        own = [(n.url, n.requests - n.elsewhere[0], n.prompt_bytes - n.elsewhere[1]) for n in proxy.ledger.engines]
-        found = [f"{url} has {requests} requests, {size} bytes" for url, requests, size in own if requests]
+        own = [
+            (n.url, n.requests - n.elsewhere[0], n.prompt_bytes - n.elsewhere[1])
+            for n in proxy.ledger.engines
+        ]
+        found = [
+            f"{url} has {requests} requests, {size} bytes"
+            for url, requests, size in own
+            if requests
+        ]
         found += [f"{url} owes {size} bytes" for url, _, size in own if size]
-        found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
+        found += [
+            f"{count} handles {state}"
+            for state, (count, _) in proxy.custodian.snapshot().items()
+            if count
+        ]
         if proxy.custodian.orphans.count or len(proxy.custodian._tasks):
             found.append(repr(proxy.custodian))
         if proxy.admission.inflight or proxy.admission.waiting:
@@ -238,14 +276,18 @@ class World:
         return found
 
     async def settled(self) -> None:
-        """Wait until nothing is in flight; then every handle must have ended, once, and no engine have crashed."""
+        """Wait until nothing is in flight; then every handle must have ended, once, and no engine
+        have crashed.
+        """
         books = self.books
         await self.quiet()
         assert not books.unknown, "an engine got a handle that no engine gave out"
         assert not [crash for engine in self.engines for crash in engine.crashes]
         await self.freed()
         assert "held" not in books.endings, books.history
-        assert len(self.events(HandleEnded)) == len(books.history), "each handle is ended just once by the proxy"
+        assert len(self.events(HandleEnded)) == len(books.history), (
+            "each handle is ended just once by the proxy"
+        )
 
     async def freed(self) -> None:
         """Wait until no engine holds blocks for another one."""
@@ -289,7 +331,9 @@ def leads(proxy: Proxy) -> bool:
 
 
 async def until(condition: Callable[[], object], patience: float = LONG) -> None:
-    """Wait until a condition holds; TimeoutError if it does not. It is looked at less often the longer it takes."""
+    """Wait until a condition holds; TimeoutError if it does not. It is looked at less often the
+    longer it takes.
+    """
     begun = time.monotonic()
     while not condition():
         waited = time.monotonic() - begun
@@ -324,17 +368,24 @@ async def world(
 ) -> AsyncIterator[World]:
     """Run a proxy in front of so many engines; `anything`: of role any.
 
-    `before` is called once the engines listen and before they are probed. At the end nothing may be in flight, and every
-    handle must have ended just once, unless `leaves` says that the test leaves some behind. Engines have exchanged KV
-    before, unless they are `strangers`. `lease`: seconds that a prefill engine keeps a prompt's KV.
-    `engine_tls` is what engines are met with, `client_tls` what clients connect with; `adjust` has the last word on settings.
-    `facts`: of all engines, where they differ from the usual ones. `library`: where tokenizers come from; None: nowhere.
-    `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`. No engine is watched for standing still, unless
-    `adjust` says so: canaries would use up scripts. None is compared with its peers: one that fails again and again in a test
-    of over ten seconds would be excluded. `operator_routes`: tests ask the clients' port how the proxy is doing, also with keys.
+    `before` is called once the engines listen and before they are probed. At the end nothing may be
+    in flight, and every handle must have ended just once, unless `leaves` says that the test leaves
+    some behind. Engines have exchanged KV before, unless they are `strangers`. `lease`: seconds
+    that a prefill engine keeps a prompt's KV. `engine_tls` is what engines are met with,
+    `client_tls` what clients connect with; `adjust` has the last word on settings. `facts`: of all
+    engines, where they differ from the usual ones. `library`: where tokenizers come from; None:
+    nowhere. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`. No engine
+    is watched for standing still, unless `adjust` says so: canaries would use up scripts. None is
+    compared with its peers: one that fails again and again in a test of over ten seconds would be
+    excluded. `operator_routes`: tests ask the clients' port how the proxy is doing, also with keys.
     """
     books, recorder = Books(), Recorder()
-    roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated + ["any"] * anything
+    roles = (
+        ["prefill"] * prefill
+        + ["decode"] * decode
+        + ["aggregated"] * aggregated
+        + ["any"] * anything
+    )
     engines = [FakeEngine(role, books, lease, tls=engine_tls, **(facts or {})) for role in roles]
     for engine in engines:
         await engine.listen()
@@ -350,7 +401,9 @@ async def world(
     )
     settings, library = adjust(settings), library or Shelf()
     count = workers_for(settings)
-    several = Several(count, clock.now if clock is not None else time.monotonic) if count > 1 else None
+    several = (
+        Several(count, clock.now if clock is not None else time.monotonic) if count > 1 else None
+    )
     shares: list[Share | SoleProcess] = [ALONE] if several is None else [*several.shares]
     proxy, *others = [Proxy.build(settings, library, clock=clock, share=share) for share in shares]
     made = World(proxy, books, engines, recorder)
@@ -372,7 +425,9 @@ async def world(
         if probed:
             worker.start()
     if probed:
-        await until(lambda: all(node.probed for worker in made.workers for node in worker.ledger.engines))
+        await until(
+            lambda: all(node.probed for worker in made.workers for node in worker.ledger.engines)
+        )
     servers = [await _serve(worker, made, made.port, together=count > 1) for worker in made.workers]
     made.servers = servers
     try:
@@ -395,7 +450,9 @@ async def world(
 
 
 class _Late:
-    """The application of all routes outside the data path, made at its first request: most tests never send one."""
+    """The application of all routes outside the data path, made at its first request: most tests
+    never send one.
+    """
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
@@ -407,8 +464,12 @@ class _Late:
         await self._app(scope, receive, send)
 
 
-async def _serve(proxy: Proxy, made: World, port: int = 0, *, together: bool = False) -> uvicorn.Server:
-    """Start uvicorn as the server process does, without its main loop. `together`: others listen at the port, too."""
+async def _serve(
+    proxy: Proxy, made: World, port: int = 0, *, together: bool = False
+) -> uvicorn.Server:
+    """Start uvicorn as the server process does, without its main loop. `together`: others listen at
+    the port, too.
+    """
     config = uvicorn_config(proxy, _Late(proxy))
     config.load()
     server = uvicorn.Server(config)

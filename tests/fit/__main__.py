@@ -1,4 +1,6 @@
-"""`python -m tests.fit MEASURED`: print the table of a profile's fit to a file of measurements, as Markdown."""
+"""`python -m tests.fit MEASURED`: print the table of a profile's fit to a file of measurements, as
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,26 @@ _MAX_SEEDS = 1000
 
 def run(arguments: list[str] | None = None) -> int:
     """Print the table; return the exit code: 0, or 2 if a file or an option can't be used."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fit", description="How well a profile predicts.")
-    parser.add_argument("measured", metavar="FILE", type=Path, help="what was measured: JSON, see tests.fit.measured")
-    parser.add_argument("--profile", metavar="NAME", default="h200-8b", help="a shipped profile, or a file")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fit", description="How well a profile predicts."
+    )
+    parser.add_argument(
+        "measured",
+        metavar="FILE",
+        type=Path,
+        help="what was measured: JSON, see tests.fit.measured",
+    )
+    parser.add_argument(
+        "--profile", metavar="NAME", default="h200-8b", help="a shipped profile, or a file"
+    )
     parser.add_argument("--seeds", metavar="N", default="15", help="runs per row (default: 15)")
     given = parser.parse_args(arguments)
     try:
-        if not given.seeds.isascii() or not given.seeds.isdigit() or not 1 <= int(given.seeds[:9]) <= _MAX_SEEDS:
+        if (
+            not given.seeds.isascii()
+            or not given.seeds.isdigit()
+            or not 1 <= int(given.seeds[:9]) <= _MAX_SEEDS
+        ):
             raise ValueError(f"--seeds must be 1 to {_MAX_SEEDS}, got {given.seeds!r}")
         seeds, measured, profile = int(given.seeds), read(given.measured), load(given.profile)
         predictions = [predict(row, measured.load, profile, range(seeds)) for row in measured.rows]

@@ -1,7 +1,9 @@
-"""One row's load on two virtual engines: arrivals from a seed, the proxy's choice, each token's time.
+"""One row's load on two virtual engines: arrivals from a seed, the proxy's choice, each token's
+time.
 
-A small stand-in for the proxy: least requests first, equal engines take turns, as `scheduling.least_load` has it for engines that
-serve a request whole. Times are in seconds of virtual time.
+A small stand-in for the proxy: least requests first, equal engines take turns, as
+`scheduling.least_load` has it for engines that serve a request whole. Times are in seconds of
+virtual time.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Request:
 
 
 def arrivals(rate: float, seconds: float, chance: random.Random) -> list[float]:
-    """Return Poisson arrivals, stretched so that the last one is at the end, as vLLM's serving benchmark does."""
+    """Return Poisson arrivals, stretched so that the last one is at the end, as vLLM's serving
+    benchmark does.
+    """
     times = list(accumulate(chance.expovariate(rate) for _ in range(max(round(rate * seconds), 1))))
     return [time * seconds / times[-1] for time in times]
 
@@ -85,7 +89,9 @@ class _Run:
         self._turn ^= 1
         return min((self._turn, self._turn ^ 1), key=self._requests.__getitem__)
 
-    def _whole(self, one: Request, at: int, params: dict[str, Any] | None = None, prompt: Any = None) -> None:
+    def _whole(
+        self, one: Request, at: int, params: dict[str, Any] | None = None, prompt: Any = None
+    ) -> None:
         self._requests[at] += 1
 
         def seen(output: EngineOutput, now: float) -> None:
@@ -94,7 +100,9 @@ class _Run:
                 assert output.finish_reason == "length"
                 self._requests[at] -= 1
 
-        self._submit(self._engines[at], prompt or self._prompt(), self._load.output_tokens, params, seen)
+        self._submit(
+            self._engines[at], prompt or self._prompt(), self._load.output_tokens, params, seen
+        )
 
     def _split(self, one: Request) -> None:
         self._prefilling += 1
@@ -104,7 +112,9 @@ class _Run:
             self._prefilling -= 1
             handle = output.kv_transfer_params
             assert handle is not None
-            self.cluster.at(now + self._hardware.between_engines_s, lambda: self._whole(one, 1, handle, prompt))
+            self.cluster.at(
+                now + self._hardware.between_engines_s, lambda: self._whole(one, 1, handle, prompt)
+            )
 
         self._submit(self._engines[0], prompt, 1, _EVERYTHING, prefilled)
 
@@ -121,5 +131,7 @@ class _Run:
     ) -> None:
         self._count += 1
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        request = EngineRequest(id=f"r{self._count}", prompt=prompt, sampling=sampling, kv_transfer_params=params)
+        request = EngineRequest(
+            id=f"r{self._count}", prompt=prompt, sampling=sampling, kv_transfer_params=params
+        )
         self.cluster.submit(engine, request, listener)

@@ -1,6 +1,7 @@
 """What was measured: rows of latencies at one rate and arrangement, from a JSON file.
 
-The file's shape is `Measured`. Values are in milliseconds and requests per second; a cell has one value per run.
+The file's shape is `Measured`. Values are in milliseconds and requests per second; a cell has one
+value per run.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import msgspec
 from pdproxy.kit.regular_file import UnusableFileError, read_regular
 
 Way = Literal["split", "plain", "hybrid"]
-"""`split`: a prefill and a decode engine. `plain`: two engines, each serves whole requests, least load first. `hybrid`: split,
-unless the prefill engine has two legs; then the decode engine serves the request whole."""
+"""`split`: a prefill and a decode engine. `plain`: two engines, each serves whole requests, least
+load first. `hybrid`: split, unless the prefill engine has two legs; then the decode engine serves
+the request whole.
+"""
 COLUMNS = (
     "ttft_p50",
     "ttft_p95",
@@ -44,7 +47,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Refuse invalid values."""
         for name in self.__struct_fields__:
             if not 0 < getattr(self, name) <= 1e6:
-                raise ValueError(f"{name} must be above 0 and at most 1000000, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be above 0 and at most 1000000, got {getattr(self, name)}"
+                )
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,8 +68,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Refuse invalid values."""
         if not 0 < self.rate <= 1000:
             raise ValueError(f"rate must be above 0 and at most 1000, got {self.rate}")
-        if self.max_num_batched_tokens is not None and not 1 <= self.max_num_batched_tokens <= 1 << 20:
-            raise ValueError(f"max_num_batched_tokens must be 1 to {1 << 20}, got {self.max_num_batched_tokens}")
+        if (
+            self.max_num_batched_tokens is not None
+            and not 1 <= self.max_num_batched_tokens <= 1 << 20
+        ):
+            raise ValueError(
+                f"max_num_batched_tokens must be 1 to {1 << 20}, got {self.max_num_batched_tokens}"
+            )
         for column, values in self.cells.items():
             if column not in COLUMNS:
                 raise ValueError(f"cells must be of {', '.join(COLUMNS)}, got {column}")

@@ -1,4 +1,6 @@
-"""A row's predicted cells: medians over seeds, and the spread of single runs. Pure but for the virtual engines' own draws."""
+"""A row's predicted cells: medians over seeds, and the spread of single runs. Pure but for the
+virtual engines' own draws.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ class Predicted:
 
 
 def cells(requests: Sequence[Request], seconds: float, load: Load) -> dict[str, float]:
-    """Return one run's value of each column, computed as vLLM's serving benchmark does: milliseconds, requests per second."""
+    """Return one run's value of each column, computed as vLLM's serving benchmark does:
+    milliseconds, requests per second.
+    """
     ttft = [(one.tokens[0] - one.sent) * _MS for one in requests]
-    tpot = [(one.tokens[-1] - one.tokens[0]) / max(len(one.tokens) - 1, 1) * _MS for one in requests]
+    tpot = [
+        (one.tokens[-1] - one.tokens[0]) / max(len(one.tokens) - 1, 1) * _MS for one in requests
+    ]
     itl = [(later - earlier) * _MS for one in requests for earlier, later in pairwise(one.tokens)]
-    good = sum(a <= load.ttft_slo_ms and b <= load.tpot_slo_ms for a, b in zip(ttft, tpot, strict=True))
+    good = sum(
+        a <= load.ttft_slo_ms and b <= load.tpot_slo_ms for a, b in zip(ttft, tpot, strict=True)
+    )
     found = {f"ttft_p{share}": percentile(ttft, share) for share in (50, 95, 99)}
     found |= {f"tpot_p{share}": percentile(tpot, share) for share in (50, 95)}
     found |= {f"itl_p{share}": percentile(itl, share) for share in (50, 99)}

@@ -1,4 +1,6 @@
-"""The table of a fit as Markdown: each measured cell beside its prediction, and what does not fit. Pure."""
+"""The table of a fit as Markdown: each measured cell beside its prediction, and what does not fit.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Cell:
 
     @property
     def in_spread(self) -> bool:
-        """Whether single runs of the prediction reach the measured value: then one run cannot tell them apart."""
+        """Whether single runs of the prediction reach the measured value: then one run cannot tell
+        them apart.
+        """
         return self.predicted.low <= self.measured <= self.predicted.high
 
 
@@ -54,21 +58,28 @@ def cells_of(measured: Measured, predictions: Sequence[Mapping[str, Predicted]])
     ]
 
 
-def markdown(measured: Measured, predictions: Sequence[Mapping[str, Predicted]], profile: Profile, seeds: int) -> str:
+def markdown(
+    measured: Measured, predictions: Sequence[Mapping[str, Predicted]], profile: Profile, seeds: int
+) -> str:
     """Return the page."""
     cells = cells_of(measured, predictions)
     fitting = sum(cell.fits for cell in cells)
     reached = sum(cell.in_spread and not cell.fits for cell in cells)
     load = measured.load
     predicted = (
-        f"Predicted: the median of {seeds} {'run' if seeds == 1 else 'runs'} on virtual engines with the profile; prompts of"
-        f" {load.prompt_tokens} tokens, {load.output_tokens} out, Poisson arrivals for {load.seconds:g} s. Times are in"
-        f" milliseconds, rates in requests per second; goodput counts requests with TTFT ≤ {load.ttft_slo_ms:g} ms and"
+        f"Predicted: the median of {seeds} {'run' if seeds == 1 else 'runs'} on virtual engines "
+        f"with the profile; prompts of"
+        f" {load.prompt_tokens} tokens, {load.output_tokens} out, Poisson arrivals for "
+        f"{load.seconds:g} s. Times are in"
+        f" milliseconds, rates in requests per second; goodput counts requests with TTFT ≤ "
+        f"{load.ttft_slo_ms:g} ms and"
         f" TPOT ≤ {load.tpot_slo_ms:g} ms."
     )
     result = (
-        f"**{fitting} of {len(cells)} values are within {TOLERANCE:.0%}.** {reached} more, marked ~, differ by more, but single"
-        f" predicted runs reach the measured value: one run cannot tell them apart. {len(cells) - fitting - reached}, marked !,"
+        f"**{fitting} of {len(cells)} values are within {TOLERANCE:.0%}.** {reached} more, "
+        f"marked ~, differ by more, but single"
+        f" predicted runs reach the measured value: one run cannot tell them apart. "
+        f"{len(cells) - fitting - reached}, marked !,"
         " do not fit."
     )
     lines = [
@@ -86,17 +97,27 @@ def markdown(measured: Measured, predictions: Sequence[Mapping[str, Predicted]],
         f"| -- | -- |{' -- |' * len(COLUMNS)}",
     ]
     for row in measured.rows:
-        shown = [_shown([cell for cell in cells if cell.row is row and cell.column == column]) for column in COLUMNS]
+        shown = [
+            _shown([cell for cell in cells if cell.row is row and cell.column == column])
+            for column in COLUMNS
+        ]
         lines.append(f"| {_plain(row.name)} | {row.rate:g} | {' | '.join(shown)} |")
     lines += ["", "## What does not fit", ""]
     lines += [
-        f"- {_plain(cell.row.name)} at {cell.row.rate:g} req/s, {_HEADS[cell.column]}: measured {cell.measured:g}, predicted"
-        f" {_number(cell.predicted.median)} ({_number(cell.predicted.low)} to {_number(cell.predicted.high)})"
+        f"- {_plain(cell.row.name)} at {cell.row.rate:g} req/s, {_HEADS[cell.column]}: measured "
+        f"{cell.measured:g}, predicted"
+        f" {_number(cell.predicted.median)} ({_number(cell.predicted.low)} to "
+        f"{_number(cell.predicted.high)})"
         for cell in cells
         if not cell.fits and not cell.in_spread
     ] or ["Nothing."]
     if profile.origin.missing:
-        lines += ["", "What the profile does not cover:", "", *(f"- {_plain(text)}" for text in profile.origin.missing)]
+        lines += [
+            "",
+            "What the profile does not cover:",
+            "",
+            *(f"- {_plain(text)}" for text in profile.origin.missing),
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -24,7 +24,9 @@ LOAD = Load(prompt_tokens=4000, output_tokens=20, seconds=2, ttft_slo_ms=500, tp
 H200 = profile_of("h200-8b")
 
 
-def row(way: Any = "plain", rate: float = 4, chunk: int | None = None, **given_cells: list[float]) -> Row:
+def row(
+    way: Any = "plain", rate: float = 4, chunk: int | None = None, **given_cells: list[float]
+) -> Row:
     return Row(name="it", way=way, rate=rate, max_num_batched_tokens=chunk, cells=given_cells)
 
 
@@ -59,7 +61,11 @@ def test_the_file_of_longer_runs_has_three_values_per_cell():
 
 def written(path: Path, **changes: Any) -> Path:
     load = msgspec.structs.asdict(LOAD)
-    usual = {"source": "s", "load": load, "rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"itl_p50": [5]}}]}
+    usual = {
+        "source": "s",
+        "load": load,
+        "rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"itl_p50": [5]}}],
+    }
     path.write_text(json.dumps(usual | changes))
     return path
 
@@ -75,8 +81,24 @@ def written(path: Path, **changes: Any) -> Path:
         ({"rows": [{"name": "a", "way": "plain", "rate": 1e9, "cells": {}}]}, "rate"),
         ({"rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"p50": [1]}}]}, "p50"),
         ({"rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"itl_p50": []}}]}, "itl_p50"),
-        ({"rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"itl_p50": [0]}}]}, "itl_p50"),
-        ({"rows": [{"name": "a", "way": "plain", "rate": 4, "max_num_batched_tokens": 0, "cells": {}}]}, "max_num"),
+        (
+            {"rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"itl_p50": [0]}}]},
+            "itl_p50",
+        ),
+        (
+            {
+                "rows": [
+                    {
+                        "name": "a",
+                        "way": "plain",
+                        "rate": 4,
+                        "max_num_batched_tokens": 0,
+                        "cells": {},
+                    }
+                ]
+            },
+            "max_num",
+        ),
         ({"extra": 1}, "extra"),
     ],
 )
@@ -133,13 +155,23 @@ def test_a_request_alone_on_a_split_pair_takes_the_times_of_the_profile():
 
 
 def test_small_chunks_read_more_and_take_longer():
-    assert alone("plain", 512).tokens[0] - alone("plain", 512).sent > alone("plain").tokens[0] - alone("plain").sent
+    assert (
+        alone("plain", 512).tokens[0] - alone("plain", 512).sent
+        > alone("plain").tokens[0] - alone("plain").sent
+    )
 
 
 def test_a_hybrid_serves_whole_on_the_decode_engine_what_finds_two_prefill_legs():
-    first, second, third = served(row("hybrid", 300), msgspec.structs.replace(LOAD, seconds=0.01), H200, seed=1)[0]
-    handed = H200.hardware.between_engines_s + H200.hardware.step_s(0, 0, pulls=1, pulled_tokens=4000)
-    assert third.tokens[0] - third.sent < min(first.tokens[0] - first.sent, second.tokens[0] - second.sent) - handed
+    first, second, third = served(
+        row("hybrid", 300), msgspec.structs.replace(LOAD, seconds=0.01), H200, seed=1
+    )[0]
+    handed = H200.hardware.between_engines_s + H200.hardware.step_s(
+        0, 0, pulls=1, pulled_tokens=4000
+    )
+    assert (
+        third.tokens[0] - third.sent
+        < min(first.tokens[0] - first.sent, second.tokens[0] - second.sent) - handed
+    )
 
 
 def test_equal_seeds_give_equal_predictions_and_other_seeds_others():
@@ -161,13 +193,18 @@ def test_percentiles_are_those_of_the_standard_library(values):
 
 
 def test_columns_are_computed_as_the_serving_benchmark_does():
-    requests = [Request(0.0, [0.1, 0.12, 0.14]), Request(1.0, [1.6, 1.61, 1.62]), Request(2.0, [2.2])]
+    requests = [
+        Request(0.0, [0.1, 0.12, 0.14]),
+        Request(1.0, [1.6, 1.61, 1.62]),
+        Request(2.0, [2.2]),
+    ]
     found = cells(requests, 4.0, LOAD)
     assert found["ttft_p50"] == pytest.approx(200)
     assert found["tpot_p50"] == pytest.approx(10)
     assert found["itl_p50"] == pytest.approx(15)
     assert found["throughput"] == pytest.approx(3 / 4)
-    assert found["goodput"] == pytest.approx(1 / 4)  # the first is over the TPOT, the second over the TTFT
+    # the first is over the TPOT, the second over the TTFT
+    assert found["goodput"] == pytest.approx(1 / 4)
     assert set(found) == set(COLUMNS)
 
 
@@ -202,14 +239,19 @@ def test_the_page_marks_and_names_what_does_not_fit():
 
 
 def test_the_command_prints_the_table_of_a_small_file(tmp_path, capsys):
-    path = written(tmp_path / "m.json", rows=[{"name": "a|b", "way": "split", "rate": 4, "cells": {"ttft_p50": [160]}}])
+    path = written(
+        tmp_path / "m.json",
+        rows=[{"name": "a|b", "way": "split", "rate": 4, "cells": {"ttft_p50": [160]}}],
+    )
     assert run([str(path), "--seeds", "2"]) == 0
     page = capsys.readouterr().out
     assert "median of 2 runs" in page
     assert "| a/b | 4 | 160 → 16" in page
 
 
-@pytest.mark.parametrize("more", [["--seeds", "0"], ["--seeds", "x"], ["--seeds", "9" * 99], ["--profile", "none"]])
+@pytest.mark.parametrize(
+    "more", [["--seeds", "0"], ["--seeds", "x"], ["--seeds", "9" * 99], ["--profile", "none"]]
+)
 def test_wrong_options_are_refused(more, capsys):
     assert run([str(MEASURED), *more]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -218,8 +260,12 @@ def test_wrong_options_are_refused(more, capsys):
 def test_the_shipped_profile_fits_what_was_measured():
     """A seed of the rows at 8 req/s; docs/evidence has all rows with more seeds."""
     measured = read(MEASURED)
-    measured = msgspec.structs.replace(measured, rows=[one for one in measured.rows if one.rate == 8])
-    found = cells_of(measured, [predict(one, measured.load, H200, range(1)) for one in measured.rows])
+    measured = msgspec.structs.replace(
+        measured, rows=[one for one in measured.rows if one.rate == 8]
+    )
+    found = cells_of(
+        measured, [predict(one, measured.load, H200, range(1)) for one in measured.rows]
+    )
     assert sum(cell.fits for cell in found) >= 24  # of 42
     assert all(cell.fits for cell in found if cell.column == "throughput")
     assert TOLERANCE == 0.15

@@ -1,4 +1,6 @@
-"""What must hold for any bytes that an engine answers with, on the wire and as JSON, however they are cut into reads."""
+"""What must hold for any bytes that an engine answers with, on the wire and as JSON, however they
+are cut into reads.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def _answered(pieces: Sequence[bytes]) -> Sink:
 
 
 async def check_answer(data: bytes, cuts: Sequence[int]) -> None:
-    """Assert that an answer is heard once, in order, with one end, whatever the cuts, and as another parser reads it."""
+    """Assert that an answer is heard once, in order, with one end, whatever the cuts, and as
+    another parser reads it.
+    """
     bounds = [0, *sorted({cut % (len(data) + 1) for cut in cuts}), len(data)]
     whole = _answered([data])
     cut = _answered([data[one:two] for one, two in pairwise(bounds)])

@@ -17,11 +17,15 @@ from pdproxy.wire.request import Route, parse
 OURS = Handle(b'{"do_remote_prefill":true,"mark":"ours"}', b"[1,2]", 2, "id")
 _PROMPT = "prompt_token_ids"
 _DEEP = 300
-"""Brackets of a body whose depth may come near what a parser takes: the engine's own depth of stack then decides."""
+"""Brackets of a body whose depth may come near what a parser takes: the engine's own depth of stack
+then decides.
+"""
 
 
 def check_body(route: Route, body: bytes) -> None:
-    """Assert that a body is refused in an engine's words or means on an engine what it meant before, without its handles."""
+    """Assert that a body is refused in an engine's words or means on an engine what it meant
+    before, without its handles.
+    """
     try:
         parsed = parse(route, body)
     except BadRequestError as error:
@@ -30,7 +34,9 @@ def check_body(route: Route, body: bytes) -> None:
         return
     value = _loads(body)
     readable = isinstance(value, dict) or _only_shadowed_numbers(parsed, body)
-    assert readable or parsed.alone is not None or _refused_first(parsed, body), "split, but unreadable"
+    assert readable or parsed.alone is not None or _refused_first(parsed, body), (
+        "split, but unreadable"
+    )
     if isinstance(value, dict):
         expected = _without_handles(route, value)
         out = _loads(encode(parsed.fields))
@@ -41,7 +47,10 @@ def check_body(route: Route, body: bytes) -> None:
     bodies = [alone_body(parsed, None)]
     for prompt in parsed.prompts:
         bodies.append(alone_body(parsed, prompt))
-        asked, given = prefill(parsed, prompt, NO_DISPATCH).body, decode(parsed, prompt, OURS, NO_DISPATCH).body
+        asked, given = (
+            prefill(parsed, prompt, NO_DISPATCH).body,
+            decode(parsed, prompt, OURS, NO_DISPATCH).body,
+        )
         _assert_only_ours(asked)
         _assert_only_ours(given)
         if isinstance(_loads(asked), dict) and not _deep(body):
@@ -64,14 +73,18 @@ def check_content_types(kind: bytes, body: bytes) -> None:
 
 
 def _refused_first(parsed: Any, body: bytes) -> bool:
-    """Whether a prefill engine would refuse each of a request's legs, before anything has worked."""
+    """Whether a prefill engine would refuse each of a request's legs, before anything has
+    worked.
+    """
     return _deep(body) or all(
         _loads(prefill(parsed, prompt, NO_DISPATCH).body) is None for prompt in parsed.prompts[:1]
     )
 
 
 def _only_shadowed_numbers(parsed: Any, body: bytes) -> bool:
-    """Whether all that Python can't read is numbers of thousands of digits whose key comes again: the last one counts."""
+    """Whether all that Python can't read is numbers of thousands of digits whose key comes again:
+    the last one counts.
+    """
     try:
         json.loads(body, parse_int=len)
     except (ValueError, RecursionError):
@@ -98,14 +111,22 @@ def _same(one: object, two: object) -> bool:
 
 
 def _without_handles(route: Route, value: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: item for name, item in value.items() if name not in NEVER_FROM_CLIENTS and _writable(name)}
+    kept = {
+        name: item
+        for name, item in value.items()
+        if name not in NEVER_FROM_CLIENTS and _writable(name)
+    }
     if isinstance(kept.get("vllm_xargs"), dict):
         kept["vllm_xargs"] = _dropped(kept["vllm_xargs"])
     sampling = kept.get("sampling_params")
     if isinstance(sampling, dict) and isinstance(sampling.get("extra_args"), dict):
         kept["sampling_params"] = {**sampling, "extra_args": _dropped(sampling["extra_args"])}
     params = value.get("kv_transfer_params")
-    if route is Route.CHAT and isinstance(params, dict) and params.get("prompt_token_ids") is not None:
+    if (
+        route is Route.CHAT
+        and isinstance(params, dict)
+        and params.get("prompt_token_ids") is not None
+    ):
         kept["kv_transfer_params"] = {"prompt_token_ids": params["prompt_token_ids"]}
     return kept
 
@@ -123,13 +144,20 @@ def _writable(name: str) -> bool:
 
 
 def _handles(value: dict[str, Any]) -> Any:
-    """Yield the handles at every place where vLLM's requests could carry one. A prompt in the place of one is none."""
+    """Yield the handles at every place where vLLM's requests could carry one. A prompt in the place
+    of one is none.
+    """
     sampling = value.get("sampling_params")
     extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
     for carrier in (value, value.get("vllm_xargs"), extra):
         if isinstance(carrier, dict):
             found = [carrier[name] for name in NEVER_FROM_CLIENTS if name in carrier]
-            prompt = carrier is value and len(found) == 1 and isinstance(found[0], dict) and [*found[0]] == [_PROMPT]
+            prompt = (
+                carrier is value
+                and len(found) == 1
+                and isinstance(found[0], dict)
+                and [*found[0]] == [_PROMPT]
+            )
             yield from () if prompt else found
 
 

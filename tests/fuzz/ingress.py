@@ -1,4 +1,5 @@
-"""What must hold for any bytes that a client sends on a connection, however they are cut into reads.
+"""What must hold for any bytes that a client sends on a connection, however they are cut into
+reads.
 
 The reference for where a request begins and ends is h11, another parser than the proxy's.
 """
@@ -90,7 +91,9 @@ READING = {OTHER.encode(), *(route.value.encode() for route in Route)}
 
 @dataclass
 class Seen:
-    """What became of a connection: the requests that were served (method, path, body), the answers, whether it was closed."""
+    """What became of a connection: the requests that were served (method, path, body), the answers,
+    whether it was closed.
+    """
 
     served: list[tuple[bytes, bytes, bytes]] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
@@ -147,14 +150,18 @@ class Ingress:
             self._generate,
             ClientIdentifier(clients, Keys()),
             observers,
-            ConnectionBounds(60, 60, 65_536, policy, clients, connections, UnreadAnswers(1 << 30, observers)),
+            ConnectionBounds(
+                60, 60, 65_536, policy, clients, connections, UnreadAnswers(1 << 30, observers)
+            ),
             CorsHeaders(Cors()),
             BodyBudget(4 * max_body, observers),
             max_body=max_body,
         )
         self.config = uvicorn.Config(
             self._application,
-            http=type("Protocol", (protocol_class(self.path),), {"reading": {OTHER: "/v1/embeddings"}}),
+            http=type(
+                "Protocol", (protocol_class(self.path),), {"reading": {OTHER: "/v1/embeddings"}}
+            ),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -183,7 +190,9 @@ class Ingress:
             if not message["more_body"]:
                 break
         self.seen.served.append((scope["method"].encode(), scope["path"].encode(), body))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
+        )
         await send({"type": "http.response.body", "body": b""})
 
     async def connection(self, pieces: Sequence[bytes]) -> Seen:
@@ -222,7 +231,9 @@ class Ingress:
 
 
 def requests_by_h11(data: bytes) -> tuple[list[tuple[bytes, bytes, bytes]], bool]:
-    """Return the whole requests that another parser finds, and whether it found all of the bytes right."""
+    """Return the whole requests that another parser finds, and whether it found all of the bytes
+    right.
+    """
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
     found: list[tuple[bytes, bytes, bytes]] = []
     request, body = None, b""
@@ -250,7 +261,9 @@ def requests_by_h11(data: bytes) -> tuple[list[tuple[bytes, bytes, bytes]], bool
 
 
 async def check_ingress(ingress: Ingress, data: bytes, cuts: Sequence[int]) -> None:
-    """Assert that each request gets one well-formed answer or the connection closes, that nothing is smuggled or left."""
+    """Assert that each request gets one well-formed answer or the connection closes, that nothing
+    is smuggled or left.
+    """
     complaints, errors = Complaints(), list[Any]()
     loggers = [logging.getLogger(name) for name in ("pdproxy", "uvicorn.error", "asyncio")]
     loop = asyncio.get_running_loop()
@@ -269,7 +282,9 @@ async def check_ingress(ingress: Ingress, data: bytes, cuts: Sequence[int]) -> N
     for seen in (whole, cut):
         refused = [status for status in seen.statuses if status != 200]
         assert len(refused) <= 1, "more than one refusal on a connection"
-        assert len(seen.statuses) - len(refused) <= len(seen.served), "an answer that nobody asked for"
+        assert len(seen.statuses) - len(refused) <= len(seen.served), (
+            "an answer that nobody asked for"
+        )
     most = min(len(whole.served), len(cut.served))
     assert whole.served[:most] == cut.served[:most], "the cuts decide what was asked"
     expected, right = requests_by_h11(data)

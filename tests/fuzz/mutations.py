@@ -10,7 +10,8 @@ _EDITS = st.lists(
         st.integers(0, 1 << 16),
         st.integers(0, 40),
         st.one_of(
-            st.binary(max_size=4), st.sampled_from([b"\r\n", b"\n\n", b'"', b"\\", b"data: [DONE]\n\n", b"\x00"])
+            st.binary(max_size=4),
+            st.sampled_from([b"\r\n", b"\n\n", b'"', b"\\", b"data: [DONE]\n\n", b"\x00"]),
         ),
     ),
     min_size=1,

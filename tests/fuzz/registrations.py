@@ -1,4 +1,6 @@
-"""What must hold for any messages that come to the socket at which engines register, in any order and from any senders."""
+"""What must hold for any messages that come to the socket at which engines register, in any order
+and from any senders.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def recorded() -> dict[str, bytes]:
 
 
 async def check_registrations(data: bytes, cuts: Sequence[int]) -> None:
-    """Cut the bytes into messages, each behind a byte for its sender; all connectors' engines get them."""
+    """Cut the bytes into messages, each behind a byte for its sender; all connectors' engines get
+    them.
+    """
     at = sorted({0, len(data), *(cut for cut in cuts if 0 < cut < len(data))})
     messages = [data[start:stop] for start, stop in pairwise(at)]
     for entry in ENTRIES:

@@ -1,9 +1,11 @@
-"""Coverage-guided fuzzing: `python -m tests.fuzz.run ingress --minutes 10`. Needs `atheris` (`pip install -e .[fuzz]`).
+"""Coverage-guided fuzzing: `python -m tests.fuzz.run ingress --minutes 10`. Needs `atheris` (`pip
+install -e .[fuzz]`).
 
-`cost` is another search, guided by what inputs cost, and needs no more than the tests: see tests/fuzz/cost/search.py.
+`cost` is another search, guided by what inputs cost, and needs no more than the tests: see
+tests/fuzz/cost/search.py.
 
-A finding is saved in tests/fuzz/findings, its assertion printed, and the exit code is 1. Move the input to
-tests/fuzz/corpus/TARGET once it is understood: the test suite replays what is there.
+A finding is saved in tests/fuzz/findings, its assertion printed, and the exit code is 1. Move the
+input to tests/fuzz/corpus/TARGET once it is understood: the test suite replays what is there.
 """
 
 from __future__ import annotations
@@ -22,23 +24,32 @@ FINDINGS = HERE / "findings"
 Check = Callable[[bytes], None]
 
 
-_HTTP = ("\\x0d\\x0a", "\\x0d\\x0a\\x0d\\x0a", "0\\x0d\\x0a\\x0d\\x0a", "content-length: 0", "transfer-encoding: chunked",
+_HTTP = ("\\x0d\\x0a", "\\x0d\\x0a\\x0d\\x0a", "0\\x0d\\x0a\\x0d\\x0a", "content-length: 0",
+    "transfer-encoding: chunked",
          "HTTP/1.1 ", "connection: close", "connection: upgrade", "upgrade: h2c")  # fmt: skip
 WORDS = {
-    "body": ("kv_transfer_params", "ec_transfer_params", "\\\\u005f", "vllm_xargs", "sampling_params", "extra_args",
+    "body": ("kv_transfer_params", "ec_transfer_params", "\\\\u005f", "vllm_xargs",
+    "sampling_params", "extra_args",
              "prompt_token_ids", "prompt",
-             "messages", "NaN", "1e999", "\\\\ud800", "\\xff\\xfe", "\\xef\\xbb\\xbf", "structured_outputs", "logprobs"),
-    "ingress": (*_HTTP, "POST /v1/completions HTTP/1.1", "GET /x HTTP/1.1", "expect: 100-continue", "GET "),
-    "stream": ("data: ", "\\x0a\\x0a", "\\x0d", "[DONE]", '{\\"error\\"', '{\\"id\\":', ": ", '\\"finish_reason\\":\\"abort\\"'),
-    "registration": ("type", "http_address", "zmq_address", "dp_size", "tp_size", "transfer_mode", "10.0.0.1:8000", "READ", "___",
+             "messages", "NaN", "1e999", "\\\\ud800", "\\xff\\xfe", "\\xef\\xbb\\xbf",
+             "structured_outputs", "logprobs"),
+    "ingress": (*_HTTP, "POST /v1/completions HTTP/1.1", "GET /x HTTP/1.1", "expect: 100-continue",
+    "GET "),
+    "stream": ("data: ", "\\x0a\\x0a", "\\x0d", "[DONE]", '{\\"error\\"', '{\\"id\\":', ": ",
+    '\\"finish_reason\\":\\"abort\\"'),
+    "registration": ("type", "http_address", "zmq_address", "dp_size", "tp_size", "transfer_mode",
+    "10.0.0.1:8000", "READ", "___",
                      "host:", ",handshake:", ",notify:"),
-    "answer": (*_HTTP, "HTTP/1.1 100 Continue", "HTTP/1.1 200 OK", "HTTP/1.1 204 No", "kv_transfer_params", "usage"),
+    "answer": (*_HTTP, "HTTP/1.1 100 Continue", "HTTP/1.1 200 OK", "HTTP/1.1 204 No",
+    "kv_transfer_params", "usage"),
 }  # fmt: skip
 """What libFuzzer may put in, in its own notation."""
 
 
 def targets() -> dict[str, Check]:
-    """What can be fuzzed, by name: a check that raises where something does not hold. They share one loop."""
+    """What can be fuzzed, by name: a check that raises where something does not hold. They share
+    one loop.
+    """
     from tests.fuzz.answers import check_answer, check_engine_json
     from tests.fuzz.bodies import check_body, check_content_types
     from tests.fuzz.cost.search import check as check_cost
@@ -72,16 +83,25 @@ def targets() -> dict[str, Check]:
 
 
 def cut(data: bytes) -> tuple[bytes, list[int]]:
-    """Return the bytes to be sent and where to cut them: an input ends with a count of cuts, before it their offsets."""
+    """Return the bytes to be sent and where to cut them: an input ends with a count of cuts, before
+    it their offsets.
+    """
     count = data[-1] % 4 if data else 0
-    offsets = [int.from_bytes(data[-3 - 2 * number : -1 - 2 * number], "big") for number in range(count)]
+    offsets = [
+        int.from_bytes(data[-3 - 2 * number : -1 - 2 * number], "big") for number in range(count)
+    ]
     return data[: max(0, len(data) - 1 - 2 * count)], offsets
 
 
 def seeds(target: str) -> list[bytes]:
     """Where a target begins."""
     from tests.fuzz import registrations
-    from tests.fuzz.seeds import recorded_answers, recorded_bodies, recorded_requests, recorded_streams
+    from tests.fuzz.seeds import (
+        recorded_answers,
+        recorded_bodies,
+        recorded_requests,
+        recorded_streams,
+    )
 
     found = {
         "body": recorded_bodies,
@@ -93,7 +113,8 @@ def seeds(target: str) -> list[bytes]:
     if target == "ingress":
         found |= {f"{name} twice": one * 2 for name, one in found.items()}
         found["chunked"] = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: y\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n"
+            b"{}\r\n0\r\nx: y\r\n\r\n"
         )
     end = b"" if target == "body" else b"\x00"
     return [one + end for one in found.values() if len(one) < 8000]
@@ -109,7 +130,12 @@ def fuzz(target: str, corpus: Path, seconds: int) -> None:
         import pdproxy.upstream.connection
         import pdproxy.web.protocol  # noqa: F401
     check = targets()[target]
-    options = [f"-max_total_time={seconds}", "-max_len=8192", "-timeout=20", f"-artifact_prefix={FINDINGS}/{target}-"]
+    options = [
+        f"-max_total_time={seconds}",
+        "-max_len=8192",
+        "-timeout=20",
+        f"-artifact_prefix={FINDINGS}/{target}-",
+    ]
     words = corpus.parent / f"{corpus.name}.dict"
     words.write_text("".join(f'"{word}"\n' for word in WORDS[target]))
     options.append(f"-dict={words}")
@@ -124,7 +150,9 @@ def main() -> int:
 
         return search(sys.argv[2:], FINDINGS)
     parser = argparse.ArgumentParser(description="Fuzz a part of pdproxy.")
-    parser.add_argument("target", choices=["body", "ingress", "stream", "answer", "registration", "cost"])
+    parser.add_argument(
+        "target", choices=["body", "ingress", "stream", "answer", "registration", "cost"]
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -135,9 +163,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         folder = f"{folder}/corpus"
         Path(folder).mkdir()
-        for one in [*seeds(given.target), *(path.read_bytes() for path in (HERE / "corpus" / given.target).glob("*"))]:
+        for one in [
+            *seeds(given.target),
+            *(path.read_bytes() for path in (HERE / "corpus" / given.target).glob("*")),
+        ]:
             (Path(folder) / hashlib.sha256(one).hexdigest()[:16]).write_bytes(one)
-        command = [sys.executable, "-m", "tests.fuzz.run", given.target, "--minutes", str(given.minutes)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz.run",
+            given.target,
+            "--minutes",
+            str(given.minutes),
+        ]
         code = subprocess.run([*command, "--corpus", folder], check=False).returncode
     if code:
         print(f"found something: see {FINDINGS}")

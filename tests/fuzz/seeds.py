@@ -9,7 +9,11 @@ from tests.sim.recordings.reading import Exchange, names, raw, read
 
 def recorded_streams() -> dict[str, bytes]:
     """The bodies of recorded streams by name."""
-    found = {name: one.answer.body for name, one in _exchanges().items() if one.answer and one.answer.streamed}
+    found = {
+        name: one.answer.body
+        for name, one in _exchanges().items()
+        if one.answer and one.answer.streamed
+    }
     for name in ("fail_D_sigkill_midstream", "fail_D_sigterm_midstream"):
         found[name] = b"".join(re.findall(rb"data: [^\n]*\n\n", raw(name)))
     return found

@@ -1,6 +1,7 @@
 """What must hold for any bytes that an engine sends as a stream, however they are cut into reads.
 
-The reference is a reader of server-sent events that goes line by line, as clients do; it shares no code with the relay.
+The reference is a reader of server-sent events that goes line by line, as clients do; it shares no
+code with the relay.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class _Leg:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a stream: what the client got, whether it was told a good end, how far it came."""
+    """What became of a stream: what the client got, whether it was told a good end, how far it
+    came.
+    """
 
     sent: bytes
     good: bool
@@ -75,7 +78,11 @@ def events(stream: bytes) -> list[bytes]:
         if line:
             lines.append(line)
         elif lines:
-            data = [part.removeprefix(b"data:").removeprefix(b" ") for part in lines if part.startswith(b"data:")]
+            data = [
+                part.removeprefix(b"data:").removeprefix(b" ")
+                for part in lines
+                if part.startswith(b"data:")
+            ]
             if data:
                 found.append(b"\n".join(data))
             lines = []
@@ -83,7 +90,9 @@ def events(stream: bytes) -> list[bytes]:
 
 
 async def relayed(pieces: Sequence[bytes], *, wants_usage: bool, at_once: bool) -> Ended:
-    """Send reads through a relay, then the end of the connection; `at_once`: its caller is awake as soon as there is data."""
+    """Send reads through a relay, then the end of the connection; `at_once`: its caller is awake as
+    soon as there is data.
+    """
     relay, output, leg = Relay(wants_usage=wants_usage), Output(), _Leg()
     relay.head(200, HEADERS)
     started = False
@@ -124,8 +133,11 @@ async def check_stream(stream: bytes, cuts: Sequence[int]) -> None:
             _check(stream, one, wants_usage)
         assert whole.good == cut.good == late.good, "the cuts decide whether the end is good"
         *some, most = sorted((events(one.sent) for one in (whole, cut, late)), key=len)
-        for fewer in some:  # what failed before it was passed on, is an error without data before it
-            assert fewer == (most if whole.good else most[: len(fewer)]), "the cuts decide what the client gets"
+        # what failed before it was passed on, is an error without data before it
+        for fewer in some:
+            assert fewer == (most if whole.good else most[: len(fewer)]), (
+                "the cuts decide what the client gets"
+            )
 
 
 def _check(stream: bytes, ended: Ended, wants_usage: bool) -> None:
@@ -150,4 +162,6 @@ def _is_error(data: bytes) -> bool:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return False
-    return data.startswith((b'{"error"', b'{"object":"error"', b'{"object": "error"')) and isinstance(value, dict)
+    return data.startswith(
+        (b'{"error"', b'{"object":"error"', b'{"object": "error"')
+    ) and isinstance(value, dict)

@@ -13,11 +13,15 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.seeds import recorded_answers, recorded_bodies
 
 ANSWERS = {name: answer for name, answer in recorded_answers().items() if len(answer) < 4000}
-BODIES = {name: answer.partition(b"\r\n\r\n")[2] for name, answer in ANSWERS.items()} | recorded_bodies()
+BODIES = {
+    name: answer.partition(b"\r\n\r\n")[2] for name, answer in ANSWERS.items()
+} | recorded_bodies()
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
-@pytest.mark.parametrize("name", [name for name in ANSWERS if name.startswith(("agg_c", "pd0", "err_chat_b"))])
+@pytest.mark.parametrize(
+    "name", [name for name in ANSWERS if name.startswith(("agg_c", "pd0", "err_chat_b"))]
+)
 async def test_a_recorded_answer_at_every_cut(name: str) -> None:
     """Cut in two at each byte, an answer is heard the same."""
     for at in range(len(ANSWERS[name])):
@@ -40,7 +44,12 @@ def test_mutated_answers(data: bytes, cuts: list[int]) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.one_of(st.binary(max_size=60), st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated)))
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated),
+    )
+)
 @example(b"[" * 5000)
 @example(b'{"error":' * 5000)
 @example(b'{"kv_transfer_params":' + b"[" * 5000)

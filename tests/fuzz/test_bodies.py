@@ -1,4 +1,6 @@
-"""Bodies of every kind: what an engine's server takes is served, what it refuses is refused in its words; no handle passes."""
+"""Bodies of every kind: what an engine's server takes is served, what it refuses is refused in its
+words; no handle passes.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,36 @@ BODIES = recorded_bodies()
 ROUTES = st.sampled_from(Route)
 FAKE = {"do_remote_prefill": True, "remote_engine_id": "made-up"}
 NAMES = ("kv_transfer_params", "ec_transfer_params")
-ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+ENCODINGS = (
+    "utf-8",
+    "utf-8-sig",
+    "utf-16",
+    "utf-16-le",
+    "utf-16-be",
+    "utf-32",
+    "utf-32-le",
+    "utf-32-be",
+)
 VALUES = st.sampled_from(
-    ["1", "-0", "1E400", "-1e-400", "NaN", "Infinity", '"\\ud800"', '"\\udc00\\ud800"', '"\u2028"', '"\x7f"', "[[[]]]", "null",
-     '{"a":1,"a":2}', "1" * 4301, "[" * 1200 + "]" * 1200, "true", '"\\u0000"', "0.1e1", "{}", '"x"', "tru", "01", '"\t"']
+    ["1", "-0", "1E400", "-1e-400", "NaN", "Infinity", '"\\ud800"', '"\\udc00\\ud800"', '"\u2028"',
+    '"\x7f"', "[[[]]]", "null",
+     '{"a":1,"a":2}', "1" * 4301, "[" * 1200 + "]" * 1200, "true", '"\\u0000"', "0.1e1", "{}",
+     '"x"', "tru", "01", '"\t"']
 )  # fmt: skip
 FIELDS = st.sampled_from(
-    ["prompt", "messages", "model", "stream", "logprobs", "structured_outputs", "response_format", "vllm_xargs",
-     "sampling_params", "x", "max_tokens", "temperature", "\\ud800", "logprob_token_ids", "stream_options", "n"]
+    ["prompt", "messages", "model", "stream", "logprobs", "structured_outputs", "response_format",
+    "vllm_xargs",
+     "sampling_params", "x", "max_tokens", "temperature", "\\ud800", "logprob_token_ids",
+     "stream_options", "n"]
 )  # fmt: skip
 
 
 @st.composite
 def spelt(draw: st.DrawFn, name: str) -> str:
     """A key in JSON, some of its letters as escapes."""
-    letters = [f"\\u{ord(letter):04x}" if draw(st.integers(0, 9)) == 0 else letter for letter in name]
+    letters = [
+        f"\\u{ord(letter):04x}" if draw(st.integers(0, 9)) == 0 else letter for letter in name
+    ]
     return '"' + "".join(letters) + '"'
 
 
@@ -54,7 +71,9 @@ def handles(draw: st.DrawFn) -> str:
     members = []
     for _ in range(draw(st.integers(1, 3))):
         name = draw(spelt(draw(st.sampled_from(NAMES))))
-        members.append(f"{name}:{draw(st.sampled_from([json.dumps(FAKE), 'null', '1', '[]', '{}']))}")
+        members.append(
+            f"{name}:{draw(st.sampled_from([json.dumps(FAKE), 'null', '1', '[]', '{}']))}"
+        )
         if draw(st.booleans()):
             members.append(f'"keep":{draw(VALUES)}')
     return ",".join(members)
@@ -62,7 +81,9 @@ def handles(draw: st.DrawFn) -> str:
 
 @st.composite
 def poisoned(draw: st.DrawFn) -> bytes:
-    """A request with handles at the top and in every carrier, in any encoding, among values of every kind."""
+    """A request with handles at the top and in every carrier, in any encoding, among values of
+    every kind.
+    """
     route = draw(ROUTES)
     chat = '[{"role":"user","content":"hello"}]'
     contents = {Route.COMPLETIONS: '"prompt":"hello"', Route.BATCH: f'"messages":[{chat},{chat}]'}
@@ -80,7 +101,9 @@ def poisoned(draw: st.DrawFn) -> bytes:
 @settings(max_examples=100, deadline=None)
 @given(poisoned(), ROUTES)
 def test_no_handle_of_a_client_reaches_an_engine(body: bytes, route: Route) -> None:
-    """Hidden anywhere, spelt anyhow, in any encoding: gone from every body that an engine could get."""
+    """Hidden anywhere, spelt anyhow, in any encoding: gone from every body that an engine could
+    get.
+    """
     check_body(route, body)
 
 
@@ -97,7 +120,9 @@ def test_mutated_bodies(body: bytes, route: Route) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(FIELDS, VALUES), max_size=5), ROUTES, st.sampled_from(ENCODINGS))
-def test_values_at_the_edge_of_json(members: list[tuple[str, str]], route: Route, encoding: str) -> None:
+def test_values_at_the_edge_of_json(
+    members: list[tuple[str, str]], route: Route, encoding: str
+) -> None:
     """What the fast parser and the engines' own might read in two ways."""
     text = "{" + ",".join(f'"{name}":{value}' for name, value in members) + "}"
     check_body(route, text.encode(encoding, "surrogatepass"))
@@ -105,13 +130,20 @@ def test_values_at_the_edge_of_json(members: list[tuple[str, str]], route: Route
 
 @pytest.mark.parametrize("member", ["structured_outputs", "logprob_token_ids", "response_format"])
 @pytest.mark.parametrize("value", [b"1" * 4301, b"[" * 300 + b"]" * 300])
-def test_what_only_decode_engines_see_costs_no_prefill_if_it_cannot_be_parsed(member: str, value: bytes) -> None:
-    """A field that is dropped on the prefill leg and that some engine's parser may refuse is one engine's business."""
-    parsed = parse(Route.COMPLETIONS, b'{"prompt":"a","logprobs":1,"%b":%b}' % (member.encode(), value))
+def test_what_only_decode_engines_see_costs_no_prefill_if_it_cannot_be_parsed(
+    member: str, value: bytes
+) -> None:
+    """A field that is dropped on the prefill leg and that some engine's parser may refuse is one
+    engine's business.
+    """
+    parsed = parse(
+        Route.COMPLETIONS, b'{"prompt":"a","logprobs":1,"%b":%b}' % (member.encode(), value)
+    )
     assert parsed.alone is not None
 
 
-@given(st.one_of(st.binary(max_size=40), st.sampled_from([b"application/json", b"application/x+json", b"text/json", b"a/b"])
+@given(st.one_of(st.binary(max_size=40), st.sampled_from([b"application/json",
+    b"application/x+json", b"text/json", b"a/b"])
                  .flatmap(mutated)), st.sampled_from([b"", b"{}", b"{", b"\xff"]))  # fmt: skip
 def test_content_types(kind: bytes, body: bytes) -> None:
     """Only vLLM's is taken."""
@@ -122,7 +154,9 @@ def test_content_types(kind: bytes, body: bytes) -> None:
 
 
 class Engine:
-    """What stands before a model in vLLM's server: FastAPI reading a body into the request's model, and its refusals."""
+    """What stands before a model in vLLM's server: FastAPI reading a body into the request's model,
+    and its refusals.
+    """
 
     def __init__(self) -> None:
         self.app = FastAPI()
@@ -165,8 +199,10 @@ class Engine:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": route.value, "raw_path": route.value.encode(), "query_string": b"",
-                 "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        scope = {"type": "http", "method": "POST", "path": route.value,
+            "raw_path": route.value.encode(), "query_string": b"",
+                 "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
+                 "scheme": "http",
                  "root_path": "", "server": ("x", 80), "client": ("x", 1)}  # fmt: skip
         try:
             await self.app(scope, receive, send)
@@ -185,7 +221,19 @@ ENGINE = Engine()
         st.binary(max_size=30),
         st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated),
         st.sampled_from(
-            [b"", b" ", b"null", b"3", b"-0.0", b'"x"', b"[1]", b"true", b"NaN", b'"' + b"x" * 300 + b'"', b"[" * 2000]
+            [
+                b"",
+                b" ",
+                b"null",
+                b"3",
+                b"-0.0",
+                b'"x"',
+                b"[1]",
+                b"true",
+                b"NaN",
+                b'"' + b"x" * 300 + b'"',
+                b"[" * 2000,
+            ]
         ),
     ),
     ROUTES,
@@ -194,16 +242,24 @@ ENGINE = Engine()
 @example(b"1e999", Route.CHAT)
 @example(b"9" * 300, Route.CHAT)
 @example(b"9" * 4301, Route.CHAT)
-def test_refused_as_an_engine_would_refuse_and_else_the_same_to_it(body: bytes, route: Route) -> None:
-    """What is refused here, FastAPI refuses with the same bytes; what is passed on, the model reads as it would have."""
+def test_refused_as_an_engine_would_refuse_and_else_the_same_to_it(
+    body: bytes, route: Route
+) -> None:
+    """What is refused here, FastAPI refuses with the same bytes; what is passed on, the model reads
+    as it would have.
+    """
 
     async def compare() -> None:
         status, own = await ENGINE.ask(route, body)
         parsed = _parsed(route, body)
         if isinstance(parsed, BadRequestError):
             if route is not Route.INVOCATIONS and _loads_none(body):
-                return  # here vLLM's FastAPI (0.136) says `missing`, as for no body; newer ones no longer do
-            if body.count(b"[") + body.count(b"{") > 300 and (status == 200 or b"RecursionError" in own):
+                # here vLLM's FastAPI (0.136) says `missing`, as for no body; newer ones no longer
+                # do
+                return
+            if body.count(b"[") + body.count(b"{") > 300 and (
+                status == 200 or b"RecursionError" in own
+            ):
                 return  # at the edge of the parser's stack
             assert (status, own) == (parsed.status, error_body(parsed))
             return
@@ -231,7 +287,10 @@ def _loads_none(body: bytes) -> bool:
 
 def test_no_body_and_null_are_missing() -> None:
     """As the engines' FastAPI has it."""
-    missing = "1 validation error:\n  {'type': 'missing', 'loc': 'body', 'msg': 'Field required', 'input': 'None'}"
+    missing = (
+        "1 validation error:\n  {'type': 'missing', 'loc': 'body', 'msg': 'Field required', "
+        "'input': 'None'}"
+    )
     for body in (b"", b"null", b" null ", "null".encode("utf-16")):
         with pytest.raises(BadRequestError) as raised:
             parse(Route.CHAT, body)

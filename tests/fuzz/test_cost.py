@@ -1,7 +1,9 @@
-"""What inputs of every known shape cost stays within bounds, in counts: steps of Python and bytes of memory per byte."""
+"""What inputs of every known shape cost stays within bounds, in counts: steps of Python and bytes
+of memory per byte.
+"""
 
-# No clock is looked at. The search for worse ones is `python -m tests.fuzz.run cost`; the bounds, each with its reason, are in
-# tests/fuzz/cost/bounds.py.
+# No clock is looked at. The search for worse ones is `python -m tests.fuzz.run cost`; the bounds,
+# each with its reason, are in tests/fuzz/cost/bounds.py.
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _inputs() -> list[object]:
 
 @pytest.mark.parametrize(("path", "name"), _inputs())
 def test_no_known_input_costs_more_than_its_bound(path: Path, name: str) -> None:
-    """Every shape that was costly once stays within the steps and the memory per byte that its path may take."""
+    """Every shape that was costly once stays within the steps and the memory per byte that its path
+    may take.
+    """
     assert over(path, path.known[name]) is None
 
 
@@ -65,7 +69,9 @@ def test_a_recipe_can_be_written_down() -> None:
 
 
 def test_what_grows_shares_the_bytes() -> None:
-    """Repeated texts are parted by commas and numbered, pairs are closed as often as they are opened."""
+    """Repeated texts are parted by commas and numbered, pairs are closed as often as they are
+    opened.
+    """
     assert recipe("[", many("1,"), "]").render(9) == b"[1,1,1]"
     assert recipe("{", many('"k@@":0,'), "}").render(24) == b'{"k0":0,"k1":0,"k2":0}'
     assert nested("<", "[", "x", "]", ">").render(9) == b"<[[[x]]]>"
@@ -91,7 +97,9 @@ async def _refuses(data: bytes) -> None:
 
 
 def test_steps_and_memory_are_counted() -> None:
-    """A loop over bytes counts a step for each, a call into C is one, and memory is what was held at once."""
+    """A loop over bytes counts a step for each, a call into C is one, and memory is what was held
+    at once.
+    """
     assert steps(_linear, b"x" * 5000) - steps(_linear, b"x" * 1000) == 8000
     assert steps(_square, b"x" * 64_000) - steps(_square, b"x" * 32_000) >= 1000
     assert steps(_linear, b"x" * 1000) == steps(_linear, b"x" * 1000)
@@ -107,8 +115,17 @@ def test_costs_are_judged() -> None:
     bad = [Cost(64 * KIB, 0.0001, 0.0001, 10_000, 1), Cost(4096 * KIB, 0.2, 0.2, 40_000_000, 1000)]
     assert judged(path, one, good, 1.0) == []
     found = {each.measure for each in judged(path, one, bad, 1.0)}
-    assert found == {"ns per byte", "ms per turn", "memory per byte", "bytes written", "growth of ns per byte"}
-    assert {each.measure for each in judged(path, one, bad, 100.0)} == found - {"ns per byte", "ms per turn"}
+    assert found == {
+        "ns per byte",
+        "ms per turn",
+        "memory per byte",
+        "bytes written",
+        "growth of ns per byte",
+    }
+    assert {each.measure for each in judged(path, one, bad, 100.0)} == found - {
+        "ns per byte",
+        "ms per turn",
+    }
 
 
 def test_a_search_finds_what_raises_and_writes_it_down(tmp_path, monkeypatch) -> None:

@@ -14,7 +14,10 @@ from tests.fuzz.seeds import recorded_requests
 
 REQUESTS = recorded_requests()
 SHORT = sorted(name for name in REQUESTS if len(REQUESTS[name]) < 400)
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: y\r\n\r\n"
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    b"0\r\nx: y\r\n\r\n"
+)
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 TWO = CHUNKED + GET
 MUTATED = st.sampled_from(SHORT).map(REQUESTS.__getitem__).flatmap(mutated)
@@ -42,18 +45,27 @@ async def test_requests_at_every_cut(name: str) -> None:
 @settings(max_examples=80, deadline=None)
 @given(MUTATED, CUTS)
 @example(GET.replace(b"host: x", b"host: x\r\nconnection: upgrade\r\nupgrade: h2c") + GET, [])
-@example(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n{}", [60])
+@example(
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nexpect: 100-continue\r\n"
+    b"\r\n{}",
+    [60],
+)
 @example(CHUNKED.replace(b"chunked", b"chunked\r\ncontent-length: 3"), [])
 @example(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: \r\n\r\n", [])
 @example(GET * 70, [])
-@example(GET.replace(b"host: x", b"host: x\r\nconnection: close") + CHUNKED, [len(GET) + 10, len(GET) + 80])
+@example(
+    GET.replace(b"host: x", b"host: x\r\nconnection: close") + CHUNKED,
+    [len(GET) + 10, len(GET) + 80],
+)
 def test_mutated_requests(data: bytes, cuts: list[int]) -> None:
     """One answer to each request or the end of the connection; nothing smuggled, logged or left."""
     run(data, cuts)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.one_of(MUTATED, st.sampled_from([GET, CHUNKED, b"\r\n", b"x"])), max_size=4), CUTS)
+@given(
+    st.lists(st.one_of(MUTATED, st.sampled_from([GET, CHUNKED, b"\r\n", b"x"])), max_size=4), CUTS
+)
 @example(
     [
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",

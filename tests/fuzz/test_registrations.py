@@ -1,4 +1,6 @@
-"""Messages to the socket at which engines register: vLLM's own, mutated, cut in any way, from any senders."""
+"""Messages to the socket at which engines register: vLLM's own, mutated, cut in any way, from any
+senders.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.registrations import check_registrations, recorded
 
 BEATS = list(recorded().values())
-_SENT = st.tuples(st.integers(0, 255), st.sampled_from(BEATS) | st.sampled_from(BEATS).flatmap(mutated)).map(
-    lambda one: bytes([one[0]]) + one[1][1:]
-)
+_SENT = st.tuples(
+    st.integers(0, 255), st.sampled_from(BEATS) | st.sampled_from(BEATS).flatmap(mutated)
+).map(lambda one: bytes([one[0]]) + one[1][1:])
 
 
 @settings(max_examples=60, deadline=None)

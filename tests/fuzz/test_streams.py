@@ -18,7 +18,10 @@ PIECES = [
     b'data: {"id":"x","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
     b'data: {"id":"x","choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n',
     b'data: {"id":"x","choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n',
-    b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3,"total_tokens":4},"system_fingerprint":"f"}\n\n',
+    (
+        b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3,"total_tokens":4},'
+        b'"system_fingerprint":"f"}\n\n'
+    ),
     b'data: {"error":{"message":"no","type":"X","code":400}}\n\n',
     b'data: {"object":"error","message":"no","type":"X","code":500}\n\n',
     b"data: [DONE]\n\n",
@@ -40,23 +43,33 @@ def test_there_are_streams() -> None:
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_a_recorded_stream_at_every_cut(name: str) -> None:
-    """Cut in two at each byte (every few bytes of a long one), a recorded stream comes out the same."""
+    """Cut in two at each byte (every few bytes of a long one), a recorded stream comes out the
+    same.
+    """
     body = BODIES[name]
     for at in range(0, len(body) + 1, 1 + len(body) // 400):
         await check_stream(body, [at])
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(PIECES), max_size=12).map(b"".join), st.lists(st.integers(0, 2000), max_size=8))
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=12).map(b"".join),
+    st.lists(st.integers(0, 2000), max_size=8),
+)
 @example(PIECES[0] + PIECES[7] + PIECES[5], [])
 @example(PIECES[0] + PIECES[5] + PIECES[7], [3])
 @example(PIECES[0] + PIECES[7] + PIECES[7], [])
 @example(PIECES[1] + PIECES[7], [])
 @example(b"data: {}", [])
-@example(PIECES[0] + b": x\n" + PIECES[5] + PIECES[7], [len(PIECES[0]), len(PIECES[0] + PIECES[5]) + 4])
-@example(PIECES[0] + b"\n" + PIECES[5] + PIECES[7], [len(PIECES[0]), len(PIECES[0] + PIECES[5]) + 1])
 @example(
-    PIECES[0] + PIECES[5].replace(b"data: ", b"data:") + PIECES[7], [len(PIECES[0]), len(PIECES[0] + PIECES[5]) - 1]
+    PIECES[0] + b": x\n" + PIECES[5] + PIECES[7], [len(PIECES[0]), len(PIECES[0] + PIECES[5]) + 4]
+)
+@example(
+    PIECES[0] + b"\n" + PIECES[5] + PIECES[7], [len(PIECES[0]), len(PIECES[0] + PIECES[5]) + 1]
+)
+@example(
+    PIECES[0] + PIECES[5].replace(b"data: ", b"data:") + PIECES[7],
+    [len(PIECES[0]), len(PIECES[0] + PIECES[5]) - 1],
 )
 def test_made_up_streams(stream: bytes, cuts: list[int]) -> None:
     """Events of every kind in any order, and pieces of none."""
@@ -65,7 +78,8 @@ def test_made_up_streams(stream: bytes, cuts: list[int]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated), st.lists(st.integers(0, 5000), max_size=5)
+    st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated),
+    st.lists(st.integers(0, 5000), max_size=5),
 )
 def test_mutated_recordings(stream: bytes, cuts: list[int]) -> None:
     """Recorded streams with bytes changed, doubled, lost and moved."""

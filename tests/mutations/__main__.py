@@ -1,10 +1,13 @@
-"""Makes a copy of the package per mutation and runs the tests that are nearest to it, until one fails.
+"""Makes a copy of the package per mutation and runs the tests that are nearest to it, until one
+fails.
 
-Usage: python -m tests.mutations [--seed 0] [--count 200] [--jobs 2] [--minutes 60] [--limit 90] [--only PART]
+Usage: python -m tests.mutations [--seed 0] [--count 200] [--jobs 2] [--minutes 60] [--limit 90]
+[--only PART]
 
-Prints each mutation that no test has noticed as soon as that is known, and how many were noticed. Those whose tests did not
-end within the limit are listed, too: a test may have hung, or the machine was slow. The exit code is 0 whatever
-survives: `docs/evidence/full-mutations.txt` lists survivors, and a reader judges them. It is 1 if the tests fail without any.
+Prints each mutation that no test has noticed as soon as that is known, and how many were noticed.
+Those whose tests did not end within the limit are listed, too: a test may have hung, or the machine
+was slow. The exit code is 0 whatever survives: `docs/evidence/full-mutations.txt` lists survivors,
+and a reader judges them. It is 1 if the tests fail without any.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ NOTICED, SURVIVED, LATE = "noticed", "survived", "did not end"
 
 
 def all_mutations(only: str = "") -> list[Mutation]:
-    """Return all mutations of the data path, or of the modules whose path in the package begins so."""
+    """Return all mutations of the data path, or of the modules whose path in the package begins
+    so.
+    """
     found: list[Mutation] = []
     for part in DATA_PATH:
         for file in sorted((PACKAGE / part).rglob("*.py")):
@@ -41,7 +46,9 @@ def all_mutations(only: str = "") -> list[Mutation]:
 
 
 def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str:
-    """Run tests against a copy of the package, with a mutation or without, until one fails. Return what has become of it."""
+    """Run tests against a copy of the package, with a mutation or without, until one fails. Return
+    what has become of it.
+    """
     with TemporaryDirectory(prefix="mutation-") as folder:
         package = Path(shutil.copytree(PACKAGE, Path(folder) / PACKAGE.name))  # with its bytecode
         if mutation is not None:
@@ -58,7 +65,8 @@ def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str
             *(str(TESTS / one) for one in files),
         ]
         env = os.environ | {
-            "PYTHONPATH": os.pathsep.join((folder, str(PACKAGE.parent))),  # the copy stands before the package
+            # the copy stands before the package
+            "PYTHONPATH": os.pathsep.join((folder, str(PACKAGE.parent))),
             "HYPOTHESIS_STORAGE_DIRECTORY": folder,
             "PDPROXY_TEST_EXAMPLES": "100",
             "PDPROXY_TEST_SEEDS": "3",
@@ -79,19 +87,35 @@ def tried(mutation: Mutation, limit: float) -> str:
 
 def main(arguments: list[str]) -> int:
     """Try a sample, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="See which changes no test notices.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations", description="See which changes no test notices."
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     parser.add_argument("--count", type=int, default=200, help="mutations (default: 200)")
     parser.add_argument("--jobs", type=int, default=2, help="at once (default: 2)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="none begins later (default: 60)")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds of the tests of one mutation (default: 90)")
-    parser.add_argument("--only", default="", help="modules whose path in the package begins so, like serving/kv")
-    parser.add_argument("--unproven", action="store_true", help="do not run the tests without a mutation before")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="none begins later (default: 60)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=90.0,
+        help="seconds of the tests of one mutation (default: 90)",
+    )
+    parser.add_argument(
+        "--only", default="", help="modules whose path in the package begins so, like serving/kv"
+    )
+    parser.add_argument(
+        "--unproven", action="store_true", help="do not run the tests without a mutation before"
+    )
     given = parser.parse_args(arguments)
     every = all_mutations(given.only)
     sample = random.Random(given.seed).sample(every, min(given.count, len(every)))
     print(f"{len(sample)} of {len(every)} mutations, seed {given.seed}", flush=True)
-    if not given.unproven and (result := judged(None, _files(sample), 60 * given.minutes)) != SURVIVED:
+    if (
+        not given.unproven
+        and (result := judged(None, _files(sample), 60 * given.minutes)) != SURVIVED
+    ):
         print(f"the tests fail without a mutation: {result}")
         return 1
     end, counts = time.monotonic() + 60 * given.minutes, Counter[str]()

@@ -1,4 +1,6 @@
-"""The places of a module where a mutation is possible, and what each becomes. Source in, source out: nothing is run here."""
+"""The places of a module where a mutation is possible, and what each becomes. Source in, source
+out: nothing is run here.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ _OPPOSITE = {
 }  # fmt: skip
 _REMOVABLE = (ast.Expr, ast.AugAssign, ast.Delete, ast.Raise, ast.Assign)
 _TALK = ("logger.", "super().__init__", "drop_traceback")
-"""Statements that begin so are left alone: lines of a log, and what only keeps reference cycles away."""
+"""Statements that begin so are left alone: lines of a log, and what only keeps reference cycles
+away.
+"""
 
 
 @dataclass(frozen=True, order=True)
 class Mutation:
-    """One change: bytes `start` to `end` of a file become `new`. `line`: where, `what`: what was changed, for a reader."""
+    """One change: bytes `start` to `end` of a file become `new`. `line`: where, `what`: what was
+    changed, for a reader.
+    """
 
     path: str
     line: int
@@ -57,7 +63,11 @@ def sites(path: str, source: bytes) -> list[Mutation]:
             continue
         short = " ".join(text(node).split())[:80]
         match node:
-            case ast.stmt() if isinstance(node, _REMOVABLE) and not _is_needed(node) and not short.startswith(_TALK):
+            case ast.stmt() if (
+                isinstance(node, _REMOVABLE)
+                and not _is_needed(node)
+                and not short.startswith(_TALK)
+            ):
                 add(node, "pass", f"without `{short}`")
             case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
                 add(test, f"not ({text(test)})", f"not: `{' '.join(text(test).split())[:80]}`")
@@ -78,13 +88,18 @@ def sites(path: str, source: bytes) -> list[Mutation]:
                 add(node, f"(({text(left)}) {sign} ({text(right)}))", f"`{short}` with {sign}")
             case ast.Call(keywords=keywords):
                 for one in keywords:
-                    if one.arg and not (isinstance(one.value, ast.Constant) and one.value.value in (None, True, False)):
+                    if one.arg and not (
+                        isinstance(one.value, ast.Constant)
+                        and one.value.value in (None, True, False)
+                    ):
                         add(one.value, "None", f"{one.arg}=None in `{short}`")
     return sorted(set(found))
 
 
 def _inside_functions(node: ast.AST, *, inside: bool = False) -> Iterator[ast.AST]:
-    """Yield the nodes of functions' bodies, without what only a reader of a message or of a debugger sees."""
+    """Yield the nodes of functions' bodies, without what only a reader of a message or of a
+    debugger sees.
+    """
     if inside:
         yield node
     if isinstance(node, ast.AnnAssign | ast.JoinedStr | ast.Raise | ast.Assert):
@@ -98,12 +113,17 @@ def _inside_functions(node: ast.AST, *, inside: bool = False) -> Iterator[ast.AS
 
 
 def _is_needed(node: ast.stmt) -> bool:
-    """Return whether a statement is a docstring, or makes a name that others use: without it nothing runs."""
+    """Return whether a statement is a docstring, or makes a name that others use: without it
+    nothing runs.
+    """
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant | ast.Yield | ast.YieldFrom)
     if isinstance(node, ast.Assign):
         return any(
-            isinstance(part, ast.Name) for target in node.targets for part in ast.walk(target) if _is_stored(part)
+            isinstance(part, ast.Name)
+            for target in node.targets
+            for part in ast.walk(target)
+            if _is_stored(part)
         )
     return False
 

@@ -14,11 +14,17 @@ from pdproxy_lab.simulate.shape import Shape
 
 CHUNKS = (512, 2048, 8192)
 REQUESTS = int(os.environ.get("PDPROXY_TEST_PLAN_REQUESTS", "200"))
-"""Of a simulation. With 800, queues of requests with long answers get longer: `.ci/full` tries those."""
+"""Of a simulation. With 800, queues of requests with long answers get longer: `.ci/full` tries
+those.
+"""
 
 
 def question(
-    slo: str, inputs: int = 4000, outputs: int = 128, demand: Demand | None = None, share: float = 0.9
+    slo: str,
+    inputs: int = 4000,
+    outputs: int = 128,
+    demand: Demand | None = None,
+    share: float = 0.9,
 ) -> Question:
     """Return a question about a load of equal lengths, or another one."""
     profile = load("h200-8b")

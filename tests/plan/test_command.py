@@ -19,7 +19,18 @@ from pdproxy_lab.plan.search import FoundArrangement, Result
 from tests.plan.questions import question
 from tests.simulate.loads import write_trace
 
-LOAD = ("--input-tokens", "4000", "--output-tokens", "128", "--requests", "200", "--seeds", "1", "--chunks", "512,8192")
+LOAD = (
+    "--input-tokens",
+    "4000",
+    "--output-tokens",
+    "128",
+    "--requests",
+    "200",
+    "--seeds",
+    "1",
+    "--chunks",
+    "512,8192",
+)
 LOOSE = ("--slo", "ttft=500ms,tpot=15ms")
 TIGHT = ("--slo", "ttft=500ms,tpot=8ms")
 NO_HANDOFFS = "The profile has no time for handoffs"
@@ -77,7 +88,9 @@ def test_a_rate_alone_gives_the_number_of_gpus(capsys: pytest.CaptureFixture[str
     assert "Headroom: " in lines[2]
 
 
-def test_trying_everything_finds_what_the_search_finds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_trying_everything_finds_what_the_search_finds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     found = []
     for number, options in enumerate(([], ["--exhaustive"])):
         file = tmp_path / str(number)
@@ -87,7 +100,9 @@ def test_trying_everything_finds_what_the_search_finds(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
-def test_the_same_command_gives_the_same_plan_of_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_same_command_gives_the_same_plan_of_a_trace(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     trace = write_trace(tmp_path / "trace.jsonl")
     line = ["plan", "--trace", str(trace), "--spread", "--gpus", "1", "--chunks", "512,8192"]
     line += ["--slo", "chat:ttft=1s,tpot=20ms"]
@@ -104,9 +119,15 @@ def test_what_nothing_keeps_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_
     assert main(["plan", "--gpus", "2", *LOAD, "--slo", "tpot=1ms", "--json", str(file)]) == 1
     shown = capsys.readouterr().out
     first, second = shown.splitlines()
-    assert first == "No arrangement of 2 GPUs keeps tpot=1ms, and ttft=2s, for 90 % of the requests at any rate."
+    assert (
+        first
+        == "No arrangement of 2 GPUs keeps tpot=1ms, and ttft=2s, for 90 % of the requests at "
+        "any rate."
+    )
     assert second.startswith("Even at 0.")
-    assert second.endswith("with 2 plain engines with --max-num-batched-tokens 8192, 100 % of the requests miss TPOT.")
+    assert second.endswith(
+        "with 2 plain engines with --max-num-batched-tokens 8192, 100 % of the requests miss TPOT."
+    )
     found = json.loads(file.read_text())
     assert found["plan"] is None
     assert found["at_a_low_rate"]["missed"] == {"ttft": 0.0, "tpot": 1.0}
@@ -115,14 +136,31 @@ def test_what_nothing_keeps_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_
 def test_requests_that_do_not_fit_or_are_longer_than_measured_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    few = ("--requests", "100", "--seeds", "1", "--chunks", "512", "--policy", "least_load", "--slo", "ttft=2s")
+    few = (
+        "--requests",
+        "100",
+        "--seeds",
+        "1",
+        "--chunks",
+        "512",
+        "--policy",
+        "least_load",
+        "--slo",
+        "ttft=2s",
+    )
     assert main(["plan", "--gpus", "1", "--input-tokens", "4000", "--kv-tokens", "2000", *few]) == 1
-    assert "100 % of the requests do not fit into an engine's KV memory of 2000 tokens" in capsys.readouterr().out
+    assert (
+        "100 % of the requests do not fit into an engine's KV memory of 2000 tokens"
+        in capsys.readouterr().out
+    )
     trace = tmp_path / "trace.jsonl"
     line = '{"timestamp": %d, "input_length": %d, "output_length": 20}\n'
     trace.write_text("".join(line % (1000 * n, 20_000 if n % 20 == 0 else 100) for n in range(100)))
     assert main(["plan", "--gpus", "1", "--trace", str(trace), *few]) == 0
-    said = "5 % of the requests are longer than the profile's max_model_len of 16384 tokens, the longest has 20020."
+    said = (
+        "5 % of the requests are longer than the profile's max_model_len of 16384 tokens, the "
+        "longest has 20020."
+    )
     assert said in capsys.readouterr().out
 
 
@@ -131,7 +169,9 @@ def test_a_split_by_a_profile_of_one_engine_alone_is_doubted(
 ) -> None:
     profile = load("h200-8b")
     terms = ("pull_s", "further_pull_s", "pull_token_s", "handoff_overhead_s")
-    alone = structs.replace(profile, hardware=structs.replace(profile.hardware, **dict.fromkeys(terms, 0.0)))
+    alone = structs.replace(
+        profile, hardware=structs.replace(profile.hardware, **dict.fromkeys(terms, 0.0))
+    )
     file = tmp_path / "alone.json"
     file.write_bytes(msgspec.json.encode(alone))
     assert main(["plan", "--gpus", "2", *LOAD, *TIGHT, "--profile", str(file)]) == 0
@@ -197,22 +237,48 @@ def test_a_slo_without_ttft_does_not_let_a_queue_grow(capsys: pytest.CaptureFixt
         (["--rate", "5", "--exhaustive", *LOOSE], "--exhaustive: needs --gpus"),
         (["--gpus", "2", "--share", "101", *LOOSE], "--share: expected percent above 0"),
         (["--gpus", "2", "--chunks", "512,x", *LOOSE], "--chunks: expected 1 to 10000000, got 'x'"),
-        (["--gpus", "2", "--chunks", "1,2,3,4,5,6,7,8,9", *LOOSE], "--chunks: expected 1 to 8 chunk sizes, got 9"),
+        (
+            ["--gpus", "2", "--chunks", "1,2,3,4,5,6,7,8,9", *LOOSE],
+            "--chunks: expected 1 to 8 chunk sizes, got 9",
+        ),
         (["--gpus", "2", "--arrivals", "ramp", *LOOSE], "--arrivals: expected "),
         (["--gpus", "2", "--slo", "ttft=5"], "--slo: expected [NAME:]ttft=500ms"),
         (["--gpus", "2", "--policy", "magic", *LOOSE], "--policy: expected least_load"),
         (["--gpus", "2", "--spread", *LOOSE], "--spread: has no effect without --trace"),
-        (["--gpus", "2", "--profile", "nowhere.json", *LOOSE], "--profile: nowhere.json: neither a file"),
-        (["--gpus", "2", "--trace", "nowhere.jsonl", *LOOSE], "--trace: nowhere.jsonl can't be read"),
-        (["--gpus", "2", "--trace", "x", "--input-tokens", "5", *LOOSE], "--input-tokens: has no effect with --trace"),
+        (
+            ["--gpus", "2", "--profile", "nowhere.json", *LOOSE],
+            "--profile: nowhere.json: neither a file",
+        ),
+        (
+            ["--gpus", "2", "--trace", "nowhere.jsonl", *LOOSE],
+            "--trace: nowhere.jsonl can't be read",
+        ),
+        (
+            ["--gpus", "2", "--trace", "x", "--input-tokens", "5", *LOOSE],
+            "--input-tokens: has no effect with --trace",
+        ),
         (["--gpus", "2", "--json", "/nowhere/file", *LOOSE], "--json: file can't be written"),
-        (["--gpus", "2", "--plot", "plan.txt", *LOOSE], "--plot: expected a file that ends with .png"),
-        (["--gpus", "2", "--plot", "/nowhere/plan.svg", *LOOSE], "--plot: plan.svg can't be written"),
-        (["--gpus", "2", "--burstiness", "0.5", *LOOSE], "--burstiness: has no effect without --arrivals burst"),
-        (["--gpus", "2", "--burstiness", "0.001", "--arrivals", "burst", *LOOSE], "the burstiness must be 0.01 to 100"),
+        (
+            ["--gpus", "2", "--plot", "plan.txt", *LOOSE],
+            "--plot: expected a file that ends with .png",
+        ),
+        (
+            ["--gpus", "2", "--plot", "/nowhere/plan.svg", *LOOSE],
+            "--plot: plan.svg can't be written",
+        ),
+        (
+            ["--gpus", "2", "--burstiness", "0.5", *LOOSE],
+            "--burstiness: has no effect without --arrivals burst",
+        ),
+        (
+            ["--gpus", "2", "--burstiness", "0.001", "--arrivals", "burst", *LOOSE],
+            "the burstiness must be 0.01 to 100",
+        ),
     ],
 )
-def test_wrong_options_are_named_in_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_named_in_one_line(
+    line: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *line]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -222,18 +288,26 @@ def test_wrong_options_are_named_in_one_line(line: list[str], message: str, caps
     assert rest in ([], ["See `pdproxy plan --help`."])
 
 
-def test_a_trace_with_one_time_needs_arrivals_and_a_rate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_trace_with_one_time_needs_arrivals_and_a_rate(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 20}\n' * 30)
     assert main(["plan", "--trace", str(trace), *LOOSE]) == 2
     assert "give --arrivals" in capsys.readouterr().err
     assert main(["plan", "--trace", str(trace), "--arrivals", "poisson", *LOOSE]) == 2
-    assert "--rate is missing: all requests of the trace have the same time" in capsys.readouterr().err
-    assert main(["plan", "--trace", str(trace), "--arrivals", "poisson", "--gpus", "1", *LOOSE]) == 0
+    assert (
+        "--rate is missing: all requests of the trace have the same time" in capsys.readouterr().err
+    )
+    assert (
+        main(["plan", "--trace", str(trace), "--arrivals", "poisson", "--gpus", "1", *LOOSE]) == 0
+    )
     assert "Don't split: 1 plain engine with" in capsys.readouterr().out
 
 
-def test_an_interrupt_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

@@ -40,7 +40,11 @@ def test_all_arrangements_of_a_kind_are_reached_by_neighbours() -> None:
                 if one not in seen:
                     seen.add(one)
                     left.append(one)
-        assert seen == {one for one in everything(4, CHUNKS, ("a", "b")) if bool(one.prefill) is bool(start.prefill)}
+        assert seen == {
+            one
+            for one in everything(4, CHUNKS, ("a", "b"))
+            if bool(one.prefill) is bool(start.prefill)
+        }
 
 
 @given(st.floats(1e-3, 1e5))
@@ -56,8 +60,13 @@ def test_a_place_of_the_grid_is_its_own(place: int) -> None:
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.sampled_from(list(everything(3, (512, 8192), P))), st.sampled_from([(4000, 16), (500, 60), (2000, 2)]))
-def test_no_simulation_serves_more_than_the_bound(one: Arrangement, lengths: tuple[int, int]) -> None:
+@given(
+    st.sampled_from(list(everything(3, (512, 8192), P))),
+    st.sampled_from([(4000, 16), (500, 60), (2000, 2)]),
+)
+def test_no_simulation_serves_more_than_the_bound(
+    one: Arrangement, lengths: tuple[int, int]
+) -> None:
     asked = question("ttft=300ms", *lengths)
     work = work_of(asked)
     limit = bound(one, work)
@@ -70,8 +79,12 @@ def test_a_bound_by_hand() -> None:
     tokens = 4000 / 47619 + 0.97e-9 * 4000 * 2000 + 0.0033
     assert work.prefill_s(8192) == pytest.approx(tokens + 0.0021 * 4000 / 8192)
     assert work.decode_s == pytest.approx(127 * (27e-6 + 33.6e-9 * 4064))
-    assert bound(split(1, 7, 8192, 512, "least_load"), work) == pytest.approx(1 / work.prefill_s(8192))
-    assert bound(plain(2, 512, "least_load"), work) == pytest.approx(2 / (work.prefill_s(512) + work.decode_s))
+    assert bound(split(1, 7, 8192, 512, "least_load"), work) == pytest.approx(
+        1 / work.prefill_s(8192)
+    )
+    assert bound(plain(2, 512, "least_load"), work) == pytest.approx(
+        2 / (work.prefill_s(512) + work.decode_s)
+    )
     line = 0.0035 + 4000 * 131072 / 43.984e9
     decode = max(work.decode_s + 4000 * 4e-6, line)
     assert bound(split(7, 1, 8192, 512, "least_load"), work) == pytest.approx(1 / decode)
@@ -80,7 +93,10 @@ def test_a_bound_by_hand() -> None:
 def test_shared_prefixes_raise_the_bound() -> None:
     shared = [TraceEntry(float(n), 1100, 10, (1, 2, 3 + n)) for n in range(50)]
     alone = [TraceEntry(float(n), 1100, 10, (3 * n, 3 * n + 1, 3 * n + 2)) for n in range(50)]
-    rates = [bound(plain(1, 512, "a"), work_of(question("ttft=1s", demand=Traced(entries=e)))) for e in (shared, alone)]
+    rates = [
+        bound(plain(1, 512, "a"), work_of(question("ttft=1s", demand=Traced(entries=e))))
+        for e in (shared, alone)
+    ]
     assert rates[0] > 2 * rates[1]
 
 
@@ -93,7 +109,12 @@ def test_a_question_without_an_answer_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("slo", "inputs", "ttft"),
-    [("tpot=9ms", 4000, 2.0), ("gap=9ms", 100_000, 14.0), ("tpot=9ms,ttft=5s", 4000, 5.0), ("e2e=9s", 4000, None)],
+    [
+        ("tpot=9ms", 4000, 2.0),
+        ("gap=9ms", 100_000, 14.0),
+        ("tpot=9ms,ttft=5s", 4000, 5.0),
+        ("e2e=9s", 4000, None),
+    ],
 )
 def test_a_queue_that_grows_never_keeps_the_slo(slo: str, inputs: int, ttft: float | None) -> None:
     asked = question(slo, inputs)
@@ -110,6 +131,8 @@ def test_a_trace_is_stretched_to_a_rate() -> None:
     assert times == pytest.approx([n / 4 for n in range(41)])
     poisson = Traced(entries=demand.entries, kind="poisson")
     assert poisson.random
-    assert [one.due for one in poisson.calls(4.0, 20, 0)] != [one.due for one in poisson.calls(4.0, 20, 1)]
+    assert [one.due for one in poisson.calls(4.0, 20, 0)] != [
+        one.due for one in poisson.calls(4.0, 20, 1)
+    ]
     slow, fast = ([one.due for one in poisson.calls(rate, 20, 0)] for rate in (1.0, 10.0))
     assert slow == pytest.approx([10 * time for time in fast])

@@ -42,8 +42,11 @@ def turns(count: int = 600) -> Traced:
         pytest.param(question(B, demand=turns()), True, id="turns B"),
     ],
 )
-def test_the_plan_is_as_good_as_the_best_of_all_and_splits_or_not(asked: Question, splits: bool) -> None:
-    requests = max(REQUESTS, 400) if asked.demand == LONG else REQUESTS  # or few of them wait for others
+def test_the_plan_is_as_good_as_the_best_of_all_and_splits_or_not(
+    asked: Question, splits: bool
+) -> None:
+    # or few of them wait for others
+    requests = max(REQUESTS, 400) if asked.demand == LONG else REQUESTS
     found = search(asked, 4, requests=requests, seeds=1)
     best = exhaustive(asked, 4, requests=requests, seeds=1)
     assert found.best is not None
@@ -55,14 +58,18 @@ def test_the_plan_is_as_good_as_the_best_of_all_and_splits_or_not(asked: Questio
 
 def test_an_engine_with_a_long_way_for_kv_is_not_split() -> None:
     slow = question(B)
-    slow = msgspec.structs.replace(slow, hardware=msgspec.structs.replace(slow.hardware, link_bytes_per_s=1e9))
+    slow = msgspec.structs.replace(
+        slow, hardware=msgspec.structs.replace(slow.hardware, link_bytes_per_s=1e9)
+    )
     best = search(slow, 4, requests=REQUESTS, seeds=1).best
     assert best is not None
     assert best.arrangement.prefill == 0
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    assert search(question(B), 2, requests=100, seeds=2) == search(question(B), 2, requests=100, seeds=2)
+    assert search(question(B), 2, requests=100, seeds=2) == search(
+        question(B), 2, requests=100, seeds=2
+    )
 
 
 def test_more_gpus_never_serve_less() -> None:
@@ -74,10 +81,17 @@ def test_more_gpus_never_serve_less() -> None:
     assert rates == sorted(rates)
 
 
-@pytest.mark.parametrize("one", [plain(2, 2048, "least_load"), split(1, 1, 8192, 8192, "least_load")])
+@pytest.mark.parametrize(
+    "one", [plain(2, 2048, "least_load"), split(1, 1, 8192, 8192, "least_load")]
+)
 def test_a_looser_slo_never_lowers_the_capacity(one: Arrangement) -> None:
     rates = []
-    for slo in ("ttft=300ms,tpot=7ms", "ttft=300ms,tpot=10ms", "ttft=1s,tpot=10ms", "ttft=2s,tpot=20ms"):
+    for slo in (
+        "ttft=300ms,tpot=7ms",
+        "ttft=300ms,tpot=10ms",
+        "ttft=1s,tpot=10ms",
+        "ttft=2s,tpot=20ms",
+    ):
         asked = question(slo)
         place = CapacitySearch(asked, work_of(asked)).capacity(one, Level(300, 1, 1))
         rates.append(0.0 if place is None else rate_at(place))
@@ -89,7 +103,8 @@ def test_a_looser_slo_never_lowers_the_capacity(one: Arrangement) -> None:
 def test_a_wrong_guess_changes_the_capacity_little(guess: int) -> None:
     asked, one = question(A), plain(2, 1024, "least_load")
     free, guessed = (
-        CapacitySearch(asked, work_of(asked)).capacity(one, Level(300, 1, 1), place) for place in (None, guess)
+        CapacitySearch(asked, work_of(asked)).capacity(one, Level(300, 1, 1), place)
+        for place in (None, guess)
     )
     assert free is not None
     assert guessed is not None
@@ -114,9 +129,15 @@ def test_what_nothing_keeps_has_no_plan() -> None:
     assert gpus_for(question("ttft=1ms"), 1.0, requests=200, seeds=1).best is None
 
 
-def test_a_rate_at_which_engines_make_no_progress_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_at_which_engines_make_no_progress_is_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = question(A)
-    prober, one, level = CapacitySearch(asked, work_of(asked)), plain(1, 512, "least_load"), Level(200, 1, 1)
+    prober, one, level = (
+        CapacitySearch(asked, work_of(asked)),
+        plain(1, 512, "least_load"),
+        Level(200, 1, 1),
+    )
     assert prober.passes(one, level, 0)
     monkeypatch.setattr("pdproxy_lab.simulate.cluster._NO_PROGRESS", 5)
     fresh = CapacitySearch(asked, work_of(asked))
@@ -127,7 +148,9 @@ def test_a_rate_at_which_engines_make_no_progress_is_not_served(monkeypatch: pyt
 
 def test_requests_that_do_not_fit_are_misses() -> None:
     asked = question(A)
-    small = msgspec.structs.replace(asked, shape=msgspec.structs.replace(asked.shape, kv_tokens=4096))
+    small = msgspec.structs.replace(
+        asked, shape=msgspec.structs.replace(asked.shape, kv_tokens=4096)
+    )
     assert search(small, 2, requests=200, seeds=1).best is None
 
 

@@ -34,17 +34,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that has started this one, if pytest runs in several."""
     if hasattr(session.config, "workeroutput"):
-        found = {"with": sorted(several.ran[True]), "without": sorted(several.ran[False]), "left_out": dict(_left_out)}
+        found = {
+            "with": sorted(several.ran[True]),
+            "without": sorted(several.ran[False]),
+            "left_out": dict(_left_out),
+        }
         session.config.workeroutput["several"] = found
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(engine: Any) -> None:
     """Take over what such a process tells. Each has collected all tests."""
-    found = getattr(engine, "workeroutput", {}).get("several", {"with": [], "without": [], "left_out": {}})
+    found = getattr(engine, "workeroutput", {}).get(
+        "several", {"with": [], "without": [], "left_out": {}}
+    )
     several.ran[True].update(found["with"])
     several.ran[False].update(found["without"])
-    _left_out.update({why: count for why, count in found["left_out"].items() if why not in _left_out})
+    _left_out.update(
+        {why: count for why, count in found["left_out"].items() if why not in _left_out}
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -53,14 +61,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     ran = several.ran
     terminalreporter.write_line(
-        f"workers: {len(ran[True])} tests had {several.WORKERS}; {len(ran[False] - ran[True])} had one, for their settings"
+        f"workers: {len(ran[True])} tests had {several.WORKERS}; {len(ran[False] - ran[True])} "
+        f"had one, for their settings"
     )
     for why, count in _left_out.items():
         if why:
             terminalreporter.write_line(f"workers: {count} tests are left out: {why}")
 
 
-def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The loop that `pdproxy serve` runs on, but for tests that move the loop's own clock."""
     if item.get_closest_marker("asyncio_loop"):
         return {"asyncio": asyncio.new_event_loop}

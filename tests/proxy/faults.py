@@ -30,7 +30,9 @@ def cases() -> list[Case]:
             continue  # what the API server has already is sent: tests/proxy/test_stalls.py
         for moment in facts.moments:
             if moment in MESSAGES:
-                continue  # no answer's: tests/proxy/test_connectors.py, test_notifier.py and test_kv_events.py
+                # no answer's: tests/proxy/test_connectors.py, test_notifier.py and
+                # test_kv_events.py
+                continue
             for stream in (False, True):
                 if not stream and (moment in STREAM_ONLY or facts.streams):
                     continue
@@ -61,8 +63,13 @@ def half(*, second: bool) -> list[Kept]:
     found = with_connections()
     if ALL:
         return found
-    alike = [[case for case in found if case[:2] == one] for one in dict.fromkeys(case[:2] for case in found)]
-    return [case for at, cases in enumerate(alike) for case in (cases[(at + second) % 2 :: 2] or cases)]
+    alike = [
+        [case for case in found if case[:2] == one]
+        for one in dict.fromkeys(case[:2] for case in found)
+    ]
+    return [
+        case for at, cases in enumerate(alike) for case in (cases[(at + second) % 2 :: 2] or cases)
+    ]
 
 
 def silent(kind: str, moment: Moment) -> bool:
@@ -79,16 +86,21 @@ def expected(role: str, kind: str, moment: Moment, stream: bool) -> str:
 
 
 def left_to_the_lease(role: str, kind: str, moment: Moment) -> bool:
-    """Whether P's blocks may be freed by nothing but the end of their lease: its answer is lost, or D fell silent with it."""
-    if kind in ("slow", "split", "join", "load_failure") or (moment == "after" and kind != "garbage"):
+    """Whether P's blocks may be freed by nothing but the end of their lease: its answer is lost, or
+    D fell silent with it.
+    """
+    if kind in ("slow", "split", "join", "load_failure") or (
+        moment == "after" and kind != "garbage"
+    ):
         return False
     lost = role == "prefill" and moment not in ("accept", "queued")
     return lost or kind == "lease_expiry" or silent(kind, moment)
 
 
 def seen(answer: Answer, text: str) -> str:
-    """Which it is: the right answer; an error with a status and an OpenAI body; or a stream that was right as far as it came and
-    ends in an error event. Anything else fails. `text`: the right one.
+    """Which it is: the right answer; an error with a status and an OpenAI body; or a stream that
+    was right as far as it came and ends in an error event. Anything else fails. `text`: the right
+    one.
     """
     if answer.status != 200:
         error = answer.json["error"]

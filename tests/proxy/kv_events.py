@@ -1,4 +1,6 @@
-"""Readers of KV events in front of simulated engines: what the index knows is what the engines have."""
+"""Readers of KV events in front of simulated engines: what the index knows is what the engines
+have.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from tests.sim.raw import ask, completion, until
 
 FAST = Hardware(speed=0)
 LONG = 30.0
-ANY = KvEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0", topic="t")
+ANY = KvEventsConfig(
+    enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0", topic="t"
+)
 
 
 def facts(config: KvEventsConfig | None = ANY, **more: Any) -> SimFacts:
@@ -175,8 +179,12 @@ class Publisher:
         """Send a message."""
         self.send(topic, number.to_bytes(8, "big"), payload)
 
-    async def until(self, condition: Callable[[], object], number: int, payload: bytes, topic: bytes = b"") -> int:
-        """Publish messages, with numbers that go on, until something has happened. Return the next number."""
+    async def until(
+        self, condition: Callable[[], object], number: int, payload: bytes, topic: bytes = b""
+    ) -> int:
+        """Publish messages, with numbers that go on, until something has happened. Return the next
+        number.
+        """
         async with asyncio.timeout(LONG):
             while not condition():
                 self.publish(number, payload, topic)

@@ -11,7 +11,9 @@ from tests.fakes.world import COMPLETIONS, PROMPT, completion
 
 
 async def at_random(pair: Pair, count: int, together: int, seed: int) -> None:
-    """So many clients, so many at once, of engines that are sometimes slow. Two of three leave within a tenth of a second."""
+    """So many clients, so many at once, of engines that are sometimes slow. Two of three leave
+    within a tenth of a second.
+    """
     chance = random.Random(seed)
     for engine in (pair.p, pair.d):
         engine.faults.add("slow@queued:delay=0.02,rate=0.5")
@@ -31,7 +33,9 @@ async def at_random(pair: Pair, count: int, together: int, seed: int) -> None:
 
 
 async def every_third(pair: Pair, count: int) -> None:
-    """So many clients at once. Each third one leaves, at one of 17 moments; the others get their answers."""
+    """So many clients at once. Each third one leaves, at one of 17 moments; the others get their
+    answers.
+    """
 
     async def one(number: int) -> None:
         body = completion(prompt=f"{number} {PROMPT * 3}", stream=number % 2 == 0, max_tokens=6)

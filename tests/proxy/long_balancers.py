@@ -1,4 +1,6 @@
-"""Rolling restarts behind each balancer: two proxies, one after the other, are terminated and replaced, and no client notices."""
+"""Rolling restarts behind each balancer: two proxies, one after the other, are terminated and
+replaced, and no client notices.
+"""
 
 # Needs the programs of all balancers.
 
@@ -32,7 +34,8 @@ def with_second(config: str, proxy: int) -> str:
         if re.match(r"\s+server (one )?127.0.0.1:8000|\s+- endpoint: ", line):
             lines.append(at_ports(line, 8080, proxy).replace("server one", "server two"))
         if line.strip() == "proxy_pass http://pdproxy;":
-            lines.append("proxy_next_upstream error timeout http_503 non_idempotent;")  # as the page says
+            # as the page says
+            lines.append("proxy_next_upstream error timeout http_503 non_idempotent;")
     return "\n".join(lines) + "\n"
 
 
@@ -60,12 +63,16 @@ async def test_a_rolling_restart_costs_no_request(name: str, tmp_path: Path) -> 
     async with AsyncExitStack() as stack:
         stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in ports]
         proxies = [
-            await own.enter_async_context(served(subprocess.DEVNULL, workers=1, linger=LINGER, port=port))
+            await own.enter_async_context(
+                served(subprocess.DEVNULL, workers=1, linger=LINGER, port=port)
+            )
             for own, port in zip(stacks, ports, strict=True)
         ]
         config = with_second(of_page(name), ports[1])
         port = await stack.enter_async_context(balanced(name, config, ports[0], tmp_path))
-        clients = [asyncio.create_task(client_of(port, bool(number % 2))) for number in range(CLIENTS)]
+        clients = [
+            asyncio.create_task(client_of(port, bool(number % 2))) for number in range(CLIENTS)
+        ]
         try:
             for number, at in enumerate(ports):
                 before = seen["right"]

@@ -1,4 +1,6 @@
-"""Prometheus' own judgement of the metrics page: `promtool check metrics`, after traffic of all sorts."""
+"""Prometheus' own judgement of the metrics page: `promtool check metrics`, after traffic of all
+sorts.
+"""
 
 # Needs promtool on PATH.
 
@@ -27,10 +29,17 @@ async def test_promtool_has_nothing_to_say() -> None:
             for path, body in traffic:
                 await proxy.ask("POST", path, body)
             page = (await proxy.ask("GET", "/metrics")).body
-            done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, timeout=60)
-            names = {line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")}
+            done = subprocess.run(
+                ["promtool", "check", "metrics"], input=page, capture_output=True, timeout=60
+            )
+            names = {
+                line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")
+            }
             samples = sum(not line.startswith("#") for line in page.decode().splitlines())
-            print(f"promtool: exit code {done.returncode}; {len(names)} metrics, {samples} samples, {len(page)} bytes")
+            print(
+                f"promtool: exit code {done.returncode}; {len(names)} metrics, {samples} "
+                f"samples, {len(page)} bytes"
+            )
             print((done.stdout + done.stderr).decode())
             assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
@@ -45,7 +54,11 @@ def test_prometheus_reads_each_query_of_the_documentation(tmp_path: Path) -> Non
     rules = [{"record": f"r:{number}", "expr": query} for number, query in enumerate(found)]
     file = tmp_path / "rules.yaml"
     file.write_text(json.dumps({"groups": [{"name": "guide", "rules": rules}]}))
-    done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=60)
-    print(f"promtool: exit code {done.returncode}; {len(rules)} queries of docs/guide/monitoring.md")
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=60
+    )
+    print(
+        f"promtool: exit code {done.returncode}; {len(rules)} queries of docs/guide/monitoring.md"
+    )
     assert len(rules) > 40
     assert done.returncode == 0, done.stdout + done.stderr

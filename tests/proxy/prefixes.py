@@ -38,7 +38,9 @@ class Known:
 
     def predictions(self, result: str, basis: str = "events") -> int:
         """How many predictions were exact, too_high or too_low."""
-        return int(self.world.metric("pdproxy_prefix_predictions_total", basis=basis, result=result))
+        return int(
+            self.world.metric("pdproxy_prefix_predictions_total", basis=basis, result=result)
+        )
 
     def all(self, basis: str = "events") -> tuple[int, int, int]:
         """How many were exact, too high and too low."""
@@ -48,7 +50,14 @@ class Known:
             self.predictions("too_low", basis),
         )
 
-    async def ask(self, prompt: object, path: str = "/v1/completions", *, key: str | None = None, **fields: Any) -> int:
+    async def ask(
+        self,
+        prompt: object,
+        path: str = "/v1/completions",
+        *,
+        key: str | None = None,
+        **fields: Any,
+    ) -> int:
         """Send a prompt, with a client's key. Return the number of the engine that served it."""
         before = [sim.engine.stats.prompt_tokens for sim in self.sims]
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
@@ -57,10 +66,14 @@ class Known:
         headers = [] if key is None else [("authorization", f"Bearer {key}")]
         answer = await self.world.ask(path, body, headers)
         assert answer.status == 200, answer.body
-        return next(at for at, sim in enumerate(self.sims) if sim.engine.stats.prompt_tokens != before[at])
+        return next(
+            at for at, sim in enumerate(self.sims) if sim.engine.stats.prompt_tokens != before[at]
+        )
 
     async def settled(self) -> None:
-        """Wait until all events that engines have sent are in the index: those of a step are sent before its tokens."""
+        """Wait until all events that engines have sent are in the index: those of a step are sent
+        before its tokens.
+        """
         await until(lambda: all(map(self._has_all, self.world.workers)))
 
     def _has_all(self, worker: Proxy) -> bool:
@@ -69,7 +82,9 @@ class Known:
         sources = worker.kv_events.sources
 
         def of(sim: SimServer) -> bool:
-            received = sum(count for (url, _), count in sources.counts.messages.items() if url == sim.url)
+            received = sum(
+                count for (url, _), count in sources.counts.messages.items() if url == sim.url
+            )
             return received >= sum(rank.counts["sent"] for rank in sim.engine.kv_events.ranks)
 
         return not sources._feed.bytes and all(map(of, self.sims))
@@ -88,13 +103,17 @@ async def knowing(
     auth: Auth | None = None,
     **more: Any,
 ) -> AsyncIterator[Known]:
-    """Run engines and a proxy. `config`: how engines publish, None: they don't. `more`: their facts.
+    """Run engines and a proxy. `config`: how engines publish, None: they don't. `more`: their
+    facts.
 
     `connected`: wait until their events come.
     """
     async with AsyncExitStack() as stack:
         made = facts(config, **{"enable_prompt_tokens_details": True, "model": "tiny", **more})
-        sims = [await stack.enter_async_context(SimServer(made, chance=number)) for number in range(1, count + 1)]
+        sims = [
+            await stack.enter_async_context(SimServer(made, chance=number))
+            for number in range(1, count + 1)
+        ]
         settings = Settings(
             auth=auth or Auth(),
             pools=(
@@ -113,9 +132,16 @@ async def knowing(
         library = TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer)
         async with proxy_before(settings, library) as world:
             if config is not None and connected:
-                await until(lambda: world.metric("pdproxy_kv_event_sources", state="connected") == count)
+                await until(
+                    lambda: world.metric("pdproxy_kv_event_sources", state="connected") == count
+                )
                 replays = "pdproxy_kv_event_replays_total"
-                await until(lambda: not config.replay_endpoint or world.metric(replays, result="complete") >= count)
+                await until(
+                    lambda: (
+                        not config.replay_endpoint
+                        or world.metric(replays, result="complete") >= count
+                    )
+                )
             yield Known(world, sims)
 
 

@@ -1,4 +1,6 @@
-"""The real proxy in front of simulated engines that register with it, beside a plain engine that answers as one engine would."""
+"""The real proxy in front of simulated engines that register with it, beside a plain engine that
+answers as one engine would.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Fleet:
     async def registered(self, count: int | None = None) -> None:
         """Wait until all engines are registered, or `count` of them."""
         wanted = len(self.engines) if count is None else count
-        known = [one.registrations.known for one in self.world.workers if one.registrations is not None]
+        known = [
+            one.registrations.known for one in self.world.workers if one.registrations is not None
+        ]
         await until(lambda: all(one.count == wanted for one in known))
 
     def left_behind(self) -> dict[str, float]:
@@ -73,13 +77,25 @@ class Fleet:
 
     def ready(self) -> list[str]:
         """The details of `/ready`: those of all workers, each once."""
-        return list(dict.fromkeys(text for one in self.world.workers for text in one.readiness().details))
+        return list(
+            dict.fromkeys(text for one in self.world.workers for text in one.readiness().details)
+        )
 
 
 def facts(connector: str, role: str, address: str, **more: Any) -> SimFacts:
     """Facts of an engine here."""
-    usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector, "role": role}
-    usual |= {"register": address, "registration_interval": INTERVAL, "randomize_request_ids": False}
+    usual: dict[str, Any] = {
+        "model": "tiny",
+        "eos_every": 0,
+        "hardware": FAST,
+        "connector": connector,
+        "role": role,
+    }
+    usual |= {
+        "register": address,
+        "registration_interval": INTERVAL,
+        "randomize_request_ids": False,
+    }
     return SimFacts(**(usual | more))
 
 
@@ -99,10 +115,11 @@ async def fleet(
     clock: Clock | None = None,
     wait: bool = True,
 ) -> AsyncIterator[Fleet]:
-    """Run engines of a connector that register. `alone`: with an aggregated engine that needs no registration.
+    """Run engines of a connector that register. `alone`: with an aggregated engine that needs no
+    registration.
 
-    `everybody`, `d`: facts of all engines, of decode engines. `node_facts`: settings, by role. `wait` False: don't wait until
-    all engines are registered.
+    `everybody`, `d`: facts of all engines, of decode engines. `node_facts`: settings, by role.
+    `wait` False: don't wait until all engines are registered.
     """
     port = free_port()
     register = f"tcp://127.0.0.1:{port}"
@@ -113,14 +130,19 @@ async def fleet(
             return await stack.enter_async_context(SimServer(made, port=free_port(), chance=chance))
 
         p = [await sim(facts(connector, "prefill", register, **more), n) for n in range(prefills)]
-        dd = [await sim(facts(connector, "decode", register, **(more | dict(d or {}))), 10 + n) for n in range(decodes)]
+        dd = [
+            await sim(facts(connector, "decode", register, **(more | dict(d or {}))), 10 + n)
+            for n in range(decodes)
+        ]
         plain = await sim(SimFacts(model="tiny", eos_every=0, hardware=FAST, connector="none"), 99)
         given = node_facts or {}
         engines = [
-            ConfiguredEngine(url=one.url, role="prefill", facts=given.get("prefill", EngineFacts())) for one in p
+            ConfiguredEngine(url=one.url, role="prefill", facts=given.get("prefill", EngineFacts()))
+            for one in p
         ]
         engines += [
-            ConfiguredEngine(url=one.url, role="decode", facts=given.get("decode", EngineFacts())) for one in dd
+            ConfiguredEngine(url=one.url, role="decode", facts=given.get("decode", EngineFacts()))
+            for one in dd
         ]
         if alone:
             engines.append(ConfiguredEngine(url=plain.url, role="aggregated"))
@@ -128,7 +150,9 @@ async def fleet(
             pools=(Pool(connector=connector, dispatch=dispatch, nodes=tuple(engines)),),
             deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),
             health=Health(stalled_after=0),
-            registration=RegistrationSettings(**{"port": port, "timeout": 1.0, **(registration or {})}),
+            registration=RegistrationSettings(
+                **{"port": port, "timeout": 1.0, **(registration or {})}
+            ),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         recorder = Recorder()
@@ -140,10 +164,16 @@ async def fleet(
             worker.observers.add(recorder)
         made.start()
         http_port = free_port()
-        world.servers = [await _serve(one, world, http_port, together=bool(others)) for one in world.workers]
+        world.servers = [
+            await _serve(one, world, http_port, together=bool(others)) for one in world.workers
+        ]
         found = Fleet(world, proxy, plain, p, dd)
         try:
-            await until(lambda: all(engine.probed for worker in world.workers for engine in worker.ledger.engines))
+            await until(
+                lambda: all(
+                    engine.probed for worker in world.workers for engine in worker.ledger.engines
+                )
+            )
             if wait:
                 await found.registered()
             yield found

@@ -1,4 +1,6 @@
-"""The admin API: engines are listed, added, drained and removed by it, and others see what happened."""
+"""The admin API: engines are listed, added, drained and removed by it, and others see what
+happened.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ async def test_an_engine_comes_serves_and_goes() -> None:
         assert (added.status, added.json["result"]) == (201, "added")
         assert "until this process ends" in added.json["note"]
         shown = added.json["engine"]
-        assert (shown["source"], shown["state"], shown["labels"]) == ("admin", "joining", {"rack": "7"})
+        assert (shown["source"], shown["state"], shown["labels"]) == (
+            "admin",
+            "joining",
+            {"rack": "7"},
+        )
         await up(w, new)
         shown = await entry(api, new)
         assert shown["health"] == {"state": "slow_start", "reason": None}
@@ -96,7 +102,9 @@ async def test_an_engine_comes_serves_and_goes() -> None:
 
 
 async def test_maintenance() -> None:
-    """Drained and kept, an engine of the settings waits until it is undrained, and another reload does not change that."""
+    """Drained and kept, an engine of the settings waits until it is undrained, and another reload
+    does not change that.
+    """
     async with world(decode=2) as w, admin(w) as api:
         name = engine_id(w.decode[0].url)
         drained = await api.post(f"/engines/{name}/drain", {"seconds": 5})
@@ -112,7 +120,9 @@ async def test_maintenance() -> None:
 
 
 async def test_what_another_source_owns() -> None:
-    """It can be drained, and not removed; the answer names the owner. What both want stays until neither does."""
+    """It can be drained, and not removed; the answer names the owner. What both want stays until
+    neither does.
+    """
     async with world() as w, admin(w) as api:
         url, name = w.decode[0].url, engine_id(w.decode[0].url)
         for refused in (
@@ -140,7 +150,9 @@ async def test_what_another_source_owns() -> None:
             worker.engines.keep_known(lambda: held)  # or it would be gone before the next question
             worker.membership.drain(url, "dns://engines:8000", removes=True)
         drained = await api.post(f"/engines/{name}/drain")
-        assert (drained.status, drained.json["result"]) == (202, "removing"), "it can't be undrained"
+        assert (drained.status, drained.json["result"]) == (202, "removing"), (
+            "it can't be undrained"
+        )
         leaving = await api.post(f"/engines/{name}/undrain")
         assert leaving.json["error"]["owner"] == "dns://engines:8000"
         held.clear()
@@ -177,9 +189,14 @@ async def test_why_engines_are_not_paired(monkeypatch: pytest.MonkeyPatch) -> No
         assert "different versions" in wrong["not_paired"][0]["why"]
         monkeypatch.setattr(entries, "MAX_NOT_PAIRED", 1)
         listed = {one["url"]: one["pairs"] for one in (await api.get("/engines"))["engines"]}
-        assert (len(listed[other.url]["not_paired"]), listed[other.url]["not_paired_count"]) == (1, 2)
+        assert (len(listed[other.url]["not_paired"]), listed[other.url]["not_paired_count"]) == (
+            1,
+            2,
+        )
         assert len((await entry(api, other))["pairs"]["not_paired"]) == 2
-        assert {one["pairs"] for one in (await api.get("/engines?pairs=false"))["engines"]} == {None}
+        assert {one["pairs"] for one in (await api.get("/engines?pairs=false"))["engines"]} == {
+            None
+        }
         monkeypatch.setattr(entries, "MAX_WITH_PAIRS", 3)
         monkeypatch.setattr(entries, "AT_ONCE", 1)
         assert {one["pairs"] for one in (await api.get("/engines"))["engines"]} == {None}
@@ -192,10 +209,28 @@ WRONG: list[tuple[str, str, object, int, str]] = [
     ("POST", "/engines", {"role": "decode"}, 400, "url: missing"),
     ("POST", "/engines", {"url": "http://127.0.0.1:9"}, 400, "role: missing"),
     ("POST", "/engines", {"url": 3, "role": "decode"}, 400, "url: expected text"),
-    ("POST", "/engines", {"url": "127.0.0.1:9", "role": "decode"}, 400, "expected http://host:port"),
+    (
+        "POST",
+        "/engines",
+        {"url": "127.0.0.1:9", "role": "decode"},
+        400,
+        "expected http://host:port",
+    ),
     ("POST", "/engines", {"url": "http://127.0.0.1:9/v1", "role": "decode"}, 400, "not even /v1"),
-    ("POST", "/engines", {"url": "http://127.0.0.1:9", "role": "encode"}, 400, "role: expected prefill or decode"),
-    ("POST", "/engines", {"url": "http://127.0.0.1:9", "role": "decode", "rols": 1}, 400, "unknown key"),
+    (
+        "POST",
+        "/engines",
+        {"url": "http://127.0.0.1:9", "role": "encode"},
+        400,
+        "role: expected prefill or decode",
+    ),
+    (
+        "POST",
+        "/engines",
+        {"url": "http://127.0.0.1:9", "role": "decode", "rols": 1},
+        400,
+        "unknown key",
+    ),
     (
         "POST",
         "/engines",
@@ -203,7 +238,13 @@ WRONG: list[tuple[str, str, object, int, str]] = [
         400,
         "files of",
     ),
-    ("POST", "/engines", {"url": "https://127.0.0.1:9", "role": "decode", "tls": {"ca": "/x"}}, 400, "tls.ca: files"),
+    (
+        "POST",
+        "/engines",
+        {"url": "https://127.0.0.1:9", "role": "decode", "tls": {"ca": "/x"}},
+        400,
+        "tls.ca: files",
+    ),
     (
         "POST",
         "/engines",
@@ -211,7 +252,13 @@ WRONG: list[tuple[str, str, object, int, str]] = [
         400,
         "facts.profile",
     ),
-    ("POST", "/engines", {"url": "http://127.0.0.1:9", "role": "decode", "sources": ["http://x:1"]}, 400, "no prefill"),
+    (
+        "POST",
+        "/engines",
+        {"url": "http://127.0.0.1:9", "role": "decode", "sources": ["http://x:1"]},
+        400,
+        "no prefill",
+    ),
     (
         "POST",
         "/engines",
@@ -228,10 +275,22 @@ WRONG: list[tuple[str, str, object, int, str]] = [
     ("POST", "/engines", b'{"url": "\\ud800", "role": "decode"}', 400, "letters beyond ASCII"),
     ("POST", "/engines", b'{"url": {"a": "b"}, "role": "decode"}', 400, "url: expected text"),
     ("POST", "/engines", b'{"url": "http://a:1", "role": "\\ud800"}', 400, "role: expected"),
-    ("POST", "/engines", b'{"url": "http://a:1", "role": "decode", "x": 1' + b"0" * 400 + b"}", 400, "unknown key"),
+    (
+        "POST",
+        "/engines",
+        b'{"url": "http://a:1", "role": "decode", "x": 1' + b"0" * 400 + b"}",
+        400,
+        "unknown key",
+    ),
     ("POST", "/engines", b" " * 70_000, 413, "larger than"),
     ("POST", "/engines?x=1", {}, 400, "unknown parameter"),
-    ("POST", "/engines/ID/drain", {"seconds": -1}, 400, "seconds: expected a number from 0 to 604800"),
+    (
+        "POST",
+        "/engines/ID/drain",
+        {"seconds": -1},
+        400,
+        "seconds: expected a number from 0 to 604800",
+    ),
     ("POST", "/engines/ID/drain", {"seconds": "1"}, 400, "seconds: expected"),
     ("POST", "/engines/ID/drain", {"keep": 1}, 400, "keep: expected true"),
     ("POST", "/engines/ID/drain", {"keeps": True}, 400, "did you mean keep"),
@@ -256,7 +315,9 @@ async def test_wrong_requests_are_refused_in_one_line() -> None:
     async with world() as w, admin(w) as api:
         before = dict(w.proxy.membership.members)
         for method, path, body, status, text in WRONG:
-            answer = await api.ask(method, BASE + path.replace("ID", engine_id(w.decode[0].url)), body)
+            answer = await api.ask(
+                method, BASE + path.replace("ID", engine_id(w.decode[0].url)), body
+            )
             assert answer.status == status, (path, body, answer.body)
             error = answer.json["error"]
             assert text in error["message"], (path, error)
@@ -265,7 +326,9 @@ async def test_wrong_requests_are_refused_in_one_line() -> None:
             assert "Traceback" not in error["message"]
         assert dict(w.proxy.membership.members) == before
         assert all(member.drain is None for member in before.values())
-        plain = await api.ask("POST", f"{BASE}/engines", b'{"url": "http://a:1"}', [("content-type", "text/plain")])
+        plain = await api.ask(
+            "POST", f"{BASE}/engines", b'{"url": "http://a:1"}', [("content-type", "text/plain")]
+        )
         assert "content-type application/json" in plain.json["error"]["message"]
         assert w.metric("pdproxy_admin_requests_total", result="refused") >= len(WRONG) - 1
 
@@ -279,7 +342,10 @@ async def test_a_failure_of_its_own_is_one_line(monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(entries.EngineEntries, "find", breaks)
         answer = await api.ask("GET", f"{BASE}/engines/x")
-        assert (answer.status, answer.json["error"]["message"]) == (500, "Internal error in pdproxy")
+        assert (answer.status, answer.json["error"]["message"]) == (
+            500,
+            "Internal error in pdproxy",
+        )
         assert w.metric("pdproxy_admin_requests_total", result="failed") == 1
         assert (await api.ask("GET", f"{BASE}/engines")).status == 200
 
@@ -288,7 +354,10 @@ async def test_a_body_that_never_ends_is_no_failure() -> None:
     """Its sender leaves half-way, or was told that it is too slow."""
     async with world() as w, admin(w) as api:
         client = await Client.connect(api.port)
-        head = f"POST {BASE}/engines HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{{"
+        head = (
+            f"POST {BASE}/engines HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+            f"application/json\r\ncontent-length: 9\r\n\r\n{{"
+        )
         client.send(head.encode())
         await asyncio.sleep(0.1)
         client.close()
@@ -313,7 +382,9 @@ async def test_keys() -> None:
 
 
 async def test_pages_of_other_sites_are_kept_out() -> None:
-    """Without keys: a page may send what its browser takes for harmless, and a name of its own may lead to the loopback."""
+    """Without keys: a page may send what its browser takes for harmless, and a name of its own may
+    lead to the loopback.
+    """
     async with world() as w, admin(w) as api:
         here = f"127.0.0.1:{api.port}"
         for headers, status in (
@@ -332,17 +403,23 @@ async def test_pages_of_other_sites_are_kept_out() -> None:
         ):
             assert (await api.ask("GET", f"{BASE}/engines", b"", headers)).status == status, headers
         evil = [("origin", "https://evil.example")]
-        assert (await api.ask("POST", f"/add_worker?url={w.decode[0].url}", b"", evil)).status == 403
+        assert (
+            await api.ask("POST", f"/add_worker?url={w.decode[0].url}", b"", evil)
+        ).status == 403
 
 
-async def test_a_client_that_sends_nothing_or_half_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_sends_nothing_or_half_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It loses its connection in time, and others are served meanwhile."""
     monkeypatch.setattr("pdproxy.app.own_listener.HEAD_SECONDS", 0.2)
     monkeypatch.setattr("pdproxy.app.own_listener.BODY_SECONDS", 0.2)
     async with world() as w, admin(w) as api:
         opened = [await asyncio.open_connection("127.0.0.1", api.port) for _ in range(3)]
         opened[1][1].write(b"GET /admin/v1/engines HTTP/1.1\r\nhost: ")
-        opened[2][1].write(b"POST /admin/v1/engines HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")
+        opened[2][1].write(
+            b"POST /admin/v1/engines HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"
+        )
         assert (await api.ask("GET", f"{BASE}/engines")).status == 200
         async with asyncio.timeout(30):
             ends = [await reader.read() for reader, _ in opened]
@@ -384,7 +461,12 @@ async def test_recent_requests() -> None:
         assert prompt["prefill"] == w.prefill[0].url
         assert 0 <= prompt["prefill_s"] <= found[0]["total_s"]
         one = found[2]
-        assert (one["path"], one["model"], one["outcome"], one["stream"]) == (COMPLETIONS, "tiny", "ok", True)
+        assert (one["path"], one["model"], one["outcome"], one["stream"]) == (
+            COMPLETIONS,
+            "tiny",
+            "ok",
+            True,
+        )
         (prompt,) = one["prompts"]
         assert prompt["attempts"] > 1
         assert prompt["decode"] in {engine.url for engine in w.engines}
@@ -422,7 +504,9 @@ async def test_answers_are_as_the_document_says() -> None:
         fits(await api.get("/log_level"), "/log_level", "get", 200)
         refused = await api.delete(f"/engines/{engine_id(w.decode[0].url)}")
         fits(refused.json, "/engines/{name}", "delete", 409)
-        body = document["paths"][f"{BASE}/engines"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        body = document["paths"][f"{BASE}/engines"]["post"]["requestBody"]["content"][
+            "application/json"
+        ]["schema"]
         jsonschema.validate(fields(new), {**schemas, **body})
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({"url": new.url, "role": "encode"}, {**schemas, **body})

@@ -1,4 +1,6 @@
-"""The admin API and its command-line client with several pools: entries name their pool, and new engines one."""
+"""The admin API and its command-line client with several pools: entries name their pool, and new
+engines one.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ async def test_an_engine_comes_into_the_pool_that_is_named(new: SimServer) -> No
             (w.engines[1][0].url, "pool 1"),
         ]
         added = await api.post("/engines", fields(new, pool="pool 1"))
-        assert (added.status, added.json["result"], added.json["engine"]["pool"]) == (201, "added", "pool 1")
+        assert (added.status, added.json["result"], added.json["engine"]["pool"]) == (
+            201,
+            "added",
+            "pool 1",
+        )
         second = w.world.proxy.pools[1]
         await until(lambda: second.engines[new.url].in_ledger.up)
         assert new.url not in w.world.proxy.pools[0].engines
@@ -73,8 +79,13 @@ async def test_an_engine_comes_into_the_pool_that_is_named(new: SimServer) -> No
         assert len(new.requests) == 1
         escaped = first.url.replace("/", "%2F")
         assert (await api.post(f"/engines/{escaped}/undrain")).json["result"] == "undrained"
-        assert [one["url"] for one in (await api.get("/engines?pool=pool%201"))["engines"]] == [first.url, new.url]
-        assert [one["url"] for one in (await api.get("/engines?pool=pool%200"))["engines"]] == [w.engines[0][0].url]
+        assert [one["url"] for one in (await api.get("/engines?pool=pool%201"))["engines"]] == [
+            first.url,
+            new.url,
+        ]
+        assert [one["url"] for one in (await api.get("/engines?pool=pool%200"))["engines"]] == [
+            w.engines[0][0].url
+        ]
         assert (await api.delete(f"/engines/{engine_id(new.url)}")).status == 202
         await gone(w, new.url)
 
@@ -87,7 +98,11 @@ async def test_a_pool_must_be_named(new: SimServer) -> None:
         for body, query, text in (
             (fields(new), "", f"pool: missing: there are several pools: {BOTH}"),
             (fields(new, pool=None), "", f"pool: missing: there are several pools: {BOTH}"),
-            (fields(new, pool="pool 2"), "", f'pool: "pool 2" is no pool: {BOTH} (did you mean pool 1?)'),
+            (
+                fields(new, pool="pool 2"),
+                "",
+                f'pool: "pool 2" is no pool: {BOTH} (did you mean pool 1?)',
+            ),
             (
                 fields(new, pool=["pool 1"]),
                 "",
@@ -102,24 +117,39 @@ async def test_a_pool_must_be_named(new: SimServer) -> None:
             assert answer.status == 400, answer.body
             jsonschema.validate(answer.json, error)
             shown = answer.json["error"]
-            assert (shown["message"], shown["type"], shown["param"]) == (text, "BadRequestError", None)
+            assert (shown["message"], shown["type"], shown["param"]) == (
+                text,
+                "BadRequestError",
+                None,
+            )
         assert not any(new.url in pool.membership.members for pool in w.world.proxy.pools)
     async with pools(PoolOf("b")) as w, admin(w.world) as api:
         wrong = await api.post("/engines", fields(new, pool="other"))
-        assert (wrong.status, wrong.json["error"]["message"]) == (400, 'pool: "other" is no pool: expected pool 0')
+        assert (wrong.status, wrong.json["error"]["message"]) == (
+            400,
+            'pool: "other" is no pool: expected pool 0',
+        )
         assert (await api.post("/engines", fields(new))).status == 201
 
 
 async def test_an_engine_is_in_one_pool(new: SimServer) -> None:
-    """In another one it is refused with its owner, also while it leaves; once it is gone it can come."""
+    """In another one it is refused with its owner, also while it leaves; once it is gone it can
+    come.
+    """
     async with pools(PoolOf("a"), PoolOf("b")) as w, admin(w.world) as api:
         theirs = await api.post("/engines", fields(w.engines[0][0], pool="pool 1"))
         assert (theirs.status, theirs.json["error"]["owner"]) == (409, "settings")
         assert "is an engine of pool pool 0" in theirs.json["error"]["message"]
-        with_tls = {"url": w.engines[0][0].url.replace("http:", "https:"), "role": "aggregated", "pool": "pool 1"}
+        with_tls = {
+            "url": w.engines[0][0].url.replace("http:", "https:"),
+            "role": "aggregated",
+            "pool": "pool 1",
+        }
         assert (await api.post("/engines", with_tls)).status == 409
         with pytest.raises(SettingsError, match="is an engine of another pool"):
-            w.world.proxy.pools[1].membership.add(ConfiguredEngine(url=with_tls["url"], role="aggregated"), "test")
+            w.world.proxy.pools[1].membership.add(
+                ConfiguredEngine(url=with_tls["url"], role="aggregated"), "test"
+            )
         assert (await api.post("/engines", fields(new, pool="pool 0"))).status == 201
         held = {new.url}
         w.world.proxy.pools[0].engines.keep_known(lambda: held)
@@ -133,9 +163,14 @@ async def test_an_engine_is_in_one_pool(new: SimServer) -> None:
 
 
 async def test_tools_written_for_vllm_router(new: SimServer) -> None:
-    """`labels.pool` names the pool, or `model_id` a model that one pool serves; what they list shows it."""
+    """`labels.pool` names the pool, or `model_id` a model that one pool serves; what they list
+    shows it.
+    """
     async with (
-        pools(PoolOf("a", settings={"aliases": {"fast": "a"}}), PoolOf("b", settings={"models": ["c-*"]})) as w,
+        pools(
+            PoolOf("a", settings={"aliases": {"fast": "a"}}),
+            PoolOf("b", settings={"models": ["c-*"]}),
+        ) as w,
         admin(w.world) as api,
     ):
         several = "there are several pools (pool 0, pool 1)"
@@ -164,7 +199,9 @@ async def test_tools_written_for_vllm_router(new: SimServer) -> None:
             (shown,) = [one for one in workers if one["url"] == new.url]
             assert shown["metadata"]["pool"] == pool
             await api.ask("DELETE", f"/workers/{engine_id(new.url)}?at_once=true")
-        assert (await api.ask("POST", f"/add_worker?url={new.url}")).body.startswith(b"labels.pool: missing")
+        assert (await api.ask("POST", f"/add_worker?url={new.url}")).body.startswith(
+            b"labels.pool: missing"
+        )
         assert (await api.ask("POST", f"/add_worker?url={new.url}&pool=pool%201")).status == 200
         assert new.url in w.world.proxy.pools[1].membership.members
         assert len((await api.ask("GET", "/list_workers")).json["urls"]) == 3
@@ -174,14 +211,19 @@ async def test_decisions_of_all_pools() -> None:
     """One list, the newest first, of whichever pool has decided."""
     auto = {"policy": PoolPolicy(placement="auto")}
     async with (
-        pools(PoolOf("a", "nixl", auto), PoolOf("b", "nixl", auto), listen=Listen(admin="127.0.0.1:9")) as w,
+        pools(
+            PoolOf("a", "nixl", auto), PoolOf("b", "nixl", auto), listen=Listen(admin="127.0.0.1:9")
+        ) as w,
         admin(w.world) as api,
     ):
         for model in ("a", "b", "a"):
             assert await w.model_of(model) == model
         found = await api.get("/decisions")
         assert found["placement"] == "auto"
-        at = [next(at for at in (0, 1) if one["engines"][-1] in _urls(w, at)) for one in found["decisions"]]
+        at = [
+            next(at for at in (0, 1) if one["engines"][-1] in _urls(w, at))
+            for one in found["decisions"]
+        ]
         assert at == [0, 1, 0]
 
 
@@ -200,7 +242,9 @@ async def test_the_command(new: SimServer, capsys: pytest.CaptureFixture[str]) -
         code, _, err = await _run(api, capsys, "add", new.url, "--role", "aggregated")
         assert code == 1
         assert err.endswith(f"pool: missing: there are several pools: {BOTH}\n")
-        code, _, err = await _run(api, capsys, "add", new.url, "--role", "aggregated", "--pool", "pool 1", "--wait")
+        code, _, err = await _run(
+            api, capsys, "add", new.url, "--role", "aggregated", "--pool", "pool 1", "--wait"
+        )
         assert (code, err) == (0, "")
         code, out, _ = await _run(api, capsys, "list")
         (line,) = [one for one in out.splitlines() if new.url in one]

@@ -21,7 +21,9 @@ async def _rest(reply: Reply) -> None:
 
 
 async def test_requests_that_run() -> None:
-    """They come first, the longest-running one at the top, with where they are; at their end they are like all others."""
+    """They come first, the longest-running one at the top, with where they are; at their end they
+    are like all others.
+    """
     async with world(decode=1, limits={"max_inflight": 2}) as w, admin(w) as api:
         go = asyncio.Event()
         (decode,) = w.decode
@@ -36,7 +38,10 @@ async def test_requests_that_run() -> None:
         await until(lambda: len(decode.requests) == 2)
         document = (await api.ask("GET", "/openapi.json")).json
         found = await api.get("/requests")
-        schema = {"components": document["components"], **document["components"]["schemas"]["RequestList"]}
+        schema = {
+            "components": document["components"],
+            **document["components"]["schemas"]["RequestList"],
+        }
         jsonschema.validate(found, schema)
         shown = found["requests"]
         assert [(one["id"], one["phase"]) for one in shown] == [
@@ -46,8 +51,18 @@ async def test_requests_that_run() -> None:
         ]
         assert {(one["outcome"], one["ended_s"]) for one in shown} == {("running", None)}
         (prompt,) = shown[0]["prompts"]
-        assert (prompt["prefill"], prompt["decode"], shown[0]["status"]) == (w.prefill[0].url, decode.url, 200)
-        assert shown[0]["total_s"] >= shown[1]["total_s"] >= shown[2]["total_s"] >= shown[2]["queue_s"] > 0
+        assert (prompt["prefill"], prompt["decode"], shown[0]["status"]) == (
+            w.prefill[0].url,
+            decode.url,
+            200,
+        )
+        assert (
+            shown[0]["total_s"]
+            >= shown[1]["total_s"]
+            >= shown[2]["total_s"]
+            >= shown[2]["queue_s"]
+            > 0
+        )
         assert shown[2]["prompts"] == []
         assert [one["id"] for one in (await api.get("/requests?limit=1"))["requests"]] == ["id0"]
         assert [one["id"] for one in (await api.get("/requests?id=id1"))["requests"]] == ["id1"]
@@ -76,4 +91,7 @@ async def test_clients_that_leave_are_no_running_requests(monkeypatch: pytest.Mo
         assert (await w.ask(COMPLETIONS, b"{")).status == 400
         assert not api.running
     async with world() as w:
-        assert (w.proxy.service.lifecycle.running, w.proxy.service.passthrough.lifecycle.running) == (None, None)
+        assert (
+            w.proxy.service.lifecycle.running,
+            w.proxy.service.passthrough.lifecycle.running,
+        ) == (None, None)

@@ -59,7 +59,9 @@ async def test_a_full_queue_refuses_at_once() -> None:
 
 
 async def test_drain_lets_streams_end_and_refuses_the_rest() -> None:
-    """While draining: not ready, new requests refused, those that wait refused, the running stream ends by itself."""
+    """While draining: not ready, new requests refused, those that wait refused, the running stream
+    ends by itself.
+    """
     async with world(limits={"max_inflight": 1}) as w:
         go = asyncio.Event()
         w.decode[0].script(scripts.after_word(go, _rest))
@@ -88,7 +90,8 @@ async def _rest(reply: Reply) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_drain_cuts_off_what_is_left_at_its_deadline(stream: bool) -> None:
-    """A request that does not end gets an error: an event without an end mark, or a 503; its leg is closed.
+    """A request that does not end gets an error: an event without an end mark, or a 503; its leg is
+    closed.
 
     The connection ends in the middle of the stream: no client's pool takes it for the next request.
     """
@@ -142,7 +145,7 @@ SERVE = textwrap.dedent(
     nodes = (ConfiguredEngine(url=prefill, role="prefill"), ConfiguredEngine(url=decode, role="decode"))
     listen, deadlines = Listen(port=int(port), linger=0), Deadlines(drain=5)
     sys.exit(run(Settings(listen=listen, pools=(Pool(nodes=nodes),), deadlines=deadlines)))
-    """
+    """  # noqa: E501
 )
 
 
@@ -158,7 +161,9 @@ async def ready(port: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("signals", "code"), [([signal.SIGTERM], 0), ([signal.SIGINT, signal.SIGINT], 130)])
+@pytest.mark.parametrize(
+    ("signals", "code"), [([signal.SIGTERM], 0), ([signal.SIGINT, signal.SIGINT], 130)]
+)
 async def test_the_process_ends_in_order(signals: list[signal.Signals], code: int) -> None:
     """SIGTERM: the stream ends, then exit code 0. A second Ctrl-C: at once, 130."""
     books = Books()
@@ -168,7 +173,9 @@ async def test_the_process_ends_in_order(signals: list[signal.Signals], code: in
     go = asyncio.Event()
     engines[1].script(scripts.after_word(go, _rest))
     port = free_port()
-    process = start(SERVE, [str(port), *(engine.url for engine in engines)], os.environ, subprocess.DEVNULL)
+    process = start(
+        SERVE, [str(port), *(engine.url for engine in engines)], os.environ, subprocess.DEVNULL
+    )
     try:
         async with asyncio.timeout(60):
             while not await ready(port):
@@ -199,7 +206,9 @@ async def test_a_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = await piped(str(port), "http://127.0.0.1:1", "http://127.0.0.1:2", env=os.environ, code=SERVE)
+        process = await piped(
+            str(port), "http://127.0.0.1:1", "http://127.0.0.1:2", env=os.environ, code=SERVE
+        )
         _, said = await process.communicate()
         assert process.returncode == 2
         assert f"listen.host:listen.port = 127.0.0.1:{port}" in said.decode()

@@ -46,7 +46,9 @@ def is_refused(answer: Answer, why: str) -> bool:
     return f"({why})" in error["message"]
 
 
-@pytest.mark.parametrize(("alone", "refused"), [("always", False), (999, True), (1000, False), ("never", True)])
+@pytest.mark.parametrize(
+    ("alone", "refused"), [("always", False), (999, True), (1000, False), ("never", True)]
+)
 async def test_a_prompt_that_can_not_be_split_now(alone: str | int, refused: bool) -> None:
     """Without a prefill engine. Prompts below a block are served all the same."""
     async with world(adjust=pool(alone=alone)) as w:
@@ -78,7 +80,11 @@ async def test_tokens_count_where_they_are_known() -> None:
         (COMPLETIONS, completion(prompt=LONG, echo=True), "echo"),
         (COMPLETIONS, completion(prompt=LONG, stream=True, temperature=1, n=2), "n"),
         (COMPLETIONS, completion(prompt=[LONG, LONG], echo=True), "echo"),
-        (CHAT, chat(messages=[{"role": "user", "content": LONG}], use_beam_search=True), "beam_search"),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": LONG}], use_beam_search=True),
+            "beam_search",
+        ),
     ],
 )
 async def test_a_request_that_can_never_be_split(path: str, body: dict[str, Any], why: str) -> None:
@@ -129,16 +135,22 @@ async def test_it_changes_while_requests_are_served() -> None:
 
 @pytest.mark.parametrize(("alone", "choice"), [("always", "whole"), ("never", "split")])
 async def test_a_placement_follows_it(alone: str, choice: str) -> None:
-    """A short prompt would be served whole by the idle decode engine; without a pair it is refused."""
+    """A short prompt would be served whole by the idle decode engine; without a pair it is
+    refused.
+    """
     policy = PoolPolicy(placement="auto")
     adjust = pool(alone=alone, policy=policy, profile="h200-8b", slo=PoolSlo(ttft=0.5, tpot=0.015))
     async with world(adjust=adjust) as w:
-        answer = await w.ask(COMPLETIONS, completion(prompt=list(range(64))), [("X-PDProxy-Decision", "1")])
+        answer = await w.ask(
+            COMPLETIONS, completion(prompt=list(range(64))), [("X-PDProxy-Decision", "1")]
+        )
         assert answer.status == 200
         assert (answer.header("x-pdproxy-decision") or "").startswith(choice)
         if alone == "never":
             without_prefill(w)
-            assert is_refused(await w.ask(COMPLETIONS, completion(prompt=list(range(64)))), "no_pair")
+            assert is_refused(
+                await w.ask(COMPLETIONS, completion(prompt=list(range(64)))), "no_pair"
+            )
 
 
 async def test_where_decode_is_gone_too_no_setting_is_to_blame() -> None:

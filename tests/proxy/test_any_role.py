@@ -1,4 +1,6 @@
-"""Engines of role any: each makes KV for others, uses others' KV and serves requests whole, for different requests at once."""
+"""Engines of role any: each makes KV for others, uses others' KV and serves requests whole, for
+different requests at once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.fakes.placement import install, placed_world, scripted, split, whole
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 
-LONG_PROMPT = "a prompt that has some blocks of KV, because it goes on for a while, and then some more"
+LONG_PROMPT = (
+    "a prompt that has some blocks of KV, because it goes on for a while, and then some more"
+)
 
 
 SPLIT = {"policy": PoolPolicy(placement="split")}
@@ -35,7 +39,9 @@ def splitting(settings: Settings) -> Settings:
 
 def roles_taken(w: World) -> set[tuple[str, bool]]:
     """What engines did: (URL, whether with another engine's KV)."""
-    return {(engine.url, request.kv is not None) for engine in w.anything for request in engine.requests}
+    return {
+        (engine.url, request.kv is not None) for engine in w.anything for request in engine.requests
+    }
 
 
 # -- texts
@@ -53,30 +59,49 @@ def roles_taken(w: World) -> set[tuple[str, bool]]:
         ("shared", None),
     ],
 )
-async def test_the_texts_are_one_engines(connector: str, dispatch: Literal["sequential", "concurrent"] | None) -> None:
-    """Split between any two, at the same time in both directions: as a plain engine answers, whole and streamed.
+async def test_the_texts_are_one_engines(
+    connector: str, dispatch: Literal["sequential", "concurrent"] | None
+) -> None:
+    """Split between any two, at the same time in both directions: as a plain engine answers, whole
+    and streamed.
 
-    One leg after the other, unless the settings want both at once: full engines could wait for each other for ever.
+    One leg after the other, unless the settings want both at once: full engines could wait for each
+    other for ever.
     """
-    async with pool(connector, prefills=2, decodes=1, anything=True, dispatch=dispatch, pool_settings=SPLIT) as p:
+    async with pool(
+        connector, prefills=2, decodes=1, anything=True, dispatch=dispatch, pool_settings=SPLIT
+    ) as p:
         assert p.world.proxy.transfer.contract.order == (dispatch or "sequential")
-        asked = [(COMPLETIONS, completion(prompt=f"{LONG_PROMPT} {n}", max_tokens=6)) for n in range(6)]
-        asked += [(CHAT, chat(messages=[{"role": "user", "content": f"{LONG_PROMPT} {n}"}])) for n in range(4)]
+        asked = [
+            (COMPLETIONS, completion(prompt=f"{LONG_PROMPT} {n}", max_tokens=6)) for n in range(6)
+        ]
+        asked += [
+            (CHAT, chat(messages=[{"role": "user", "content": f"{LONG_PROMPT} {n}"}]))
+            for n in range(4)
+        ]
         asked += [(path, body | {"stream": True}) for path, body in asked[::3]]
         answers = await asyncio.gather(*[p.ask(path, body) for path, body in asked])
         for (path, body), answer in zip(asked, answers, strict=True):
             assert answer.status == 200, answer.body
             assert answer.text == (await p.asked_plain(path, body)).text
-        split_apart = [report for report in p.world.events(RequestEnded) if report.legs[0].prefill is not None]
+        split_apart = [
+            report for report in p.world.events(RequestEnded) if report.legs[0].prefill is not None
+        ]
         assert len(split_apart) == len(asked)
-        assert len({report.legs[0].prefill for report in split_apart}) > 1, "several engines make KV"
+        assert len({report.legs[0].prefill for report in split_apart}) > 1, (
+            "several engines make KV"
+        )
         assert len({report.legs[0].decode for report in split_apart}) > 1, "several engines use it"
         assert all(report.legs[0].prefill != report.legs[0].decode for report in split_apart)
 
 
 async def test_one_engine_serves_what_cannot_be_split() -> None:
     async with world(0, 0, anything=2) as w:
-        bodies = [completion(prompt="short"), completion(n=2, temperature=1), completion(prompt="brief")]
+        bodies = [
+            completion(prompt="short"),
+            completion(n=2, temperature=1),
+            completion(prompt="brief"),
+        ]
         assert [(await w.ask(COMPLETIONS, body)).status for body in bodies] == [200] * 3
         assert {has_kv for _, has_kv in roles_taken(w)} == {False}
 
@@ -95,7 +120,12 @@ async def test_a_pool_of_one_serves_whole() -> None:
 
 async def test_ready_and_metrics_of_a_pool_of_any() -> None:
     async with world(0, 0, anything=3, adjust=splitting) as w:
-        assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
+        assert (await w.get("/ready")).json == {
+            "ready": True,
+            "state": "ok",
+            "reason": None,
+            "details": [],
+        }
         await w.ask(COMPLETIONS, completion(stream=True))
         for engine in w.anything:
             labels = {"node": engine.url, "role": "any"}
@@ -114,7 +144,9 @@ async def test_one_strange_engine_among_many_is_one_sentence() -> None:
             ledger.eject(w.anything[0].url, engine.url)
         first = w.anything[1].url
         reason = "ejected: they counted different prompt lengths for one request"
-        assert ledger.shortcomings(0.0) == [f"{w.anything[0].url} is not paired with {first} and 4 more: {reason}"]
+        assert ledger.shortcomings(0.0) == [
+            f"{w.anything[0].url} is not paired with {first} and 4 more: {reason}"
+        ]
         assert ledger.why_degraded(0.0) is None
         for number, engine in enumerate(w.anything[2:]):
             ledger.mark_down(engine.url, f"gone {number}", 0.0)
@@ -133,8 +165,12 @@ def _placement(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("part", ["prefill", "decode", "whole"])
 @pytest.mark.parametrize("how", [scripts.eof, scripts.reset, scripts.whole(b"{}", 500)])
-async def test_an_engine_that_fails_in_any_part_is_replaced(part: str, stream: bool, how: Script) -> None:
-    """Before any byte: another engine takes over, the failed one gets nothing more of it, and no KV is left."""
+async def test_an_engine_that_fails_in_any_part_is_replaced(
+    part: str, stream: bool, how: Script
+) -> None:
+    """Before any byte: another engine takes over, the failed one gets nothing more of it, and no KV
+    is left.
+    """
     async with placed_world(anything=4) as w:
         victim = w.anything[1]
         # Of the decode engines that may work with engine 0, the first is engine 1.
@@ -154,7 +190,9 @@ async def test_an_engine_that_fails_in_any_part_is_replaced(part: str, stream: b
 @pytest.mark.usefixtures("_placement")
 @pytest.mark.parametrize("part", ["prefill", "decode", "whole"])
 async def test_an_engine_that_dies_with_several_parts_at_once(part: str) -> None:
-    """It makes KV for one request, uses it for another and serves a third: all three are answered."""
+    """It makes KV for one request, uses it for another and serves a third: all three are
+    answered.
+    """
     async with placed_world(anything=4) as w:
         placement, victim = scripted(w), w.anything[1]
         reached = asyncio.Event()
@@ -181,12 +219,18 @@ async def test_an_engine_that_dies_with_several_parts_at_once(part: str) -> None
 
 
 async def test_a_breaker_of_any_is_one_for_all_parts() -> None:
-    """An engine that fails as prefill engine is not asked to decode either, as long as others are there."""
-    async with world(0, 0, anything=3, limits={"breaker_failures": 1, "breaker_cooldown": 100.0}) as w:
+    """An engine that fails as prefill engine is not asked to decode either, as long as others are
+    there.
+    """
+    async with world(
+        0, 0, anything=3, limits={"breaker_failures": 1, "breaker_cooldown": 100.0}
+    ) as w:
         ledger, victim = w.proxy.ledger, w.anything[0]
         pair = None
         for _ in range(3):
-            pair = ledger.assign((Role.PREFILL, Role.DECODE), Ask("tiny", 100, w.proxy.service.resources.now()))
+            pair = ledger.assign(
+                (Role.PREFILL, Role.DECODE), Ask("tiny", 100, w.proxy.service.resources.now())
+            )
             assert pair is not None
             if pair.leases[0].engine.url == victim.url:
                 break

@@ -1,4 +1,6 @@
-"""Connector auto: what engines are asked at the start, what that leaves on them, and what stops the start."""
+"""Connector auto: what engines are asked at the start, what that leaves on them, and what stops the
+start.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,17 @@ LONG = 60.0
 WHICH = "the engines do not show which of these they run"
 
 
-def settings(prefills: list[str], decodes: list[str], *, key: str | None = None, **more: Any) -> Settings:
+def settings(
+    prefills: list[str], decodes: list[str], *, key: str | None = None, **more: Any
+) -> Settings:
     """Settings with connector auto. `more`: of the pool."""
     engines = [ConfiguredEngine(url=url, role="prefill") for url in prefills] + [
         ConfiguredEngine(url=url, role="decode") for url in decodes
     ]
     pool = Pool(**{"connector": AUTO, "nodes": tuple(engines), **more})
-    return Settings(pools=(pool,), deadlines=Deadlines(detect=LONG, probe=10), auth=Auth(engine_api_key=key))
+    return Settings(
+        pools=(pool,), deadlines=Deadlines(detect=LONG, probe=10), auth=Auth(engine_api_key=key)
+    )
 
 
 @asynccontextmanager
@@ -60,7 +66,12 @@ async def engines(
         sides = [("prefill", p or {}), ("decode", d or {})]
         yield [
             await stack.enter_async_context(
-                SimServer(SimFacts(**{"role": role, "hardware": FAST, "kv_lease_duration": 600.0, **facts}), chance=1)
+                SimServer(
+                    SimFacts(
+                        **{"role": role, "hardware": FAST, "kv_lease_duration": 600.0, **facts}
+                    ),
+                    chance=1,
+                )
             )
             for role, facts in sides
         ]
@@ -85,7 +96,9 @@ async def test_nixl_is_found_and_nothing_is_left_at_the_prefill_engine() -> None
 
 
 async def test_engines_for_any_role_show_it_too() -> None:
-    """Each is asked as a prefill engine, and the next one releases what it keeps because of that."""
+    """Each is asked as a prefill engine, and the next one releases what it keeps because of
+    that.
+    """
     async with engines({"role": "any"}, {"role": "any"}) as (a, b):
         nodes = tuple(ConfiguredEngine(url=one.url, role="any") for one in (a, b))
         found = await settled(settings([], [], nodes=nodes))
@@ -119,7 +132,11 @@ async def test_what_cant_be_told_stops_the_start_with_all_that_was_asked() -> No
         lines = await mistakes(settings([p.url], [d.url]))
         assert lines == (
             f"{KEY}: auto: {WHICH}: lmcache-pd or lmcache-mp or shared or moriio, or none. Name it",
-            f"prefill {p.url}: vLLM 0.32.0, /metrics has no KV connector, no Mooncake bootstrap server answered",
+            (
+                f"prefill {p.url}: vLLM 0.32.0, /metrics has no KV connector, no Mooncake "
+                f"bootstrap "
+                f"server answered"
+            ),
             f"decode {d.url}: vLLM 0.32.0, /metrics has no KV connector",
         )
         assert not p.requests, "LMCache's sender would crash"
@@ -128,8 +145,12 @@ async def test_what_cant_be_told_stops_the_start_with_all_that_was_asked() -> No
 async def test_engines_of_different_connectors() -> None:
     async with engines({}, {"connector": "none"}) as (p, d):
         first, *_ = await mistakes(settings([p.url], [d.url]))
-        assert f"engines of different connectors: {p.url} is nixl, {d.url} is mooncake or lmcache-pd or" in first
-        await until(lambda: p.engine.handles, 5)  # no decode engine of its kind could release it: the lease ends it
+        assert (
+            f"engines of different connectors: {p.url} is nixl, {d.url} is mooncake or "
+            f"lmcache-pd or" in first
+        )
+        # no decode engine of its kind could release it: the lease ends it
+        await until(lambda: p.engine.handles, 5)
 
 
 async def test_an_engine_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +165,9 @@ async def test_an_engine_that_comes_later_is_waited_for(monkeypatch: pytest.Monk
         assert (await asking).pool.connector == "nixl"
 
 
-async def test_engines_that_are_down_stop_the_start_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_that_are_down_stop_the_start_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(detection, "PAUSE", 0.01)
     clock, (one, two) = ManualClock(), (f"http://127.0.0.1:{free_port()}" for _ in "pd")
     asking = asyncio.create_task(mistakes(settings([one], [two]), clock))
@@ -170,7 +193,9 @@ async def test_one_engine_that_is_down_does_not_stop_the_start(
         await asyncio.sleep(0.1)
         await clock.reach(LONG)
         assert (await asking).pool.connector == "nixl"
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert warnings == [f"{down} was not asked: no connection: Connection refused"]
 
 
@@ -192,7 +217,9 @@ async def test_a_wrong_key_is_not_waited_for() -> None:
     async with engines({"api_key": "right"}, {"api_key": "right"}) as (p, d):
         first, *lines = await mistakes(settings([p.url], [d.url], key="wrong"))
         assert "no prefill engine answered" in first
-        assert lines[0].startswith(f"{p.url} was not asked: /v1/models answered 401: set auth.engine_api_key")
+        assert lines[0].startswith(
+            f"{p.url} was not asked: /v1/models answered 401: set auth.engine_api_key"
+        )
         assert (await settled(settings([p.url], [d.url], key="right"))).pool.connector == "nixl"
 
 
@@ -200,7 +227,9 @@ async def test_a_wrong_key_is_not_waited_for() -> None:
 
 
 def fake(**answers: Any) -> FastAPI:
-    """An engine. `answers` by route: a body, or a status; those of vLLM without a connector for the others."""
+    """An engine. `answers` by route: a body, or a status; those of vLLM without a connector for the
+    others.
+    """
     usual: dict[str, Any] = {
         "v1/models": {"data": [{"id": "m"}, {"id": "lora", "parent": "m"}]},
         "version": {"version": "0.32.0"},
@@ -229,7 +258,11 @@ NIXL_PAGE = "# TYPE vllm:nixl_xfer_time_seconds histogram\n"
 def named(connector: str | None) -> dict[str, Any]:
     """What `/server_info` says in vLLM's development mode."""
     config = None if connector is None else {"kv_connector": connector, "kv_role": "kv_both"}
-    return {"vllm_config": {"kv_transfer_config": config, "model_config": {}}, "vllm_env": {}, "system_env": {}}
+    return {
+        "vllm_config": {"kv_transfer_config": config, "model_config": {}},
+        "vllm_env": {},
+        "system_env": {},
+    }
 
 
 async def found_with(p: FastAPI, d: FastAPI, **pool: Any) -> str | tuple[str, ...]:
@@ -263,23 +296,41 @@ async def test_the_settings_are_checked_for_what_was_found() -> None:
 @pytest.mark.parametrize(
     ("answers", "line"),
     [
-        ({"v1__completions": 500}, "asked to keep KV it answered nothing: /v1/completions answered 500"),
-        ({"v1__completions": "no JSON"}, "asked to keep KV it answered nothing: something else than a completion"),
-        ({"v1__completions": {"choices": []}}, "asked to keep KV it answered kv_transfer_params = null"),
         (
-            {"v1__completions": '{"choices": [], "kv_transfer_params": ["\u202e' + "x" * 300 + '"]}'},
+            {"v1__completions": 500},
+            "asked to keep KV it answered nothing: /v1/completions answered 500",
+        ),
+        (
+            {"v1__completions": "no JSON"},
+            "asked to keep KV it answered nothing: something else than a completion",
+        ),
+        (
+            {"v1__completions": {"choices": []}},
+            "asked to keep KV it answered kv_transfer_params = null",
+        ),
+        (
+            {
+                "v1__completions": '{"choices": [], "kv_transfer_params": ["\u202e'
+                + "x" * 300
+                + '"]}'
+            },
             'kv_transfer_params = ["?',
         ),
         ({"version": 404}, None),
         ({"version": {"version": "x" * 500}, "v1__completions": 500}, f"vLLM {'x' * 99}"),
         ({"server_info": "no JSON", "v1__completions": 500}, "/metrics has vllm:nixl_*"),
-        ({"server_info": {"vllm_config": "text"}, "v1__completions": 500}, "/metrics has vllm:nixl_*"),
+        (
+            {"server_info": {"vllm_config": "text"}, "v1__completions": 500},
+            "/metrics has vllm:nixl_*",
+        ),
         ({"server_info": {"vllm_config": {}}, "v1__completions": 500}, "/metrics has vllm:nixl_*"),
         ({"metrics": 404, "v1__completions": 500}, "no /metrics"),
     ],
 )
 async def test_answers_that_are_no_evidence(answers: dict[str, Any], line: str | None) -> None:
-    """None stops the others' answers from being shown; what an engine wrote is cut and made printable."""
+    """None stops the others' answers from being shown; what an engine wrote is cut and made
+    printable.
+    """
     found = None
     async with listening(fake(**{"metrics": NIXL_PAGE, **answers})) as one:
         clock = ManualClock()
@@ -300,7 +351,11 @@ async def test_answers_that_are_no_evidence(answers: dict[str, Any], line: str |
 async def test_the_question_is_one_token_of_a_base_model_with_the_engines_key() -> None:
     answer = {
         "choices": [],
-        "kv_transfer_params": {"remote_engine_id": "e", "remote_block_ids": [[1]], "transfer_mode": "pull"},
+        "kv_transfer_params": {
+            "remote_engine_id": "e",
+            "remote_block_ids": [[1]],
+            "transfer_mode": "pull",
+        },
     }
     p, d = fake(metrics=NIXL_PAGE, v1__completions=answer), fake(metrics=NIXL_PAGE)
     async with listening(p) as one, listening(d) as two:
@@ -311,7 +366,9 @@ async def test_the_question_is_one_token_of_a_base_model_with_the_engines_key() 
     assert (sent["model"], sent["max_tokens"], sent["stream"]) == ("m", 1, False)
     assert sent["kv_transfer_params"]["do_remote_decode"] is True
     assert headers["authorization"] == "Bearer secret"
-    assert not [asked for asked in d.state.asked if asked[0] == "v1/completions"], "an incomplete handle is not sent"
+    assert not [asked for asked in d.state.asked if asked[0] == "v1/completions"], (
+        "an incomplete handle is not sent"
+    )
 
 
 # -- the process
@@ -328,7 +385,9 @@ async def test_the_proxy_serves_what_it_has_found() -> None:
             ready = 503
             while ready != 200:
                 ready = (await exchange(port, request("GET", "/ready", b""))).status
-            answer = await exchange(port, request("POST", COMPLETIONS, completion(prompt="one two three four " * 20)))
+            answer = await exchange(
+                port, request("POST", COMPLETIONS, completion(prompt="one two three four " * 20))
+            )
             assert answer.status == 200
             assert d.engine.stats.prompt_tokens_by_source["external_kv_transfer"] > 0
             ending.requested.set()
@@ -342,7 +401,9 @@ async def test_the_end_is_not_waited_for(hurried: bool, code: int) -> None:
 
     ending = Ending()
     with listen("127.0.0.1", 0) as listener:
-        serving = asyncio.create_task(serve(settings([f"http://127.0.0.1:{free_port()}"], []), listener, ending))
+        serving = asyncio.create_task(
+            serve(settings([f"http://127.0.0.1:{free_port()}"], []), listener, ending)
+        )
         await asyncio.sleep(0.05)
         assert not serving.done()
         if hurried:
@@ -354,7 +415,17 @@ async def test_the_end_is_not_waited_for(hurried: bool, code: int) -> None:
 async def test_the_exit_code_is_2_with_a_line_for_each_engine() -> None:
     async with engines({"connector": "shared"}, {"connector": "shared"}) as (p, d):
         process = await piped(
-            *("serve", "--connector", AUTO, "--port", str(free_port()), "--prefill", p.url, "--decode", d.url),
+            *(
+                "serve",
+                "--connector",
+                AUTO,
+                "--port",
+                str(free_port()),
+                "--prefill",
+                p.url,
+                "--decode",
+                d.url,
+            ),
             env={**os.environ, "PDPROXY_LISTEN__LINGER": "0"},
         )
         async with asyncio.timeout(60):
@@ -387,7 +458,9 @@ async def test_what_is_left_is_released_at_the_host_of_the_settings() -> None:
 
 
 async def test_pools_are_asked_beside_each_other() -> None:
-    """Each for its own connector; one that names it keeps it. A mistake names its pool, and ends the others' questions."""
+    """Each for its own connector; one that names it keeps it. A mistake names its pool, and ends
+    the others' questions.
+    """
     async with engines() as (p, d):
         nodes = (
             ConfiguredEngine(url="http://127.0.0.1:2", role="decode"),
@@ -398,6 +471,8 @@ async def test_pools_are_asked_beside_each_other() -> None:
         asked = msgspec.structs.replace(settings([p.url], [d.url]).pool, name="asked")
         found = await settled(Settings(pools=(named, asked, plain)))
         assert [pool.connector for pool in found.pools] == ["mooncake", "nixl", "nixl"]
-    down = msgspec.structs.replace(settings(["http://127.0.0.1:2"], ["http://127.0.0.1:3"]).pool, name="down")
+    down = msgspec.structs.replace(
+        settings(["http://127.0.0.1:2"], ["http://127.0.0.1:3"]).pool, name="down"
+    )
     with pytest.raises(SettingsError, match=r"^pool down: pools\[1\]\.connector: auto: "):
         await settled(Settings(pools=(plain, down)), deadline=0.2)

@@ -55,8 +55,12 @@ def auto_of(w: World) -> Auto:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("prefill", "decode", "anything"), [(0, 0, 2), (2, 2, 0), (1, 1, 2)])
-async def test_it_serves_on_engines_of_all_roles(prefill: int, decode: int, anything: int, stream: bool) -> None:
-    """Whatever it decides, the text is the same, nothing is left of a request, and each decision shows its predictions."""
+async def test_it_serves_on_engines_of_all_roles(
+    prefill: int, decode: int, anything: int, stream: bool
+) -> None:
+    """Whatever it decides, the text is the same, nothing is left of a request, and each decision
+    shows its predictions.
+    """
     async with auto_world(prefill, decode, anything=anything) as w:
         body = completion(prompt=IDS, stream=stream)
         answers = await asyncio.gather(*[w.ask(COMPLETIONS, body, WANTED) for _ in range(8)])
@@ -74,7 +78,9 @@ async def test_it_serves_on_engines_of_all_roles(prefill: int, decode: int, anyt
         assert not placement._legs
         # Of several workers one may not have read yet what has ended in another.
         loads = placement._loads.values()
-        await until(lambda: all((one.expected, one.decoding, one.pending_s) == (0, 0, 0.0) for one in loads))
+        await until(
+            lambda: all((one.expected, one.decoding, one.pending_s) == (0, 0, 0.0) for one in loads)
+        )
 
 
 async def test_an_engines_own_settings_say_how_many_tokens_its_steps_have() -> None:
@@ -84,7 +90,10 @@ async def test_an_engines_own_settings_say_how_many_tokens_its_steps_have() -> N
         first, second = settings.pool.nodes
         own = msgspec.structs.replace(second, facts=Facts(max_num_batched_tokens=512))
         pool = msgspec.structs.replace(
-            settings.pool, policy=PoolPolicy(placement="auto"), profile="h200-8b", nodes=(first, own)
+            settings.pool,
+            policy=PoolPolicy(placement="auto"),
+            profile="h200-8b",
+            nodes=(first, own),
         )
         return msgspec.structs.replace(settings, pools=(pool,))
 
@@ -105,7 +114,10 @@ async def test_streams_show_how_wrong_its_times_are() -> None:
         assert load.prefill.known
         assert w.metric("pdproxy_prediction_error_ratio", of="ttft", kind="mean") < 0
         assert w.metric("pdproxy_prediction_error_ratio", of="ttft", kind="size") > 0
-        assert w.metric("pdproxy_time_correction_ratio", node=load.url, work="prefill") == load.times.prefill_factor
+        assert (
+            w.metric("pdproxy_time_correction_ratio", node=load.url, work="prefill")
+            == load.times.prefill_factor
+        )
         assert w.metric("pdproxy_engines_kept_for_prefill") == 0
 
 
@@ -113,7 +125,8 @@ async def test_without_a_profile_it_says_so_until_it_has_measured() -> None:
     async with auto_world(anything=2, profile=None) as w:
         first, second = (engine.url for engine in w.anything)
         said = (
-            f"no profile of {first} and 1 more: until enough of their answers were measured, requests go to the engines"
+            f"no profile of {first} and 1 more: until enough of their answers were measured, "
+            f"requests go to the engines"
         )
         assert f"{said} with the least load" in (await w.get("/ready")).json["details"]
         reasons = []
@@ -121,7 +134,9 @@ async def test_without_a_profile_it_says_so_until_it_has_measured() -> None:
             body = completion(prompt=[*range(64), number], stream=True, max_tokens=3)
             answer = await w.ask(COMPLETIONS, body, WANTED)
             assert answer.status == 200
-            reasons.append((answer.header("x-pdproxy-decision") or "").split("reason=")[1].split(";")[0])
+            reasons.append(
+                (answer.header("x-pdproxy-decision") or "").split("reason=")[1].split(";")[0]
+            )
         assert reasons[0] == "uncalibrated"
         assert reasons[-1] != "uncalibrated"
         assert "no profile" not in (await w.get("/ready")).body.decode()
@@ -129,7 +144,9 @@ async def test_without_a_profile_it_says_so_until_it_has_measured() -> None:
 
 
 async def test_what_no_engine_can_serve_in_time_is_refused_where_the_settings_want_it() -> None:
-    """With 503 and Retry-After, before any engine has it. A request without such a limit is served."""
+    """With 503 and Retry-After, before any engine has it. A request without such a limit is
+    served.
+    """
     async with auto_world(anything=2, policy={"refuse_late": True}) as w:
         body = completion(prompt=IDS)
         answer = await w.ask(COMPLETIONS, body, [("X-PDProxy-SLO-TTFT-MS", "0.001")])
@@ -155,7 +172,9 @@ async def test_prefixes_attract_prompts() -> None:
         beginning = list(range(4000))
         shown = []
         for number in range(4):
-            answer = await w.ask(COMPLETIONS, completion(prompt=[*beginning, number], stream=True), WANTED)
+            answer = await w.ask(
+                COMPLETIONS, completion(prompt=[*beginning, number], stream=True), WANTED
+            )
             assert answer.status == 200
             await w.quiet()
             await until(lambda: len({_known(one) for one in w.workers}) == 1)

@@ -1,7 +1,9 @@
-"""Balancers in front of the proxy, with the configurations of docs/guide/load-balancers.md: streams, rates and ends pass them."""
+"""Balancers in front of the proxy, with the configurations of docs/guide/load-balancers.md:
+streams, rates and ends pass them.
+"""
 
-# Needs `nginx`, `haproxy`, `envoy`: where one of the programs is missing, its tests are skipped, but for
-# PDPROXY_REQUIRE_BALANCERS=1: then they fail. `long_balancers.py` has restarts behind them.
+# Needs `nginx`, `haproxy`, `envoy`: where one of the programs is missing, its tests are skipped,
+# but for PDPROXY_REQUIRE_BALANCERS=1: then they fail. `long_balancers.py` has restarts behind them.
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ from tests.fakes.world import COMPLETIONS, TEXT, completion, until, world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "load-balancers.md").read_text()
 FRAME = {
-    "nginx": "daemon off; pid {folder}/pid; error_log {folder}/error.log;\nevents {{}}\nhttp {{ access_log off;\n"
-    "client_body_temp_path {folder}/a; proxy_temp_path {folder}/b; fastcgi_temp_path {folder}/c; uwsgi_temp_path {folder}/d; "
+    "nginx": "daemon off; pid {folder}/pid; error_log {folder}/error.log;\nevents {{}}\nhttp {{ "
+    "access_log off;\n"
+    "client_body_temp_path {folder}/a; proxy_temp_path {folder}/b; fastcgi_temp_path {folder}/c; "
+    "uwsgi_temp_path {folder}/d; "
     "scgi_temp_path {folder}/e;\n{config}\n}}\n",
     "haproxy": "{config}\n",
     "envoy": "{config}\n",
@@ -37,7 +41,15 @@ LANGUAGE = {"nginx": "nginx", "haproxy": "haproxy", "envoy": "yaml"}
 """Of its block in the page."""
 DEFAULTS = {
     "nginx": "server { listen 127.0.0.1:8080; location / { proxy_pass http://127.0.0.1:8000; } }",
-    "haproxy": "defaults\n mode http\n timeout connect 5s\n timeout client 60s\n timeout server 60s\n"
+    "haproxy": "defaults\n mode http\n timeout connect 5s\n timeout client 60s\n timeout server 60s\n"  # noqa: E501
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
     "frontend f\n bind 127.0.0.1:8080\n default_backend b\nbackend b\n server one 127.0.0.1:8000\n",
     "envoy": """static_resources:
   listeners:
@@ -59,12 +71,16 @@ DEFAULTS = {
       endpoints:
       - lb_endpoints:
         - endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: 8000}}}
-""",
+""",  # noqa: E501
 }
 
 
 def found(name: str) -> str:
-    path = os.environ.get(f"PDPROXY_TEST_{name.upper()}") or shutil.which(name) or shutil.which(name, path="/usr/sbin")
+    path = (
+        os.environ.get(f"PDPROXY_TEST_{name.upper()}")
+        or shutil.which(name)
+        or shutil.which(name, path="/usr/sbin")
+    )
     if path is None:
         assert "PDPROXY_REQUIRE_BALANCERS" not in os.environ, f"no {name} here"
         pytest.skip(f"no {name} here")
@@ -77,12 +93,16 @@ def of_page(name: str) -> str:
 
 
 def unchecked(config: str) -> str:
-    """A configuration without health checks: on a busy machine some fail, and the balancer answers itself for a while."""
+    """A configuration without health checks: on a busy machine some fail, and the balancer answers
+    itself for a while.
+    """
     return re.sub(r"    health_checks:\n(    [- ] .*\n)+", "", config.replace(" check\n", "\n"))
 
 
 def at_ports(config: str, own: int, proxy: int) -> str:
-    """A configuration with other ports than those of the page: the balancer's own, and the proxy's."""
+    """A configuration with other ports than those of the page: the balancer's own, and the
+    proxy's.
+    """
     for old, new in ((8000, proxy), (8080, own)):
         config = config.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}").replace(
             f"port_value: {old}", f"port_value: {new}"
@@ -99,7 +119,15 @@ async def balanced(name: str, config: str, proxy: int, folder: Path) -> AsyncIte
     arguments = {
         "nginx": ["-c", str(path), "-p", str(folder)],
         "haproxy": ["-f", str(path), "-db"],
-        "envoy": ["-c", str(path), "--disable-hot-restart", "--concurrency", "1", "--log-level", "error"],
+        "envoy": [
+            "-c",
+            str(path),
+            "--disable-hot-restart",
+            "--concurrency",
+            "1",
+            "--log-level",
+            "error",
+        ],
     }[name]
     process = await asyncio.create_subprocess_exec(program, *arguments)
     try:
@@ -145,10 +173,19 @@ async def test_a_balancer_in_front(name: str, is_default: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", FRAME)
 @pytest.mark.parametrize("is_default", [False, True])
-async def test_a_slow_prefill_behind_a_balancer(name: str, is_default: bool, tmp_path: Path) -> None:
+async def test_a_slow_prefill_behind_a_balancer(
+    name: str, is_default: bool, tmp_path: Path
+) -> None:
     """The comments of a stream that is silent come through at once, and then each event."""
-    config, go, clock = DEFAULTS[name] if is_default else unchecked(of_page(name)), asyncio.Event(), ManualClock()
-    async with world(clock=clock, adjust=commented) as w, balanced(name, config, w.port, tmp_path) as port:
+    config, go, clock = (
+        DEFAULTS[name] if is_default else unchecked(of_page(name)),
+        asyncio.Event(),
+        ManualClock(),
+    )
+    async with (
+        world(clock=clock, adjust=commented) as w,
+        balanced(name, config, w.port, tmp_path) as port,
+    ):
         w.prefill[0].script(scripts.gate(go, prefill))
         client = await Client.connect(port)
         client.post(COMPLETIONS, completion(stream=True))
@@ -166,7 +203,10 @@ async def test_a_slow_prefill_behind_a_balancer(name: str, is_default: bool, tmp
 
 def commented(settings: Settings) -> Settings:
     replace = msgspec.structs.replace
-    return replace(settings, deadlines=replace(settings.deadlines, prefill=600.0, total=1800.0, stream_comment=15.0))
+    return replace(
+        settings,
+        deadlines=replace(settings.deadlines, prefill=600.0, total=1800.0, stream_comment=15.0),
+    )
 
 
 async def test_haproxy_sends_no_more_to_a_proxy_that_leaves(tmp_path: Path) -> None:

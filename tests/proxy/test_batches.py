@@ -29,7 +29,13 @@ def user(text: Any) -> list[dict[str, Any]]:
 
 def batch(**fields: Any) -> dict[str, Any]:
     """The body of a batch of three chats."""
-    return {"model": "tiny", "messages": [user(text) for text in TEXTS], "max_tokens": 4, "temperature": 0, **fields}
+    return {
+        "model": "tiny",
+        "messages": [user(text) for text in TEXTS],
+        "max_tokens": 4,
+        "temperature": 0,
+        **fields,
+    }
 
 
 async def both(w: World, path: str, body: object) -> tuple[Answer, Answer]:
@@ -56,7 +62,13 @@ def still(answer: Answer) -> tuple[int, str | None, Any]:
         {},
         {"messages": [user(PROMPT)]},
         {"logprobs": True, "top_logprobs": 2, "return_token_ids": True},
-        {"max_tokens": None, "max_completion_tokens": 3, "stop": [" the"], "seed": 1, "request_id": "mine"},
+        {
+            "max_tokens": None,
+            "max_completion_tokens": 3,
+            "stop": [" the"],
+            "seed": 1,
+            "request_id": "mine",
+        },
         {
             "tool_choice": "none",
             "include_reasoning": True,
@@ -75,7 +87,9 @@ def still(answer: Answer) -> tuple[int, str | None, Any]:
     ids=["plain", "one", "logprobs", "limits", "defaults", "choice", "parts"],
 )
 async def test_a_batch_is_answered_as_by_one_engine(fields: dict[str, Any]) -> None:
-    """Every byte but the time; each conversation has a handle of its own, and none goes to one engine alone."""
+    """Every byte but the time; each conversation has a handle of its own, and none goes to one
+    engine alone.
+    """
     async with world(prefill=2, decode=2, facts={"enable_prompt_tokens_details": True}) as w:
         ours, plain = await both(w, BATCH, batch(**fields))
         assert ours.status == 200
@@ -87,7 +101,9 @@ async def test_a_batch_is_answered_as_by_one_engine(fields: dict[str, Any]) -> N
         assert (report.endpoint, len(report.legs)) == (BATCH, count)
         assert report.prompt_tokens == ours.json["usage"]["prompt_tokens"]
         assert all(leg.prefill is not None for leg in report.legs)
-        assert sum(asked(engine, BATCH) for engine in w.engines) == 1, "the one that was asked directly"
+        assert sum(asked(engine, BATCH) for engine in w.engines) == 1, (
+            "the one that was asked directly"
+        )
 
 
 async def test_a_batch_of_thoughts_is_answered_as_by_one_engine() -> None:
@@ -149,7 +165,9 @@ async def test_what_an_engine_refuses_of_a_batch_it_refuses_here(fields: dict[st
     ],
     ids=str,
 )
-async def test_what_a_batch_treats_otherwise_than_a_chat_one_engine_serves(fields: dict[str, Any]) -> None:
+async def test_what_a_batch_treats_otherwise_than_a_chat_one_engine_serves(
+    fields: dict[str, Any],
+) -> None:
     """Such a batch goes whole to one engine; a batch is never streamed."""
     async with world() as w:
         ours, plain = await both(w, BATCH, batch(**fields))
@@ -161,7 +179,9 @@ async def test_what_a_batch_treats_otherwise_than_a_chat_one_engine_serves(field
 
 
 async def test_one_conversation_that_is_refused_refuses_the_batch() -> None:
-    """One whose length only an engine knows: no other conversation is answered, and no KV is left."""
+    """One whose length only an engine knows: no other conversation is answered, and no KV is
+    left.
+    """
     async with world(facts={"max_model_len": 200, "num_gpu_blocks": 512}) as w:
         ours, plain = await both(w, BATCH, batch(messages=[user(PROMPT), user(PROMPT * 30)]))
         assert (ours.status, ours.body) == (plain.status, plain.body)
@@ -192,7 +212,9 @@ async def test_answers_are_not_kept_for_a_batch_that_one_engine_gets_after_all()
 
 
 async def test_a_content_that_is_not_text_is_served_by_one_engine() -> None:
-    """The rule holds for each conversation by itself; what the engines say of it is the batch's answer."""
+    """The rule holds for each conversation by itself; what the engines say of it is the batch's
+    answer.
+    """
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     async with world() as w:
         ours, plain = await both(w, BATCH, batch(messages=[user(PROMPT), user(image)]))
@@ -201,7 +223,9 @@ async def test_a_content_that_is_not_text_is_served_by_one_engine() -> None:
 
 
 async def test_an_engine_that_fails_fails_the_batch() -> None:
-    """A 500 in one conversation, on every engine: the client gets an error, the other legs are closed."""
+    """A 500 in one conversation, on every engine: the client gets an error, the other legs are
+    closed.
+    """
 
     async def one_fails(reply: Reply) -> None:
         if reply.request.json["messages"] == user(TEXTS[1]):
@@ -267,12 +291,18 @@ async def test_a_batch_takes_one_place_and_sixteen_engines_requests_at_once() ->
 
 
 async def test_a_batch_of_too_many_conversations() -> None:
-    """`limits.max_prompts` counts them: a 400 that names the field, without an engine; also in a body that is not plain JSON."""
+    """`limits.max_prompts` counts them: a 400 that names the field, without an engine; also in a
+    body that is not plain JSON.
+    """
     async with world(limits={"max_prompts": 3}) as w:
         assert (await w.ask(BATCH, batch())).status == 200
         requests = len(w.prefill[0].requests)
         many = batch(messages=[user("a")] * 4)
-        for body in (many, batch(messages=[user("a")] * 4, echo=True), json.dumps(many).encode("utf-16")):
+        for body in (
+            many,
+            batch(messages=[user("a")] * 4, echo=True),
+            json.dumps(many).encode("utf-16"),
+        ):
             answer = await w.ask(BATCH, body)
             assert answer.status == 400
             assert answer.json["error"]["param"] == "messages"
@@ -315,7 +345,9 @@ async def test_no_engines_load_comes_with_a_batch() -> None:
         w.port, port = w.decode[0].port, w.port
         plain = await w.ask(BATCH, batch(), wanted)
         w.port = port
-        assert answer.header("endpoint-load-metrics") == plain.header("endpoint-load-metrics") is None
+        assert (
+            answer.header("endpoint-load-metrics") == plain.header("endpoint-load-metrics") is None
+        )
 
 
 async def test_keys_guard_batches() -> None:
@@ -325,7 +357,10 @@ async def test_keys_guard_batches() -> None:
         for fields in ({}, {"echo": True}):
             answer = await w.ask(BATCH, batch(**fields), [("authorization", "Bearer ours")])
             assert answer.status == 200
-        seen = [*w.decode[0].requests, *(one for one in w.decode[0].sim.journal.others if one.path == BATCH)]
+        seen = [
+            *w.decode[0].requests,
+            *(one for one in w.decode[0].sim.journal.others if one.path == BATCH),
+        ]
         assert {one.header("authorization") for one in seen} == {"Bearer theirs"}
 
 
@@ -338,7 +373,10 @@ async def test_a_get_of_the_route() -> None:
 
 def test_each_conversation_becomes_a_chat() -> None:
     """Its bytes are the client's, and all other fields go with it."""
-    raw = b'{"messages" : [ [{"content":"a","role":"user"}] ,[ {"role": "user", "content": "bcd"} ] ],"seed":1}'
+    raw = (
+        b'{"messages" : [ [{"content":"a","role":"user"}] ,[ {"role": "user", "content": "bcd"} '
+        b'] ],"seed":1}'
+    )
     parsed = parse(Route.BATCH, raw)
     assert parsed.alone is None
     chats = [parsed.exchange_of(index)[0] for index in range(2)]
@@ -351,7 +389,9 @@ def test_each_conversation_becomes_a_chat() -> None:
     assert chats[0].body_bytes < chats[1].body_bytes < parsed.body_bytes
 
 
-@pytest.mark.parametrize("messages", [b"[[1,2]]", b"[{}]", b"{}", b"[[]]", b'"x"', b"[[{}],[]]", b"null"])
+@pytest.mark.parametrize(
+    "messages", [b"[[1,2]]", b"[{}]", b"{}", b"[[]]", b'"x"', b"[[{}],[]]", b"null"]
+)
 def test_what_is_no_batch_goes_whole(messages: bytes) -> None:
     """Only engines have the words for it."""
     parsed = parse(Route.BATCH, b'{"messages":%b}' % messages, Bounds(prompts=4))

@@ -1,4 +1,6 @@
-"""Both engines are asked at once, and the prefill engine pushes: what clients see, and what is left at the engines."""
+"""Both engines are asked at once, and the prefill engine pushes: what clients see, and what is left
+at the engines.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from tests.proxy.test_quotas import A, keys, left
 
 PUSH = "nixl-push"
 BOTH = pytest.mark.parametrize("connector", [PUSH, "mooncake"])
-SLOW = {"hardware": Hardware(prefill_tokens_per_s=2000.0, decode_step_s=0.0, transfer_latency_s=0.0)}
+SLOW = {
+    "hardware": Hardware(prefill_tokens_per_s=2000.0, decode_step_s=0.0, transfer_latency_s=0.0)
+}
 """An engine that prefills `TEXT` in some 0.1 s."""
 
 
@@ -45,7 +49,9 @@ class Gate:
         await self.opened.wait()
         await reply.serve()
 
-    def then(self, script: Callable[[ScriptedReply], Awaitable[None]]) -> Callable[[ScriptedReply], Awaitable[None]]:
+    def then(
+        self, script: Callable[[ScriptedReply], Awaitable[None]]
+    ) -> Callable[[ScriptedReply], Awaitable[None]]:
         """A script that runs another one when the test says so."""
 
         async def waits(reply: ScriptedReply) -> None:
@@ -55,7 +61,9 @@ class Gate:
         return waits
 
 
-def fails(status: int = 500, param: str | None = None) -> Callable[[ScriptedReply], Awaitable[None]]:
+def fails(
+    status: int = 500, param: str | None = None
+) -> Callable[[ScriptedReply], Awaitable[None]]:
     """A script that refuses. `param`: what is wrong."""
 
     async def script(reply: ScriptedReply) -> None:
@@ -68,13 +76,17 @@ def fails(status: int = 500, param: str | None = None) -> Callable[[ScriptedRepl
 async def known(pair: Pair) -> None:
     """Have the proxy learn where the prefill engines are reached."""
     for _ in range(1 + len(pair.more)):
-        assert (await pair.ask(COMPLETIONS, completion(prompt="some other text " * 9))).status == 200
+        assert (
+            await pair.ask(COMPLETIONS, completion(prompt="some other text " * 9))
+        ).status == 200
     pair.world.forget_events()
 
 
 async def text_of(pair: Pair) -> str:
     """What one engine alone says to `completion()`."""
-    return str(json.loads((await pair.asked_plain(COMPLETIONS, completion())).body)["choices"][0]["text"])
+    return str(
+        json.loads((await pair.asked_plain(COMPLETIONS, completion())).body)["choices"][0]["text"]
+    )
 
 
 def ids(engine: SimServer) -> list[str]:
@@ -111,7 +123,9 @@ async def test_the_first_prompt_of_a_run_goes_to_the_prefill_engine_alone_at_fir
             await pair.world.probe()
 
 
-async def test_the_first_prompt_of_a_run_is_one_prefill_leg(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_prompt_of_a_run_is_one_prefill_leg(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whether its engine is sent ids is asked once."""
     async with pool(PUSH, tokenizer=SimTokenizer()) as pair:
         tokens = pair.world.proxy.tokens
@@ -128,14 +142,20 @@ async def test_the_first_prompt_of_a_run_is_one_prefill_leg(monkeypatch: pytest.
         for count in (1, 2):
             assert (await pair.ask(COMPLETIONS, completion())).status == 200
             assert asked == [pair.p.url] * count
-        assert [legs.overlap_s is None for event in pair.world.events(RequestEnded) for legs in event.legs] == [
+        assert [
+            legs.overlap_s is None
+            for event in pair.world.events(RequestEnded)
+            for legs in event.legs
+        ] == [
             True,
             False,
         ]
 
 
 async def test_the_decode_engine_is_asked_while_the_prefill_engine_works() -> None:
-    """With the same id, and the client sees its own. Both phases begin with the prefill engine's answer."""
+    """With the same id, and the client sees its own. Both phases begin with the prefill engine's
+    answer.
+    """
     async with pool(PUSH) as pair:
         await known(pair)
         gate = Gate()
@@ -166,12 +186,20 @@ async def test_the_decode_engine_is_asked_while_the_prefill_engine_works() -> No
 
 @pytest.mark.parametrize("name", ["", "short", "x" * 32, "y" * 100])
 async def test_clients_that_share_an_id_get_their_own_answers(name: str) -> None:
-    """Engines find each other's request by the id alone: each dispatch has its own, of any length."""
+    """Engines find each other's request by the id alone: each dispatch has its own, of any
+    length.
+    """
     async with pool(PUSH, p=SLOW) as pair:
         await known(pair)
         headers = [("x-request-id", name)] if name else []
-        bodies = [completion(prompt=TEXT + extra, stream=stream) for extra in "ab" for stream in (True, False)]
-        answers = await asyncio.gather(*(pair.world.ask(COMPLETIONS, body, headers=headers) for body in bodies))
+        bodies = [
+            completion(prompt=TEXT + extra, stream=stream)
+            for extra in "ab"
+            for stream in (True, False)
+        ]
+        answers = await asyncio.gather(
+            *(pair.world.ask(COMPLETIONS, body, headers=headers) for body in bodies)
+        )
         for body, answer in zip(bodies, answers, strict=True):
             plain = await pair.asked_plain(COMPLETIONS, {**body, "stream": False})
             assert answer.text == json.loads(plain.body)["choices"][0]["text"]
@@ -191,7 +219,9 @@ async def test_usage_shows_what_the_prefill_engine_had_in_its_cache() -> None:
             assert ours == theirs
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"stream": True, "stream_options": {"include_usage": True}}]
+)
 async def test_counts_of_an_answer_that_comes_behind_its_push(fields: dict[str, Any]) -> None:
     """The decode engine's data waits for it."""
     async with pool(PUSH, everybody={"enable_prompt_tokens_details": True}) as pair:
@@ -221,7 +251,9 @@ async def test_an_answer_that_never_comes_behind_its_push() -> None:
         assert answer.text == await text_of(pair)
         assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded"]
         await pair.world.ended()
-        assert sum(one.custodian.orphans.count for one in pair.world.workers) == 1, "the prefill engine may go on"
+        assert sum(one.custodian.orphans.count for one in pair.world.workers) == 1, (
+            "the prefill engine may go on"
+        )
         await clock.through(pair.world.quiet())
         assert pair.world.metric("pdproxy_kv_stuck") == 0
 
@@ -255,7 +287,11 @@ async def test_a_prefill_that_fails_for_good_ends_both_legs_and_another_pair_is_
         tried = [one for one in list(pair.d.requests)[decodes:] if one.kv]
         assert len({one.ident for one in tried}) == 2, "each try has an id of its own"
         assert all(one.left.is_set() for one in tried)
-        assert pair.world.metric("pdproxy_kv_stuck", node=pair.d.url) == 2 == len(pair.d.engine.awaited)
+        assert (
+            pair.world.metric("pdproxy_kv_stuck", node=pair.d.url)
+            == 2
+            == len(pair.d.engine.awaited)
+        )
         assert pair.world.metric("pdproxy_kv_stuck_age_seconds", node=pair.d.url) >= 0
         (detail,) = [one for one in proxy.readiness().details if "KV that will not come" in one]
         assert detail.startswith(f"decode {pair.d.url}: 2 requests may wait")
@@ -314,7 +350,9 @@ async def test_what_the_prefill_engine_alone_refuses() -> None:
 
 @pytest.mark.parametrize("prompt", [[5] * 1024, "word " * 1500])
 async def test_a_prompt_that_is_too_long_for_the_prefill_engine_alone(prompt: Any) -> None:
-    """It is asked first, and the decode engine waits for nothing. Shorter prompts go to both at once."""
+    """It is asked first, and the decode engine waits for nothing. Shorter prompts go to both at
+    once.
+    """
     async with pool(PUSH, p={"max_model_len": 1024}) as pair:
         await known(pair)
         for long in ({"prompt": prompt}, {"prompt": prompt, "stream": True}):
@@ -326,7 +364,9 @@ async def test_a_prompt_that_is_too_long_for_the_prefill_engine_alone(prompt: An
         assert pair.world.events(HandleEnded) == []
         assert pair.world.metric("pdproxy_kv_stuck") == 0
         assert not pair.d.engine.awaited
-        assert (await pair.ask(COMPLETIONS, completion(prompt=[5] * 1023, max_tokens=2))).status == 200
+        assert (
+            await pair.ask(COMPLETIONS, completion(prompt=[5] * 1023, max_tokens=2))
+        ).status == 200
         await pair.world.quiet()
         assert (await pair.world.ended(3)).legs[0].overlap_s is not None
 
@@ -348,7 +388,9 @@ async def test_a_decode_engine_that_refuses_ends_the_prefill() -> None:
 
 
 async def test_a_decode_engine_that_fails_is_replaced_while_the_prefill_engine_works() -> None:
-    """The first prefill leg is closed. The next pair has an id of its own, and begins with the prefill: see below."""
+    """The first prefill leg is closed. The next pair has an id of its own, and begins with the
+    prefill: see below.
+    """
     async with pool(PUSH, decodes=2) as pair:
         await known(pair)
         other = pair.more[0]
@@ -381,7 +423,9 @@ async def test_a_decode_engine_that_fails_is_replaced_while_the_prefill_engine_w
 async def test_a_client_that_leaves_while_the_prefill_engine_works(
     connector: str, stream: bool, registered: bool
 ) -> None:
-    """The prefill goes on, since its KV alone frees the decode engine. `registered`: that has begun to wait for it."""
+    """The prefill goes on, since its KV alone frees the decode engine. `registered`: that has begun
+    to wait for it.
+    """
     async with pool(connector) as pair:
         await known(pair)
         gate, before = Gate(), len(pair.d.requests)
@@ -406,8 +450,12 @@ async def test_a_client_that_leaves_while_the_prefill_engine_works(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begins", [True, False])
-async def test_a_client_that_leaves_before_the_decode_engine_has_begun(stream: bool, begins: bool) -> None:
-    """Its leg stays open until the engine has asked for the KV, as else nothing would free it; not for ever."""
+async def test_a_client_that_leaves_before_the_decode_engine_has_begun(
+    stream: bool, begins: bool
+) -> None:
+    """Its leg stays open until the engine has asked for the KV, as else nothing would free it; not
+    for ever.
+    """
     clock = ManualClock()
     async with pool(PUSH, clock=clock) as pair:
         await known(pair)
@@ -453,13 +501,21 @@ async def test_a_prefill_that_fails_behind_a_client_that_left_is_counted() -> No
         opened.set()
         await pair.world.quiet()
         assert [event.end for event in pair.world.events(HandleEnded)] == ["stuck"]
-        assert pair.world.metric("pdproxy_kv_stuck", node=pair.d.url) == 1 == len(pair.d.engine.awaited)
+        assert (
+            pair.world.metric("pdproxy_kv_stuck", node=pair.d.url)
+            == 1
+            == len(pair.d.engine.awaited)
+        )
 
 
 async def test_a_prefill_that_misses_its_deadline() -> None:
-    """The decode leg ends with it. The answer may still come, and then its push frees both sides."""
+    """The decode leg ends with it. The answer may still come, and then its push frees both
+    sides.
+    """
     clock = ManualClock()
-    async with pool(PUSH, deadlines={"prefill": 7.0, "abandoned_prefill": 9.0}, clock=clock) as pair:
+    async with pool(
+        PUSH, deadlines={"prefill": 7.0, "abandoned_prefill": 9.0}, clock=clock
+    ) as pair:
         await known(pair)
         gate = Gate()
         pair.p.faults.script(gate)
@@ -476,10 +532,14 @@ async def test_a_prefill_that_misses_its_deadline() -> None:
 
 
 @BOTH
-async def test_a_decode_engine_that_never_begins_is_late_from_the_prefill_engine_s_answer_on(connector: str) -> None:
+async def test_a_decode_engine_that_never_begins_is_late_from_the_prefill_engine_s_answer_on(
+    connector: str,
+) -> None:
     """Its deadline begins when it could begin."""
     clock = ManualClock()
-    async with pool(connector, deadlines={"first_token": 3.0}, clock=clock, limits={"attempts": 1}) as pair:
+    async with pool(
+        connector, deadlines={"first_token": 3.0}, clock=clock, limits={"attempts": 1}
+    ) as pair:
         await known(pair)
         before = len(pair.d.requests)
 
@@ -496,7 +556,9 @@ async def test_a_decode_engine_that_never_begins_is_late_from_the_prefill_engine
 
 
 async def test_a_prefill_engine_that_restarted_unseen_is_learnt_anew() -> None:
-    """The decode engine fails, since nobody is at the old place: the next prompt goes to the prefill engine alone at first."""
+    """The decode engine fails, since nobody is at the old place: the next prompt goes to the
+    prefill engine alone at first.
+    """
     async with pool(PUSH, limits={"attempts": 1}) as pair:
         await known(pair)
         peers = pair.world.proxy.engines[pair.p.url].run.peers
@@ -526,7 +588,9 @@ async def test_a_full_decode_engine_serves_alone() -> None:
 
 @BOTH
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion()), (CHAT, chat())])
-async def test_one_after_the_other_if_the_pool_says_so(connector: str, path: str, body: dict[str, Any]) -> None:
+async def test_one_after_the_other_if_the_pool_says_so(
+    connector: str, path: str, body: dict[str, Any]
+) -> None:
     """The same transfer in both orders."""
     async with pool(connector, dispatch="sequential") as pair:
         await known(pair)
@@ -541,8 +605,12 @@ async def test_one_after_the_other_if_the_pool_says_so(connector: str, path: str
         answer = await asked
         assert bare(answer.json) == bare((await pair.asked_plain(path, body)).json)
         assert pair.loaded > loaded
-        if (connector, path) == ("mooncake", CHAT):  # the prefill engine's own ids: no template can differ
-            assert len(pair.d.requests[-1].json["kv_transfer_params"]["prompt_token_ids"]) == pair.loaded - loaded
+        # the prefill engine's own ids: no template can differ
+        if (connector, path) == ("mooncake", CHAT):
+            assert (
+                len(pair.d.requests[-1].json["kv_transfer_params"]["prompt_token_ids"])
+                == pair.loaded - loaded
+            )
         assert (await pair.world.ended()).legs[0].overlap_s is None
         await pair.world.quiet()
         await until(lambda: nothing_left(pair))
@@ -560,7 +628,9 @@ async def test_two_hundred_clients_of_which_many_leave(connector: str) -> None:
         await until(lambda: not any(usage(engine) for engine in (pair.d, pair.more[1])))
         assert pair.world.metric("pdproxy_kv_stuck") == 0
         left_to_leases = sum(len(engine.engine.handles) for engine in engines)
-        assert left_to_leases <= 10, "only legs that were closed before the decode engine had begun with them"
+        assert left_to_leases <= 10, (
+            "only legs that were closed before the decode engine had begun with them"
+        )
 
 
 @pytest.mark.parametrize("prefill", ["answers", "refuses"])
@@ -571,7 +641,9 @@ async def test_two_hundred_clients_of_which_many_leave(connector: str) -> None:
 async def test_a_prompt_that_the_decode_engine_refuses_first_is_paid_once_it_is_computed(
     tmp_path: Path, connector: str, tokenizer: SimTokenizer | None, goes_on: bool, prefill: str
 ) -> None:
-    """A client can choose what only the decode engine refuses. Where that frees the KV, the prefill engine goes on to its end."""
+    """A client can choose what only the decode engine refuses. Where that frees the KV, the prefill
+    engine goes on to its end.
+    """
     clock = ManualClock()
     auth = Auth(**keys(tmp_path, "a:sk-a tpm=6000"))  # type: ignore[arg-type]
     async with pool(connector, tokenizer=tokenizer, auth=auth, clock=clock) as pair:
@@ -586,4 +658,6 @@ async def test_a_prompt_that_the_decode_engine_refuses_first_is_paid_once_it_is_
         gate.opened.set()
         await clock.through(pair.world.quiet())
         usage = json.loads((await pair.asked_plain(COMPLETIONS, completion())).body)["usage"]
-        assert before - left(pair.world) == (usage["prompt_tokens"] if goes_on and prefill == "answers" else 0)
+        assert before - left(pair.world) == (
+            usage["prompt_tokens"] if goes_on and prefill == "answers" else 0
+        )

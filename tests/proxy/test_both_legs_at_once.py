@@ -1,4 +1,6 @@
-"""Both engines are asked at once, and the prefill engine answers while the decode engine's answer is processed."""
+"""Both engines are asked at once, and the prefill engine answers while the decode engine's answer
+is processed.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from tests.proxy.test_both_legs_races import completed
 from tests.proxy.test_connectors import COMPLETIONS, bare, completion, events
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True, "max_tokens": 1, "stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"stream": True, "max_tokens": 1, "stream_options": {"include_usage": True}}]
+)
 async def test_counts_of_an_answer_that_comes_while_the_decode_engines_is_processed(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode engine's answer was read before the prefill engine's, and goes to the client behind it."""
+    """The decode engine's answer was read before the prefill engine's, and goes to the client
+    behind it.
+    """
 
     first_data = DecodeLeg._first_data
 
@@ -44,7 +50,9 @@ async def test_counts_of_an_answer_that_comes_while_the_decode_engines_is_proces
 async def test_a_prefill_that_fails_while_the_decode_engines_answer_is_processed(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode engine had its KV, or needed none: its answer is the client's, and nothing is stuck."""
+    """The decode engine had its KV, or needed none: its answer is the client's, and nothing is
+    stuck.
+    """
     answered = asyncio.Event()
 
     first_data = DecodeLeg._first_data

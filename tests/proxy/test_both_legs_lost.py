@@ -1,4 +1,6 @@
-"""A prefill engine is lost while decode engines may wait for its push: which decode legs are ended, and what they leave."""
+"""A prefill engine is lost while decode engines may wait for its push: which decode legs are ended,
+and what they leave.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ async def looked(clock: ManualClock, looks: int = LOOKS) -> None:
 
 
 async def answered(pair: Pair, legs: int = 1) -> None:
-    """Wait until the prefill engine has answered so many legs of those that the decode engine has."""
+    """Wait until the prefill engine has answered so many legs of those that the decode engine
+    has.
+    """
     live = pair.world.proxy.custodian.awaiting_push
     await until(lambda: len(live()) == legs and not any(one.promised for one in live()))
 
@@ -60,7 +64,9 @@ def spawned(asked: Awaitable[_T]) -> asyncio.Future[_T]:
 async def test_a_prefill_engine_that_dies_between_its_answer_and_its_push(
     stream: bool, dispatch: Any, again: bool
 ) -> None:
-    """The decode leg is ended long before its deadline, another engine prefills, and what is left is counted."""
+    """The decode leg is ended long before its deadline, another engine prefills, and what is left
+    is counted.
+    """
     clock = ManualClock()
     async with pool(PUSH, prefills=2, clock=clock, dispatch=dispatch) as pair:
         await known(pair)
@@ -76,11 +82,15 @@ async def test_a_prefill_engine_that_dies_between_its_answer_and_its_push(
         await pair.world.probe()
         await looked(clock)
         assert (await asked).text == await text_of(pair)
-        assert [(event.node, event.phase, event.will_retry) for event in pair.world.events(LegFailed)] == [
-            (engine.url, "prefill", True)
-        ]
+        assert [
+            (event.node, event.phase, event.will_retry) for event in pair.world.events(LegFailed)
+        ] == [(engine.url, "prefill", True)]
         assert ends(pair) == ["loaded", "stuck"]
-        assert pair.world.metric("pdproxy_kv_stuck", node=pair.d.url) == 1 == len(pair.d.engine.awaited)
+        assert (
+            pair.world.metric("pdproxy_kv_stuck", node=pair.d.url)
+            == 1
+            == len(pair.d.engine.awaited)
+        )
         await pair.world.quiet()
 
 
@@ -108,7 +118,9 @@ async def test_a_prefill_engine_that_dies_before_a_decode_engine_has_asked_it(st
 
 @pytest.mark.parametrize("again", [True, False])
 async def test_a_prefill_engine_that_dies_behind_its_push(again: bool) -> None:
-    """The decode engine works on an answer that is not streamed: the client gets it, and nothing is stuck."""
+    """The decode engine works on an answer that is not streamed: the client gets it, and nothing is
+    stuck.
+    """
     clock = ManualClock()
     async with pool(PUSH, d=SLOW, clock=clock) as pair:
         await known(pair)
@@ -120,7 +132,9 @@ async def test_a_prefill_engine_that_dies_behind_its_push(again: bool) -> None:
         await (pair.p.restart() if again else pair.p.kill())
         await pair.world.probe()
         await looked(clock, 1)
-        await until(lambda: not len(pair.world.proxy.custodian._tasks) and GRACE not in clock.pending())
+        await until(
+            lambda: not len(pair.world.proxy.custodian._tasks) and GRACE not in clock.pending()
+        )
         pair.d.engine.thaw()
         plain = await pair.asked_plain(COMPLETIONS, completion(**LONG))
         assert (await asked).json["choices"] == plain.json["choices"]
@@ -132,7 +146,9 @@ async def test_a_prefill_engine_that_dies_behind_its_push(again: bool) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 async def test_of_several_answers_only_those_are_ended_that_wait(lost: int) -> None:
-    """As many as the decode engine says, the latest ones. Requests that wait for another prefill engine don't count."""
+    """As many as the decode engine says, the latest ones. Requests that wait for another prefill
+    engine don't count.
+    """
     clock = ManualClock()
     async with pool(PUSH, prefills=2, d=SLOW, clock=clock) as pair:
         await known(pair)
@@ -161,23 +177,32 @@ async def test_of_several_answers_only_those_are_ended_that_wait(lost: int) -> N
         await clock.advance(2 * GRACE)
         lose(pair, pair.p)
         await looked(clock, LOOKS if lost else 1)
-        await until(lambda: len(pair.world.events(LegFailed)) == lost and not len(proxy.custodian._tasks))
+        await until(
+            lambda: len(pair.world.events(LegFailed)) == lost and not len(proxy.custodian._tasks)
+        )
         assert GRACE not in clock.pending()
         pair.d.engine.thaw()
         gate.opened.set()
         for number, one in enumerate(asked):
-            plain = await pair.asked_plain(COMPLETIONS, completion(prompt=f"{number} " * 60, **LONG))
+            plain = await pair.asked_plain(
+                COMPLETIONS, completion(prompt=f"{number} " * 60, **LONG)
+            )
             assert (await one).json["choices"] == plain.json["choices"]
         assert ends(pair) == ["loaded"] * (4 + lost) + ["stuck"] * lost
         assert pair.world.metric("pdproxy_kv_stuck") == lost
 
 
 async def test_an_engine_that_is_lost_twice_at_once() -> None:
-    """It went down, was up for a moment and went down again: what waits is ended once, and what works goes on."""
+    """It went down, was up for a moment and went down again: what waits is ended once, and what
+    works goes on.
+    """
     clock = ManualClock()
     async with pool(PUSH, d=SLOW, clock=clock) as pair:
         await known(pair)
-        ledger, evidence = pair.world.proxy.ledger, pair.world.proxy.engines[pair.p.url].in_ledger.evidence
+        ledger, evidence = (
+            pair.world.proxy.ledger,
+            pair.world.proxy.engines[pair.p.url].in_ledger.evidence,
+        )
         asked = [spawned(pair.ask(COMPLETIONS, completion(prompt="works " * 60, **LONG)))]
         await until(lambda: pair.d.engine.stats.running == 1)
         await answered(pair)
@@ -192,7 +217,9 @@ async def test_an_engine_that_is_lost_twice_at_once() -> None:
         ledger.mark_up(pair.p.url, evidence)
         lose(pair, pair.p)
         await looked(clock)
-        await until(lambda: pair.world.events(LegFailed) and not len(pair.world.proxy.custodian._tasks))
+        await until(
+            lambda: pair.world.events(LegFailed) and not len(pair.world.proxy.custodian._tasks)
+        )
         pair.d.engine.thaw()
         for word, one in zip(("works", "waits"), asked, strict=True):
             plain = await pair.asked_plain(COMPLETIONS, completion(prompt=f"{word} " * 60, **LONG))
@@ -226,7 +253,9 @@ async def test_a_decode_engine_whose_metrics_can_not_be_read(how: str) -> None:
         pair.d.faults.clear()
         assert (await asked).status == 200
         assert [event.node for event in pair.world.events(LegFailed)] == [engine.url]
-        late = [event.wait for event in pair.world.events(DeadlinePassed) if event.node == pair.d.url]
+        late = [
+            event.wait for event in pair.world.events(DeadlinePassed) if event.node == pair.d.url
+        ]
         assert set(late) == ({"probe"} if how == "stall" else set())
 
 
@@ -242,7 +271,9 @@ async def test_a_number_of_waiting_requests_that_has_no_end() -> None:
 
 
 async def test_a_prefill_engine_that_is_lost_before_its_answer_and_comes_back() -> None:
-    """It was busy with the prompt, and missed its probes: no leg is ended, since the prefill leg would show its end."""
+    """It was busy with the prompt, and missed its probes: no leg is ended, since the prefill leg
+    would show its end.
+    """
     clock = ManualClock()
     async with pool(PUSH, clock=clock) as pair:
         await known(pair)
@@ -261,7 +292,9 @@ async def test_a_prefill_engine_that_is_lost_before_its_answer_and_comes_back() 
 
 
 async def test_a_prefill_engine_that_was_only_busy() -> None:
-    """It took no connection once, and the next probe finds it up in the same run: nobody's leg is ended."""
+    """It took no connection once, and the next probe finds it up in the same run: nobody's leg is
+    ended.
+    """
     clock = ManualClock()
     async with pool("mooncake", clock=clock) as pair:
         side = pair.p.engine._links[0].side

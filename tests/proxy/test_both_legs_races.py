@@ -1,4 +1,6 @@
-"""Both engines are asked at once: legs that end at the same moment, late, or while the other one is only connected to."""
+"""Both engines are asked at once: legs that end at the same moment, late, or while the other one is
+only connected to.
+"""
 
 from __future__ import annotations
 
@@ -63,14 +65,27 @@ async def test_both_engines_refuse_at_the_same_moment() -> None:
 def completed(cached: int, **more: Any) -> bytes:
     """An engine's answer."""
     details = {"cached_tokens": cached, "created_cache_tokens": 3 - cached}
-    usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4, "prompt_tokens_details": details}
+    usage = {
+        "prompt_tokens": 3,
+        "completion_tokens": 1,
+        "total_tokens": 4,
+        "prompt_tokens_details": details,
+    }
     choice = {"index": 0, "text": "a", "finish_reason": "length", "prompt_token_ids": [1, 2, 3]}
     return msgspec.json.encode({"id": "cmpl-x", "choices": [choice], "usage": usage, **more})
 
 
 async def test_both_engines_answer_at_the_same_moment() -> None:
-    """The answer shows the counts of the prefill engine's cache, and the audit awaits no KV of a leg that is over."""
-    params = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "tp_size": 1, "transfer_mode": "push"}
+    """The answer shows the counts of the prefill engine's cache, and the audit awaits no KV of a
+    leg that is over.
+    """
+    params = {
+        "remote_engine_id": "e",
+        "remote_host": "h",
+        "remote_port": 1,
+        "tp_size": 1,
+        "transfer_mode": "push",
+    }
     prefilled = completed(1, kv_transfer_params={**params, "remote_prefill_cached_tokens": 1})
     async with pool(PUSH) as pair:
         await known(pair)
@@ -78,7 +93,10 @@ async def test_both_engines_answer_at_the_same_moment() -> None:
         for _ in range(5):
             Together({pair.p: prefilled, pair.d: completed(3)}, 200).begin()
             answer = await pair.ask(COMPLETIONS, completion())
-            assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 1, "created_cache_tokens": 2}
+            assert answer.json["usage"]["prompt_tokens_details"] == {
+                "cached_tokens": 1,
+                "created_cache_tokens": 2,
+            }
         account = pair.world.proxy.engines[pair.d.url].audit.account
         assert account is not None
         assert account.loading == 0
@@ -86,7 +104,9 @@ async def test_both_engines_answer_at_the_same_moment() -> None:
 
 @pytest.mark.parametrize("connector", [PUSH, "mooncake"])
 async def test_kv_of_a_prefill_that_was_late_is_not_released_once_more(connector: str) -> None:
-    """The decode engine that waited gets it, which frees both sides. With Mooncake, a release after that keeps a worker busy."""
+    """The decode engine that waited gets it, which frees both sides. With Mooncake, a release after
+    that keeps a worker busy.
+    """
     clock = ManualClock()
     async with pool(connector, deadlines={"prefill": 7.0}, clock=clock) as pair:
         await known(pair)
@@ -103,8 +123,12 @@ async def test_kv_of_a_prefill_that_was_late_is_not_released_once_more(connector
         assert pair.world.metric("pdproxy_kv_stuck") == 0
 
 
-async def test_a_prefill_that_fails_while_the_decode_engine_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode engine is not sent the request any more: it would wait for KV that does not come, and nobody would know."""
+async def test_a_prefill_that_fails_while_the_decode_engine_is_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The decode engine is not sent the request any more: it would wait for KV that does not come,
+    and nobody would know.
+    """
     async with pool(PUSH) as pair:
         await known(pair)
         client, opened = pair.world.proxy.engines[pair.d.url].client, asyncio.Event()
@@ -127,7 +151,9 @@ async def test_a_prefill_that_fails_while_the_decode_engine_is_connected_to(monk
 
 
 async def test_a_decode_engine_that_has_restarted_waits_for_nothing() -> None:
-    """What its run before has waited for is not counted for the new one, which would keep that count as long as it lives."""
+    """What its run before has waited for is not counted for the new one, which would keep that
+    count as long as it lives.
+    """
     async with pool(PUSH, decodes=3) as pair:
         await known(pair)
         opened = asyncio.Event()
@@ -139,7 +165,8 @@ async def test_a_decode_engine_that_has_restarted_waits_for_nothing() -> None:
         pair.p.faults.script(late_failure)
         decodes = (pair.d, *pair.more)
         for one in decodes:
-            pair.world.proxy.engines[one.url].client.close()  # a new connection that breaks is not tried again
+            # a new connection that breaks is not tried again
+            pair.world.proxy.engines[one.url].client.close()
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
         await until(lambda: any(one.engine.awaited for one in decodes))
         (decode,) = [one for one in decodes if one.engine.awaited]
@@ -154,7 +181,9 @@ async def test_a_decode_engine_that_has_restarted_waits_for_nothing() -> None:
 
 
 class StaleOnce:
-    """Scripts of a decode engine: the kept connection is reset once the prefill engine has answered; then it says nothing."""
+    """Scripts of a decode engine: the kept connection is reset once the prefill engine has
+    answered; then it says nothing.
+    """
 
     def __init__(self, release: asyncio.Event) -> None:
         self._release = release
@@ -176,7 +205,11 @@ async def test_a_prefill_that_fails_behind_a_decode_leg_whose_connection_was_clo
     monkeypatch.setattr(connection, "STALE_WITHIN", 60.0)
     async with pool(PUSH) as pair:
         await known(pair)
-        client, opened, reset = pair.world.proxy.engines[pair.d.url].client, asyncio.Event(), asyncio.Event()
+        client, opened, reset = (
+            pair.world.proxy.engines[pair.d.url].client,
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         prefill = asyncio.Event()
         connect = client._connect
 

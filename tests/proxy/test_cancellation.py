@@ -53,7 +53,9 @@ class _Output:
 
 
 class _Steps:
-    """Drives a coroutine and counts how often it waits; at the steps `stops` it is cancelled instead of woken."""
+    """Drives a coroutine and counts how often it waits; at the steps `stops` it is cancelled
+    instead of woken.
+    """
 
     def __init__(self, coroutine: Any, stops: Sequence[int]) -> None:
         self._coroutine = coroutine
@@ -64,7 +66,11 @@ class _Steps:
         thrown: BaseException | None = None
         while True:
             try:
-                waited = self._coroutine.throw(thrown) if thrown is not None else self._coroutine.send(None)
+                waited = (
+                    self._coroutine.throw(thrown)
+                    if thrown is not None
+                    else self._coroutine.send(None)
+                )
             except StopIteration as done:
                 return done.value
             self.taken += 1
@@ -82,7 +88,9 @@ _no_key = cast("Head", None)  # without keys nobody looks at the head
 
 async def _serve(w: World, body: dict[str, Any], stops: Sequence[int]) -> tuple[int, _Output]:
     """Serve a request, cancelled at its waits `stops`; return how many waits there were."""
-    incoming = Incoming(Route.COMPLETIONS, None, None, "application/json", (), answers.compact(body), _no_key)
+    incoming = Incoming(
+        Route.COMPLETIONS, None, None, "application/json", (), answers.compact(body), _no_key
+    )
     output = _Output()
     steps = _Steps(w.proxy.service.generate(incoming, output), stops)
 
@@ -107,7 +115,9 @@ BODIES = {
 @pytest.mark.parametrize("failing", [False, True])
 @pytest.mark.parametrize("times", [1, 2])
 async def test_cancelled_at_every_await(body: str, failing: bool, times: int) -> None:
-    """For every k: after a cancel at the k-th wait, and another in the clean-up, nothing is left and handles ended once."""
+    """For every k: after a cancel at the k-th wait, and another in the clean-up, nothing is left
+    and handles ended once.
+    """
     async with world(2, 2, limits={"breaker_failures": 1000}) as w:
         stop, given = 1, 0
         await w.ask(COMPLETIONS, completion())
@@ -128,7 +138,9 @@ async def test_cancelled_at_every_await(body: str, failing: bool, times: int) ->
             if taken < stop:
                 break  # it was over before that wait
             stop += 1
-        assert stop > (1 if body == "list" else 2), "a list may wait but once, for the tasks of its prompts"
+        assert stop > (1 if body == "list" else 2), (
+            "a list may wait but once, for the tasks of its prompts"
+        )
         assert output.body
         await until(lambda: len(asyncio.all_tasks()) <= idle)
         assert w.metric("pdproxy_inflight") == 0

@@ -1,4 +1,6 @@
-"""What a key is good for counts at the moment at which a request gets its place, whatever counted when its head was read."""
+"""What a key is good for counts at the moment at which a request gets its place, whatever counted
+when its head was read.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ async def occupied(w: World, go: asyncio.Event) -> Client:
 
 @pytest.mark.parametrize(("words", "path", "body"), NARROWED, ids=str)
 @pytest.mark.parametrize("waits", ["for its body", "behind another one", "for a place"])
-async def test_a_key_that_is_good_for_less(keys: Path, waits: str, words: str, path: str, body: Any) -> None:
+async def test_a_key_that_is_good_for_less(
+    keys: Path, waits: str, words: str, path: str, body: Any
+) -> None:
     """403, and no engine sees the request; what an engine works on goes on."""
     limits = {"max_inflight": 1} if waits == "for a place" else {}
     async with world(auth={"api_keys_file": str(keys)}, limits=limits, adjust=named) as w:
@@ -135,7 +139,9 @@ async def test_what_the_key_is_still_good_for_is_served(keys: Path, words: str) 
         first, seen = await occupied(w, go), everyone(w, RESPONSES, fine)
         waiting = [await w.client() for _ in range(2)]
         for client, data in zip(
-            waiting, (sent(CHAT, body), sent(RESPONSES, {"model": "tiny", "input": "x"})), strict=True
+            waiting,
+            (sent(CHAT, body), sent(RESPONSES, {"model": "tiny", "input": "x"})),
+            strict=True,
         ):
             client.send(data)
         await until(lambda: w.waiting == 2)
@@ -149,12 +155,16 @@ async def test_what_the_key_is_still_good_for_is_served(keys: Path, words: str) 
 
 
 async def test_an_adapter_that_is_an_alias(keys: Path) -> None:
-    """What is read again is what the client has sent: an alias of one pool, and no model that another one has, too."""
+    """What is read again is what the client has sent: an alias of one pool, and no model that
+    another one has, too.
+    """
     wanted = [
         PoolOf("a", settings={"name": "first", "aliases": {"fast": "a"}}),
         PoolOf("a", settings={"name": "second"}),
     ]
-    async with pools(*wanted, auth=Auth(api_keys_file=str(keys)), limits=Limits(max_inflight=1)) as w:
+    async with pools(
+        *wanted, auth=Auth(api_keys_file=str(keys)), limits=Limits(max_inflight=1)
+    ) as w:
         w.engines[0][0].engine.freeze()
         first, client = [await w.world.client() for _ in range(2)]
         first.send(request("POST", COMPLETIONS, completion(model="fast"), bearer("one")))
@@ -173,7 +183,9 @@ async def test_models_that_are_listed(keys: Path) -> None:
     async def late(reply: Reply) -> None:
         asked.set()
         await go.wait()
-        await reply.whole(answers.compact({"object": "list", "data": [{"id": "tiny", "object": "model"}]}))
+        await reply.whole(
+            answers.compact({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        )
 
     async with world(auth={"api_keys_file": str(keys)}) as w:
         everyone(w, "/v1/models", late)

@@ -1,8 +1,11 @@
-"""Many clients, four engines, and everything going wrong at random by a seed: each request ends once, and nothing is left."""
+"""Many clients, four engines, and everything going wrong at random by a seed: each request ends
+once, and nothing is left.
+"""
 
-# The engines are two for prefill and two for decode, or four for any role under a placement that decides by chance. A request
-# ends right, or with a well-formed error, or its client left; no block, lease, task or socket is left.
-# PDPROXY_TEST_CHAOS_SECONDS says for how long, PDPROXY_TEST_CHAOS_SEEDS how many seeds are run.
+# The engines are two for prefill and two for decode, or four for any role under a placement that
+# decides by chance. A request ends right, or with a well-formed error, or its client left; no
+# block, lease, task or socket is left. PDPROXY_TEST_CHAOS_SECONDS says for how long,
+# PDPROXY_TEST_CHAOS_SEEDS how many seeds are run.
 
 from __future__ import annotations
 
@@ -27,27 +30,71 @@ SECONDS = float(os.environ.get("PDPROXY_TEST_CHAOS_SECONDS", "8"))
 SEEDS = range(int(os.environ.get("PDPROXY_TEST_CHAOS_SEEDS", "1")))
 CLIENTS = 64
 ENOUGH = 2 * CLIENTS
-"""So many right answers must come, however long that takes: the proxy goes on after every misfortune."""
+"""So many right answers must come, however long that takes: the proxy goes on after every
+misfortune.
+"""
 PATIENCE = 60.0
 """Seconds after the end in which they may come: a slow machine needs more than SECONDS."""
 LEASE = 12.0
-"""Seconds: more than slow machines need from a prefill to its read, and than two heartbeats. Nobody can read what has expired."""
+"""Seconds: more than slow machines need from a prefill to its read, and than two heartbeats. Nobody
+can read what has expired.
+"""
 RATES = {
     "decode": (
-        *("reset@queued", "reset@head", "reset@mid_stream", "eof@mid_stream", "half_chunk@mid_stream", "eof@queued"),
-        *("error_event@before_first_token", "error_event@mid_stream", "abort_finish@mid_stream", "no_done@before_done"),
+        *(
+            "reset@queued",
+            "reset@head",
+            "reset@mid_stream",
+            "eof@mid_stream",
+            "half_chunk@mid_stream",
+            "eof@queued",
+        ),
+        *(
+            "error_event@before_first_token",
+            "error_event@mid_stream",
+            "abort_finish@mid_stream",
+            "no_done@before_done",
+        ),
         *("abort_finish@before_first_token", "text_after_error@mid_stream"),
-        *("status@queued", "empty_body@queued", "empty_stream@queued", "load_failure@handed_over", "slow@queued"),
-        *("split@queued", "join@queued", "stall@mid_stream", "stall@head", "reset@handed_over", "garbage@queued"),
+        *(
+            "status@queued",
+            "empty_body@queued",
+            "empty_stream@queued",
+            "load_failure@handed_over",
+            "slow@queued",
+        ),
+        *(
+            "split@queued",
+            "join@queued",
+            "stall@mid_stream",
+            "stall@head",
+            "reset@handed_over",
+            "garbage@queued",
+        ),
     ),
     "prefill": (
-        *("reset@queued", "reset@handed_over", "eof@last_chunk", "half_chunk@last_chunk", "status@queued"),
-        *("stall@queued", "stall@handed_over", "slow@queued", "split@queued", "empty_body@queued", "garbage@queued"),
+        *(
+            "reset@queued",
+            "reset@handed_over",
+            "eof@last_chunk",
+            "half_chunk@last_chunk",
+            "status@queued",
+        ),
+        *(
+            "stall@queued",
+            "stall@handed_over",
+            "slow@queued",
+            "split@queued",
+            "empty_body@queued",
+            "garbage@queued",
+        ),
     ),
 }
 EACH = 0.01
 CALM = 0.02
-"""Seconds by which timers of the event loop are late on average, on a machine that is fast enough for these deadlines."""
+"""Seconds by which timers of the event loop are late on average, on a machine that is fast enough
+for these deadlines.
+"""
 
 
 def bodies(chance: random.Random, count: int) -> list[tuple[str, dict[str, Any]]]:
@@ -62,7 +109,9 @@ def bodies(chance: random.Random, count: int) -> list[tuple[str, dict[str, Any]]
             found.append((COMPLETIONS, completion(prompt=prompt, **fields)))
         else:
             messages = [{"role": "user", "content": prompt}]
-            found.append((CHAT, {"model": "tiny", "messages": messages, "temperature": 0, **fields}))
+            found.append(
+                (CHAT, {"model": "tiny", "messages": messages, "temperature": 0, **fields})
+            )
     return found
 
 
@@ -89,7 +138,9 @@ def judge(answer: Answer, right: str) -> str:
     return f"event {error['code']}"
 
 
-async def visit(w: World, chance: random.Random, path: str, body: dict[str, Any], right: str) -> str:
+async def visit(
+    w: World, chance: random.Random, path: str, body: dict[str, Any], right: str
+) -> str:
     """One request, left in the middle now and then."""
     client = await w.client()
     try:
@@ -107,7 +158,9 @@ async def visit(w: World, chance: random.Random, path: str, body: dict[str, Any]
 
 
 async def misfortunes(w: World, chance: random.Random, tally: Counter[str]) -> None:
-    """Engines that die, freeze and come back, one at a time: one per 60 answers or so, on a slow machine as well."""
+    """Engines that die, freeze and come back, one at a time: one per 60 answers or so, on a slow
+    machine as well.
+    """
     while True:
         due = tally.total() + chance.randint(30, 90)
         while tally.total() < due:
@@ -148,23 +201,47 @@ def by_chance(chance: random.Random) -> Choice:
 @pytest.mark.timeout(SECONDS + PATIENCE + 90)
 @pytest.mark.parametrize("role", ["one", "any"])
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_everything_goes_wrong_at_random(role: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_everything_goes_wrong_at_random(
+    role: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(20261121 + seed)
     requests = bodies(chance, 40)
-    deadlines = {"connect": 0.5, "prefill": 0.6, "first_token": 0.6, "between_tokens": 0.6, "total": 2, "queue": 3}
+    deadlines = {
+        "connect": 0.5,
+        "prefill": 0.6,
+        "first_token": 0.6,
+        "between_tokens": 0.6,
+        "total": 2,
+        "queue": 3,
+    }
     deadlines |= {"abandoned_prefill": 2, "release": 2, "probe": 2}
     install(monkeypatch)
-    usual: dict[str, Any] = {"deadlines": deadlines, "leaves": True, "lease": LEASE, "strangers": True}
-    run = world(2, 2, 1, **usual) if role == "one" else placed_world(anything=4, aggregated=1, **usual)
+    usual: dict[str, Any] = {
+        "deadlines": deadlines,
+        "leaves": True,
+        "lease": LEASE,
+        "strangers": True,
+    }
+    run = (
+        world(2, 2, 1, **usual)
+        if role == "one"
+        else placed_world(anything=4, aggregated=1, **usual)
+    )
     async with run as w:
         if role == "any":
             scripted(w).usual = by_chance(random.Random(7))
         judge_engine = w.aggregated[0]
-        right = [(await exchange(judge_engine.port, request("POST", path, body))).text for path, body in requests]
+        right = [
+            (await exchange(judge_engine.port, request("POST", path, body))).text
+            for path, body in requests
+        ]
         judge_engine.sim.freeze_now(0.0)  # it was there to know what is right, not to help out
         await w.probe()
         files, tasks = _files(), len(asyncio.all_tasks())
-        for part, engines in (("prefill", [*w.prefill, *w.anything]), ("decode", [*w.decode, *w.anything])):
+        for part, engines in (
+            ("prefill", [*w.prefill, *w.anything]),
+            ("decode", [*w.decode, *w.anything]),
+        ):
             for engine in engines:
                 for spec in RATES[part]:
                     engine.sim.faults.add(f"{spec}:rate={EACH}")
@@ -195,11 +272,13 @@ async def test_everything_goes_wrong_at_random(role: str, seed: int, monkeypatch
         lateness = [beat.late_s for beat in w.events(LoopBeat)]
         late = sum(lateness) / len(lateness)
         print(
-            f"chaos, role {role}, seed {seed}, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())};"
+            f"chaos, role {role}, seed {seed}, {SECONDS:g} s, {CLIENTS} clients: "
+            f"{dict(tally.most_common())};"
             f" the loop was {late * 1000:.0f} ms late"
         )
         assert tally["right"] >= ENOUGH, "the proxy recovers"
-        # Deadlines of 0.6 s are missed on a slow machine, and engines that miss them are not asked for a while.
+        # Deadlines of 0.6 s are missed on a slow machine, and engines that miss them are not asked
+        # for a while.
         in_time = tally.total() - sum(
             tally[name] for name in ("left", "error 503", "error 504", "event 503", "event 504")
         )
@@ -208,10 +287,13 @@ async def test_everything_goes_wrong_at_random(role: str, seed: int, monkeypatch
             assert tally["right"] > tally.total() / 3
         await w.quiet()
         assert len(w.events(RequestEnded)) == sum(tally.values()), "each request ended once"
-        await until(lambda: all(not engine.sim.engine.handles for engine in w.engines), LEASE + LONG)
+        await until(
+            lambda: all(not engine.sim.engine.handles for engine in w.engines), LEASE + LONG
+        )
         await until(lambda: all(engine.core().pool.usage == 0 for engine in w.engines))
         await until(lambda: len(asyncio.all_tasks()) <= tasks + 8)
-        await until(lambda: _files() <= files + 60)  # kept connections, two for each engine and role of the proxy
+        # kept connections, two for each engine and role of the proxy
+        await until(lambda: _files() <= files + 60)
 
 
 def _files() -> int:

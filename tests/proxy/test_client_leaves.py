@@ -29,7 +29,9 @@ async def leave(client: Client, how: str = "close") -> None:
 
 
 async def closed(request: Request) -> None:
-    """Wait until an engine sees its leg closed. Where the clock stands still this shows that nothing waited for a deadline."""
+    """Wait until an engine sees its leg closed. Where the clock stands still this shows that
+    nothing waited for a deadline.
+    """
     await asyncio.wait_for(request.left.wait(), LONG)
 
 
@@ -59,7 +61,9 @@ def ends(w: World) -> list[str]:
 
 @STREAM
 async def test_before_the_prefill_engine_answers(stream: bool) -> None:
-    """The prefill leg stays open for its answer, and the KV that it brings is given back; no decode engine is asked."""
+    """The prefill leg stays open for its answer, and the KV that it brings is given back; no decode
+    engine is asked.
+    """
     go = asyncio.Event()
     async with world() as w:
         w.prefill[0].script(scripts.gate(go, prefill))
@@ -115,7 +119,9 @@ async def test_before_a_prefill_that_never_answers() -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_after_the_decode_engine_was_asked_before_its_headers_streamed(how: str) -> None:
-    """An engine that shows nothing is closed after a grace, and the KV is given back: it may not have seen the handle."""
+    """An engine that shows nothing is closed after a grace, and the KV is given back: it may not
+    have seen the handle.
+    """
     clock = ManualClock()
     async with world(decode=2, clock=clock) as w:
         for engine in w.decode:
@@ -133,7 +139,9 @@ async def test_after_the_decode_engine_was_asked_before_its_headers_streamed(how
 
 
 async def test_after_the_decode_engine_was_asked_and_its_headers_come_in_the_grace() -> None:
-    """An engine that accepts the request just after the client left owns the KV: it is closed, nothing is released."""
+    """An engine that accepts the request just after the client left owns the KV: it is closed,
+    nothing is released.
+    """
     go = asyncio.Event()
     clock = ManualClock()
     async with world(clock=clock) as w:
@@ -165,7 +173,9 @@ async def test_a_decode_engine_that_refuses_in_the_grace(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_a_decode_engine_that_refuses_in_the_grace_and_does_not_end_its_refusal(status: int) -> None:
+async def test_a_decode_engine_that_refuses_in_the_grace_and_does_not_end_its_refusal(
+    status: int,
+) -> None:
     """Its status says enough."""
 
     async def script(reply: Reply) -> None:
@@ -206,7 +216,8 @@ async def test_the_kv_is_released_through_another_engine_than_the_one_that_was_a
 
 @pytest.mark.parametrize("long", [False, True])
 async def test_after_the_decode_engine_was_asked_unstreamed(long: bool) -> None:
-    """An unstreamed leg shows nothing before its end: closed after the grace, the KV given back if it was just asked.
+    """An unstreamed leg shows nothing before its end: closed after the grace, the KV given back if
+    it was just asked.
 
     Once time has shown that the engine has the request, closing its leg is enough.
     """
@@ -226,7 +237,9 @@ async def test_after_the_decode_engine_was_asked_unstreamed(long: bool) -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_after_headers_before_data(how: str) -> None:
-    """Between the engine's headers and its first data: closed after a grace, and the engine frees both sides."""
+    """Between the engine's headers and its first data: closed after a grace, and the engine frees
+    both sides.
+    """
     clock = ManualClock()
     async with world(clock=clock) as w:
         w.decode[0].script(scripts.streams(then="stall"))
@@ -242,11 +255,18 @@ async def test_after_headers_before_data(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("then", "end"),
-    [(WORD, "aborted"), (answers.error_event(), "released"), (answers.DONE, "released"), (b"", "released")],
+    [
+        (WORD, "aborted"),
+        (answers.error_event(), "released"),
+        (answers.DONE, "released"),
+        (b"", "released"),
+    ],
     ids=["data", "error", "end mark", "connection lost"],
 )
 async def test_after_headers_the_first_event_decides(then: bytes, end: str) -> None:
-    """A client leaves between the headers and the first event: behind an error, the decode engine does not have the KV."""
+    """A client leaves between the headers and the first event: behind an error, the decode engine
+    does not have the KV.
+    """
     go = asyncio.Event()
 
     async def script(reply: Reply) -> None:
@@ -255,7 +275,9 @@ async def test_after_headers_the_first_event_decides(then: bytes, end: str) -> N
         if not then:
             reply.reset()
             return
-        await (reply.piece(then) if then == WORD else reply.raw(b"%x\r\n%b\r\n" % (len(then), then)))
+        await (
+            reply.piece(then) if then == WORD else reply.raw(b"%x\r\n%b\r\n" % (len(then), then))
+        )
         await reply.stall()
 
     async with world(clock=ManualClock()) as w:
@@ -303,7 +325,9 @@ async def test_in_the_middle_of_a_list() -> None:
 
 
 async def test_in_the_queue() -> None:
-    """A client that leaves while waiting for a place frees its place in the queue; no engine hears of it."""
+    """A client that leaves while waiting for a place frees its place in the queue; no engine hears
+    of it.
+    """
     async with world(limits={"max_inflight": 1}) as w:
         w.decode[0].script(scripts.streams(WORD, then="stall"))
         first = await w.client()
@@ -331,12 +355,18 @@ async def test_in_the_middle_of_its_own_body() -> None:
 
 
 async def test_between_prefill_and_decode() -> None:
-    """A client that leaves while the decode engine takes no connection: nobody was told, the KV is given back."""
+    """A client that leaves while the decode engine takes no connection: nobody was told, the KV is
+    given back.
+    """
     async with world(decode=2) as w:
         blocked = [True]
-        for client_of in [one.engines[engine.url].client for one in w.workers for engine in w.decode]:
+        for client_of in [
+            one.engines[engine.url].client for one in w.workers for engine in w.decode
+        ]:
 
-            async def connect(original: Callable[[], Awaitable[object]] = client_of._connect) -> object:
+            async def connect(
+                original: Callable[[], Awaitable[object]] = client_of._connect,
+            ) -> object:
                 if blocked and blocked.pop():
                     await asyncio.Event().wait()
                 return await original()
@@ -346,7 +376,9 @@ async def test_between_prefill_and_decode() -> None:
         client.post(COMPLETIONS, completion(stream=True))
         await until(lambda: w.books.history)
         await until(lambda: not blocked)
-        assert sum(one.custodian.snapshot()["held"][0] for one in w.workers) == 1, "no engine was asked yet"
+        assert sum(one.custodian.snapshot()["held"][0] for one in w.workers) == 1, (
+            "no engine was asked yet"
+        )
         await leave(client)
         await w.quiet()
         assert ends(w) == ["released"]

@@ -1,4 +1,6 @@
-"""Every connector through the real proxy, on simulated engines: the client sees what one engine alone would say."""
+"""Every connector through the real proxy, on simulated engines: the client sees what one engine
+alone would say.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from tests.proxy import leaving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "import os\ndef main(argv):\n    for name in os.listdir(argv[1]):\n        print(name)\n" * 3
-CONNECTORS = ["nixl", "nixl-push", "mooncake", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu"]
+CONNECTORS = [
+    "nixl",
+    "nixl-push",
+    "mooncake",
+    "lmcache-pd",
+    "lmcache-mp",
+    "shared",
+    "kvstore-keys",
+    "cpu",
+]
 
 
 def completion(**fields: Any) -> dict[str, Any]:
@@ -101,7 +112,9 @@ async def test_the_client_cant_tell(connector: str) -> None:
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_no_read_of_the_decode_engines_own_answer_reaches_the_client(connector: str) -> None:
-    """Each event in a read of its own: completions teach the fast path a form in which D answers some chats, too."""
+    """Each event in a read of its own: completions teach the fast path a form in which D answers
+    some chats, too.
+    """
     slow = Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.01, transfer_latency_s=0.0)
     async with pool(connector, everybody={"hardware": slow}) as pair:
         for _ in range(3):
@@ -113,19 +126,32 @@ async def test_no_read_of_the_decode_engines_own_answer_reaches_the_client(conne
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_usage_that_an_engine_forces_on_every_client_is_the_clients(connector: str) -> None:
-    """In each event and at the end, whether it is asked for or not; also of a list, of several choices, of one token."""
+    """In each event and at the end, whether it is asked for or not; also of a list, of several
+    choices, of one token.
+    """
     async with pool(connector, everybody={"enable_force_include_usage": True}) as pair:
         for path, body in SHAPES:
-            if connector == "lmcache-pd" and body["max_tokens"] == 1 and "stream_options" not in body:
-                continue  # the prefill engine's whole answer does not show whether it forces usage on streams
+            if (
+                connector == "lmcache-pd"
+                and body["max_tokens"] == 1
+                and "stream_options" not in body
+            ):
+                # the prefill engine's whole answer does not show whether it forces usage on streams
+                continue
             found = await same(pair, path, body)
             assert not body.get("stream") or found[-2]["usage"]["completion_tokens"] > 0
         for stream_options in (None, {"include_usage": False}, {"include_usage": True}, RUNNING):
             given = {"stream": True, "stream_options": stream_options, "prompt": TEXT[:200]}
-            several = await same(pair, COMPLETIONS, completion(**given, n=2, temperature=0.7, seed=1))
+            several = await same(
+                pair, COMPLETIONS, completion(**given, n=2, temperature=0.7, seed=1)
+            )
             assert several[-2]["usage"]["completion_tokens"] == 12
             ours, theirs = [
-                by_choice((await ask(COMPLETIONS, completion(**given | {"prompt": [TEXT, TEXT[::-1]]}))).body)
+                by_choice(
+                    (
+                        await ask(COMPLETIONS, completion(**given | {"prompt": [TEXT, TEXT[::-1]]}))
+                    ).body
+                )
                 for ask in (pair.ask, pair.asked_plain)
             ]
             assert ours == theirs
@@ -137,7 +163,9 @@ def by_choice(body: bytes) -> dict[int | None, list[Any]]:
     """The events of each choice in their order; those of none under None."""
     found: dict[int | None, list[Any]] = {}
     for event in events(body)[:-1]:
-        found.setdefault(event["choices"][0]["index"] if event["choices"] else None, []).append(event)
+        found.setdefault(event["choices"][0]["index"] if event["choices"] else None, []).append(
+            event
+        )
     return found
 
 
@@ -155,7 +183,9 @@ async def test_each_rank_tells(connector: str, ranks: int) -> None:
 @pytest.mark.parametrize("connector", ["lmcache-pd", "lmcache-mp"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_silent_rank_is_not_waited_for_for_ever(connector: str, stream: bool) -> None:
-    """At the deadline the decode engine computes, the answer is right, and the metric says which rank was silent."""
+    """At the deadline the decode engine computes, the answer is right, and the metric says which
+    rank was silent.
+    """
     clock = ManualClock()
     async with pool(connector, ranks=2, deadlines={"kv_ready": 7}, clock=clock) as pair:
         pair.p.faults.add("lost_notice:rank=1,rate=1")
@@ -170,7 +200,9 @@ async def test_a_silent_rank_is_not_waited_for_for_ever(connector: str, stream: 
 
 @pytest.mark.parametrize("connector", ["lmcache-pd", "lmcache-mp"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_silent_rank_fails_the_request_where_the_operator_wants_it(connector: str, stream: bool) -> None:
+async def test_a_silent_rank_fails_the_request_where_the_operator_wants_it(
+    connector: str, stream: bool
+) -> None:
     """A well-formed 504; the decode engine was not asked."""
     clock = ManualClock()
     async with pool(
@@ -185,11 +217,13 @@ async def test_a_silent_rank_fails_the_request_where_the_operator_wants_it(conne
         error = json.loads(answer.body)["error"]
         assert "did not report in 7 s that the KV is ready" in error["message"]
         assert (pair.loaded, pair.computed) == (0, 0)
-        await clock.through(until(lambda: not pair.world.busy()))  # what was pushed is awaited as long again
+        # what was pushed is awaited as long again
+        await clock.through(until(lambda: not pair.world.busy()))
 
 
 @pytest.mark.parametrize(
-    "fault", ["double_notice:rate=1", "late_notice:delay=0.2,rate=1", "garbage_notice:instead=false,rate=1"]
+    "fault",
+    ["double_notice:rate=1", "late_notice:delay=0.2,rate=1", "garbage_notice:instead=false,rate=1"],
 )
 @pytest.mark.parametrize("connector", ["lmcache-pd", "lmcache-mp"])
 async def test_notices_that_misbehave(connector: str, fault: str) -> None:
@@ -220,10 +254,16 @@ async def test_the_decode_engine_may_make_the_first_token() -> None:
 async def test_a_first_token_that_is_the_last_is_the_prefill_engines() -> None:
     """One token, or a stop: the prefill engine's answer is the client's."""
     async with pool("lmcache-pd") as pair:
-        await same(pair, CHAT, chat(max_tokens=1, stream=True, stream_options={"include_usage": True}))
-        answer = json.loads((await pair.asked_plain(COMPLETIONS, completion(return_token_ids=True))).body)
+        await same(
+            pair, CHAT, chat(max_tokens=1, stream=True, stream_options={"include_usage": True})
+        )
+        answer = json.loads(
+            (await pair.asked_plain(COMPLETIONS, completion(return_token_ids=True))).body
+        )
         first = answer["choices"][0]["token_ids"][0]
-        stopped = await same(pair, COMPLETIONS, completion(stop_token_ids=[first], return_token_ids=True))
+        stopped = await same(
+            pair, COMPLETIONS, completion(stop_token_ids=[first], return_token_ids=True)
+        )
         assert stopped["choices"][0]["finish_reason"] == "stop"
         assert stopped["choices"][0]["stop_reason"] == first
         await until(lambda: len(pair.world.events(HandleEnded)) == 2)
@@ -250,8 +290,12 @@ async def test_a_prompt_that_no_buffer_holds_goes_to_one_engine() -> None:
 
 
 async def test_an_lmcache_that_never_tells() -> None:
-    """Its engines answer, healthy, and no notice is ever sent: the client gets its answer after the deadline."""
-    async with pool("lmcache-pd", deadlines={"kv_ready": 0.3}, sim_lmcache={"degraded": True}) as pair:
+    """Its engines answer, healthy, and no notice is ever sent: the client gets its answer after the
+    deadline.
+    """
+    async with pool(
+        "lmcache-pd", deadlines={"kv_ready": 0.3}, sim_lmcache={"degraded": True}
+    ) as pair:
         await same(pair, CHAT, chat(stream=True))
         assert pair.world.metric("pdproxy_deadline_total", wait="kv_ready") == 1
         assert pair.loaded == 0
@@ -277,7 +321,9 @@ async def test_what_was_pushed_is_read_even_if_nobody_wants_it() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> None:
-    """LMCache's sender dies of a leg that is closed before its first token; its receiver keeps what nobody reads."""
+    """LMCache's sender dies of a leg that is closed before its first token; its receiver keeps what
+    nobody reads.
+    """
     async with pool("lmcache-pd", ranks=ranks) as pair:
         await leaving.at_random(pair, 80, 16, seed=11)
         await until(lambda: not pair.world.busy())
@@ -289,7 +335,9 @@ async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> 
 
 
 async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> None:
-    """LMCache's sender dies of an abort before its first token: its leg is left to end, and its lease with it."""
+    """LMCache's sender dies of an abort before its first token: its leg is left to end, and its
+    lease with it.
+    """
     room = {"pd_buffer_size": 131_072 * 32 * 12, "kv_bytes_per_token": 131_072}
     async with pool("lmcache-pd", lmcache=room) as pair:
         pair.p.engine.freeze()
@@ -301,7 +349,9 @@ async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> No
         assert ended.outcome == "client_left"
         assert not asked.over, "P was at work when its client left"
         buffers = [one.transfer.buffers for one in pair.world.workers]
-        assert any(any(one.taken.values()) for one in buffers), "what is still pushed has its place in the buffer"
+        assert any(any(one.taken.values()) for one in buffers), (
+            "what is still pushed has its place in the buffer"
+        )
         pair.p.engine.thaw()
         await until(lambda: not pair.world.busy())
         assert asked.over
@@ -335,13 +385,18 @@ async def test_a_taken_port_stops_the_start() -> None:
     """Nothing is served where notices would go elsewhere: the setting is named."""
     async with pool("lmcache-pd") as pair:
         second = Proxy.build(pair.world.proxy.settings)
-        with pytest.raises(SettingsError, match=r"can't bind kv_ready.host:kv_ready.port = .*: Address already in use"):
+        with pytest.raises(
+            SettingsError,
+            match=r"can't bind kv_ready.host:kv_ready.port = .*: Address already in use",
+        ):
             second.start()
         await second.stop()
 
 
 async def test_a_client_that_leaves_before_its_turn_leaves_nothing_in_the_buffer() -> None:
-    """A decode engine looks for a push when it schedules the request: one that is aborted before never reads it."""
+    """A decode engine looks for a push when it schedules the request: one that is aborted before
+    never reads it.
+    """
     async with pool("lmcache-pd", d={"max_num_seqs": 1, "hardware": Hardware(speed=0.2)}) as pair:
         first, second = [await pair.world.client() for _ in range(2)]
         first.send(request("POST", COMPLETIONS, completion(stream=True, max_tokens=60)))
@@ -361,9 +416,13 @@ async def test_a_client_that_leaves_before_its_turn_leaves_nothing_in_the_buffer
 
 
 async def test_what_nobody_told_of_is_not_read() -> None:
-    """Chunks may be named and unwritten: whoever reads them gets memory that the prefill engine still writes to."""
+    """Chunks may be named and unwritten: whoever reads them gets memory that the prefill engine
+    still writes to.
+    """
     deadlines = {"kv_ready": 0.3}
-    async with pool("lmcache-pd", ranks=2, deadlines=deadlines, kv_ready={"on_timeout": "fail"}) as pair:
+    async with pool(
+        "lmcache-pd", ranks=2, deadlines=deadlines, kv_ready={"on_timeout": "fail"}
+    ) as pair:
         pair.p.faults.add("lost_notice:rank=0,rate=1")
         assert (await pair.ask(COMPLETIONS, completion())).status == 504
         await until(lambda: [event.end for event in pair.world.events(HandleEnded)] == ["lost"])
@@ -398,5 +457,7 @@ async def test_nobody_waits_for_room_that_would_not_help() -> None:
     async with pool("lmcache-pd", lmcache=room) as pair:
         pair.world.proxy.transfer.buffers.take(pair.d.url, 12)
         ids = list(range(5, 5 + 32 * 4))
-        answer = await asyncio.wait_for(pair.ask(COMPLETIONS, completion(prompt=ids, model="nobody")), 20)
+        answer = await asyncio.wait_for(
+            pair.ask(COMPLETIONS, completion(prompt=ids, model="nobody")), 20
+        )
         assert answer.status == 404

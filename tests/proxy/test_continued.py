@@ -1,4 +1,6 @@
-"""A stream whose engine fails after its first data goes on: the client gets the same as without the failure."""
+"""A stream whose engine fails after its first data goes on: the client gets the same as without the
+failure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.proxy.test_registered import KINDS, run
 TOKENS = 64
 ALL = os.environ.get("PDPROXY_TEST_MOMENTS") == "all"
 PLACES = range(1, TOKENS) if ALL else (1, 2, 4, 7, 17, 40, 62, 63)
-"""Behind how many events a stream is cut; `.ci/full` takes all. The 64 tokens have letters of two, three and four of them."""
+"""Behind how many events a stream is cut; `.ci/full` takes all. The 64 tokens have letters of two,
+three and four of them.
+"""
 UNBROKEN = {"breaker_failures": 1_000_000}
 """One engine fails again and again here."""
 SILENT = ("stall", "freeze", "no_fin")
@@ -30,7 +34,9 @@ RUNNING = {"include_usage": True, "continuous_usage_stats": True}
 
 
 def whole(answer: Answer) -> tuple[str, Any, list[Any], set[Any], bool]:
-    """What a client has in the end: text, finish reason, usages, what all events show, whether the end mark came."""
+    """What a client has in the end: text, finish reason, usages, what all events show, whether the
+    end mark came.
+    """
     text, finish = "", None
     usages: list[Any] = []
     shown: set[Any] = set()
@@ -64,7 +70,9 @@ async def asked(w: World, path: str, body: dict[str, Any]) -> tuple[str, Any, li
 
 
 def places(path: str, split: bool) -> Sequence[int]:
-    """Where a fault cuts. The four ways to be asked share the places; `.ci/full` has each of them at all."""
+    """Where a fault cuts. The four ways to be asked share the places; `.ci/full` has each of them
+    at all.
+    """
     return PLACES if ALL else PLACES[2 * (path == CHAT) + split :: 4]
 
 
@@ -73,8 +81,12 @@ def results(w: World) -> list[tuple[str, str]]:
     return [(event.result, event.reason) for event in w.events(StreamContinued)]
 
 
-async def cut(w: World, fault: str, path: str, body: dict[str, Any], *, clock: ManualClock | None = None) -> Any:
-    """Ask until the fault has happened to the first engine of an answer, which the others of that answer are spared."""
+async def cut(
+    w: World, fault: str, path: str, body: dict[str, Any], *, clock: ManualClock | None = None
+) -> Any:
+    """Ask until the fault has happened to the first engine of an answer, which the others of that
+    answer are spared.
+    """
     engine = (w.decode or w.aggregated or w.anything)[0]
     before = len(results(w))
     engine.sim.faults.add(fault)
@@ -89,7 +101,17 @@ async def cut(w: World, fault: str, path: str, body: dict[str, Any], *, clock: M
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "alone"])
 @pytest.mark.parametrize(
-    "fault", ["reset", "eof", "half_chunk", "error_event", "text_after_error", "abort_finish", "no_done", "garbage"]
+    "fault",
+    [
+        "reset",
+        "eof",
+        "half_chunk",
+        "error_event",
+        "text_after_error",
+        "abort_finish",
+        "no_done",
+        "garbage",
+    ],
 )
 async def test_any_cut(path: str, split: bool, fault: str) -> None:
     """Cut behind each event in turn: the same text, finish reason and usage."""
@@ -100,10 +122,14 @@ async def test_any_cut(path: str, split: bool, fault: str) -> None:
         expected = await asked(w, path, body)
         cuts = places(path, split)
         for events in cuts:
-            assert await cut(w, f"{fault}@mid_stream:events={events}", path, body) == expected, events
+            assert await cut(w, f"{fault}@mid_stream:events={events}", path, body) == expected, (
+                events
+            )
         cause = {"abort_finish": "aborted"}.get(fault, "error_event" if "error" in fault else "eof")
         assert set(results(w)) == {("continued", cause)}
-        assert w.metric("pdproxy_continuations_total", result="continued", reason=cause) == len(cuts)
+        assert w.metric("pdproxy_continuations_total", result="continued", reason=cause) == len(
+            cuts
+        )
         assert w.metric("pdproxy_continuation_seconds_count") == len(cuts)
         await w.quiet()
         assert w.proxy.service.resources.records is not None
@@ -113,7 +139,9 @@ async def test_any_cut(path: str, split: bool, fault: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("fault", ["stall", "freeze", "no_fin", "kill", "dead_core", "restart"])
 async def test_engines_that_are_gone_or_silent(path: str, fault: str) -> None:
-    """Their streams go on elsewhere: at once, or once nothing has come for `deadlines.between_tokens`."""
+    """Their streams go on elsewhere: at once, or once nothing has come for
+    `deadlines.between_tokens`.
+    """
     make = completion if path == COMPLETIONS else chat
     body = make(stream=True, max_tokens=TOKENS, stream_options=USAGE)
     clock = ManualClock()
@@ -134,7 +162,11 @@ async def test_engines_that_are_gone_or_silent(path: str, fault: str) -> None:
             for one in w.prefill:
                 one.sim.engine.expire_leases()
         assert {result for result, _ in results(w)} == {"continued"}
-        assert {reason for _, reason in results(w)} <= {"deadline"} if fault in SILENT else {"eof", "error_event"}
+        assert (
+            {reason for _, reason in results(w)} <= {"deadline"}
+            if fault in SILENT
+            else {"eof", "error_event"}
+        )
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -142,12 +174,20 @@ async def test_engines_that_are_gone_or_silent(path: str, fault: str) -> None:
 @pytest.mark.parametrize("options", [None, USAGE, RUNNING, {"include_usage": False}])
 @pytest.mark.parametrize("forced", [False, True])
 async def test_the_end_alone_is_missing(path: str, moment: str, options: Any, forced: bool) -> None:
-    """If the choice has ended, the proxy ends the stream itself. Else the last token is made again."""
+    """If the choice has ended, the proxy ends the stream itself. Else the last token is made
+    again.
+    """
     make = completion if path == COMPLETIONS else chat
-    body = make(stream=True, max_tokens=5) | ({} if options is None else {"stream_options": options})
+    body = make(stream=True, max_tokens=5) | (
+        {} if options is None else {"stream_options": options}
+    )
     async with world(decode=2, limits=UNBROKEN, facts={"enable_force_include_usage": forced}) as w:
         expected = await asked(w, path, body)
-        for fault in ("reset", "error_event", "abort_finish") if moment == "last_chunk" else ("reset", "no_done"):
+        for fault in (
+            ("reset", "error_event", "abort_finish")
+            if moment == "last_chunk"
+            else ("reset", "no_done")
+        ):
             assert await cut(w, f"{fault}@{moment}", path, body) == expected
         wanted = "continued" if moment == "last_chunk" else "finished"
         assert {result for result, _ in results(w)} == {wanted}
@@ -166,14 +206,21 @@ def counted(found: tuple[str, Any, list[Any]]) -> tuple[str, Any, list[Any]]:
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("details", [False, True])
 async def test_usages(options: Any, forced: bool, details: bool) -> None:
-    """All of the answer counts as answer. Cached tokens are those that the second engines found, at most all of the prompt."""
+    """All of the answer counts as answer. Cached tokens are those that the second engines found, at
+    most all of the prompt.
+    """
     facts = {"enable_force_include_usage": forced, "enable_prompt_tokens_details": details}
     async with world(decode=2, limits=UNBROKEN, facts=facts) as w:
         for path, make in ((COMPLETIONS, completion), (CHAT, chat)):
-            body = make(stream=True, max_tokens=9) | ({} if options is None else {"stream_options": options})
+            body = make(stream=True, max_tokens=9) | (
+                {} if options is None else {"stream_options": options}
+            )
             expected = counted(await asked(w, path, body))
             for events in (1, 4, 8):
-                assert counted(await cut(w, f"reset@mid_stream:events={events}", path, body)) == expected
+                assert (
+                    counted(await cut(w, f"reset@mid_stream:events={events}", path, body))
+                    == expected
+                )
         report = w.events(StreamContinued)
         assert {one.result for one in report} == {"continued"}
 
@@ -208,7 +255,9 @@ async def test_fields_that_may_be_there(path: str, fields: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_ids_that_the_client_asks_for(path: str) -> None:
-    """Each of them comes once, the prompt's before them. In the middle of a letter a stream ends: the client has some of it."""
+    """Each of them comes once, the prompt's before them. In the middle of a letter a stream ends:
+    the client has some of it.
+    """
 
     def ids(answer: Answer) -> tuple[list[Any], list[Any]]:
         prompts: list[Any] = []
@@ -241,7 +290,9 @@ async def test_ids_that_the_client_asks_for(path: str) -> None:
 
 async def test_a_chat_may_fill_the_context() -> None:
     """Without a limit it has as many tokens as an engine's context leaves: also behind a cut."""
-    async with world(decode=2, limits=UNBROKEN, facts={"max_model_len": 100, "num_gpu_blocks": 100}) as w:
+    async with world(
+        decode=2, limits=UNBROKEN, facts={"max_model_len": 100, "num_gpu_blocks": 100}
+    ) as w:
         body = chat(stream=True, stream_options=USAGE)
         del body["max_tokens"]
         expected = await asked(w, CHAT, body)
@@ -263,7 +314,9 @@ async def test_an_end_that_the_model_chooses() -> None:
 
 
 async def test_stop_strings_behind_a_cut() -> None:
-    """A stop string is found in what another engine makes; if a cut may be inside of one, the stream ends with an error."""
+    """A stop string is found in what another engine makes; if a cut may be inside of one, the
+    stream ends with an error.
+    """
     async with world(decode=2, limits=UNBROKEN) as w:
         plain, _, _ = await asked(w, COMPLETIONS, completion(stream=True, max_tokens=40))
         stop = plain[60:66]
@@ -280,7 +333,9 @@ async def test_stop_strings_behind_a_cut() -> None:
                 assert whole(answer)[:3] == expected
             else:
                 assert results(w)[-1] == ("refused", "stop_pending")
-                assert expected[0].startswith(Answer(200, [], b"".join(answer.events[:-1]), [], True).text)
+                assert expected[0].startswith(
+                    Answer(200, [], b"".join(answer.events[:-1]), [], True).text
+                )
                 assert json.loads(answer.events[-1][6:])["error"]["code"] == 502
         assert ("continued", "eof") in results(w)
         assert ("refused", "stop_pending") in results(w)
@@ -297,7 +352,9 @@ async def test_sampled_answers() -> None:
 
 @pytest.mark.parametrize("options", [None, USAGE])
 async def test_a_prompt_of_a_list(options: Any) -> None:
-    """Only the stream that was cut goes on elsewhere. All have one id and one time, and the usage is the sum."""
+    """Only the stream that was cut goes on elsewhere. All have one id and one time, and the usage
+    is the sum.
+    """
     prompts = [PROMPT + "1", PROMPT + "22", PROMPT + "333"]
     body = completion(stream=True, max_tokens=12, prompt=prompts) | (
         {} if options is None else {"stream_options": options}
@@ -318,7 +375,9 @@ async def test_a_prompt_of_a_list(options: Any) -> None:
         assert [result for result, _ in results(w)] == ["continued", "continued", "finished"]
 
 
-async def ever_again(w: World, d: SimServer, asked_plain: Callable[[str, dict[str, Any]], Awaitable[Answer]]) -> None:
+async def ever_again(
+    w: World, d: SimServer, asked_plain: Callable[[str, dict[str, Any]], Awaitable[Answer]]
+) -> None:
     """Cut streams of one decode engine, and compare with an engine that serves alone."""
     for path, make in ((COMPLETIONS, completion), (CHAT, chat)):
         body = make(stream=True, max_tokens=12, stream_options=USAGE)
@@ -334,7 +393,9 @@ async def ever_again(w: World, d: SimServer, asked_plain: Callable[[str, dict[st
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_every_connector(connector: str) -> None:
     """Split anew by each of them, with its own ways to begin an answer."""
-    async with pool(connector, decodes=1 if connector in ("lmcache-pd", "cpu") else 2, limits=UNBROKEN) as pair:
+    async with pool(
+        connector, decodes=1 if connector in ("lmcache-pd", "cpu") else 2, limits=UNBROKEN
+    ) as pair:
         await ever_again(pair.world, pair.d, pair.asked_plain)
 
 

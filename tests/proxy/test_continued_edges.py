@@ -1,4 +1,6 @@
-"""Streams that go on, at their edges: what engines send beside their data, and who is asked when an engine is silent."""
+"""Streams that go on, at their edges: what engines send beside their data, and who is asked when an
+engine is silent.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,18 @@ pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does
 
 
 async def test_an_end_that_was_not_written_is_no_end() -> None:
-    """What comes in one read with an event that is no completion never reaches the client: its choice has not ended."""
+    """What comes in one read with an event that is no completion never reaches the client: its
+    choice has not ended.
+    """
     async with world(leaves=True, limits={"continuations": 5}) as w:
         begins = scripts.streams(*[_piece(b"[1,2,3]", b"[5]")] * 3, then="reset")
         bad = _piece(b"[1,2,3,5,5,5]", b"[6]").replace(b'"index":0', b'"index":0,"x":{')
-        end = answers.piece(False, "z", finish="length").replace(b'"token_ids":null}', b'"token_ids":[6]}')
-        w.decode[0].script(begins, scripts.streams(_piece(b"[1,2,3,5,5,5]", b"[6]"), bad + end, then="reset"))
+        end = answers.piece(False, "z", finish="length").replace(
+            b'"token_ids":null}', b'"token_ids":[6]}'
+        )
+        w.decode[0].script(
+            begins, scripts.streams(_piece(b"[1,2,3,5,5,5]", b"[6]"), bad + end, then="reset")
+        )
         error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
         assert "invalid completion event" in error["message"]
 
@@ -34,9 +42,13 @@ async def test_an_end_that_was_not_written_is_no_end() -> None:
 async def test_a_silent_engine_is_not_asked_where_another_can_serve_alone() -> None:
     """The only decode engine is silent, and an aggregated one is there: that goes on at once."""
     clock = ManualClock()
-    async with world(decode=1, aggregated=1, clock=clock, leaves=True, deadlines={"between_tokens": 7}) as w:
+    async with world(
+        decode=1, aggregated=1, clock=clock, leaves=True, deadlines={"between_tokens": 7}
+    ) as w:
         (d,) = w.decode
-        d.script(scripts.streams(*[_piece(b"[%b]" % b",".join([b"20"] * 60), b"[50]")] * 3, then="stall"))
+        d.script(
+            scripts.streams(*[_piece(b"[%b]" % b",".join([b"20"] * 60), b"[50]")] * 3, then="stall")
+        )
         d.default = scripts.stall
         asking = asyncio.ensure_future(w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
         answer = await clock.through(asking, STEP)
@@ -69,13 +81,19 @@ async def test_a_request_whose_time_is_up_between_two_streams(at: str) -> None:
 
 
 async def test_a_comment_behind_an_event_in_one_read() -> None:
-    """The last event of data is not the one before it: half of a letter may have come with the comment."""
+    """The last event of data is not the one before it: half of a letter may have come with the
+    comment.
+    """
     async with world(leaves=True) as w:
         half = _piece(b"null", b"[203]").replace(b'"text":"a"', b'"text":""')
         first = _piece(b"[10,11,12]", b"[105]")
         w.decode[0].script(scripts.streams(first, half + b": ping\n\n", then="reset"))
-        answer = await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE))
-        sent = [request.json["prompt"] for request in w.decode[0].requests if "prompt" in request.json]
+        answer = await w.ask(
+            COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE)
+        )
+        sent = [
+            request.json["prompt"] for request in w.decode[0].requests if "prompt" in request.json
+        ]
         assert len(sent) == 2, (results(w), answer.events)
         assert sent[1] == [10, 11, 12, 105], answer.events
 
@@ -85,7 +103,12 @@ async def test_ids_that_are_none(ids: bytes) -> None:
     """A stream of which an id is not known is not continued behind the others."""
     async with world(leaves=True) as w:
         w.decode[0].script(
-            scripts.streams(_piece(b"[1,2,3]", b"[105]"), _piece(b"null", ids), _piece(b"null", b"[105]"), then="reset")
+            scripts.streams(
+                _piece(b"[1,2,3]", b"[105]"),
+                _piece(b"null", ids),
+                _piece(b"null", b"[105]"),
+                then="reset",
+            )
         )
         broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
         assert {result for result, _ in results(w)} == {"refused"}
@@ -134,12 +157,18 @@ async def test_a_client_that_leaves_while_it_waits_for_a_retry(streams: bool) ->
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("fields", [{"presence_penalty": 0.5}, {"temperature": 1, "seed": 5}, {"n": 2}])
-async def test_a_mark_alone_is_missing_where_nobody_could_go_on(path: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"presence_penalty": 0.5}, {"temperature": 1, "seed": 5}, {"n": 2}]
+)
+async def test_a_mark_alone_is_missing_where_nobody_could_go_on(
+    path: str, fields: dict[str, Any]
+) -> None:
     """The whole answer has come, and the usage behind it: the proxy sends the mark."""
     make = completion if path == COMPLETIONS else chat
     async with world(decode=2, limits=UNBROKEN) as w:
-        body = make(stream=True, max_tokens=5, stream_options=USAGE, **({"temperature": 1} | fields))
+        body = make(
+            stream=True, max_tokens=5, stream_options=USAGE, **({"temperature": 1} | fields)
+        )
         while not results(w):
             w.decode[0].sim.faults.add("no_done@before_done")
             answer = await w.ask(path, body)
@@ -162,7 +191,9 @@ async def test_the_end_of_a_second_stream() -> None:
         assert whole(answer)[:3] == expected[:3]
 
 
-@pytest.mark.parametrize("case", ["none left", "twice", "refused", "invalid", "invalid at once", "list", "leaves"])
+@pytest.mark.parametrize(
+    "case", ["none left", "twice", "refused", "invalid", "invalid at once", "list", "leaves"]
+)
 async def test_no_garbage_of_second_streams(case: str) -> None:
     """Whatever ends the stream that goes on, reference counts free both."""
     prompt = _piece(b"[1,2,3]", b"[5]")

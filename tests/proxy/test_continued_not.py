@@ -1,4 +1,6 @@
-"""Streams that nobody goes on with end with the error of their engine, for a reason that is counted, and leave nothing behind."""
+"""Streams that nobody goes on with end with the error of their engine, for a reason that is
+counted, and leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -65,13 +67,18 @@ async def ended(w: World, path: str, body: dict[str, Any], fault: str = RESET) -
         (COMPLETIONS, {"structured_outputs": {"choice": ["a b c d e f g"]}}, "grammar"),
         (
             CHAT,
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_choice": "none"},
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+                "tool_choice": "none",
+            },
             "tools",
         ),
         (COMPLETIONS, {"vllm_xargs": {"a": 1}}, "unknown_field"),
     ],
 )
-async def test_what_is_not_right_behind_some_of_the_answer(path: str, fields: dict[str, Any], reason: str) -> None:
+async def test_what_is_not_right_behind_some_of_the_answer(
+    path: str, fields: dict[str, Any], reason: str
+) -> None:
     """The plan refuses it before the stream begins."""
     make = completion if path == COMPLETIONS else chat
     async with world(decode=2, limits=UNBROKEN, facts={"enable_auto_tool_choice": True}) as w:
@@ -95,12 +102,17 @@ def told(answer: Answer) -> tuple[str, str, Any, Any]:
             content += choice["delta"].get("content") or ""
             finish = choice["finish_reason"] or finish
         if body.get("usage"):
-            counts = [body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+            counts = [
+                body["usage"][name]
+                for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+            ]
     return thoughts, content, finish, counts
 
 
 async def test_reasoning() -> None:
-    """As a completion, thoughts would be content: in them a stream ends with an error. Behind them it goes on."""
+    """As a completion, thoughts would be content: in them a stream ends with an error. Behind them
+    it goes on.
+    """
     facts = {"reasoning_parser": "deepseek_r1"}
     async with world(decode=2, limits=UNBROKEN, facts=facts) as w:
         body = chat(stream=True, max_tokens=60, stream_options=USAGE)
@@ -121,7 +133,9 @@ async def test_reasoning() -> None:
                 assert outcomes[-1] == ("refused", "reasoning_seen"), events
                 assert b'"error"' in answer.events[-1]
         first = outcomes.index(("continued", "eof"))
-        assert outcomes[first:].count(("continued", "eof")) >= 0.7 * len(outcomes[first:]), "but behind half letters"
+        assert outcomes[first:].count(("continued", "eof")) >= 0.7 * len(outcomes[first:]), (
+            "but behind half letters"
+        )
         assert set(outcomes) == {("continued", "eof"), ("refused", "reasoning_seen")}
         assert counts is not None
 
@@ -141,12 +155,17 @@ async def test_hidden_reasoning() -> None:
         (Continuations(), {"continuations": 0}, None),
     ],
 )
-async def test_settings(settings: Continuations, limits: dict[str, Any], reason: str | None) -> None:
+async def test_settings(
+    settings: Continuations, limits: dict[str, Any], reason: str | None
+) -> None:
     """What an operator does not want, or has no memory for."""
 
     def adjust(found: Settings) -> Settings:
         return Settings(
-            **({name: getattr(found, name) for name in found.__struct_fields__} | {"continuations": settings})
+            **(
+                {name: getattr(found, name) for name in found.__struct_fields__}
+                | {"continuations": settings}
+            )
         )
 
     async with world(decode=2, limits=UNBROKEN | limits, adjust=adjust) as w:
@@ -154,7 +173,11 @@ async def test_settings(settings: Continuations, limits: dict[str, Any], reason:
         engine.sim.faults.add(RESET)
         while (
             b'"error"'
-            not in (answer := await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12, temperature=1))).body
+            not in (
+                answer := await w.ask(
+                    COMPLETIONS, completion(stream=True, max_tokens=12, temperature=1)
+                )
+            ).body
         ):
             pass
         broken(answer)
@@ -168,7 +191,10 @@ async def test_records_are_bounded_and_counted() -> None:
     def adjust(found: Settings) -> Settings:
         wanted = Continuations(max_bytes=1500)
         return Settings(
-            **({name: getattr(found, name) for name in found.__struct_fields__} | {"continuations": wanted})
+            **(
+                {name: getattr(found, name) for name in found.__struct_fields__}
+                | {"continuations": wanted}
+            )
         )
 
     async with world(decode=1, adjust=adjust, leaves=True) as w:
@@ -193,9 +219,14 @@ async def test_records_are_bounded_and_counted() -> None:
 
 
 async def test_each_failure_counts() -> None:
-    """`limits.continuations` 1: the second failure ends the stream, with its own error; 2: it goes on once more."""
+    """`limits.continuations` 1: the second failure ends the stream, with its own error; 2: it goes
+    on once more.
+    """
     body = completion(stream=True, max_tokens=30, stream_options=USAGE)
-    for allowed, wanted in ((1, [("continued", "eof"), ("refused", "none_left")]), (2, [("continued", "eof")] * 2)):
+    for allowed, wanted in (
+        (1, [("continued", "eof"), ("refused", "none_left")]),
+        (2, [("continued", "eof")] * 2),
+    ):
         async with world(decode=2, limits=UNBROKEN | {"continuations": allowed}) as w:
             expected = await asked(w, COMPLETIONS, body)
             for engine in w.decode:
@@ -215,12 +246,17 @@ async def test_each_failure_counts() -> None:
             assert float(fields["pause_ms"]) >= 0  # type: ignore[arg-type]
             if allowed == 2:
                 report = w.events(RequestEnded)[-1]
-                assert (report.prompt_tokens, report.completion_tokens) == (expected[2][0]["prompt_tokens"], 30)
+                assert (report.prompt_tokens, report.completion_tokens) == (
+                    expected[2][0]["prompt_tokens"],
+                    30,
+                )
                 assert sum(report.gaps.buckets) == 31 - 3, "30 tokens and a usage, in three streams"
 
 
 async def test_an_engine_that_cannot_take_it() -> None:
-    """The context of the smallest engine is full; or the engine that was to go on refuses: the client gets the first error."""
+    """The context of the smallest engine is full; or the engine that was to go on refuses: the
+    client gets the first error.
+    """
     async with world(decode=2, limits=UNBROKEN) as w:
         for one in w.workers:
             engine = one.ledger.engines[0]
@@ -239,11 +275,15 @@ async def test_an_engine_that_cannot_take_it() -> None:
 
 
 async def test_a_second_engine_that_sends_no_completion() -> None:
-    """The stream ends with an error; what was not written is not taken for written, however often it may go on."""
+    """The stream ends with an error; what was not written is not taken for written, however often
+    it may go on.
+    """
     async with world(leaves=True, limits={"continuations": 5}) as w:
         begins = scripts.streams(*[_piece(b"[1,2,3]", b"[5]")] * 3, then="reset")
         other = _piece(b"[1,2,3,5,5,5]", b"[6]").replace(b'"index":0', b'"index":0,"x":{')
-        w.decode[0].script(begins, scripts.streams(_piece(b"[1,2,3,5,5,5]", b"[6]"), other, then="reset"))
+        w.decode[0].script(
+            begins, scripts.streams(_piece(b"[1,2,3,5,5,5]", b"[6]"), other, then="reset")
+        )
         error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
         assert "invalid completion event" in error["message"]
         assert results(w) == [("continued", "eof"), ("refused", "no_ids")]
@@ -251,7 +291,9 @@ async def test_a_second_engine_that_sends_no_completion() -> None:
 
 async def test_no_engine_is_left() -> None:
     """The client gets the error of the engine that failed, not that nobody else was there."""
-    async with world(prefill=0, decode=0, aggregated=1, limits={"breaker_failures": 1}, leaves=True) as w:
+    async with world(
+        prefill=0, decode=0, aggregated=1, limits={"breaker_failures": 1}, leaves=True
+    ) as w:
         (engine,) = w.aggregated
         engine.sim.faults.add("kill@mid_stream:events=3")
         error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
@@ -262,13 +304,19 @@ async def test_no_engine_is_left() -> None:
 async def test_only_the_engine_that_failed_is_there() -> None:
     """It goes on itself: a connection may break for many reasons."""
     async with world(decode=1, limits=UNBROKEN) as w:
-        expected = await asked(w, COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE))
-        found = await cut(w, RESET, COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE))
+        expected = await asked(
+            w, COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE)
+        )
+        found = await cut(
+            w, RESET, COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE)
+        )
         assert found == expected
 
 
 async def test_the_only_engine_goes_down() -> None:
-    """It has given its answers up: another prefill for it would leave KV at P until the lease's end."""
+    """It has given its answers up: another prefill for it would leave KV at P until the lease's
+    end.
+    """
     async with world(decode=1, limits=UNBROKEN) as w:
         w.decode[0].sim.faults.add("abort_finish@mid_stream:events=3")
         error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
@@ -315,9 +363,13 @@ async def test_an_engine_that_returns_no_text(failing: int) -> None:
 
 @pytest.mark.parametrize("stage", ["prefill", "decode", "detokenize"])
 async def test_another_engine_that_is_late(stage: str) -> None:
-    """No longer than `deadlines.continuation` in all, whatever it waits for; a text is waited for as long as for ids."""
+    """No longer than `deadlines.continuation` in all, whatever it waits for; a text is waited for
+    as long as for ids.
+    """
     clock = ManualClock()
-    async with world(decode=2, clock=clock, leaves=True, deadlines={"continuation": 7, "tokenize": 3}) as w:
+    async with world(
+        decode=2, clock=clock, leaves=True, deadlines={"continuation": 7, "tokenize": 3}
+    ) as w:
         other = w.decode[1]
         if stage == "prefill":
             w.prefill[0].script(serve, serve)
@@ -333,18 +385,23 @@ async def test_another_engine_that_is_late(stage: str) -> None:
         if stage == "detokenize":
             for engine in w.engines:
                 engine.sim.faults.add("stall@queued:path=/detokenize,next=5")
-        asking = asyncio.ensure_future(w.ask(COMPLETIONS, completion(stream=True, max_tokens=12, stop=stop)))
+        asking = asyncio.ensure_future(
+            w.ask(COMPLETIONS, completion(stream=True, max_tokens=12, stop=stop))
+        )
         answer = await clock.through(asking, STEP)
         broken(answer)
         wanted = {"detokenize": ("refused", "half_letter")}.get(stage, ("failed", "deadline"))
         assert results(w) == [wanted]
         waited = "tokenize" if stage == "detokenize" else "continuation"
-        passed = 2 if stage == "detokenize" else 1  # each engine that is asked has its part of the time
+        # each engine that is asked has its part of the time
+        passed = 2 if stage == "detokenize" else 1
         assert w.metric("pdproxy_deadline_total", wait=waited) == passed
 
 
 async def test_a_client_that_leaves_while_nothing_comes() -> None:
-    """At each wait between the two streams: for a text, for the prefill engine, for the engine that goes on, in its stream."""
+    """At each wait between the two streams: for a text, for the prefill engine, for the engine that
+    goes on, in its stream.
+    """
     for at in ("/detokenize", "prefill", "decode", "stream"):
         async with world(decode=2, leaves=True) as w:
             first, other = w.decode
@@ -358,13 +415,24 @@ async def test_a_client_that_leaves_while_nothing_comes() -> None:
             elif at == "prefill":
                 w.prefill[0].script(serve, scripts.stall)
             else:
-                other.sim.faults.add("stall@queued" if at == "decode" else "stall@mid_stream:events=3")
+                other.sim.faults.add(
+                    "stall@queued" if at == "decode" else "stall@mid_stream:events=3"
+                )
             client = await w.client()
-            client.post(COMPLETIONS, completion(stream=True, max_tokens=30, stop=["zz 78"] if at[0] == "/" else []))
+            client.post(
+                COMPLETIONS,
+                completion(stream=True, max_tokens=30, stop=["zz 78"] if at[0] == "/" else []),
+            )
             await client.head()
             for _ in range(11 if at == "stream" else 4):
                 await client.piece()
-            waits = [*w.engines] if at == "/detokenize" else [w.prefill[0]] if at == "prefill" else [other]
+            waits = (
+                [*w.engines]
+                if at == "/detokenize"
+                else [w.prefill[0]]
+                if at == "prefill"
+                else [other]
+            )
             if at == "prefill":
                 await until(lambda w=w: len(w.prefill[0].requests) == 3)  # type: ignore[misc]
             else:
@@ -378,10 +446,17 @@ async def test_a_client_that_leaves_while_nothing_comes() -> None:
 
 
 def _piece(prompt: bytes, ids: bytes, **changes: bytes) -> bytes:
-    event = answers.piece(False, "a").replace(b'"prompt_token_ids":null', b'"prompt_token_ids":' + prompt)
+    event = answers.piece(False, "a").replace(
+        b'"prompt_token_ids":null', b'"prompt_token_ids":' + prompt
+    )
     event = event.replace(b'"token_ids":null}', b'"token_ids":' + ids + b"}")
     for name, value in changes.items():
-        event = re.sub(rb'"%b":("[^"]*"|\d+)' % name.encode(), rb'"%b":%b' % (name.encode(), value), event, count=1)
+        event = re.sub(
+            rb'"%b":("[^"]*"|\d+)' % name.encode(),
+            rb'"%b":%b' % (name.encode(), value),
+            event,
+            count=1,
+        )
     return event
 
 
@@ -401,21 +476,28 @@ def _piece(prompt: bytes, ids: bytes, **changes: bytes) -> bytes:
     ],
 )
 async def test_hostile_engines(events: list[bytes], results_of: set[str]) -> None:
-    """What an engine sends for ids, or in place of what its events show, ends at the worst in an error event."""
+    """What an engine sends for ids, or in place of what its events show, ends at the worst in an
+    error event.
+    """
     async with world(decode=2, leaves=True) as w:
         for engine in w.decode:
             engine.script(scripts.streams(*events, then="reset"))
         answer = await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12))
         assert answer.status == 200
         assert {reason for _, reason in results(w)[:1]} <= results_of
-        assert answer.events[-1].startswith(b'data: {"error"') or answer.events[-1] == b"data: [DONE]\n\n"
+        assert (
+            answer.events[-1].startswith(b'data: {"error"')
+            or answer.events[-1] == b"data: [DONE]\n\n"
+        )
         await w.quiet()
 
 
 @pytest.mark.parametrize("fault", [RESET, "reset@before_done", "abort_finish@mid_stream:events=5"])
 @pytest.mark.parametrize("refused", [False, True])
 async def test_no_garbage(fault: str, refused: bool) -> None:
-    """Both exchanges are freed by reference counts, whether the second one served or none was made."""
+    """Both exchanges are freed by reference counts, whether the second one served or none was
+    made.
+    """
     fields = {"presence_penalty": 0.5} if refused else {}
     async with world(decode=2, limits=UNBROKEN) as w:
 

@@ -1,4 +1,6 @@
-"""Chats whose events a parser makes go on behind any of their tokens, where engines derender: the client sees one stream."""
+"""Chats whose events a parser makes go on behind any of their tokens, where engines derender: the
+client sees one stream.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ from tests.proxy.test_continued import PLACES, RUNNING, TOKENS, UNBROKEN, USAGE
 pytestmark = pytest.mark.timeout(120, method="thread")
 
 KINDS = ["reasoning", "tools"]
-CITIES = ["a city with a long name, so that its arguments have many tokens of their own", "Köln am Rhein 日本語 🦊 ﬁn"]
+CITIES = [
+    "a city with a long name, so that its arguments have many tokens of their own",
+    "Köln am Rhein 日本語 🦊 ﬁn",
+]
 SCALED = {"enable_scale_out": True, "eos_every": 0}
-FACTS: dict[str, dict[str, Any]] = {"reasoning": SCALED | {"reasoning_parser": "deepseek_r1"}, "tools": SCALED}
+FACTS: dict[str, dict[str, Any]] = {
+    "reasoning": SCALED | {"reasoning_parser": "deepseek_r1"},
+    "tools": SCALED,
+}
 
 
 def tool(number: int) -> dict[str, Any]:
@@ -32,7 +40,10 @@ def tool(number: int) -> dict[str, Any]:
     properties = {"city": {"enum": CITIES}, "days": {"type": "integer"}, "of": {"enum": CITIES}}
     return {
         "type": "function",
-        "function": {"name": "weather", "parameters": {"properties": properties, "title": f"t {number}"}},
+        "function": {
+            "name": "weather",
+            "parameters": {"properties": properties, "title": f"t {number}"},
+        },
     }
 
 
@@ -44,7 +55,14 @@ def body_of(kind: str, **fields: Any) -> dict[str, Any]:
 
 def told(answer: Answer) -> dict[str, Any]:
     """What a client has in the end."""
-    found: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}, "finish": None, "usage": None, "done": False}
+    found: dict[str, Any] = {
+        "reasoning": "",
+        "content": "",
+        "calls": {},
+        "finish": None,
+        "usage": None,
+        "done": False,
+    }
     shown: set[Any] = set()
     for event in answer.events:
         payload = event.removeprefix(b"data: ").strip()
@@ -60,7 +78,9 @@ def told(answer: Answer) -> dict[str, Any]:
             found["reasoning"] += delta.get("reasoning") or ""
             found["content"] += delta.get("content") or ""
             for call in delta.get("tool_calls") or ():
-                one = found["calls"].setdefault(call["index"], {"ids": [], "name": "", "arguments": ""})
+                one = found["calls"].setdefault(
+                    call["index"], {"ids": [], "name": "", "arguments": ""}
+                )
                 one["ids"] += [call["id"]] if call.get("id") else []
                 one["name"] += call["function"].get("name") or ""
                 one["arguments"] += call["function"].get("arguments") or ""
@@ -71,7 +91,9 @@ def told(answer: Answer) -> dict[str, Any]:
 
 
 def same(found: dict[str, Any]) -> dict[str, Any]:
-    """What does not differ between two answers: the ids of calls are random, and details of a continued answer are missing."""
+    """What does not differ between two answers: the ids of calls are random, and details of a
+    continued answer are missing.
+    """
     usage = {name: value for name, value in found["usage"].items() if not name.endswith("details")}
     calls = {index: call | {"ids": len(call["ids"])} for index, call in found["calls"].items()}
     return found | {"usage": usage, "calls": calls}
@@ -129,7 +151,9 @@ async def calling(w: World, body: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("split", [True, False], ids=["split", "alone"])
 @pytest.mark.parametrize("fault", ["reset", "eof", "half_chunk", "error_event", "abort_finish"])
 async def test_any_cut(kind: str, split: bool, fault: str) -> None:
-    """Cut behind each event in turn: the same reasoning, content and call, finish reason and usage."""
+    """Cut behind each event in turn: the same reasoning, content and call, finish reason and
+    usage.
+    """
     roles = {"prefill": 1, "decode": 2} if split else {"prefill": 0, "decode": 0, "aggregated": 2}
     async with world(**roles, limits=UNBROKEN, facts=FACTS[kind]) as w:  # type: ignore[arg-type]
         body = body_of(kind)
@@ -157,11 +181,16 @@ async def test_options_of_the_usage(kind: str, options: Any) -> None:
         found = await cut(w, "reset@mid_stream:events=3", body)
         assert (found["usage"] is None) is (options is None)
         assert found["finish"] == expected["finish"]
-        assert (found["content"], found["reasoning"]) == (expected["content"], expected["reasoning"])
+        assert (found["content"], found["reasoning"]) == (
+            expected["content"],
+            expected["reasoning"],
+        )
 
 
 async def test_the_id_of_a_call_stays() -> None:
-    """A call that was cut behind its name goes on as the same call; one that had not begun gets an id once."""
+    """A call that was cut behind its name goes on as the same call; one that had not begun gets an
+    id once.
+    """
     async with world(decode=2, limits=UNBROKEN, facts=FACTS["tools"]) as w:
         body = await calling(w, body_of("tools"))
         for events in (1, 8, 20):
@@ -177,10 +206,17 @@ async def test_a_slow_parser_gets_what_came_meanwhile_in_one_call() -> None:
         body = body_of("reasoning")
         expected = await asked(w, body)
         for engine in w.engines:
-            engine.sim.faults.add("slow@queued:path=/v1/chat/completions/derender,next=1000,delay=0.05")
+            engine.sim.faults.add(
+                "slow@queued:path=/v1/chat/completions/derender,next=1000,delay=0.05"
+            )
         found = await cut(w, "reset@mid_stream:events=3", body)
         assert same(found) == same(expected)
-        calls = sum(n for engine in w.engines for what, n in engine.sim.faults.happened.items() if "slow" in what)
+        calls = sum(
+            n
+            for engine in w.engines
+            for what, n in engine.sim.faults.happened.items()
+            if "slow" in what
+        )
         assert 1 < calls < TOKENS / 2
 
 
@@ -191,7 +227,9 @@ async def test_an_engine_that_does_not_parse(failing: int) -> None:
         body = body_of("reasoning")
         expected = await asked(w, body)
         for engine in w.engines[:failing]:
-            engine.sim.faults.add("status@queued:path=/v1/chat/completions/derender,next=1000,status=500")
+            engine.sim.faults.add(
+                "status@queued:path=/v1/chat/completions/derender,next=1000,status=500"
+            )
         w.decode[0].sim.faults.add("reset@mid_stream:events=5")
         for _ in range(3):
             answer = await w.ask(CHAT, body)
@@ -203,13 +241,17 @@ async def test_an_engine_that_does_not_parse(failing: int) -> None:
         else:
             assert "no engine has parsed the answer" in broken(answer)["message"]
             assert [reason for _, reason in results(w)] == ["eof", "derender"]
-            assert {event.node for event in w.events(LegFailed)} == {w.decode[0].url}, "the other one has not failed"
+            assert {event.node for event in w.events(LegFailed)} == {w.decode[0].url}, (
+                "the other one has not failed"
+            )
         await w.quiet()
 
 
 async def test_a_second_failure() -> None:
     """The third engine goes on with the second one's completion, and the same parser reads both."""
-    async with world(decode=3, limits=UNBROKEN | {"continuations": 2}, facts=FACTS["reasoning"]) as w:
+    async with world(
+        decode=3, limits=UNBROKEN | {"continuations": 2}, facts=FACTS["reasoning"]
+    ) as w:
         body = body_of("reasoning")
         expected = await asked(w, body)
         for engine in w.decode:
@@ -236,7 +278,9 @@ async def test_a_second_failure() -> None:
         ("tools", {"tool_choice": "required"}, {}, "tools"),
     ],
 )
-async def test_what_is_refused(kind: str, fields: dict[str, Any], settings: dict[str, Any], reason: str) -> None:
+async def test_what_is_refused(
+    kind: str, fields: dict[str, Any], settings: dict[str, Any], reason: str
+) -> None:
     made = Continuations(**settings)
     async with world(decode=2, limits=UNBROKEN, facts=FACTS[kind], adjust=with_(made)) as w:
         w.decode[0].sim.faults.add("reset@mid_stream:events=5")
@@ -251,7 +295,9 @@ async def test_what_is_refused(kind: str, fields: dict[str, Any], settings: dict
 
 
 async def test_one_engine_that_does_not_derender() -> None:
-    """It might be the only one left when a stream is cut: the ids of chats with tools are not asked for."""
+    """It might be the only one left when a stream is cut: the ids of chats with tools are not asked
+    for.
+    """
 
     def refuses(w: World) -> None:
         w.decode[1].sim.faults.add(f"status@queued:path={DERENDER},next=9,status=403")
@@ -261,7 +307,12 @@ async def test_one_engine_that_does_not_derender() -> None:
         for _ in range(3):
             await w.ask(CHAT, body_of("tools"))
         assert results(w) == [("refused", "tools")]
-        sent = [request.json for engine in w.decode for request in engine.requests if request.path == CHAT]
+        sent = [
+            request.json
+            for engine in w.decode
+            for request in engine.requests
+            if request.path == CHAT
+        ]
         assert sent
         assert not any("return_token_ids" in one for one in sent)
 
@@ -280,7 +331,9 @@ async def test_an_answer_that_becomes_too_long() -> None:
                 break
         assert "more than 70 tokens" in broken(answer)["message"]
         assert results(w) == [("continued", "eof"), ("failed", "derender")]
-        assert {event.node for event in w.events(LegFailed)} == {w.decode[0].url}, "the other one has not failed"
+        assert {event.node for event in w.events(LegFailed)} == {w.decode[0].url}, (
+            "the other one has not failed"
+        )
         await w.quiet()
 
 
@@ -288,7 +341,9 @@ async def test_engines_that_parse_too_late() -> None:
     """No longer than `deadlines.between_tokens` for one call, whichever engines are asked."""
     clock = ManualClock()
     facts = FACTS["reasoning"]
-    async with world(decode=2, clock=clock, facts=facts, leaves=True, deadlines={"between_tokens": 7}) as w:
+    async with world(
+        decode=2, clock=clock, facts=facts, leaves=True, deadlines={"between_tokens": 7}
+    ) as w:
         for engine in w.engines:
             engine.sim.faults.add(f"stall@queued:path={DERENDER},next=9")
         w.decode[0].sim.faults.add("reset@mid_stream:events=5")
@@ -305,13 +360,17 @@ async def test_engines_that_parse_too_late() -> None:
 
 @pytest.mark.parametrize("path", [RENDER, DERENDER])
 async def test_a_client_that_leaves_while_an_engine_is_asked(path: str) -> None:
-    async with world(decode=1, aggregated=1, limits=UNBROKEN, facts=FACTS["reasoning"], leaves=True) as w:
+    async with world(
+        decode=1, aggregated=1, limits=UNBROKEN, facts=FACTS["reasoning"], leaves=True
+    ) as w:
         for engine in w.engines:
             engine.sim.faults.add(f"stall@queued:path={path},next=9")
         w.decode[0].sim.faults.add("reset@mid_stream:events=5")
         client = await w.client()
         client.post(CHAT, body_of("reasoning"))
-        await until(lambda: any("stall@queued" in engine.sim.faults.happened for engine in w.engines))
+        await until(
+            lambda: any("stall@queued" in engine.sim.faults.happened for engine in w.engines)
+        )
         client.close()
         assert (await w.ended(1)).outcome == "client_left"
         await w.quiet()

@@ -1,4 +1,6 @@
-"""Processes that hold keys leave no core dump, and show their memory to no other process of their user."""
+"""Processes that hold keys leave no core dump, and show their memory to no other process of their
+user.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,24 @@ LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (4096, 4096
 
 
 def in_child(step: str) -> str:
-    """What a child process that has done a step says of itself: its limit on core dumps, and its flag."""
+    """What a child process that has done a step says of itself: its limit on core dumps, and its
+    flag.
+    """
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
-            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-            {"nothing": lambda: None, "forbid": core_dumps.forbid, "reader": lambda: pool_process._set_limits(1 << 40)}[
-                step
-            ]()
-            said = resource.getrlimit(resource.RLIMIT_CORE), ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)
+            resource.setrlimit(
+                resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+            )
+            {
+                "nothing": lambda: None,
+                "forbid": core_dumps.forbid,
+                "reader": lambda: pool_process._set_limits(1 << 40),
+            }[step]()
+            said = (
+                resource.getrlimit(resource.RLIMIT_CORE),
+                ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0),
+            )
             os.write(writing, repr(said).encode())
         os._exit(0)
     os.close(writing)
@@ -45,7 +56,9 @@ def in_child(step: str) -> str:
 
 @pytest.mark.parametrize("step", ["forbid", "reader"])
 def test_what_is_forbidden(step: str) -> None:
-    """Core dumps by the limit, those that the system hands to a program by the flag; the flag also keeps debuggers out."""
+    """Core dumps by the limit, those that the system hands to a program by the flag; the flag also
+    keeps debuggers out.
+    """
     assert in_child("nothing").endswith("1)")
     assert in_child(step) == "((0, 0), 0)"
 
@@ -55,7 +68,15 @@ async def serving(workers: int, *, allowed: bool) -> AsyncIterator[list[int]]:
     """The process ids of a proxy: the process that was started, and its children."""
     environment = {**ENVIRONMENT, "PDPROXY_OBSERVE__CORE_DUMPS": str(allowed).lower()}
     port, nobody = free_port(), free_port()
-    words = ["serve", "--port", str(port), "--workers", str(workers), "--aggregated", f"127.0.0.1:{nobody}"]
+    words = [
+        "serve",
+        "--port",
+        str(port),
+        "--workers",
+        str(workers),
+        "--aggregated",
+        f"127.0.0.1:{nobody}",
+    ]
     process = start(f"{LIMITED}; {COMMAND}", words, environment, asyncio.subprocess.DEVNULL)
     try:
 
@@ -86,7 +107,11 @@ def limit(pid: int) -> list[str]:
 
 @pytest.mark.parametrize(("workers", "allowed"), [(1, False), (2, False), (2, True)])
 async def test_each_process_of_a_proxy(workers: int, allowed: bool) -> None:
-    """The supervisor and each worker; all of them as they were started where a setting allows it."""
+    """The supervisor and each worker; all of them as they were started where a setting allows
+    it.
+    """
     async with serving(workers, allowed=allowed) as pids:
         assert len(pids) == (1 if workers == 1 else 3)
-        assert [limit(pid) for pid in pids] == [["4096", "4096"] if allowed else ["0", "0"]] * len(pids)
+        assert [limit(pid) for pid in pids] == [["4096", "4096"] if allowed else ["0", "0"]] * len(
+            pids
+        )

@@ -1,4 +1,6 @@
-"""The connector cpu through the real proxy: nothing stays in the decode engine's buffer, and no two clients' KV is mixed up."""
+"""The connector cpu through the real proxy: nothing stays in the decode engine's buffer, and no two
+clients' KV is mixed up.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,15 @@ async def test_both_legs_carry_one_id_that_no_client_chooses() -> None:
     """Two clients with the same id at the same time get their own answers."""
     async with pool("cpu") as pair:
         texts = ["one " * 40, "two " * 40]
-        alone = [json.loads((await pair.asked_plain(COMPLETIONS, completion(prompt=text))).body) for text in texts]
+        alone = [
+            json.loads((await pair.asked_plain(COMPLETIONS, completion(prompt=text))).body)
+            for text in texts
+        ]
 
         async def ask(text: str) -> dict[str, object]:
-            answer = await pair.ask(COMPLETIONS, completion(prompt=text), [("x-request-id", "mine")])
+            answer = await pair.ask(
+                COMPLETIONS, completion(prompt=text), [("x-request-id", "mine")]
+            )
             return dict(answer.json)
 
         answers = await asyncio.gather(*(ask(text) for text in texts))
@@ -66,7 +73,9 @@ async def test_what_was_pushed_is_loaded_even_if_nobody_wants_it(path: str) -> N
         await until(lambda: pair.p.requests)
         client.close()
         await pair.world.ended()
-        assert not pair.p.requests[0].over, "a leg that is closed leaves a part that nobody can load"
+        assert not pair.p.requests[0].over, (
+            "a leg that is closed leaves a part that nobody can load"
+        )
         pair.p.engine.thaw()
         await until(lambda: ends(pair) == ["released"])
         await empty(pair)
@@ -82,9 +91,13 @@ async def test_a_prompt_under_a_block_is_loaded_and_served_alone() -> None:
 
 
 async def test_a_client_that_leaves_while_the_decode_engine_works() -> None:
-    """D may have loaded the KV already: the request that would load it then waits, and is closed at its deadline."""
+    """D may have loaded the KV already: the request that would load it then waits, and is closed at
+    its deadline.
+    """
     clock = ManualClock()
-    async with pool("cpu", d={"hardware": Hardware(speed=0.05)}, deadlines={"release": 3}, clock=clock) as pair:
+    async with pool(
+        "cpu", d={"hardware": Hardware(speed=0.05)}, deadlines={"release": 3}, clock=clock
+    ) as pair:
         client = await pair.world.client()
         client.send(request("POST", COMPLETIONS, completion(stream=True, max_tokens=40)))
         await until(lambda: pair.loaded > 0 or pair.d.engine.stats.running)
@@ -113,12 +126,13 @@ async def test_an_engine_without_the_connector_gives_no_handle() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_push_that_goes_elsewhere_ends_at_a_deadline(stream: bool) -> None:
-    """D waits for ever for an id that never comes. A stream is then computed; a whole answer has one deadline for all of it."""
+    """D waits for ever for an id that never comes. A stream is then computed; a whole answer has
+    one deadline for all of it.
+    """
     clock, wait = ManualClock(), "first_token" if stream else "total"
     async with pool("cpu", deadlines={wait: 4, "release": 1}, clock=clock) as pair:
-        connector(
-            pair.p
-        )._receiver = "another engine"  # as after a restart of D: P writes to the engine of its handshake
+        # as after a restart of D: P writes to the engine of its handshake
+        connector(pair.p)._receiver = "another engine"
         asked = asyncio.create_task(pair.ask(COMPLETIONS, completion(stream=stream)))
         await until(lambda: pair.d.engine.stats.waiting)
         assert (await clock.through(asked)).status == (200 if stream else 504)

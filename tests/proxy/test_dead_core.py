@@ -1,4 +1,6 @@
-"""An engine that says that its core has died is down at once: the next request must not find that out again."""
+"""An engine that says that its core has died is down at once: the next request must not find that
+out again.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,25 @@ DEAD = {
 
 def down(w: World) -> list[str]:
     """The engines that get no requests from one worker."""
-    return sorted({engine.url for one in w.workers for engine in one.ledger.engines if engine.down_because is not None})
+    return sorted(
+        {
+            engine.url
+            for one in w.workers
+            for engine in one.ledger.engines
+            if engine.down_because is not None
+        }
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_the_first_answer_of_a_dead_core_takes_the_engine_out(role: str, stream: bool, version: str) -> None:
+async def test_the_first_answer_of_a_dead_core_takes_the_engine_out(
+    role: str, stream: bool, version: str
+) -> None:
     """One request finds it out, and is served by another engine; the next ones do not try it."""
-    async with world(3, 3, leaves=True, facts={"version": version}) as w:  # the last one of a role would not be risked
+    # the last one of a role would not be risked
+    async with world(3, 3, leaves=True, facts={"version": version}) as w:
         for engine in w.prefill if role == "prefill" else w.decode:
             engine.sim.faults.add("dead_core@queued")
             break
@@ -39,7 +51,9 @@ async def test_the_first_answer_of_a_dead_core_takes_the_engine_out(role: str, s
             assert (answer.status, answer.text) == (200, TEXT)
         (failed,) = w.events(LegFailed)
         assert down(w) == [failed.node]
-        assert [event.reason for event in w.events(NodeChanged) if not event.up] == ["its engine core has died"]
+        assert [event.reason for event in w.events(NodeChanged) if not event.up] == [
+            "its engine core has died"
+        ]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -57,7 +71,9 @@ async def test_an_engine_that_only_says_so_is_up_again_at_its_probe(version: str
     """The probe comes at once, and decides."""
 
     async def says(reply: Reply) -> None:
-        await reply.whole(json.dumps(error_body(DEAD[version], "InternalServerError", 500)).encode(), 500)
+        await reply.whole(
+            json.dumps(error_body(DEAD[version], "InternalServerError", 500)).encode(), 500
+        )
 
     async with world(1, 2) as w:
         for engine in w.decode:

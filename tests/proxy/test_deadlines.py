@@ -1,7 +1,7 @@
 """Every wait has a deadline; each is reached here once and counted once."""
 
-# Prefill, first token, between tokens, release and the abandoned prefill are reached beside what they end: test_prefill_fails,
-# test_decode_fails, test_client_leaves.
+# Prefill, first token, between tokens, release and the abandoned prefill are reached beside what
+# they end: test_prefill_fails, test_decode_fails, test_client_leaves.
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ async def test_client_body() -> None:
 
 
 def _uploads(path: str, size: int) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+        f"{size}\r\n\r\n"
+    )
     return head.encode()
 
 
@@ -115,9 +118,13 @@ async def test_a_large_body_over_a_slow_network(path: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
 @pytest.mark.parametrize(("rate", "piece"), [(1024, 60_000), (0, 0)])
 async def test_a_body_that_trickles(path: str, rate: int, piece: int) -> None:
-    """Too few bytes in `client_body`: 408, whatever came before. With a rate of 0, one byte is enough, none is not."""
+    """Too few bytes in `client_body`: 408, whatever came before. With a rate of 0, one byte is
+    enough, none is not.
+    """
     clock = ManualClock()
-    async with world(clock=clock, deadlines={"client_body": 60, "total": 3600}, limits={"min_send_rate": rate}) as w:
+    async with world(
+        clock=clock, deadlines={"client_body": 60, "total": 3600}, limits={"min_send_rate": rate}
+    ) as w:
         client = await w.client()
         client.send(_uploads(path, 1_000_000))
         for size in (70_000 if rate else 1, piece):
@@ -134,9 +141,13 @@ async def test_a_body_that_trickles(path: str, rate: int, piece: int) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
 async def test_a_body_that_is_never_complete(path: str) -> None:
-    """A client that sends just enough in each `client_body` holds its connection for no longer than a request may take."""
+    """A client that sends just enough in each `client_body` holds its connection for no longer than
+    a request may take.
+    """
     clock = ManualClock()
-    async with world(clock=clock, deadlines={"client_body": 60, "total": 150}, limits={"min_send_rate": 1}) as w:
+    async with world(
+        clock=clock, deadlines={"client_body": 60, "total": 150}, limits={"min_send_rate": 1}
+    ) as w:
         client = await w.client()
         client.send(_uploads(path, 1_000_000))
         for number, seconds in enumerate((60, 60, 30), 1):
@@ -144,7 +155,10 @@ async def test_a_body_that_is_never_complete(path: str) -> None:
             await until(lambda number=number: w.body_bytes == 60 * number)  # type: ignore[misc]
             await clock.reach(seconds)
         answer = await client.answer()
-        assert (answer.status, answer.json["error"]["message"]) == (408, "The body was not complete in 150 s")
+        assert (answer.status, answer.json["error"]["message"]) == (
+            408,
+            "The body was not complete in 150 s",
+        )
 
 
 async def test_a_connection_that_never_asks_anything() -> None:
@@ -159,12 +173,16 @@ async def test_a_connection_that_never_asks_anything() -> None:
 
 
 async def test_a_connection_without_a_request_is_kept_for_long() -> None:
-    """Longer than any balancer keeps its own ones: for 75 s, or what the settings say. Then it is closed."""
+    """Longer than any balancer keeps its own ones: for 75 s, or what the settings say. Then it is
+    closed.
+    """
     async with world() as w:
         assert uvicorn_config(w.proxy).timeout_keep_alive == 75
 
     def shorter(settings: Settings) -> Settings:
-        return msgspec.structs.replace(settings, listen=msgspec.structs.replace(settings.listen, keep_alive=0.2))
+        return msgspec.structs.replace(
+            settings, listen=msgspec.structs.replace(settings.listen, keep_alive=0.2)
+        )
 
     async with world(adjust=shorter) as w:
         client = await w.client()
@@ -175,7 +193,9 @@ async def test_a_connection_without_a_request_is_kept_for_long() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_total(stream: bool) -> None:
-    """A request that takes too long in all: 504 before data, an error event after, on a connection that is kept."""
+    """A request that takes too long in all: 504 before data, an error event after, on a connection
+    that is kept.
+    """
     clock = ManualClock()
     async with world(deadlines={"total": 7}, clock=clock) as w:
         w.decode[0].script(scripts.streams(WORD, then="stall") if stream else scripts.stall)
@@ -202,7 +222,9 @@ async def test_total(stream: bool) -> None:
 
 
 async def test_thoughts_that_are_kept_back_have_no_first_token_deadline() -> None:
-    """With `include_reasoning: false` an engine says nothing while it thinks: it may take until `total`, as if unstreamed."""
+    """With `include_reasoning: false` an engine says nothing while it thinks: it may take until
+    `total`, as if unstreamed.
+    """
     thought, clock = asyncio.Event(), ManualClock()
 
     async def think(reply: Reply) -> None:
@@ -231,7 +253,8 @@ async def test_thoughts_that_are_kept_back_have_no_first_token_deadline() -> Non
 async def test_probe() -> None:
     """An engine whose health route is late three times in a row is not used, and /ready says so."""
     async with world() as w:
-        w.proxy.admin.deadlines = Deadlines(probe=0.1)  # now that engines are up: their answers may take longer
+        # now that engines are up: their answers may take longer
+        w.proxy.admin.deadlines = Deadlines(probe=0.1)
         w.decode[0].admin["/health"] = scripts.stall
         for late in range(1, 4):
             assert (await w.get("/ready")).status == 200
@@ -247,7 +270,9 @@ BIG = answers.piece(False, "x" * 30_000)
 
 
 async def test_a_client_that_does_not_read_pauses_the_decode_engine_and_goes_on() -> None:
-    """Backpressure reaches the engine: its writes stop; once the client reads, everything arrives, in order."""
+    """Backpressure reaches the engine: its writes stop; once the client reads, everything arrives,
+    in order.
+    """
     state = {"sent": 0}
 
     async def flood(reply: Reply) -> None:
@@ -276,7 +301,9 @@ async def test_a_client_that_does_not_read_pauses_the_decode_engine_and_goes_on(
 
 
 async def test_client_write() -> None:
-    """A client that never reads on is dropped at its deadline: both connections close, nothing is held for it."""
+    """A client that never reads on is dropped at its deadline: both connections close, nothing is
+    held for it.
+    """
 
     async def flood(reply: Reply) -> None:
         await reply.start()
@@ -298,7 +325,9 @@ async def test_client_write() -> None:
 
 
 async def test_client_write_of_a_whole_answer() -> None:
-    """An answer that isn't streamed and larger than the socket takes is no reason to keep its client for ever, either."""
+    """An answer that isn't streamed and larger than the socket takes is no reason to keep its
+    client for ever, either.
+    """
     async with world(deadlines={"client_write": 0.3}, leaves=True) as w:
         w.decode[0].script(scripts.whole(answers.whole(False, [1, 2, 3], "x" * (8 << 20), 5)))
         client = await w.client(receive_buffer=16384)

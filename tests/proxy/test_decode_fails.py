@@ -1,4 +1,6 @@
-"""When the decode engine fails: before its first data another one serves with a fresh prefill, after it the end is honest."""
+"""When the decode engine fails: before its first data another one serves with a fresh prefill,
+after it the end is honest.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, Script
 from tests.fakes.scripts import WORD, streams
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, LONG, TEXT, chat, completion, until, world
+from tests.fakes.world import (
+    CHAT,
+    CHAT_TEXT,
+    COMPLETIONS,
+    LONG,
+    TEXT,
+    chat,
+    completion,
+    until,
+    world,
+)
 
 ROLE = answers.role()
 ERROR = answers.error_event()
@@ -23,8 +35,12 @@ BEFORE_DATA: dict[str, Script] = {
     "eof": scripts.eof,
     "garbage": scripts.garbage,
     "error event": streams(ERROR, answers.DONE),
-    "error event in compact form": streams(b'data: {"error":{"message":"x","type":"y","code":500}}\n\n', then="stall"),
-    "old error event": streams(b'data: {"object":"error","message":"x","type":"y","code":500}\n\n', then="stall"),
+    "error event in compact form": streams(
+        b'data: {"error":{"message":"x","type":"y","code":500}}\n\n', then="stall"
+    ),
+    "old error event": streams(
+        b'data: {"object":"error","message":"x","type":"y","code":500}\n\n', then="stall"
+    ),
     "role, then error": streams(ROLE, ERROR, answers.DONE),
     "role and error at once": streams(ROLE + ERROR + answers.DONE),
     "comment, then eof": streams(b": ping\n\n", then="eof"),
@@ -63,7 +79,9 @@ async def _garbage(reply: Reply) -> None:
 
 @pytest.mark.parametrize("broken", BEFORE_DATA)
 async def test_another_decode_engine_with_a_fresh_prefill(broken: str) -> None:
-    """A stream that fails before real data starts over elsewhere: a new handle, the first one given back or left to its owner."""
+    """A stream that fails before real data starts over elsewhere: a new handle, the first one given
+    back or left to its owner.
+    """
     clock = ManualClock()
     async with world(decode=2, deadlines={"first_token": 7}, clock=clock) as w:
         first, second = w.decode[1], w.decode[0]  # round robin begins behind the first
@@ -79,7 +97,8 @@ async def test_another_decode_engine_with_a_fresh_prefill(broken: str) -> None:
         assert kvs[0]["remote_request_id"] != kvs[1]["remote_request_id"]
         await w.quiet()
         history = w.books.history[kvs[0]["remote_request_id"]]
-        # A piece that the engine wrote counts as loaded in its books; giving back is then one too many, but harmless.
+        # A piece that the engine wrote counts as loaded in its books; giving back is then one too
+        # many, but harmless.
         end = "aborted" if broken in OWNED else "released"
         assert history[-1] == ("loaded" if broken == OWNED[1] else end)
         w.books.history[kvs[0]["remote_request_id"]] = ["given", "released"]
@@ -136,7 +155,9 @@ async def test_one_decode_engine_that_fails_once_serves_alone_at_the_second_try(
     ],
 )
 async def test_all_decode_engines_fail(script: Script, status: int, kind: str) -> None:
-    """If none can, the client gets the last failure as an error status with an OpenAI body, never a 200."""
+    """If none can, the client gets the last failure as an error status with an OpenAI body, never a
+    200.
+    """
     first_token = 0.1 if status == 504 else LONG
     async with world(decode=2, deadlines={"first_token": first_token}, leaves=True) as w:
         for engine in w.decode:
@@ -155,9 +176,15 @@ BAD_ENDS: dict[str, tuple[Script, str]] = {
     "finish without done": (tail(), "without its end mark"),
     "error event": (tail(ERROR, answers.DONE), "Internal server error"),
     "error event in pieces": (tail(ERROR[:9], ERROR[9:], answers.DONE), "Internal server error"),
-    "error event behind data in one write": (tail(WORD + ERROR + answers.DONE), "Internal server error"),
+    "error event behind data in one write": (
+        tail(WORD + ERROR + answers.DONE),
+        "Internal server error",
+    ),
     "half an event, then the end": (tail(WORD[:-9]), "without its end mark"),
-    "given up": (tail(answers.piece(False, "", finish="abort"), answers.DONE), "gave the answer up"),
+    "given up": (
+        tail(answers.piece(False, "", finish="abort"), answers.DONE),
+        "gave the answer up",
+    ),
     "done before the choice has ended": (tail(answers.DONE), "before the answer's end"),
     "usage before the choice has ended": (
         tail(answers.usage_event(False, 9, 3), answers.DONE),
@@ -171,7 +198,9 @@ BAD_ENDS: dict[str, tuple[Script, str]] = {
 
 @pytest.mark.parametrize("bad", BAD_ENDS)
 async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark(bad: str) -> None:
-    """The client keeps what came, then gets one OpenAI error event, and no [DONE]. Its connection takes the next request."""
+    """The client keeps what came, then gets one OpenAI error event, and no [DONE]. Its connection
+    takes the next request.
+    """
     script, message = BAD_ENDS[bad]
     async with world(decode=2, deadlines={"between_tokens": 0.2 if "stall" in bad else LONG}) as w:
         seen = asyncio.Event()
@@ -191,9 +220,13 @@ async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark
         assert message in last.decode()
         assert len(answer.events) == (2 if "behind" in bad else 1)
         assert answer.ended
-        assert sum(len(engine.requests) for engine in w.decode) == 1, "not tried again: data had gone out"
+        assert sum(len(engine.requests) for engine in w.decode) == 1, (
+            "not tried again: data had gone out"
+        )
         assert (await w.ended()).outcome == "engine"
-        assert w.metric("pdproxy_deadline_total", wait="between_tokens") == (1 if "stall" in bad else 0)
+        assert w.metric("pdproxy_deadline_total", wait="between_tokens") == (
+            1 if "stall" in bad else 0
+        )
         (failed,) = w.events(LegFailed)
         (ledger_engine,) = [engine.url for engine in w.decode if engine.requests]
         assert (failed.node, failed.phase, failed.will_retry) == (ledger_engine, "decode", False)
@@ -209,7 +242,9 @@ async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark
 async def test_done_and_then_nothing() -> None:
     """After [DONE] the answer is whole for the client, whatever the engine's connection does."""
     async with world() as w:
-        w.decode[0].script(streams(WORD, answers.end(), then="stall"), streams(WORD, answers.end(), then="reset"))
+        w.decode[0].script(
+            streams(WORD, answers.end(), then="stall"), streams(WORD, answers.end(), then="reset")
+        )
         for _ in range(2):
             answer = await w.ask(COMPLETIONS, completion(stream=True))
             assert answer.body == WORD + answers.end()
@@ -245,8 +280,12 @@ async def test_a_refusal_by_the_handler_has_given_the_handle_back(stream: bool) 
         (400, b'{"detail":"There was an error parsing the body"}'),
     ],
 )
-async def test_a_refusal_from_before_the_handler_gives_nothing_back(status: int, body: bytes) -> None:
-    """A schema error, an unknown model or a wrong key passes through, and the handle is given back by the proxy."""
+async def test_a_refusal_from_before_the_handler_gives_nothing_back(
+    status: int, body: bytes
+) -> None:
+    """A schema error, an unknown model or a wrong key passes through, and the handle is given back
+    by the proxy.
+    """
     async with world() as w:
         w.decode[0].script(scripts.whole(body, status))
         answer = await w.ask(COMPLETIONS, completion())
@@ -256,7 +295,9 @@ async def test_a_refusal_from_before_the_handler_gives_nothing_back(status: int,
 
 
 async def test_a_release_is_tried_again_and_then_counted_as_lost() -> None:
-    """A decode engine that cannot be told is asked again; then the handle is left to its lease, and that is counted."""
+    """A decode engine that cannot be told is asked again; then the handle is left to its lease, and
+    that is counted.
+    """
     async with world(deadlines={"release": 0.15}, leaves=True) as w:
         w.decode[0].script(scripts.whole(answers.SCHEMA_400, 400))
         w.decode[0].on_release = scripts.stall
@@ -269,7 +310,9 @@ async def test_a_release_is_tried_again_and_then_counted_as_lost() -> None:
 
 @pytest.mark.parametrize("status", [200, 401, 404, 500, 503])
 async def test_only_the_handlers_own_refusal_gives_a_handle_back(status: int) -> None:
-    """A release that is answered from before the handler, or by a failure, has released nothing: it is not counted so."""
+    """A release that is answered from before the handler, or by a failure, has released nothing: it
+    is not counted so.
+    """
     async with world(deadlines={"release": 0.1}, leaves=True) as w:
         w.decode[0].script(scripts.whole(answers.SCHEMA_400, 400))
         w.decode[0].on_release = scripts.whole(answers.INTERNAL_500, status)
@@ -279,7 +322,9 @@ async def test_only_the_handlers_own_refusal_gives_a_handle_back(status: int) ->
 
 
 async def test_the_release_body() -> None:
-    """Giving back: the handle verbatim, a tiny prompt, not streamed, max_tokens 0, a fresh id, the client's key."""
+    """Giving back: the handle verbatim, a tiny prompt, not streamed, max_tokens 0, a fresh id, the
+    client's key.
+    """
     async with world() as w:
         w.decode[0].script(scripts.whole(answers.SCHEMA_400, 400))
         await w.ask(CHAT, chat(), [("authorization", "Bearer k"), ("x-request-id", "mine")])
@@ -296,7 +341,9 @@ async def test_the_release_body() -> None:
 @pytest.mark.parametrize("engine", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_kept_connection_that_the_engine_had_closed(engine: int, stream: bool) -> None:
-    """It may have read the request: the next attempt begins anew, with another handle. Nothing is held against the engine."""
+    """It may have read the request: the next attempt begins anew, with another handle. Nothing is
+    held against the engine.
+    """
     async with world() as w:
         await w.ask(COMPLETIONS, completion(stream=stream))
         await w.quiet()
@@ -308,9 +355,9 @@ async def test_a_kept_connection_that_the_engine_had_closed(engine: int, stream:
         )
         assert len(w.decode[0].requests) == 2 + (engine == 1)
         assert w.metric("pdproxy_leg_failures_total") == 1
-        assert [one.in_ledger.failures for worker in w.workers for one in worker.engines.values()] == [0] * 2 * len(
-            w.workers
-        )
+        assert [
+            one.in_ledger.failures for worker in w.workers for one in worker.engines.values()
+        ] == [0] * 2 * len(w.workers)
         await w.quiet()
         assert w.books.endings == ({"loaded": 2} if engine == 0 else {"loaded": 2, "released": 1})
 

@@ -49,7 +49,9 @@ def has(server: NameServer, *engines: FakeEngine, name: str = SERVICE) -> None:
 
 
 async def test_engines_come_and_go_with_their_name() -> None:
-    """They serve, are drained, and are forgotten; a server that fails changes nothing, and `/ready` names the source."""
+    """They serve, are drained, and are forgotten; a server that fails changes nothing, and `/ready`
+    names the source.
+    """
     async with (
         name_server() as server,
         world(decode=1, adjust=named(server, ConfiguredEngine(url=URL, role="decode"))) as w,
@@ -84,7 +86,9 @@ async def test_a_pool_of_names_alone() -> None:
     """It is not ready before the first answer, and then serves."""
     async with (
         name_server() as server,
-        world(0, 0, adjust=named(server, ConfiguredEngine(url=URL, role="aggregated")), probed=False) as w,
+        world(
+            0, 0, adjust=named(server, ConfiguredEngine(url=URL, role="aggregated")), probed=False
+        ) as w,
     ):
         w.proxy.start()
         answer = await w.get("/ready")
@@ -127,7 +131,9 @@ async def test_a_name_server_that_is_silent_holds_nothing_up() -> None:
 
         def soon(settings: Settings) -> Settings:
             settings = adjust(settings)
-            return msgspec.structs.replace(settings, dns=msgspec.structs.replace(settings.dns, timeout=0.1))
+            return msgspec.structs.replace(
+                settings, dns=msgspec.structs.replace(settings.dns, timeout=0.1)
+            )
 
         async with world(adjust=soon) as w:
             w.proxy.sources.start()
@@ -142,10 +148,17 @@ async def test_a_name_server_that_is_silent_holds_nothing_up() -> None:
 
 
 def test_flags_and_files_name_them(tmp_path: Path) -> None:
-    """They stand among the engines, and the settings are the same when they are printed and read again."""
+    """They stand among the engines, and the settings are the same when they are printed and read
+    again.
+    """
     path = tmp_path / "x.yaml"
-    path.write_text("pools:\n- nodes:\n  - {url: 'DNS://Prefill.example:8200', role: prefill, api_key: hidden-key}\n")
-    settings = load(path, {}, (), [EngineFlag("decode", "srv://_vllm._tcp.x"), EngineFlag("decode", "a:1")])
+    path.write_text(
+        "pools:\n- nodes:\n  - {url: 'DNS://Prefill.example:8200', role: prefill, api_key: "
+        "hidden-key}\n"
+    )
+    settings = load(
+        path, {}, (), [EngineFlag("decode", "srv://_vllm._tcp.x"), EngineFlag("decode", "a:1")]
+    )
     urls = ["dns://prefill.example:8200", "srv://_vllm._tcp.x", "http://a:1"]
     assert [engine.url for engine in settings.pool.nodes] == urls
     assert [engine.url for engine in settings.pool.fixed_nodes] == urls[2:]
@@ -160,18 +173,26 @@ def test_flags_and_files_name_them(tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_them_apart_is_read(tmp_path: Path) -> None:
-    """As `pdproxy config print` wrote it before they stood among the engines. What is wrong there is named."""
+    """As `pdproxy config print` wrote it before they stood among the engines. What is wrong there
+    is named.
+    """
     path = tmp_path / "x.yaml"
     engines = "nodes: [{url: 'http://a:1', role: decode}]"
     for text, urls in [
-        (f"{{{engines}, dns_nodes: [{{url: 'dns://x:1', role: decode}}]}}", ["http://a:1", "dns://x:1"]),
+        (
+            f"{{{engines}, dns_nodes: [{{url: 'dns://x:1', role: decode}}]}}",
+            ["http://a:1", "dns://x:1"],
+        ),
         ("{nodes: , dns_nodes: [{url: 'dns://x:1', role: decode}]}", ["dns://x:1"]),
         (f"{{{engines}, dns_nodes: []}}", ["http://a:1"]),
     ]:
         path.write_text(f"pools: [{text}]\n")
         assert [engine.url for engine in load(path, {}).pool.nodes] == urls
     for text, why in [
-        (f"[{{{engines}, dns_nodes: [{{url: 'dns://x', role: decode}}]}}]", r"pools\[0\].nodes\[1\].url: \"dns://x\""),
+        (
+            f"[{{{engines}, dns_nodes: [{{url: 'dns://x', role: decode}}]}}]",
+            r"pools\[0\].nodes\[1\].url: \"dns://x\"",
+        ),
         ("[{nodes: 7, dns_nodes: []}]", r"pools\[0\].nodes: expected a list"),
         (f"[{{{engines}, dns_nodes: 7}}]", "dns_nodes"),
         ("[7]", r"pools\[0\]: expected a mapping"),
@@ -187,7 +208,9 @@ def test_a_mistake_behind_a_name_has_its_place_in_the_list(tmp_path: Path) -> No
     second = "{url: 'http://a:1', role: decode, facts: {tensor_parallel_size: 3}}"
     engines = f"{{url: 'dns://x:1', role: prefill}}, {first}, {second}"
     path.write_text(f"pools: [{{nodes: [{engines}]}}]\n")
-    with pytest.raises(SettingsError, match=r"pools\[0\].nodes\[2\].facts.tensor_parallel_size: 3, but"):
+    with pytest.raises(
+        SettingsError, match=r"pools\[0\].nodes\[2\].facts.tensor_parallel_size: 3, but"
+    ):
         load(path, {})
 
 
@@ -197,11 +220,21 @@ def test_a_mistake_behind_a_name_has_its_place_in_the_list(tmp_path: Path) -> No
         ([("decode", "dns://x")], [], "expected the engines' port behind the name"),
         ([("decode", "dns://x:1"), ("decode", "dns://X:1")], [], "dns://x:1 is given twice"),
         ([("prefill", "dns://x:1")], [], "prefill engines, but no decode engine"),
-        ([("decode", "dns://x:1")], [Flag("--connector", "pool.connector", "auto")], "name the connector"),
-        ([("any", "dns://x:1")], [Flag("--connector", "pool.connector", "lmcache-pd")], "has one role"),
+        (
+            [("decode", "dns://x:1")],
+            [Flag("--connector", "pool.connector", "auto")],
+            "name the connector",
+        ),
+        (
+            [("any", "dns://x:1")],
+            [Flag("--connector", "pool.connector", "lmcache-pd")],
+            "has one role",
+        ),
     ],
 )
-def test_wrong_names_are_found_at_the_start(engines: list[tuple[str, str]], flags: list[Flag], why: str) -> None:
+def test_wrong_names_are_found_at_the_start(
+    engines: list[tuple[str, str]], flags: list[Flag], why: str
+) -> None:
     with pytest.raises(SettingsError, match=why):
         load(None, {}, flags, [EngineFlag(role, url) for role, url in engines])  # type: ignore[arg-type]
 
@@ -221,9 +254,16 @@ async def test_a_decode_engine_names_its_prefill_engines() -> None:
         server.records = {("engines.example", "A"): (0, ("127.0.0.9",))}
         async with world() as w:
             url = w.prefill[0].url
-            settings = load(None, {}, (), [EngineFlag("prefill", url), EngineFlag("decode", "dns://engines.example:9")])
+            settings = load(
+                None,
+                {},
+                (),
+                [EngineFlag("prefill", url), EngineFlag("decode", "dns://engines.example:9")],
+            )
             (engine,) = settings.pool.source_nodes
-            w.proxy.settings = named(server, msgspec.structs.replace(engine, sources=(url,)))(w.proxy.settings)
+            w.proxy.settings = named(server, msgspec.structs.replace(engine, sources=(url,)))(
+                w.proxy.settings
+            )
             w.proxy.sources.start()
             (source,) = w.proxy.sources.found
             await until(lambda: source.counts["same"] >= 2)

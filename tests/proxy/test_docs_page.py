@@ -1,4 +1,6 @@
-"""`/docs` without another host: what the page names, what it is allowed to load, and a client that does not read its script."""
+"""`/docs` without another host: what the page names, what it is allowed to load, and a client that
+does not read its script.
+"""
 
 import re
 import socket
@@ -18,7 +20,9 @@ FILES = {
 
 
 async def test_the_page_and_its_files_name_no_other_host() -> None:
-    """The page names three files and the document, all of this server. It needs no key, also where other routes do."""
+    """The page names three files and the document, all of this server. It needs no key, also where
+    other routes do.
+    """
     async with world(auth={"api_keys": ("k",)}) as w:
         page = await w.get("/docs")
         assert (page.status, page.header("content-type")) == (200, "text/html; charset=utf-8")
@@ -38,10 +42,15 @@ async def test_the_page_and_its_files_name_no_other_host() -> None:
 
 
 async def test_a_browser_may_load_nothing_from_elsewhere() -> None:
-    """The page's policy allows this server alone, and the validator of Swagger UI, which is a public server, is off."""
+    """The page's policy allows this server alone, and the validator of Swagger UI, which is a
+    public server, is off.
+    """
     async with world() as w:
         page = await w.get("/docs")
-        policy = dict(part.split(maxsplit=1) for part in (page.header("content-security-policy") or "").split("; "))
+        policy = dict(
+            part.split(maxsplit=1)
+            for part in (page.header("content-security-policy") or "").split("; ")
+        )
         assert policy["default-src"] == "'none'"
         sources = {source for words in policy.values() for source in words.split()}
         assert sources == {"'none'", "'self'", "'unsafe-inline'", "data:"}
@@ -50,7 +59,12 @@ async def test_a_browser_may_load_nothing_from_elsewhere() -> None:
 
 async def test_the_other_page_of_fastapi_is_off() -> None:
     async with world() as w:
-        for path in ("/redoc", "/docs/oauth2-redirect", "/docs/nothing.js", "/docs/../openapi.json"):
+        for path in (
+            "/redoc",
+            "/docs/oauth2-redirect",
+            "/docs/nothing.js",
+            "/docs/../openapi.json",
+        ):
             assert (await w.get(path)).status == 404
 
 
@@ -60,7 +74,9 @@ async def test_the_headers_of_the_page_do_not_grow() -> None:
         for path in ("/docs", "/docs/swagger-ui.css"):
             answers = [await w.get(path, [("origin", "https://a")]) for _ in range(3)]
             first, *others = [sorted(one.headers) for one in answers]
-            assert ("access-control-allow-origin", "https://a") in {(name.lower(), value) for name, value in first}
+            assert ("access-control-allow-origin", "https://a") in {
+                (name.lower(), value) for name, value in first
+            }
             dates = ("date",)
             for other in others:
                 assert [one for one in other if one[0].lower() not in dates] == [
@@ -69,7 +85,9 @@ async def test_the_headers_of_the_page_do_not_grow() -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-async def test_a_client_that_does_not_read_a_script_holds_no_copy_of_it(ours: Side, tls: bool) -> None:
+async def test_a_client_that_does_not_read_a_script_holds_no_copy_of_it(
+    ours: Side, tls: bool
+) -> None:
     """Of 1.5 MB only a few pieces wait for it, with TLS as well."""
     more = {"adjust": front(ours), "client_tls": ours.trusting()} if tls else {}
     async with world(**more) as w:  # type: ignore[arg-type]
@@ -77,7 +95,9 @@ async def test_a_client_that_does_not_read_a_script_holds_no_copy_of_it(ours: Si
         await until(lambda: w.connections)
         (connection,) = w.connections
         # Otherwise the system's own buffer takes most of the script.
-        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+        )
         client.send(request("GET", "/docs/swagger-ui-bundle.js", b""))
         await until(lambda: connection.flow.write_paused)
         assert 0 < connection.transport.get_write_buffer_size() < 100_000

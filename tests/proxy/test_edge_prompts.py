@@ -1,4 +1,6 @@
-"""Prompts at the edges of KV blocks, and whatever each engine has of them in its cache: the answer is always one engine's."""
+"""Prompts at the edges of KV blocks, and whatever each engine has of them in its cache: the answer
+is always one engine's.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +72,20 @@ async def test_texts_that_are_shorter_than_a_block(connector: str) -> None:
 
 @EVERY
 async def test_what_each_engine_has_in_its_cache(connector: str) -> None:
-    """Nothing; the decode engine all; the decode engine the beginning; the prefill engine all; both all."""
+    """Nothing; the decode engine all; the decode engine the beginning; the prefill engine all; both
+    all.
+    """
     async with engines(connector) as found:
         p, d = sims(found)
         loads = []
         longer = [*IDS, *range(600, 640)]
-        for prompt, forgetting in ((IDS, (p, d)), (IDS, (p,)), (longer, (p,)), (longer, (d,)), (longer, ())):
+        for prompt, forgetting in (
+            (IDS, (p, d)),
+            (IDS, (p,)),
+            (longer, (p,)),
+            (longer, (d,)),
+            (longer, ()),
+        ):
             forgets(*forgetting)
             before = moved(d)
             await same(found, COMPLETIONS, completion(prompt=prompt))

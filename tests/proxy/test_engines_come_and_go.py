@@ -47,7 +47,9 @@ async def _rest(reply: Reply) -> None:
 
 
 async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) -> None:
-    """It gets requests once it has been probed; removed, it gets none, and the stream that flows from it ends well."""
+    """It gets requests once it has been probed; removed, it gets none, and the stream that flows
+    from it ends well.
+    """
     caplog.set_level(logging.DEBUG, "pdproxy")
     async with world() as w:
         (first,) = w.decode
@@ -57,7 +59,12 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert len(second.requests) == 2
         assert len(w.prefill[0].requests) == 5
-        assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
+        assert (await w.get("/ready")).json == {
+            "ready": True,
+            "state": "ok",
+            "reason": None,
+            "details": [],
+        }
         assert w.metric("pdproxy_node_up", node=second.url, role="decode") == 1
 
         go = asyncio.Event()
@@ -82,8 +89,15 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
         await w.quiet()
         assert (removed.in_ledger.requests, removed.in_ledger.prompt_bytes) == (0, 0)
         await until(lambda: not removed.client._all)
-        assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
-        await until(lambda: not [task for task in asyncio.all_tasks() if second.url in task.get_name()])
+        assert (await w.get("/ready")).json == {
+            "ready": True,
+            "state": "ok",
+            "reason": None,
+            "details": [],
+        }
+        await until(
+            lambda: not [task for task in asyncio.all_tasks() if second.url in task.get_name()]
+        )
         assert {(await w.ended(count)).outcome for count in range(1, 12)} == {"ok"}
     assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
 
@@ -96,8 +110,11 @@ async def test_removed_between_prefill_and_decode(caplog: pytest.LogCaptureFixtu
         client = await w.client()
         client.post(COMPLETIONS, completion())
         await w.prefill[0].asked()
-        (chosen,) = [engine for engine in w.decode if w.proxy.engines[engine.url].in_ledger.requests]
-        for _ in range(3):  # what is removed and idle is forgotten at the next change, what has a lease is not
+        (chosen,) = [
+            engine for engine in w.decode if w.proxy.engines[engine.url].in_ledger.requests
+        ]
+        # what is removed and idle is forgotten at the next change, what has a lease is not
+        for _ in range(3):
             w.proxy.setup.remove(chosen.url)
             other = await add(w)
             w.proxy.setup.remove(other.url)
@@ -111,7 +128,9 @@ async def test_removed_between_prefill_and_decode(caplog: pytest.LogCaptureFixtu
 
 
 async def test_removed_and_gone_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Its leg fails as any other, another engine serves the request, and the KV on the removed prefill engine is released."""
+    """Its leg fails as any other, another engine serves the request, and the KV on the removed
+    prefill engine is released.
+    """
     async with world(prefill=2, decode=2) as w:
         go = asyncio.Event()
         for engine in w.decode:
@@ -130,7 +149,9 @@ async def test_removed_and_gone_at_once(caplog: pytest.LogCaptureFixture) -> Non
         assert (await client.answer()).text == TEXT
         await w.quiet()
         assert w.metric("pdproxy_leg_failures_total", node="removed") == 1
-        assert w.metric("pdproxy_leg_failures_total", node=first.url) == 0, "it has no series of its own any more"
+        assert w.metric("pdproxy_leg_failures_total", node=first.url) == 0, (
+            "it has no series of its own any more"
+        )
         assert w.books.endings == {"released": 1, "loaded": 1}
         assert first.url not in repr((await w.get("/ready")).json)
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
@@ -166,7 +187,9 @@ async def test_a_removed_engine_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
         assert removed.client._idle
         engine.admin["/health"] = scripts.stall
         w.proxy.prober.soon(removed)
-        await until(lambda: any(one.path == "/health" and not one.over for one in engine.sim.journal.others))
+        await until(
+            lambda: any(one.path == "/health" and not one.over for one in engine.sim.journal.others)
+        )
         w.proxy.setup.remove(engine.url)
         w.proxy.prober.soon(removed)
         await until(lambda: not removed.client._all)
@@ -198,7 +221,9 @@ async def _served(w: World) -> tuple[Client, FakeEngine]:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["refuses", "sends nothing"])
-async def test_a_removed_engine_dies_while_it_serves_a_request(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_removed_engine_dies_while_it_serves_a_request(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The leg ends as it would without the removal: long before the deadline of the request."""
     monkeypatch.setattr(prober, "MIN_GAP", 0.05)
     deadlines = {"between_tokens": 0.3, "first_token": 60.0, "total": 60.0, "probe": 0.1}
@@ -213,10 +238,14 @@ async def test_a_removed_engine_dies_while_it_serves_a_request(late: bool, monke
         answer = await asyncio.wait_for(client.answer(), 20)
         assert answer.status == 504
         assert "has been down for 0.3 s" in str(answer.json)
-        await until(lambda: not [task for task in asyncio.all_tasks() if engine.url in task.get_name()])
+        await until(
+            lambda: not [task for task in asyncio.all_tasks() if engine.url in task.get_name()]
+        )
 
 
-async def test_an_engine_that_recovers_after_its_removal_keeps_its_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_recovers_after_its_removal_keeps_its_legs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was down when it was removed, and answers its probes again."""
     monkeypatch.setattr(prober, "MIN_GAP", 0.05)
     async with world(deadlines={"between_tokens": 0.5}, limits={"attempts": 1}) as w:
@@ -239,7 +268,9 @@ async def test_kv_that_was_pushed_to_a_removed_engine_is_released(removed: bool)
         w = pair.world
         pair.p.faults.add("late_notice:delay=0.5,rate=1")
         client = await w.client()
-        client.send(request("POST", COMPLETIONS, {"model": "tiny", "prompt": LONG_PROMPT, "max_tokens": 4}))
+        client.send(
+            request("POST", COMPLETIONS, {"model": "tiny", "prompt": LONG_PROMPT, "max_tokens": 4})
+        )
         await until(lambda: sum(count for count, _ in w.proxy.custodian.snapshot().values()))
         client.close()
         await until(lambda: not any(engine.requests for engine in w.proxy.ledger.engines))
@@ -279,13 +310,17 @@ ADDED = "http://127.0.0.1:9"
         ),
         (
             ConfiguredEngine(
-                url=ADDED, role="decode", receiver=ReceiverSettings(init_ports=(7300, 7301), alloc_ports=(7400,))
+                url=ADDED,
+                role="decode",
+                receiver=ReceiverSettings(init_ports=(7300, 7301), alloc_ports=(7400,)),
             ),
             "2 init_ports, but 1 alloc_ports",
         ),
         (
             ConfiguredEngine(
-                url=ADDED, role="decode", receiver=ReceiverSettings(init_ports=(7300,), alloc_ports=(7300,))
+                url=ADDED,
+                role="decode",
+                receiver=ReceiverSettings(init_ports=(7300,), alloc_ports=(7300,)),
             ),
             "port 7300 of 127.0.0.1 is given twice",
         ),
@@ -294,32 +329,59 @@ ADDED = "http://127.0.0.1:9"
             "only a decode engine of connector lmcache-pd",
         ),
         (
-            ConfiguredEngine(url=ADDED, role="decode", receiver=RECEIVER, sources=("http://127.0.0.1:8",)),
+            ConfiguredEngine(
+                url=ADDED, role="decode", receiver=RECEIVER, sources=("http://127.0.0.1:8",)
+            ),
             "http://127.0.0.1:8 is no prefill engine of this pool",
         ),
-        (ConfiguredEngine(url=ADDED, role="decoder"), "role: expected prefill or decode or aggregated"),  # type: ignore[arg-type]
+        (
+            ConfiguredEngine(url=ADDED, role="decoder"),  # type: ignore[arg-type]
+            "role: expected prefill or decode or aggregated",
+        ),
         (ConfiguredEngine(url="http://127.0.0.1:9/v1", role="prefill"), "nothing may follow"),
-        (ConfiguredEngine(url="http://u:secret@127.0.0.1:9", role="prefill"), "user and password aren't supported"),
-        (ConfiguredEngine(url=ADDED, role="prefill", api_key="a", api_key_file="b"), "exclude each other"),
+        (
+            ConfiguredEngine(url="http://u:secret@127.0.0.1:9", role="prefill"),
+            "user and password aren't supported",
+        ),
+        (
+            ConfiguredEngine(url=ADDED, role="prefill", api_key="a", api_key_file="b"),
+            "exclude each other",
+        ),
     ],
 )
-async def test_an_engine_that_the_settings_would_refuse_is_not_added(engine: ConfiguredEngine, why: str) -> None:
+async def test_an_engine_that_the_settings_would_refuse_is_not_added(
+    engine: ConfiguredEngine, why: str
+) -> None:
     """The error names the engine and what is wrong, and nothing has changed."""
     async with pool("lmcache-pd") as pair:
         proxy = pair.world.proxy
-        before = (dict(proxy.engines), dict(proxy.engines.known), proxy.ledger.engines, repr(proxy.credentials))
+        before = (
+            dict(proxy.engines),
+            dict(proxy.engines.known),
+            proxy.ledger.engines,
+            repr(proxy.credentials),
+        )
         with pytest.raises(SettingsError, match=why) as raised:
             proxy.setup.add(engine)
         assert "can't be added" in str(raised.value)
         assert "secret" not in str(raised.value)
-        assert (dict(proxy.engines), dict(proxy.engines.known), proxy.ledger.engines, repr(proxy.credentials)) == before
+        assert (
+            dict(proxy.engines),
+            dict(proxy.engines.known),
+            proxy.ledger.engines,
+            repr(proxy.credentials),
+        ) == before
 
 
 async def test_receiver_ports_of_engines_that_are_there_are_taken() -> None:
     """An engine that is removed frees them; a URL is written in its normal spelling."""
     async with pool("lmcache-pd") as pair:
         setup = pair.world.proxy.setup
-        (taken,) = [engine.receiver for engine in pair.world.proxy.settings.pool.nodes if engine.role == "decode"]
+        (taken,) = [
+            engine.receiver
+            for engine in pair.world.proxy.settings.pool.nodes
+            if engine.role == "decode"
+        ]
         engine = ConfiguredEngine(url="http://LOCALHOST:9/", role="decode", receiver=taken)
         here = msgspec.structs.replace(taken, host="127.0.0.1")
         with pytest.raises(SettingsError, match="is given twice"):
@@ -332,7 +394,9 @@ async def test_receiver_ports_of_engines_that_are_there_are_taken() -> None:
 
 
 async def test_an_engine_whose_files_are_wrong_leaves_no_file_behind(tmp_path: Path) -> None:
-    """A key that was read is not checked any more if the certificates can't be used, or if the client can't be made."""
+    """A key that was read is not checked any more if the certificates can't be used, or if the
+    client can't be made.
+    """
     key = tmp_path / "key"
     key.write_text("secret\n")
     async with world() as w:
@@ -340,7 +404,11 @@ async def test_an_engine_whose_files_are_wrong_leaves_no_file_behind(tmp_path: P
         before = repr(credentials)
         tls = EngineTls(ca=str(tmp_path / "nothing"))
         with pytest.raises(SettingsError):
-            setup.add(ConfiguredEngine(url="https://127.0.0.1:9", role="decode", api_key_file=str(key), tls=tls))
+            setup.add(
+                ConfiguredEngine(
+                    url="https://127.0.0.1:9", role="decode", api_key_file=str(key), tls=tls
+                )
+            )
         assert repr(credentials) == before
 
         def fail(*_: object, **__: object) -> NoReturn:

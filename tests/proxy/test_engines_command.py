@@ -58,7 +58,11 @@ async def test_an_engine_comes_and_goes(capsys: pytest.CaptureFixture[str]) -> N
         assert w.proxy.engines[new.url].in_ledger.up
         assert w.proxy.membership.members[new.url].settings.labels == {"rack": "7"}
         code, out, err = await run("drain", name, "--wait", "--seconds", "30")
-        assert (code, out, err) == (0, "draining: it gets no more requests until it is undrained\n", "")
+        assert (code, out, err) == (
+            0,
+            "draining: it gets no more requests until it is undrained\n",
+            "",
+        )
         assert w.proxy.membership.state(new.url) is MemberState.DRAINED
         code, out, _ = await run("list")
         (line,) = [one for one in out.splitlines() if new.url in one]
@@ -80,7 +84,15 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
         url = w.decode[0].url
         where = f"{run.address}: "
         for words, code, text in (
-            (("remove", url), 1, f"pdproxy engines remove: {where}{url} was added by settings: admin can't remove it"),
+            (
+                ("remove", url),
+                1,
+                (
+                    f"pdproxy engines remove: {where}{url} was added by settings: admin can't "
+                    f"remove "
+                    f"it"
+                ),
+            ),
             (
                 ("drain", "127.0.0.1:9"),
                 1,
@@ -106,7 +118,11 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
                 2,
                 "pdproxy engines add: --label: expected NAME=VALUE",
             ),
-            (("add", "x:1"), 2, "pdproxy engines add: the following arguments are required: --role"),
+            (
+                ("add", "x:1"),
+                2,
+                "pdproxy engines add: the following arguments are required: --role",
+            ),
             (("list", "--json", "--watch"), 2, "pdproxy engines list: --watch: shows a table"),
         ):
             found = await run(*words)
@@ -135,12 +151,24 @@ class Flaky:
 
 
 def test_waiting_outlives_a_worker_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection ends with it, or another worker can't say whether it has the engine. Other failures are final."""
+    """The connection ends with it, or another worker can't say whether it has the engine. Other
+    failures are final.
+    """
     monkeypatch.setattr(engines, "SILENCE", 0.1)
-    lost, unknown = AdminFailed("no connection: Connection reset by peer"), AdminFailed("worker 1 is silent", 503)
-    gone, refused = AdminFailed("no such engine", 404), AdminFailed("Incorrect API key provided.", 401)
+    lost, unknown = (
+        AdminFailed("no connection: Connection reset by peer"),
+        AdminFailed("worker 1 is silent", 503),
+    )
+    gone, refused = (
+        AdminFailed("no such engine", 404),
+        AdminFailed("Incorrect API key provided.", 401),
+    )
     serving = {"state": "serving", "health": {"state": "up", "reason": None}, "drain": None}
-    leaves = {"state": "draining", "health": {"state": "draining", "reason": None}, "drain": {"removes": True}}
+    leaves = {
+        "state": "draining",
+        "health": {"state": "draining", "reason": None},
+        "drain": {"removes": True},
+    }
     arguments = argparse.Namespace(wait_for=60.0)
 
     def waited(*answers: object, states: tuple[str, ...] = ()) -> object:
@@ -161,7 +189,10 @@ def test_waiting_outlives_a_worker_that_is_killed(monkeypatch: pytest.MonkeyPatc
     [
         (b"", "no connection: Connection refused"),
         (b"garbage\r\n\r\n", "does not answer HTTP"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno", "answered 200 without JSON: is it the admin API?"),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno",
+            "answered 200 without JSON: is it the admin API?",
+        ),
         (
             b"HTTP/1.1 404 X\r\ncontent-length: 22\r\n\r\n" + b'{"detail":"Not Found"}',
             "answered 404 without a message: is it the admin API?",
@@ -213,7 +244,8 @@ def test_which_proxy_is_meant(
     """That of the settings by default, with its key."""
     assert main(["engines", "list"]) == 2
     assert capsys.readouterr().err == (
-        "pdproxy engines list: no admin API is named: give --admin, or listen.admin in the settings\n"
+        "pdproxy engines list: no admin API is named: give --admin, or listen.admin in the "
+        "settings\n"
     )
     for words, text in (
         (["--admin", "x"], '--admin: "x": expected unix:PATH, HOST:PORT or https://HOST:PORT'),
@@ -228,12 +260,15 @@ def test_which_proxy_is_meant(
     path.write_text(f"listen: {{admin: 'unix:{tmp_path}/none.sock'}}")
     assert main(["engines", "list", "--config", str(path)]) == 1
     assert capsys.readouterr().err == (
-        f"pdproxy engines list: unix:{tmp_path}/none.sock: no connection: No such file or directory\n"
+        f"pdproxy engines list: unix:{tmp_path}/none.sock: no connection: No such file or "
+        f"directory\n"
     )
 
 
 async def test_keys_and_tls(ours: Side, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The key of a file, or of the settings; with TLS the certificate of the settings is the one that is expected."""
+    """The key of a file, or of the settings; with TLS the certificate of the settings is the one
+    that is expected.
+    """
     keys = tmp_path / "keys"
     keys.write_text("# operators\nops:secret\n")
     auth = {"admin_keys_file": str(keys)}
@@ -257,12 +292,20 @@ async def test_keys_and_tls(ours: Side, tmp_path: Path, capsys: pytest.CaptureFi
         assert await asyncio.to_thread(main, [*words, *own]) == 0
         config = tmp_path / "x.yaml"
         tls = f"{{certificate: {ours.certificate}, key: {ours.key}}}"
-        config.write_text(f"listen: {{admin: '0.0.0.0:{api.port}', tls: {tls}}}\nauth: {{admin_keys_file: {keys}}}\n")
-        assert await asyncio.to_thread(main, ["engines", "list", "--json", "--config", str(config)]) == 0
+        config.write_text(
+            f"listen: {{admin: '0.0.0.0:{api.port}', tls: {tls}}}\nauth: {{admin_keys_file: "
+            f"{keys}}}\n"
+        )
+        assert (
+            await asyncio.to_thread(main, ["engines", "list", "--json", "--config", str(config)])
+            == 0
+        )
 
 
 async def test_the_live_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """It shows engines, and what is wrong; a proxy that does not answer is named, and asked again."""
+    """It shows engines, and what is wrong; a proxy that does not answer is named, and asked
+    again.
+    """
     async with world(prefill=1, decode=2) as w, admin(w) as api:
         other = await started(w, "decode", version="9.9")
         await api.post("/engines", {"url": other.url, "role": "decode"})
@@ -291,12 +334,15 @@ def test_nothing_that_an_engine_says_controls_the_terminal() -> None:
 
 
 async def test_a_real_process(tmp_path: Path) -> None:
-    """`serve --admin` listens there, `engines` finds it by the settings, and the socket is gone at the end."""
+    """`serve --admin` listens there, `engines` finds it by the settings, and the socket is gone at
+    the end.
+    """
     path, port = tmp_path / "pdproxy.yaml", free_port()
     at = tmp_path / "admin.sock"
     url = f"http://127.0.0.1:{free_port()}"
     path.write_text(
-        f"listen: {{port: {port}, admin: 'unix:{at}'}}\npools:\n- nodes:\n  - {{url: '{url}', role: aggregated}}\n"
+        f"listen: {{port: {port}, admin: 'unix:{at}'}}\npools:\n- nodes:\n  - {{url: '{url}', "
+        f"role: aggregated}}\n"
     )
 
     async def run(*words: str) -> tuple[int, str, str]:
@@ -304,7 +350,9 @@ async def test_a_real_process(tmp_path: Path) -> None:
         out, err = await process.communicate()
         return process.returncode or 0, out.decode(), err.decode()
 
-    code, _, err = await run("serve", "--decode", "a:1", "--port", str(port), "--admin", f"0.0.0.0:{free_port()}")
+    code, _, err = await run(
+        "serve", "--decode", "a:1", "--port", str(port), "--admin", f"0.0.0.0:{free_port()}"
+    )
     assert (code, err.count("\n")) == (2, 1)
     assert "others than this machine can reach it" in err
     serving = command("serve", "--config", str(path), env=os.environ)
@@ -324,8 +372,12 @@ async def test_a_real_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"{}", b"[]", b"null", b'{"engines": [{}]}', b'{"engines": [3]}'])
-@pytest.mark.parametrize("words", [["list"], ["list", "--watch"], ["drain", "x:1"], ["remove", "x:1", "--wait"]])
-async def test_json_of_something_else(sent: bytes, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["list"], ["list", "--watch"], ["drain", "x:1"], ["remove", "x:1", "--wait"]]
+)
+async def test_json_of_something_else(
+    sent: bytes, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line, no traceback."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -340,6 +392,6 @@ async def test_json_of_something_else(sent: bytes, words: list[str], capsys: pyt
     err = capsys.readouterr().err
     assert code == 1
     assert (
-        err
-        == f"pdproxy engines {words[0]}: {address}: its answer can't be read: is it the admin API, of this version?\n"
+        err == f"pdproxy engines {words[0]}: {address}: its answer can't be read: is it the admin "
+        f"API, of this version?\n"
     )

@@ -1,4 +1,6 @@
-"""What a plain engine was recorded to answer to bad requests is what the proxy answers, but for differences listed here."""
+"""What a plain engine was recorded to answer to bad requests is what the proxy answers, but for
+differences listed here.
+"""
 
 from contextlib import AsyncExitStack
 
@@ -12,8 +14,14 @@ from tests.sim.shape import Seen, body_view, unlike
 
 RECORDED = [name for name in names() if name.startswith("err_")]
 WANTED = {
-    "err_chat_kv_params_str": "a client's `kv_transfer_params` is removed before any engine sees it: the request is served",
-    "err_completion_kv_params_str": "a client's `kv_transfer_params` is removed before any engine sees it: the request is served",
+    "err_chat_kv_params_str": (
+        "a client's `kv_transfer_params` is removed before any engine sees it: the request is "
+        "served"
+    ),
+    "err_completion_kv_params_str": (
+        "a client's `kv_transfer_params` is removed before any engine sees it: the request is "
+        "served"
+    ),
 }
 """Recordings that are answered in another way, and why."""
 _SETUP = {
@@ -51,8 +59,13 @@ async def test_the_answer_is_the_recorded_one(name):
     assert answer.status == exchange.answer.status
     assert exchange.answer.headers is not None
     assert answer.header("content-type") == exchange.answer.headers.get("content-type")
-    wanted, got = Seen(exchange.answer.status, exchange.answer.body), Seen(answer.status, answer.body)
+    wanted, got = (
+        Seen(exchange.answer.status, exchange.answer.body),
+        Seen(answer.status, answer.body),
+    )
     found = unlike(body_view(wanted), body_view(got))
-    assert not [line for line in found if not line.startswith("$.value.id:")], "ids are the proxy's own"
+    assert not [line for line in found if not line.startswith("$.value.id:")], (
+        "ids are the proxy's own"
+    )
     if exchange.answer.status != 200:
         assert answer.body == exchange.answer.body

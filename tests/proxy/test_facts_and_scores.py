@@ -1,4 +1,6 @@
-"""The load, which pdproxy answers itself; a tokenizer's description and scores, which one engine answers."""
+"""The load, which pdproxy answers itself; a tokenizer's description and scores, which one engine
+answers.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,15 @@ from tests.fakes.world import PROMPT, until, world
 
 
 async def test_a_tokenizers_description_is_an_engines() -> None:
-    """Where the engine's flag allows it; otherwise the engine's own 404. No body is sent, and none is needed."""
+    """Where the engine's flag allows it; otherwise the engine's own 404. No body is sent, and none
+    is needed.
+    """
     async with world(facts={"enable_tokenizer_info_endpoint": True}) as w:
         answer = await w.get("/tokenizer_info", [("x-request-id", "mine"), ("traceparent", "00-1")])
         assert (answer.status, answer.json["tokenizer_class"]) == (200, "Tokenizer")
-        request = next(one for one in w.decode[0].sim.journal.others if one.path == "/tokenizer_info")
+        request = next(
+            one for one in w.decode[0].sim.journal.others if one.path == "/tokenizer_info"
+        )
         assert answer.json == await w.decode[0].get("/tokenizer_info")
         assert (request.method, request.body, request.header("traceparent")) == ("GET", b"", "00-1")
         assert request.header("content-type") is None
@@ -29,13 +35,17 @@ async def test_a_tokenizers_description_is_an_engines() -> None:
 
 async def test_a_tokenizers_description_needs_a_key() -> None:
     """As every route that asks an engine."""
-    async with world(auth={"api_keys": ("ours",)}, facts={"enable_tokenizer_info_endpoint": True}) as w:
+    async with world(
+        auth={"api_keys": ("ours",)}, facts={"enable_tokenizer_info_endpoint": True}
+    ) as w:
         assert (await w.get("/tokenizer_info")).status == 401
         assert (await w.get("/tokenizer_info", [("authorization", "Bearer ours")])).status == 200
 
 
 async def test_the_load_is_that_of_the_proxy() -> None:
-    """Requests of all routes that are in flight, those that wait among them; in vLLM's form, without a key."""
+    """Requests of all routes that are in flight, those that wait among them; in vLLM's form,
+    without a key.
+    """
     go = asyncio.Event()
 
     async def slow(reply: Reply) -> None:
@@ -46,7 +56,9 @@ async def test_the_load_is_that_of_the_proxy() -> None:
         assert (await w.get("/load")).body == b'{"server_load":0}'
         seen = everyone(w, "/pooling", slow)
         key = [("authorization", "Bearer one")]
-        asking = [asyncio.ensure_future(w.ask("/pooling", {"model": "tiny"}, key)) for _ in range(3)]
+        asking = [
+            asyncio.ensure_future(w.ask("/pooling", {"model": "tiny"}, key)) for _ in range(3)
+        ]
         await until(lambda: len(seen) == 2 and w.waiting)
         assert (await w.get("/load")).json == {"server_load": 3}
         assert not any(asked(engine, "/load") for engine in w.engines)

@@ -1,4 +1,6 @@
-"""Error statuses of engines, on both routes: what the client gets, and whether the engine is used again."""
+"""Error statuses of engines, on both routes: what the client gets, and whether the engine is used
+again.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SAID = {
     504: answers.error("backend is late", "GatewayTimeoutError", 504),
 }
 SHUTS_OUT = {400: False, 429: False, 500: True, 503: False, 504: True}
-"""Whether one such answer shuts an engine out where `breaker_failures` is 1. One that is full, or has refused, is not broken."""
+"""Whether one such answer shuts an engine out where `breaker_failures` is 1. One that is full, or
+has refused, is not broken.
+"""
 STATUS = pytest.mark.parametrize("status", list(SAID))
 ROUTE = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 BREAKS = {"breaker_failures": 1, "breaker_cooldown": 60.0}
@@ -36,7 +40,12 @@ def text(path: str) -> str:
 async def shut_out(w: World) -> list[str]:
     """The engines that `/ready` names as failing."""
     details = (await w.get("/ready")).json["details"]
-    return [engine.url for engine in w.engines for line in details if engine.url in line and "in a row" in line]
+    return [
+        engine.url
+        for engine in w.engines
+        for line in details
+        if engine.url in line and "in a row" in line
+    ]
 
 
 @STATUS
@@ -58,7 +67,9 @@ async def test_what_all_engines_answer_is_the_clients_answer(status: int) -> Non
 @STATUS
 @ROUTE
 async def test_a_prefill_engines_error_reaches_nobody(path: str, status: int) -> None:
-    """Another prefill engine is asked; what the client itself may have done wrong is asked of a decode engine."""
+    """Another prefill engine is asked; what the client itself may have done wrong is asked of a
+    decode engine.
+    """
     async with world(prefill=2, limits=BREAKS) as w:
         first = w.prefill[1]  # round robin begins behind the first
         first.script(scripts.whole(SAID[status], status))
@@ -72,8 +83,9 @@ async def test_a_prefill_engines_error_reaches_nobody(path: str, status: int) ->
 @STATUS
 @ROUTE
 async def test_a_decode_engines_error_before_its_first_data(path: str, status: int) -> None:
-    """Another one is asked; a refusal is the client's answer. With one prefill engine, KV that could not be loaded is the decode
-    engine's fault: no prompt is split with it until one has its KV, and it serves whole ones.
+    """Another one is asked; a refusal is the client's answer. With one prefill engine, KV that
+    could not be loaded is the decode engine's fault: no prompt is split with it until one has its
+    KV, and it serves whole ones.
     """
     stream = path == CHAT
     async with world(decode=2, limits=BREAKS, leaves=status == 400) as w:
@@ -90,7 +102,9 @@ async def test_a_decode_engines_error_before_its_first_data(path: str, status: i
             )
         assert await shut_out(w) == ([first.url] if SHUTS_OUT[status] else [])
         assert not any(engine.failures for engine in w.proxy.ledger.engines)
-        assert first.url not in {n.url for n in w.proxy.ledger.engines if n.down_because is not None}
+        assert first.url not in {
+            n.url for n in w.proxy.ledger.engines if n.down_because is not None
+        }
 
 
 @STATUS

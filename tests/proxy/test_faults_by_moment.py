@@ -1,4 +1,6 @@
-"""Whatever the contract, the fault, its moment and the shape: clients see a right answer or an honest error, and all recovers."""
+"""Whatever the contract, the fault, its moment and the shape: clients see a right answer or an
+honest error, and all recovers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from tests.proxy.test_connectors import completion
 from tests.proxy.test_cpu import connector
 
 GONE = ("kill", "restart", "no_fin", "dead_core", "refuse")
-"""Kinds after which a prefill engine's worker is gone: who has asked it waits for minutes, and only its own end ends that."""
+"""Kinds after which a prefill engine's worker is gone: who has asked it waits for minutes, and only
+its own end ends that.
+"""
 
 
 @dataclass
@@ -76,7 +80,9 @@ class Contract:
         raise NotImplementedError
 
     def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
-        """Whether time has to pass for an answer. Only what nobody else ends may wait for a deadline."""
+        """Whether time has to pass for an answer. Only what nobody else ends may wait for a
+        deadline.
+        """
         return silent(kind, moment)
 
     def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
@@ -139,7 +145,9 @@ class Cpu(Contract):
         role, _, _, stream, kept = case
         deadlines = {"prefill": 5, "total": 60, "first_token": 5, "release": 1}
         async with pool("cpu", prefills=sizes(role)[0], deadlines=deadlines, clock=clock) as pair:
-            stage = of_pair(pair, clock, pair.more[0] if role == "prefill" else pair.d, 2, await text_of(pair))
+            stage = of_pair(
+                pair, clock, pair.more[0] if role == "prefill" else pair.d, 2, await text_of(pair)
+            )
             for _ in range(2 if kept else 0):
                 other = completion(prompt="some other text " * 9, stream=stream)
                 assert (await pair.ask(COMPLETIONS, other)).status == 200
@@ -148,7 +156,8 @@ class Cpu(Contract):
             yield stage
 
     def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
-        # The same engine is asked again, or goes on with its stream, once it is there again: it waits for KV that does not come.
+        # The same engine is asked again, or goes on with its stream, once it is there again: it
+        # waits for KV that does not come.
         return role == "prefill" or silent(kind, moment) or (kind == "restart" and (stream or kept))
 
     def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
@@ -156,7 +165,8 @@ class Cpu(Contract):
 
     async def recover(self, stage: Stage, case: Kept) -> None:
         role, _, moment, stream, _ = case
-        if moment == "after":  # it shows at the next request, on the connection that is kept or at the engine's port
+        # it shows at the next request, on the connection that is kept or at the engine's port
+        if moment == "after":
             await stage.clock.through(stage.ask(stream))
         await revive(stage.engines)
         assert stage.pair is not None
@@ -179,7 +189,9 @@ class NixlPush(Contract):
     async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
         prefills, decodes = sizes(case[0])
         facts = {"side_channel_port": 0, "handshake_timeout": 20.0}
-        async with pool("nixl-push", prefills=prefills, decodes=decodes, everybody=facts, clock=clock) as pair:
+        async with pool(
+            "nixl-push", prefills=prefills, decodes=decodes, everybody=facts, clock=clock
+        ) as pair:
             text = await text_of(pair)
             await known(pair)
             stage = of_pair(pair, clock, pair.more[0], max(prefills, decodes), text)
@@ -187,20 +199,25 @@ class NixlPush(Contract):
             yield stage
 
     def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
-        return role == "prefill" or silent(kind, moment)  # without a push, D says nothing until its deadline
+        # without a push, D says nothing until its deadline
+        return role == "prefill" or silent(kind, moment)
 
     async def ends(self, stage: Stage, case: Kept) -> None:
         stuck = stage.world.metric("pdproxy_kv_stuck")
         for one in stage.engines:
             one.engine.expire_leases()
-        waiting = sum(len(one.engine.awaited) for one in stage.engines if one.engine.facts.role == "decode")
+        waiting = sum(
+            len(one.engine.awaited) for one in stage.engines if one.engine.facts.role == "decode"
+        )
         assert waiting <= stuck, "what nobody frees is counted"
         if not waiting:
             await until(lambda: not any(usage(one) for one in stage.engines))
 
 
 class Mooncake(Contract):
-    """Both engines are asked at once. Each keeps blocks for its own time: P for a D, and D for KV that will not come."""
+    """Both engines are asked at once. Each keeps blocks for its own time: P for a D, and D for KV
+    that will not come.
+    """
 
     def cases(self) -> list[Kept]:
         return half(second=True)
@@ -210,8 +227,11 @@ class Mooncake(Contract):
         prefills, decodes = sizes(case[0])
         async with pool("mooncake", prefills=prefills, decodes=decodes, clock=clock) as pair:
             stage = of_pair(pair, clock, pair.more[0], max(prefills, decodes), await text_of(pair))
-            for _ in range(stage.tries):  # decode engines learn addresses: a retry then takes few turns of the loop
-                assert (await pair.ask(COMPLETIONS, completion(prompt="some other text " * 9))).status == 200
+            # decode engines learn addresses: a retry then takes few turns of the loop
+            for _ in range(stage.tries):
+                assert (
+                    await pair.ask(COMPLETIONS, completion(prompt="some other text " * 9))
+                ).status == 200
             close_connections(stage, kept=case[-1])
             yield stage
 
@@ -219,23 +239,32 @@ class Mooncake(Contract):
         return silent(kind, moment) or kind in (*GONE, "lease_expiry")
 
     def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
-        # A prefill engine that has answered and is gone leaves the decode engine without an end. Unless it has sent the KV by
-        # then, nothing shows the decode engine that it won't come: the client's own deadline does.
+        # A prefill engine that has answered and is gone leaves the decode engine without an end.
+        # Unless it has sent the KV by then, nothing shows the decode engine that it won't come: the
+        # client's own deadline does.
         gone = kind in (*GONE, *SILENT, "lease_expiry") and moment == "after"
         gone = gone or (kind == "no_fin" and moment in ("handed_over", "last_chunk"))
-        return super().wanted(role, kind, moment, stream) | ({"error"} if role == "prefill" and gone else set())
+        return super().wanted(role, kind, moment, stream) | (
+            {"error"} if role == "prefill" and gone else set()
+        )
 
     async def recover(self, stage: Stage, case: Kept) -> None:
         await revive(stage.engines)
         await stage.world.probe()
-        await until(lambda: all(engine.kv_not_ready is None for engine in stage.world.proxy.ledger.engines))
+        await until(
+            lambda: all(engine.kv_not_ready is None for engine in stage.world.proxy.ledger.engines)
+        )
         await stage.clock.through(stage.world.quiet(), STEP)
 
     async def ends(self, stage: Stage, case: Kept) -> None:
         for one in stage.engines:
             one.engine.expire_leases()
-        left = {one.url for one in stage.engines if stage.world.metric("pdproxy_kv_stuck", node=one.url)}
-        decodes = {engine.url for engine in stage.world.proxy.ledger.engines if engine.role is Role.DECODE}
+        left = {
+            one.url for one in stage.engines if stage.world.metric("pdproxy_kv_stuck", node=one.url)
+        }
+        decodes = {
+            engine.url for engine in stage.world.proxy.ledger.engines if engine.role is Role.DECODE
+        }
         assert left <= decodes
         if case[0] == "prefill" and case[1] in GONE:
             left |= decodes  # until they give up a worker that is gone
@@ -243,7 +272,9 @@ class Mooncake(Contract):
 
 
 class Registered(Contract):
-    """Engines that register, of one kind of `test_registered`; of the cases every fifth, another fifth for each kind."""
+    """Engines that register, of one kind of `test_registered`; of the cases every fifth, another
+    fifth for each kind.
+    """
 
     step, at_once = 0.5, False
     no_trace = ("refuse", "load_failure", "lease_expiry")
@@ -252,10 +283,15 @@ class Registered(Contract):
         self._kind = kind
 
     def cases(self) -> list[Kept]:
-        # P2P NCCL has no moment at which KV is handed over: P's answer holds nothing, and D finds it there or waits with all it
-        # has. With READ, the next process at P's address is taken for P: see `transfer.moriio`.
+        # P2P NCCL has no moment at which KV is handed over: P's answer holds nothing, and D finds
+        # it there or waits with all it has. With READ, the next process at P's address is taken for
+        # P: see `transfer.moriio`.
         some = [case for case in cases() if self._kind != "p2p-nccl" or case[2] != "handed_over"]
-        some = [case for case in some if self._kind != "read" or case[:3] != ("prefill", "restart", "after")]
+        some = [
+            case
+            for case in some
+            if self._kind != "read" or case[:3] != ("prefill", "restart", "after")
+        ]
         share, offset = 1 if ALL else 5, list(registered.KINDS).index(self._kind)
         return [(*case, False) for case in some[offset % share :: share]]
 
@@ -263,14 +299,18 @@ class Registered(Contract):
     async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
         role = case[0]
         more: dict[str, Any] = {"clock": clock, "registration": registered.FOREVER, "alone": True}
-        async with registered.run(self._kind, *((2, 1) if role == "prefill" else (1, 2)), **more) as f:
+        async with registered.run(
+            self._kind, *((2, 1) if role == "prefill" else (1, 2)), **more
+        ) as f:
             text = (await f.asked_plain(COMPLETIONS, registered.completion())).text
 
             def ask(stream: bool) -> Awaitable[Answer]:
                 return f.ask(COMPLETIONS, registered.completion(stream=stream))
 
             self._fleet = f
-            yield Stage(clock, f.world, ask, text, f.engines, (f.p if role == "prefill" else f.d)[1], 2)
+            yield Stage(
+                clock, f.world, ask, text, f.engines, (f.p if role == "prefill" else f.d)[1], 2
+            )
 
     def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
         return True
@@ -341,7 +381,10 @@ async def test_what_a_client_sees(
             if stage.fails.faults.happened or kind == "refuse":
                 break
             assert seen(answer, stage.text) == "right"
-        assert seen(answer, stage.text) in own.wanted(role, kind, moment, stream), (answer.status, answer.body)
+        assert seen(answer, stage.text) in own.wanted(role, kind, moment, stream), (
+            answer.status,
+            answer.body,
+        )
         assert stage.fails.faults.happened or kind in own.no_trace, "the fault came to nothing"
         await own.recover(stage, case)
         asked = stage.ask(stream)

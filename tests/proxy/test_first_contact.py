@@ -1,4 +1,6 @@
-"""Engines that have never exchanged KV: what a decode engine has to tell a prefill engine may wait for its next step."""
+"""Engines that have never exchanged KV: what a decode engine has to tell a prefill engine may wait
+for its next step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def refuses() -> Script:
 
 
 async def test_a_refusal_is_no_release_before_the_first_transfer() -> None:
-    """The first request of a pair is refused by D: the KV is given back by us, and once more when the handshake is over."""
+    """The first request of a pair is refused by D: the KV is given back by us, and once more when
+    the handshake is over.
+    """
     async with world(strangers=True, leaves=True) as w:
         w.decode[0].script(refuses())
         assert (await w.ask(COMPLETIONS, completion(max_tokens=7))).status == 400
@@ -31,7 +35,9 @@ async def test_a_refusal_is_no_release_before_the_first_transfer() -> None:
 
 
 async def test_a_refusal_is_a_release_once_kv_has_moved() -> None:
-    """After a transfer of the pair D's refusal is enough; after a restart of either engine it is not."""
+    """After a transfer of the pair D's refusal is enough; after a restart of either engine it is
+    not.
+    """
     async with world(strangers=True, leaves=True) as w:
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         w.decode[0].script(refuses())

@@ -24,7 +24,9 @@ async def _slow(reply: Reply) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_who_connects_as_soon_as_that_is_possible_is_served(workers: int) -> None:
-    """Probes take a while. A request that came before their answers was refused, with all engines up."""
+    """Probes take a while. A request that came before their answers was refused, with all engines
+    up.
+    """
     books = Books()
     engines = [FakeEngine(role, books) for role in ("prefill", "decode")]
     for engine in engines:

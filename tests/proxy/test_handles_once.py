@@ -1,8 +1,9 @@
 """A handle is given away once, whatever happens to the connection that its request was sent on."""
 
-# An engine that has read KV has it freed, and its blocks hold another prompt's KV then. So no leg is sent twice: behind a kept
-# connection that has closed, the next attempt begins anew, with another handle. Each test forces one moment: it holds up the
-# next connect, or a notice, until what must not matter has happened.
+# An engine that has read KV has it freed, and its blocks hold another prompt's KV then. So no leg
+# is sent twice: behind a kept connection that has closed, the next attempt begins anew, with
+# another handle. Each test forces one moment: it holds up the next connect, or a notice, until what
+# must not matter has happened.
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ class Connecting:
 class HeldBack:
     """Notices that `owner` would receive: they are held back until the test lets them in."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, *, returned: object = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, owner: object, *, returned: object = None
+    ) -> None:
         self.notices: list[Notice] = []
         self._monkeypatch, self._owner = monkeypatch, owner
         self._receive = getattr(owner, "receive")  # noqa: B009 - of any owner
@@ -74,7 +77,9 @@ class HeldBack:
         monkeypatch.setattr(owner, "receive", hold)
 
     def let_in(self) -> list[object]:
-        """Hold nothing back any more. Return what the owner returned for each of those that were."""
+        """Hold nothing back any more. Return what the owner returned for each of those that
+        were.
+        """
         self._monkeypatch.setattr(self._owner, "receive", self._receive)
         return [self._receive(notice) for notice in self.notices]
 
@@ -115,22 +120,36 @@ async def warm(pair: Pair, path: str = COMPLETIONS, body: dict[str, Any] | None 
 
 
 async def second_turn(pair: Pair) -> tuple[dict[str, Any], str]:
-    """Have a conversation's first turn kept. Return the request of its second turn, and the right answer to that."""
+    """Have a conversation's first turn kept. Return the request of its second turn, and the right
+    answer to that.
+    """
     body = {"model": "tiny", "temperature": 0, "messages": user(TEXT), "max_tokens": 12}
     first = (await pair.ask(CHAT, body)).json["choices"][0]["message"]["content"]
     await keeps(pair, 1)
-    body["messages"] = [*user(TEXT), {"role": "assistant", "content": first}, *user("And then? " * 5)]
+    body["messages"] = [
+        *user(TEXT),
+        {"role": "assistant", "content": first},
+        *user("And then? " * 5),
+    ]
     return body, (await pair.asked_plain(CHAT, body)).json["choices"][0]["message"]["content"]
 
 
 UNSTREAMED: list[tuple[Moment, bool]] = [("queued", False), ("last_chunk", False)]
-STREAMED: list[tuple[Moment, bool]] = [("queued", True), ("head", True), ("before_first_token", True)]
+STREAMED: list[tuple[Moment, bool]] = [
+    ("queued", True),
+    ("head", True),
+    ("before_first_token", True),
+]
 
 
 @pytest.mark.parametrize(("moment", "stream"), UNSTREAMED + STREAMED)
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_an_api_that_is_gone_behind_a_request(connector: str, moment: Moment, stream: bool) -> None:
-    """The decode engine may have read the KV: the prompt is prefilled again, and the answer is right at once."""
+async def test_an_api_that_is_gone_behind_a_request(
+    connector: str, moment: Moment, stream: bool
+) -> None:
+    """The decode engine may have read the KV: the prompt is prefilled again, and the answer is
+    right at once.
+    """
     async with pool_of(connector) as pair:
         text = await warm(pair)
         asked = len(pair.d.requests), len(pair.p.requests)
@@ -150,8 +169,12 @@ async def test_an_api_that_is_gone_behind_a_request(connector: str, moment: Mome
 
 
 @pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, completion()), (CHAT, chat())])
-async def test_a_notice_while_it_connects(monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any]) -> None:
-    """The notice that the KV was read comes while the next attempt connects: that attempt has a handle of its own."""
+async def test_a_notice_while_it_connects(
+    monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any]
+) -> None:
+    """The notice that the KV was read comes while the next attempt connects: that attempt has a
+    handle of its own.
+    """
     async with pool("nixl") as pair:
         await heard(pair)
         text = await warm(pair, route, body)
@@ -168,8 +191,12 @@ async def test_a_notice_while_it_connects(monkeypatch: pytest.MonkeyPatch, route
 
 
 @pytest.mark.parametrize("notifier", [False, True])
-async def test_blocks_that_others_have_taken_are_not_read(monkeypatch: pytest.MonkeyPatch, notifier: bool) -> None:
-    """Between the read and the next attempt, the prefill engine's freed blocks become other prompts'."""
+async def test_blocks_that_others_have_taken_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, notifier: bool
+) -> None:
+    """Between the read and the next attempt, the prefill engine's freed blocks become other
+    prompts'.
+    """
     small = {"num_gpu_blocks": 64, "max_model_len": 1000}
     async with pool("nixl", kv_ready={"notifier": notifier}, p=small) as pair:
         if notifier:
@@ -191,7 +218,9 @@ async def test_blocks_that_others_have_taken_are_not_read(monkeypatch: pytest.Mo
 
 
 async def test_a_kept_turn_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefill engine has pulled a turn's KV when its API is gone. The next attempt is without the turn."""
+    """The prefill engine has pulled a turn's KV when its API is gone. The next attempt is without
+    the turn.
+    """
     small = {"num_gpu_blocks": 128, "max_model_len": 2000}
     async with talking(d=small) as pair:
         body, plain = await second_turn(pair)
@@ -206,12 +235,17 @@ async def test_a_kept_turn_is_given_once(monkeypatch: pytest.MonkeyPatch) -> Non
         connecting.goes_on()
         answer = await asked
         assert answer.json["choices"][0]["message"]["content"] == plain
-        given = [(one.json.get("kv_transfer_params") or {}).get("remote_block_ids") for one in pair.p.requests]
+        given = [
+            (one.json.get("kv_transfer_params") or {}).get("remote_block_ids")
+            for one in pair.p.requests
+        ]
         assert [bool(one) for one in given] == [True, False]
         assert not pair.world.events(TurnReused)
 
 
-async def test_a_kept_turn_that_has_gone_while_the_engine_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kept_turn_that_has_gone_while_the_engine_is_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The decode engine was started again meanwhile: the prompt is prefilled without the turn."""
     async with talking() as pair:
         body, plain = await second_turn(pair)
@@ -226,12 +260,17 @@ async def test_a_kept_turn_that_has_gone_while_the_engine_is_connected_to(monkey
         connecting.goes_on()
         answer = await asked
         assert answer.json["choices"][0]["message"]["content"] == plain
-        assert not any((one.json.get("kv_transfer_params") or {}).get("remote_block_ids") for one in pair.p.requests)
+        assert not any(
+            (one.json.get("kv_transfer_params") or {}).get("remote_block_ids")
+            for one in pair.p.requests
+        )
         await quiet(pair)
 
 
 async def test_kv_that_is_being_released_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notice says that the decode engine could not read it. The KV is released, and the next attempt has other KV."""
+    """A notice says that the decode engine could not read it. The KV is released, and the next
+    attempt has other KV.
+    """
     async with pool("nixl") as pair:
         await heard(pair)
         text = await warm(pair)
@@ -249,11 +288,15 @@ async def test_kv_that_is_being_released_is_not_read(monkeypatch: pytest.MonkeyP
         assert made[0] is not made[1]
 
 
-@pytest.mark.parametrize(("connector", "lease"), [("nixl", None), ("nixl", 5.0), (PUSH, None), ("mooncake", None)])
+@pytest.mark.parametrize(
+    ("connector", "lease"), [("nixl", None), ("nixl", 5.0), (PUSH, None), ("mooncake", None)]
+)
 async def test_kv_whose_lease_ends_is_not_read(
     monkeypatch: pytest.MonkeyPatch, connector: str, lease: float | None
 ) -> None:
-    """The decode engine is connected to for as long as the lease lasts: the next attempt has other KV."""
+    """The decode engine is connected to for as long as the lease lasts: the next attempt has other
+    KV.
+    """
     facts = {} if lease is None else {"kv_lease_duration": lease}
     async with pool(connector, dispatch="sequential", prefill_facts=facts) as pair:
         text = await warm(pair)
@@ -265,7 +308,9 @@ async def test_kv_whose_lease_ends_is_not_read(
         await connecting.has_begun()
         await until(lambda: any(count for count, _ in custodian.snapshot().values()))
         now, before = custodian.now, len(pair.p.requests)
-        monkeypatch.setattr(custodian, "now", lambda: now() + 0.95 * custodian.leases_of(pair.p.url)[0])
+        monkeypatch.setattr(
+            custodian, "now", lambda: now() + 0.95 * custodian.leases_of(pair.p.url)[0]
+        )
         connecting.goes_on()
         assert (await asked).json["choices"][0]["text"] == text
         assert len(pair.p.requests) == before + 1
@@ -274,16 +319,24 @@ async def test_kv_whose_lease_ends_is_not_read(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_kv_that_was_read_behind_its_lease_is_not_used(stream: bool) -> None:
-    """The decode engine stands still until the prefill engine has given the blocks to others. Then it reads those."""
+    """The decode engine stands still until the prefill engine has given the blocks to others. Then
+    it reads those.
+    """
     lease = {"kv_lease_duration": 0.5}
     few, uncached = {"num_gpu_blocks": 64, "max_model_len": 1000}, {"enable_prefix_caching": False}
     silent = {"notifier": False}
-    async with pool("nixl", p=few | lease, d=uncached, prefill_facts=lease, kv_ready=silent) as pair:
+    async with pool(
+        "nixl", p=few | lease, d=uncached, prefill_facts=lease, kv_ready=silent
+    ) as pair:
         text = await warm(pair)
         asked_before = len(pair.p.requests)
         await pair.d.freeze_core()
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=stream)))
-        await until(lambda: any("kv_transfer_params" in one.json for one in list(pair.d.requests)[asked_before:]))
+        await until(
+            lambda: any(
+                "kv_transfer_params" in one.json for one in list(pair.d.requests)[asked_before:]
+            )
+        )
         await until(lambda: not pair.p.engine.handles)
         await overwritten(pair.p)
         await pair.d.thaw_core()
@@ -314,12 +367,16 @@ async def test_a_late_answer_is_used_where_no_lease_has_ended() -> None:
 async def test_a_prefill_beside_the_answer_is_not_sent_for_nothing(
     monkeypatch: pytest.MonkeyPatch, stream: bool, connector: str
 ) -> None:
-    """Its API is gone, and the KV is at the decode engine: that engine's answer is whole and right before the next connect."""
+    """Its API is gone, and the KV is at the decode engine: that engine's answer is whole and right
+    before the next connect.
+    """
     async with pool(connector, d={"hardware": Hardware()}) as pair:
         await known(pair)
         connecting = Connecting(pair, pair.p, monkeypatch)
         pair.p.faults.add(PlannedFault(kind="reset", at="last_chunk"))
-        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=stream, max_tokens=400)))
+        asked = asyncio.ensure_future(
+            pair.ask(COMPLETIONS, completion(stream=stream, max_tokens=400))
+        )
         if connector == PUSH:
             await connecting.has_begun()
             await until(lambda: all(one.over for one in pair.d.requests))
@@ -337,7 +394,9 @@ async def test_a_prefill_beside_the_answer_is_not_sent_for_nothing(
 async def test_a_notice_of_a_leg_that_has_failed_has_its_kv_released(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The prefill engine made KV twice, under two ids: the first notice is not taken for the second leg's."""
+    """The prefill engine made KV twice, under two ids: the first notice is not taken for the second
+    leg's.
+    """
     async with pool("nixl", kv_ready={"early": True}) as pair:
         await heard(pair)
         text = await warm(pair)
@@ -360,8 +419,12 @@ async def test_a_notice_of_a_leg_that_has_failed_has_its_kv_released(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_behind_a_slow_connect(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    """Seconds of connecting are no sign that the decode engine has the request: its KV is released at once."""
+async def test_a_client_that_leaves_behind_a_slow_connect(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Seconds of connecting are no sign that the decode engine has the request: its KV is released
+    at once.
+    """
     async with pool("nixl", kv_ready={"notifier": False}) as pair:
         await warm(pair)
         (worker,) = pair.world.workers
@@ -371,7 +434,8 @@ async def test_a_client_that_leaves_behind_a_slow_connect(monkeypatch: pytest.Mo
         asker = await pair.world.client()
         asker.send(request("POST", COMPLETIONS, completion(stream=stream)))
         await connecting.has_begun()
-        await asyncio.sleep(1.1)  # longer than it takes for a silent engine to count as one that has the request
+        # longer than it takes for a silent engine to count as one that has the request
+        await asyncio.sleep(1.1)
         made = client.request
 
         def made_and_left(*given: Any) -> Any:
@@ -381,7 +445,9 @@ async def test_a_client_that_leaves_behind_a_slow_connect(monkeypatch: pytest.Mo
         monkeypatch.setattr(client, "request", made_and_left)
         await pair.d.freeze()
         connecting.goes_on()
-        await until(lambda: ended(pair) == ["lost"] or "released" in ended(pair) or _releasing(pair))
+        await until(
+            lambda: ended(pair) == ["lost"] or "released" in ended(pair) or _releasing(pair)
+        )
         await pair.d.thaw()
         await until(lambda: not pair.p.engine.handles)
 
@@ -390,7 +456,9 @@ def _releasing(pair: Pair) -> int:
     return int(pair.world.proxy.custodian.snapshot()["releasing"][0])
 
 
-async def test_a_lease_that_ends_while_the_engine_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lease_that_ends_while_the_engine_is_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The handle is not sent any more, and nothing is held against the decode engine."""
     async with pool("nixl") as pair:
         await heard(pair)
@@ -411,7 +479,10 @@ async def test_a_lease_that_ends_while_the_engine_is_connected_to(monkeypatch: p
 
 
 NO_JSON = {
-    "message": "1 validation error:\n  {'type': 'json_invalid', 'loc': 'body.1207', 'msg': 'JSON decode error'}",
+    "message": (
+        "1 validation error:\n  {'type': 'json_invalid', 'loc': 'body.1207', 'msg': 'JSON decode "
+        "error'}"
+    ),
     "type": "Bad Request",
     "param": "body.1207",
     "code": 400,
@@ -426,8 +497,12 @@ OUR_FIELD = {
 
 @pytest.mark.parametrize("error", [NO_JSON, OUR_FIELD], ids=["JSON", "field"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_refusal_of_what_the_client_has_not_sent_is_ours(error: dict[str, Any], stream: bool) -> None:
-    """The next attempt may do better. If none does, it is an error of ours: the client's request was valid."""
+async def test_a_refusal_of_what_the_client_has_not_sent_is_ours(
+    error: dict[str, Any], stream: bool
+) -> None:
+    """The next attempt may do better. If none does, it is an error of ours: the client's request
+    was valid.
+    """
     refuses = scripts.whole(json.dumps({"error": error}).encode(), 400)
     async with world() as w:
         w.decode[0].script(refuses)
@@ -456,12 +531,18 @@ async def test_a_kept_connection_of_one_engine_alone() -> None:
         assert len(w.events(LegFailed)) == 1
 
 
-async def test_connections_that_idle_beside_one_that_was_closed_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is gone has closed them, too: the next attempts would find one after the other."""
+async def test_connections_that_idle_beside_one_that_was_closed_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that is gone has closed them, too: the next attempts would find one after the
+    other.
+    """
     async with world() as w:
         await asyncio.gather(*(w.ask(COMPLETIONS, completion()) for _ in range(8)))
         await w.quiet()
-        clients: list[EngineClient] = [worker.engines[w.decode[0].url].client for worker in w.workers]
+        clients: list[EngineClient] = [
+            worker.engines[w.decode[0].url].client for worker in w.workers
+        ]
         before = sum(len(client._idle) for client in clients)
         assert before > len(clients)
         w.decode[0].sim.faults.add("eof@queued")

@@ -1,4 +1,6 @@
-"""The request for one token by which an engine is asked whether it works, on simulated engines and on ones that lie."""
+"""The request for one token by which an engine is asked whether it works, on simulated engines and
+on ones that lie.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ from tests.fakes.recorder import Recorder
 from tests.fakes.world import until
 from tests.sim.moments import FAST
 
-EVIDENCE = Evidence(frozenset({"tiny", "lora"}), "1", 16, ((), (5, 6, 7, 8, 9)), 5, 1.0, adapters=frozenset({"lora"}))
+EVIDENCE = Evidence(
+    frozenset({"tiny", "lora"}),
+    "1",
+    16,
+    ((), (5, 6, 7, 8, 9)),
+    5,
+    1.0,
+    adapters=frozenset({"lora"}),
+)
 TIMEOUT = 60.0
 
 
@@ -38,7 +48,9 @@ class Asked(Recorder):
         self.sim = sim
         super().__init__()
         self.admin = EngineAdmin(deadlines=Deadlines(probe=10))
-        self.canary = HealthCanary(self.admin, Observers([self]), {"decode", "any"}, Health(canary_timeout=timeout))
+        self.canary = HealthCanary(
+            self.admin, Observers([self]), {"decode", "any"}, Health(canary_timeout=timeout)
+        )
         engine = LedgerEngine(EngineSpec(sim.url, Role.DECODE), EVIDENCE)
         self.engine = Engine(engine, SimpleNamespace(), ranks=sim.facts.data_parallel_size)  # type: ignore[arg-type]
 
@@ -94,12 +106,16 @@ async def test_each_rank_is_asked_by_itself() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "works"),
     [
-        (404, b"{}", None), (400, b"{}", None), (429, b"{}", None), (503, b"{}", None), (500, b"{}", False),
-        (200, b"{}", False), (200, b"no JSON", False), (200, b'{"choices": 1}', False), (200, b"x" * 100_000, False),
+        (404, b"{}", None), (400, b"{}", None), (429, b"{}", None), (503, b"{}", None), (500, b"{}",
+        False),
+        (200, b"{}", False), (200, b"no JSON", False), (200, b'{"choices": 1}', False), (200,
+        b"x" * 100_000, False),
     ],
 )  # fmt: skip
 async def test_what_an_answer_shows(status: int, body: bytes, works: bool | None) -> None:
-    """A refusal comes from the API server, and shows nothing of the core. Nor does something that is no completion."""
+    """A refusal comes from the API server, and shows nothing of the core. Nor does something that
+    is no completion.
+    """
 
     async def answers(reply: ScriptedReply) -> None:
         await reply.whole(body, status)
@@ -115,7 +131,10 @@ async def test_who_may_be_asked() -> None:
         assert a.canary.may_ask(a.engine)
         a.engine.in_ledger.evidence = None
         assert not a.canary.may_ask(a.engine)
-        prefill = Engine(LedgerEngine(EngineSpec(a.sim.url, Role.PREFILL), EVIDENCE), SimpleNamespace())  # type: ignore[arg-type]
+        prefill = Engine(
+            LedgerEngine(EngineSpec(a.sim.url, Role.PREFILL), EVIDENCE),
+            SimpleNamespace(),  # type: ignore[arg-type]
+        )
         assert not a.canary.may_ask(prefill)
 
 

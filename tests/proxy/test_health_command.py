@@ -1,4 +1,6 @@
-"""`pdproxy health` against the real proxy: plain, with TLS, with client certificates, and against servers that misbehave."""
+"""`pdproxy health` against the real proxy: plain, with TLS, with client certificates, and against
+servers that misbehave.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ async def health(*options: object, env: dict[str, str] | None = None) -> Ended:
     """Run the command in a process of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
     # No HTTP proxy of the environment may be asked.
-    kept |= {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_proxy": ""} | (env or {})
+    kept |= {
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+        "no_proxy": "",
+    } | (env or {})
     process = await piped("health", *map(str, options), env=kept)
     out, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None
@@ -57,13 +63,18 @@ async def test_a_url_needs_no_settings_of_that_proxy() -> None:
 
 
 async def test_readiness_is_another_question() -> None:
-    """Without a decode engine the process answers and can serve nothing; the line has the reason of /ready."""
+    """Without a decode engine the process answers and can serve nothing; the line has the reason of
+    /ready.
+    """
     async with world(decode=0) as w:
         assert (await health("--port", w.port, "--timeout", "30")).code == 0
         found = await health("--port", w.port, "--ready", "--timeout", "30")
         assert (found.code, found.out) == (1, "")
         reason = (await w.get("/ready")).json["reason"]
-        assert found.err == f'pdproxy health: http://127.0.0.1:{w.port}/ready: answered 503: "{reason}"\n'
+        assert (
+            found.err
+            == f'pdproxy health: http://127.0.0.1:{w.port}/ready: answered 503: "{reason}"\n'
+        )
     async with world() as w:
         assert (await health("--port", w.port, "--ready", "--timeout", "30")).code == 0
 
@@ -82,7 +93,9 @@ async def test_nobody_listens() -> None:
 
 @asynccontextmanager
 async def server(*pieces: bytes, pause: float = 0.0) -> AsyncIterator[int]:
-    """A server that sends the same to everybody, piece by piece, and then closes; yields its port."""
+    """A server that sends the same to everybody, piece by piece, and then closes; yields its
+    port.
+    """
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -109,7 +122,10 @@ async def server(*pieces: bytes, pause: float = 0.0) -> AsyncIterator[int]:
         ([b"SSH-2.0-x\r\n"], "does not answer HTTP (BadStatusLine)"),
         (
             [],
-            "closed the connection without an answer: does it expect TLS? Give its certificate or its https URL",
+            (
+                "closed the connection without an answer: does it expect TLS? Give its certificate "
+                "or its https URL"
+            ),
         ),
         ([b"HTTP/1.1 200 OK\r\n", *[b"x: y\r\n"] * 1000], "no answer within 1 s"),
     ],
@@ -126,8 +142,12 @@ async def test_what_is_not_healthy_is_one_line(pieces: list[bytes], why: str) ->
 # -- TLS
 
 
-async def test_with_tls_the_certificate_of_the_settings_is_expected(ours: Side, theirs: Side) -> None:
-    """Its name and its authority don't matter, since it is compared itself; any other certificate is refused."""
+async def test_with_tls_the_certificate_of_the_settings_is_expected(
+    ours: Side, theirs: Side
+) -> None:
+    """Its name and its authority don't matter, since it is compared itself; any other certificate
+    is refused.
+    """
     ours.sign("llm.example.com")
     async with world(adjust=front(ours), client_tls=ours.trusting()) as w:
         mine = ["--port", w.port, "--timeout", "30", "--ssl-certfile"]
@@ -141,7 +161,9 @@ async def test_with_tls_the_certificate_of_the_settings_is_expected(ours: Side, 
         plain = await health("--port", w.port, "--timeout", "30")
         assert plain.code == 1
     async with world() as w:
-        found = await health("--port", w.port, "--timeout", "30", "--ssl-certfile", ours.certificate)
+        found = await health(
+            "--port", w.port, "--timeout", "30", "--ssl-certfile", ours.certificate
+        )
         assert (found.code, found.err.count("\n")) == (1, 1)
         assert "it answers plain HTTP, not TLS" in found.err
 
@@ -167,7 +189,8 @@ async def test_a_proxy_that_requires_client_certificates(ours: Side, theirs: Sid
         without = await health(*known)
         assert without.code == 2
         assert without.err == (
-            "pdproxy health: listen.tls.client_ca is set, so the proxy answers no client without a certificate: give --cert\n"
+            "pdproxy health: listen.tls.client_ca is set, so the proxy answers no client without "
+            "a certificate: give --cert\n"
         )
         for options in ([], ["--cert", ours.certificate, "--key", ours.key]):
             found = await health(*line, *options)
@@ -175,14 +198,19 @@ async def test_a_proxy_that_requires_client_certificates(ours: Side, theirs: Sid
             assert "does it require a client certificate (--cert)?" in found.err
 
 
-def test_wrong_options_are_exit_2(tmp_path: Path, ours: Side, theirs: Side, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_exit_2(
+    tmp_path: Path, ours: Side, theirs: Side, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line each, which names the option or the setting."""
     none, text = tmp_path / "none.pem", tmp_path / "text.pem"
     text.write_text("-----BEGIN CERTIFICATE-----\nnothing")
     for options, error in (
         (["--key", "x"], "--key: has no effect without --cert"),
         (["--ca", "x"], "--ca: has no effect without --url"),
-        (["--url", "localhost:1"], '--url: "localhost:1": expected http://HOST:PORT or https://HOST:PORT'),
+        (
+            ["--url", "localhost:1"],
+            '--url: "localhost:1": expected http://HOST:PORT or https://HOST:PORT',
+        ),
         (["--url", "http://a/health"], '--url: "http://a/health": expected http'),
         (["--url", "http://[::1"], '--url: "http://[::1": expected http'),
         (["--url", "http://a:x"], '--url: "http://a:x": expected http'),
@@ -195,12 +223,21 @@ def test_wrong_options_are_exit_2(tmp_path: Path, ours: Side, theirs: Side, caps
         (["--url", "http://\udcff:1"], '--url: "http://\\udcff:1": expected http'),
         (["--url", "https://a", "--ca", none], f"--ca: {none}: can't be read"),
         (["--url", "https://a", "--cert", none], f"--cert: {none}: can't be read"),
-        (["--url", "https://a", "--cert", ours.certificate, "--key", none], f"--key: {none}: can't be read"),
-        (["--url", "https://a", "--cert", ours.certificate, "--key", theirs.key], f"--cert: {ours.certificate} with "),
+        (
+            ["--url", "https://a", "--cert", ours.certificate, "--key", none],
+            f"--key: {none}: can't be read",
+        ),
+        (
+            ["--url", "https://a", "--cert", ours.certificate, "--key", theirs.key],
+            f"--cert: {ours.certificate} with ",
+        ),
         (["--ssl-certfile", none], f"listen.tls.certificate: {none}: can't be read"),
         (["--ssl-certfile", text], f"listen.tls.certificate: {text}: holds no certificate in PEM"),
         (["--port", "0"], "listen.port: expected a whole number"),
-        (["--timeout", "0"], "--timeout: expected 0.1 to 600 seconds, got '0'\nSee `pdproxy health --help`."),
+        (
+            ["--timeout", "0"],
+            "--timeout: expected 0.1 to 600 seconds, got '0'\nSee `pdproxy health --help`.",
+        ),
     ):
         assert main(["health", *map(str, options)]) == 2
         out, err = capsys.readouterr()
@@ -209,21 +246,29 @@ def test_wrong_options_are_exit_2(tmp_path: Path, ours: Side, theirs: Side, caps
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "a\x7f"])
-def test_a_host_that_cannot_exist_is_not_healthy(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_cannot_exist_is_not_healthy(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The settings take any text as a host: one line, no traceback."""
     assert main(["health", "--host", host, "--port", "9"]) == 1
     assert (
-        capsys.readouterr().err == f"pdproxy health: http://{host}:9/health: no connection: no host has such a name\n"
+        capsys.readouterr().err
+        == f"pdproxy health: http://{host}:9/health: no connection: no host has such a name\n"
     )
 
 
 def test_a_health_check_imports_little() -> None:
     """It runs every few seconds beside the proxy."""
-    heavy = "asyncio aiohttp fastapi uvicorn pydantic transformers jinja2 rich shtab zmq pdproxy_lab.sim pdproxy.app pdproxy.web"
+    heavy = (
+        "asyncio aiohttp fastapi uvicorn pydantic transformers jinja2 rich shtab zmq "
+        "pdproxy_lab.sim pdproxy.app pdproxy.web"
+    )
     code = (
         "import sys; from pdproxy.cli.main import main; main(['health', '--port', '1'])\n"
         f"print([m for m in {heavy.split()} if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "[]\n"
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,6 @@
-"""Bodies that mean harm by what is in them: refused by a bound that is named, or read in another process; never read at once."""
+"""Bodies that mean harm by what is in them: refused by a bound that is named, or read in another
+process; never read at once.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,35 @@ def many(field: str, item: str, count: int = MANY, *, closed: str = "[]") -> byt
 
 REFUSED = {
     "short prompts": (COMPLETIONS, lambda: many("prompt", '"a"'), "500000 strings"),
-    "more prompts than are allowed": (COMPLETIONS, lambda: many("prompt", '"a"', 5000), "2048 prompts"),
-    "more of them in a large body": (COMPLETIONS, lambda: many("prompt", f'"{"a" * 300}"', 5000), "2048 prompts"),
+    "more prompts than are allowed": (
+        COMPLETIONS,
+        lambda: many("prompt", '"a"', 5000),
+        "2048 prompts",
+    ),
+    "more of them in a large body": (
+        COMPLETIONS,
+        lambda: many("prompt", f'"{"a" * 300}"', 5000),
+        "2048 prompts",
+    ),
     "prompts of ids": (COMPLETIONS, lambda: many("prompt", "[1,2]", 5000), "2048 prompts"),
     "empty arrays": (COMPLETIONS, lambda: many("response_format", "[]"), "500000 strings"),
     "empty arrays that nobody reads": (COMPLETIONS, lambda: many("z", "[]"), "500000 strings"),
     "empty messages": (CHAT, lambda: many("messages", "{}"), "500000 strings"),
-    "empty parts": (CHAT, lambda: b'{"messages":[{"content":[' + b"{}," * MANY + b"{}]}]}", "500000 strings"),
-    "many fields": (CHAT, lambda: b"{" + b",".join(b'"%d":1' % n for n in range(MANY)) + b"}", "500000 strings"),
-    "some fields": (CHAT, lambda: b"{" + b",".join(b'"%d":1' % n for n in range(90_000)) + b"}", "1024 fields"),
+    "empty parts": (
+        CHAT,
+        lambda: b'{"messages":[{"content":[' + b"{}," * MANY + b"{}]}]}",
+        "500000 strings",
+    ),
+    "many fields": (
+        CHAT,
+        lambda: b"{" + b",".join(b'"%d":1' % n for n in range(MANY)) + b"}",
+        "500000 strings",
+    ),
+    "some fields": (
+        CHAT,
+        lambda: b"{" + b",".join(b'"%d":1' % n for n in range(90_000)) + b"}",
+        "1024 fields",
+    ),
     "many arguments": (
         COMPLETIONS,
         lambda: b'{"vllm_xargs":{' + b",".join(b'"%d":1' % n for n in range(MANY)) + b"}}",
@@ -61,7 +83,9 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def parsed_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of bodies that the event loop has parsed, and nothing that might take long among them."""
+    """The sizes of bodies that the event loop has parsed, and nothing that might take long among
+    them.
+    """
     seen: list[int] = []
     for name in ("parse_if_quick", "read_if_quick"):
         read = getattr(body_reader, name)
@@ -79,7 +103,9 @@ def parsed_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_is_refused_by_its_number(name: str, parsed_here: list[int]) -> None:
-    """With 400 and the bound, before an engine is asked or an exchange made; the next request is served."""
+    """With 400 and the bound, before an engine is asked or an exchange made; the next request is
+    served.
+    """
     path, body, words = REFUSED[name]
     async with world() as w:
         answer = await w.ask(path, body())
@@ -94,10 +120,17 @@ async def test_is_refused_by_its_number(name: str, parsed_here: list[int]) -> No
 
 @pytest.mark.parametrize("size", [MIB, 16 * MIB])
 async def test_an_honest_large_body_is_served_byte_for_byte(size: int) -> None:
-    """Images of megabytes reach the engine as they came, read by one process, one after the other."""
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBOR/w0" * (size // 8)}}
+    """Images of megabytes reach the engine as they came, read by one process, one after the
+    other.
+    """
+    image = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + "iVBOR/w0" * (size // 8)},
+    }
     content = [image, {"type": "text", "text": "\u0416\\?"}]
-    body = json.dumps(chat(messages=[{"role": "user", "content": content}], seed=7), separators=(",", ":")).encode()
+    body = json.dumps(
+        chat(messages=[{"role": "user", "content": content}], seed=7), separators=(",", ":")
+    ).encode()
     async with world() as w:
         w.decode[0].default = scripts.whole(answers.whole(True, [1, 2], TEXT, 2))
         for _ in range(3):
@@ -146,7 +179,9 @@ class _Counted(Exchange):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_lists_exchanges_are_made_as_they_are_run(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lists_exchanges_are_made_as_they_are_run(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long it is, a few exist at once; choices are in order and each prompt is counted."""
     monkeypatch.setattr("pdproxy.serving.request.prompt_list.Exchange", _Counted)
     _Counted.alive, _Counted.most, _Counted.made = weakref.WeakSet(), 0, 0
@@ -156,7 +191,9 @@ async def test_a_lists_exchanges_are_made_as_they_are_run(stream: bool, monkeypa
         assert answer.status == 200
         if stream:
             assert answer.events[-1] == answers.DONE
-            assert {json.loads(event[6:])["choices"][0]["index"] for event in answer.events[:-1]} == set(range(100))
+            assert {
+                json.loads(event[6:])["choices"][0]["index"] for event in answer.events[:-1]
+            } == set(range(100))
         else:
             assert [choice["index"] for choice in answer.json["choices"]] == list(range(100))
         assert _Counted.made == 100
@@ -173,7 +210,9 @@ async def test_a_list_that_fails_makes_no_more_exchanges(monkeypatch: pytest.Mon
 
     async def refuse_third(reply: Reply) -> None:
         if reply.request.json["prompt"].endswith("#2"):
-            await reply.whole(b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}', 400)
+            await reply.whole(
+                b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}', 400
+            )
         else:
             await prefill(reply)
 
@@ -188,14 +227,21 @@ async def test_a_list_that_fails_makes_no_more_exchanges(monkeypatch: pytest.Mon
 class _Asleep(ProcessPool):
     """Readers whose work never ends."""
 
-    async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray, end: float) -> bytes | memoryview:
+    async def ask(
+        self, asker: Hashable, question: bytes, data: bytes | bytearray, end: float
+    ) -> bytes | memoryview:
         return await super().ask(asker, b"sleep", data, end)
 
 
 def asleep(monkeypatch: pytest.MonkeyPatch, w: World, waiting: int) -> ProcessPool:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     return _Asleep(
-        "tests.fakes.slow_worker", max_processes=1, waiting=waiting, memory=512 * MIB, idle=60, clock=w.proxy.clock
+        "tests.fakes.slow_worker",
+        max_processes=1,
+        waiting=waiting,
+        memory=512 * MIB,
+        idle=60,
+        clock=w.proxy.clock,
     )
 
 
@@ -203,7 +249,9 @@ LARGE = {"prompt": "x" * body_bounds.LARGE}
 
 
 async def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One too many gets a 503 and when to come again; small ones are served meanwhile; who leaves frees the place in time."""
+    """One too many gets a 503 and when to come again; small ones are served meanwhile; who leaves
+    frees the place in time.
+    """
     async with world(deadlines={"read_body": 5}) as w:
         readers = w.proxy.bodies.workers = asleep(monkeypatch, w, waiting=2)
         clients = [await w.client() for _ in range(3)]
@@ -224,7 +272,9 @@ async def test_a_body_is_read_in_time_or_not_at_all(monkeypatch: pytest.MonkeyPa
     async with world(deadlines={"read_body": 0.3}) as w:
         readers = w.proxy.bodies.workers = asleep(monkeypatch, w, waiting=2)
         found = await asyncio.gather(*(w.ask(COMPLETIONS, completion(**LARGE)) for _ in range(2)))
-        assert [(answer.status, answer.header("retry-after")) for answer in found] == [(503, "1")] * 2
+        assert [(answer.status, answer.header("retry-after")) for answer in found] == [
+            (503, "1")
+        ] * 2
         assert w.metric("pdproxy_deadline_total", wait="read_body") == 2
         assert readers.waiting == 0
         await until(lambda: readers.busy == 0)

@@ -1,6 +1,9 @@
-"""Clients that mean harm: each gets an error or meets a deadline, delays nobody, and leaves nothing behind."""
+"""Clients that mean harm: each gets an error or meets a deadline, delays nobody, and leaves nothing
+behind.
+"""
 
-# While the hostile connection is open another client asks and is served; that both happen is the proof, not how fast.
+# While the hostile connection is open another client asks and is served; that both happen is the
+# proof, not how fast.
 
 from __future__ import annotations
 
@@ -31,12 +34,15 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 DRIP = 0.02
-"""Seconds between two bytes of a client that sends as slowly as it can; a deadline must not be put off by each."""
+"""Seconds between two bytes of a client that sends as slowly as it can; a deadline must not be put
+off by each.
+"""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """What a client sends, piece by piece (`drips`: without end, its last piece again and again), and what it may get for it.
+    """What a client sends, piece by piece (`drips`: without end, its last piece again and again),
+    and what it may get for it.
 
     `statuses`: any of these; empty: the connection is closed without an answer.
     """
@@ -60,7 +66,9 @@ def many(first: bytes, piece: bytes, count: int) -> Callable[[], Iterator[bytes]
     return pieces
 
 
-def nested(field: str, opened: str, closed: str, depth: int = 10_000) -> Callable[[], Iterator[bytes]]:
+def nested(
+    field: str, opened: str, closed: str, depth: int = 10_000
+) -> Callable[[], Iterator[bytes]]:
     deep = opened * depth + "1" + closed * depth
     body = json.dumps(completion(**{field: "@"})).replace('"@"', deep).encode()
     return once(request("POST", COMPLETIONS, body))
@@ -69,13 +77,26 @@ def nested(field: str, opened: str, closed: str, depth: int = 10_000) -> Callabl
 BIG = b"%x\r\n" % 65536 + b" " * 65536 + b"\r\n"
 ATTACKS = [
     Attack("a gigabyte declared", once(POST + b"content-length: 1000000000\r\n\r\n"), (413,)),
-    Attack("a length of many digits", once(POST + b"content-length: " + b"9" * 400 + b"\r\n\r\n"), (400,)),
+    Attack(
+        "a length of many digits",
+        once(POST + b"content-length: " + b"9" * 400 + b"\r\n\r\n"),
+        (400,),
+    ),
     Attack("a negative length", once(POST + b"content-length: -1\r\n\r\n"), (400,)),
     Attack("an empty length", once(POST + b"content-length: \r\n\r\n{}"), (400,)),
     Attack("a gigabyte in chunks", many(CHUNKED, BIG, 1000), (413,)),
     Attack("chunks of a byte", many(CHUNKED, b"1\r\n \r\n" * 10_000, 110), (400, 408)),
-    Attack("declared short, sent long", many(POST + b"content-length: 2\r\n\r\n{ ", b"x" * 65536, 100), (400,)),
-    Attack("a body byte by byte", many(POST + b"content-length: 100000\r\n\r\n", b" ", 1), (408,), drips=True),
+    Attack(
+        "declared short, sent long",
+        many(POST + b"content-length: 2\r\n\r\n{ ", b"x" * 65536, 100),
+        (400,),
+    ),
+    Attack(
+        "a body byte by byte",
+        many(POST + b"content-length: 100000\r\n\r\n", b" ", 1),
+        (408,),
+        drips=True,
+    ),
     Attack("half a body", once(POST + b"content-length: 1000\r\n\r\n{"), (408,)),
     Attack("half a chunk", once(CHUNKED + b"ff\r\n{"), (408,)),
     Attack("a body without its last chunk", once(CHUNKED + b"2\r\n{}\r\n"), (408,)),
@@ -88,10 +109,22 @@ ATTACKS = [
     Attack("a header's name without an end", many(GET, b"y" * 10_000, 500), (431,)),
     Attack("a million headers", many(GET, b"a: b\r\n" * 10_000, 100), (431,)),
     Attack("a request line of 1 MB", many(b"GET /", b"y" * 100_000, 10), (414, 431)),
-    Attack("a path of escapes", once(b"POST /v1/" + b"%%" * 500 + b" HTTP/1.1\r\nhost: x\r\n\r\n"), (414,)),
-    Attack("a query of 3 KB", once(b"GET /health?" + b"y" * 3000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"), (200,)),
+    Attack(
+        "a path of escapes",
+        once(b"POST /v1/" + b"%%" * 500 + b" HTTP/1.1\r\nhost: x\r\n\r\n"),
+        (414,),
+    ),
+    Attack(
+        "a query of 3 KB",
+        once(b"GET /health?" + b"y" * 3000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"),
+        (200,),
+    ),
     Attack("a path byte by byte", many(b"GET /", b"y", 1), (408, 414), drips=True),
-    Attack("trailers without an end", many(CHUNKED + b"2\r\n{}\r\n0\r\n", b"a: b\r\n" * 1000, 100), (431,)),
+    Attack(
+        "trailers without an end",
+        many(CHUNKED + b"2\r\n{}\r\n0\r\n", b"a: b\r\n" * 1000, 100),
+        (431,),
+    ),
     Attack("a trailer of 1 MB", many(CHUNKED + b"2\r\n{}\r\n0\r\na: ", b"y" * 100_000, 10), (431,)),
     Attack("a chunk's extension of 1 MB", many(CHUNKED + b"2;", b"y" * 100_000, 10), (400, 431)),
     Attack("half a request line", once(b"POST /v1/comp"), (408,)),
@@ -100,7 +133,11 @@ ATTACKS = [
     Attack("nothing", once(b""), ()),
     Attack("empty lines", many(b"\r\n", b"\r\n", 1), (), drips=True),
     Attack("a chunk's size that is none", once(CHUNKED + b"zz\r\n{}\r\n0\r\n\r\n"), (400,)),
-    Attack("a chunk's size beyond 64 bits", once(CHUNKED + b"fffffffffffffffff\r\n{}\r\n0\r\n\r\n"), (400,)),
+    Attack(
+        "a chunk's size beyond 64 bits",
+        once(CHUNKED + b"fffffffffffffffff\r\n{}\r\n0\r\n\r\n"),
+        (400,),
+    ),
     Attack("a negative chunk", once(CHUNKED + b"-2\r\n{}\r\n0\r\n\r\n"), (400,)),
     Attack("a chunk longer than its size", once(CHUNKED + b"2\r\n{}}}\r\n0\r\n\r\n"), (400,)),
     Attack(
@@ -109,21 +146,39 @@ ATTACKS = [
         (400,),
     ),
     Attack("two lengths", once(POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}"), (400,)),
-    Attack("chunked, but not last", once(POST + b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n"), (400,)),
+    Attack(
+        "chunked, but not last",
+        once(POST + b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n"),
+        (400,),
+    ),
     Attack("a name and a blank", once(POST + b"content-length : 2\r\n\r\n{}"), (400,)),
     Attack("bare line feeds", once(GET.replace(b"\r\n", b"\n") + b"\n"), (400,)),
     Attack("a NUL in a header", once(GET + b"x: a\x00b\r\n\r\n"), (400,)),
     Attack("HTTP/0.9", once(b"GET /health\r\n\r\n"), (200,)),
     Attack("an unknown method", once(b"STEAL /health HTTP/1.1\r\nhost: x\r\n\r\n"), (400,)),
-    Attack("HTTP/2", once(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"), (400,)),
-    Attack("a TLS hello", once(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256))), (400,)),
-    Attack("no body after 100-continue", once(POST + b"content-length: 9\r\nexpect: 100-continue\r\n\r\n"), (100,)),
+    Attack(
+        "HTTP/2",
+        once(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"),
+        (400,),
+    ),
+    Attack(
+        "a TLS hello",
+        once(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256))),
+        (400,),
+    ),
+    Attack(
+        "no body after 100-continue",
+        once(POST + b"content-length: 9\r\nexpect: 100-continue\r\n\r\n"),
+        (100,),
+    ),
 ]
 
 
 @asynccontextmanager
 async def besieged(**settings: Any) -> AsyncIterator[World]:
-    """A world with short deadlines, in which nothing of a client is left at the end: no connection, task or byte."""
+    """A world with short deadlines, in which nothing of a client is left at the end: no connection,
+    task or byte.
+    """
     settings = {"deadlines": SHORT, "limits": LIMITS, **settings}
     async with world(**settings) as w:
         yield w
@@ -154,7 +209,9 @@ async def send(client: Client, attack: Attack) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 async def test_an_error_or_a_deadline(attack: Attack) -> None:
-    """One answer in OpenAI's shape, or none, then the end of the connection; others are served meanwhile."""
+    """One answer in OpenAI's shape, or none, then the end of the connection; others are served
+    meanwhile.
+    """
     async with besieged() as w:
         client = await w.client()
         sending = asyncio.ensure_future(send(client, attack))
@@ -168,7 +225,8 @@ async def test_an_error_or_a_deadline(attack: Attack) -> None:
                 assert answer.header("content-type") == "application/json"
                 assert "error" in answer.json or "detail" in answer.json
         else:
-            with contextlib.suppress(ConnectionResetError):  # what it sent meanwhile was not read any more
+            # what it sent meanwhile was not read any more
+            with contextlib.suppress(ConnectionResetError):
                 assert await client.reader.read() == b""
         if attack.statuses == (100,):
             assert (await client.answer()).status == 408
@@ -196,7 +254,9 @@ def answer_keeps_open(attack: Attack) -> bool:
 async def test_an_answer_that_is_never_read() -> None:
     """The buffer holds it for `client_write`; then the client is dropped, and counted."""
     async with besieged() as w:
-        w.decode[0].script(scripts.whole(b'{"usage":{"prompt_tokens":1},"x":"' + b"y" * 20_000_000 + b'"}'))
+        w.decode[0].script(
+            scripts.whole(b'{"usage":{"prompt_tokens":1},"x":"' + b"y" * 20_000_000 + b'"}')
+        )
         client = await w.client(receive_buffer=4096)
         client.post(COMPLETIONS, completion(n=2, temperature=1))
         await until(lambda: w.metric("pdproxy_deadline_total", wait="client_write"), PATIENCE)
@@ -254,7 +314,9 @@ async def test_a_thousand_connections_that_say_nothing() -> None:
 
 @pytest.mark.parametrize("path", ["/health", COMPLETIONS])
 async def test_a_thousand_requests_in_one_pipeline(path: str) -> None:
-    """The first and those that may wait behind it are answered, in order, then the connection closes; nobody else waits."""
+    """The first and those that may wait behind it are answered, in order, then the connection
+    closes; nobody else waits.
+    """
     async with besieged() as w:
         client = await w.client()
         if path == COMPLETIONS:
@@ -276,7 +338,9 @@ async def test_a_thousand_requests_in_one_pipeline(path: str) -> None:
 
 
 async def test_invalid_data_behind_a_request_does_not_break_its_stream() -> None:
-    """A stream under way ends in good order although what follows its request is no HTTP; then the connection closes."""
+    """A stream under way ends in good order although what follows its request is no HTTP; then the
+    connection closes.
+    """
     go = asyncio.Event()
     async with besieged() as w:
         w.decode[0].script(scripts.after_word(go, finish))
@@ -298,7 +362,9 @@ async def test_a_trailer_is_no_header() -> None:
         client = await w.client()
         body = json.dumps(completion()).encode()
         client.send(
-            CHUNKED + b"%x\r\n%b\r\n0\r\nauthorization: Bearer one\r\nx-request-id: mine\r\n\r\n" % (len(body), body)
+            CHUNKED
+            + b"%x\r\n%b\r\n0\r\nauthorization: Bearer one\r\nx-request-id: mine\r\n\r\n"
+            % (len(body), body)
         )
         answer = await client.answer()
         assert answer.status == 401
@@ -319,7 +385,8 @@ async def test_an_upgrade_is_not_taken(path: str) -> None:
     async with besieged() as w:
         client = await w.client()
         client.send(
-            b"GET %b HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" % path.encode()
+            b"GET %b HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+            % path.encode()
             + request("GET", "/metrics", b"")
         )
         answer = await client.answer()
@@ -331,12 +398,19 @@ async def test_an_upgrade_is_not_taken(path: str) -> None:
     "wrong",
     [
         b"GARBAGE\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\ntransfer-encoding: gzip\r\n\r\n",
+        (
+            b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\n"
+            b"transfer-encoding: gzip\r\n\r\n"
+        ),
     ],
     ids=["no HTTP", "an offer whose body has no end"],
 )
-async def test_what_is_no_http_is_refused_as_anything_else(wrong: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """Each is answered and counted, and has no log line but that of refusals, of which there are few."""
+async def test_what_is_no_http_is_refused_as_anything_else(
+    wrong: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is answered and counted, and has no log line but that of refusals, of which there are
+    few.
+    """
     async with besieged() as w:
         for _ in range(3):
             client = await w.client()
@@ -375,7 +449,9 @@ async def test_bodies_under_way_have_one_bound_in_all() -> None:
 
 
 async def test_a_body_in_service_counts() -> None:
-    """Until a stream flows the body's bytes are held, since another engine may need them; then others may have their space."""
+    """Until a stream flows the body's bytes are held, since another engine may need them; then
+    others may have their space.
+    """
     go, end = asyncio.Event(), asyncio.Event()
     async with besieged() as w:
         w.decode[0].script(scripts.gate(go, scripts.after_word(end, finish)))

@@ -1,4 +1,6 @@
-"""Engines that send without end, or much more than was asked for: bounded, refused with the bound's name, and nothing is left."""
+"""Engines that send without end, or much more than was asked for: bounded, refused with the bound's
+name, and nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ from tests.fakes import answers, scripts
 from tests.fakes.client import bearer, request
 from tests.fakes.engine import Reply, Script
 from tests.fakes.passed import RESPONSES, everyone, responses
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, TEXT, World, chat, completion, until, world
+from tests.fakes.world import (
+    CHAT,
+    CHAT_TEXT,
+    COMPLETIONS,
+    TEXT,
+    World,
+    chat,
+    completion,
+    until,
+    world,
+)
 
 MIB = 1 << 20
 LIMITS = {"max_answer_bytes": MIB, "max_buffered_answer_bytes": 4 * MIB}
@@ -39,7 +51,9 @@ def framed(payload: bytes) -> bytes:
 
 
 class Endless:
-    """A script that begins an answer and goes on with the same piece. `sent` are the bytes that it could send."""
+    """A script that begins an answer and goes on with the same piece. `sent` are the bytes that it
+    could send.
+    """
 
     def __init__(self, begin: bytes, piece: bytes) -> None:
         self.begin = begin
@@ -87,7 +101,9 @@ AS_ASKED = {
     "openings of a chat",
     "lines of an event",
 }
-"""What its request may have asked for: bytes of bodies. Heads, and what holds nothing, are the engine's doing."""
+"""What its request may have asked for: bytes of bodies. Heads, and what holds nothing, are the
+engine's doing.
+"""
 
 
 def room(w: World) -> AnswerBudget:
@@ -123,7 +139,9 @@ async def test_an_answer_without_end_is_tried_elsewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(AS_ASKED))
 async def test_an_answer_that_is_too_large_is_not_tried_elsewhere(name: str) -> None:
-    """Every engine would answer so. The client learns the bound; nothing is held against the engine, or the way of the KV."""
+    """Every engine would answer so. The client learns the bound; nothing is held against the
+    engine, or the way of the KV.
+    """
     begin, piece = {**WHOLE, **STREAMED}[name]
     async with bounded(prefill=2, decode=2, leaves=True) as w:
         scripts_ = [Endless(begin, piece) for _ in w.decode]
@@ -164,12 +182,17 @@ async def test_a_stream_without_data_is_tried_elsewhere(name: str) -> None:
             *WHOLE["an answer that says it is too large"],
             "an answer of more than 1048576 bytes (limits.max_answer_bytes)",
         ),
-        (*WHOLE["an answer in chunks"], "an answer of more than 1048576 bytes (limits.max_answer_bytes)"),
+        (
+            *WHOLE["an answer in chunks"],
+            "an answer of more than 1048576 bytes (limits.max_answer_bytes)",
+        ),
         (*WHOLE["a header"], "more than 65536 bytes that are not body"),
         (*WHOLE["headers"], "sent more than 65536 bytes"),
     ],
 )
-async def test_where_all_engines_do_so_the_client_learns_the_bound(begin: bytes, piece: bytes, said: str) -> None:
+async def test_where_all_engines_do_so_the_client_learns_the_bound(
+    begin: bytes, piece: bytes, said: str
+) -> None:
     """502, what was too large, and the bound; no engine's address."""
     async with bounded(leaves=True) as w:
         w.decode[0].default = Endless(begin, piece)
@@ -179,9 +202,13 @@ async def test_where_all_engines_do_so_the_client_learns_the_bound(begin: bytes,
         assert "127.0.0.1" not in answer.json["error"]["message"]
 
 
-@pytest.mark.parametrize(("piece", "failures"), [(b"x" * 8192, 0), (b":\n\n" * 1000, 1), (b"data:x\n\n" * 1000, 1)])
+@pytest.mark.parametrize(
+    ("piece", "failures"), [(b"x" * 8192, 0), (b":\n\n" * 1000, 1), (b"data:x\n\n" * 1000, 1)]
+)
 async def test_a_stream_that_goes_wrong_behind_its_data(piece: bytes, failures: int) -> None:
-    """An event without end, or many that hold nothing, behind data: an error event, and the leg is closed."""
+    """An event without end, or many that hold nothing, behind data: an error event, and the leg is
+    closed.
+    """
     async with bounded() as w:
         seen, script = asyncio.Event(), Endless(b"", framed(piece))
 
@@ -206,14 +233,17 @@ async def test_a_stream_that_goes_wrong_behind_its_data(piece: bytes, failures: 
 PREFILLS = {
     **WHOLE,
     "ids that are not this prompt's": (
-        JSON + b"content-length: 700000\r\n\r\n" + b'{"choices":[],"prompt_token_ids":[1', b",1" * 1000,
+        JSON + b"content-length: 700000\r\n\r\n" + b'{"choices":[],"prompt_token_ids":[1',
+        b",1" * 1000,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PREFILLS)
 async def test_a_prefill_without_end(name: str) -> None:
-    """A prefill's answer may have some bytes for each byte of its prompt: the next engine's handle is used."""
+    """A prefill's answer may have some bytes for each byte of its prompt: the next engine's handle
+    is used.
+    """
     async with bounded(prefill=2) as w:
         script = Endless(*PREFILLS[name])
         w.prefill[1].script(script)
@@ -226,7 +256,9 @@ async def test_a_prefill_without_end(name: str) -> None:
 
 
 async def test_a_release_without_end() -> None:
-    """Who answers a release with a gigabyte has not given the KV back: it is told again, and the handle counts as lost."""
+    """Who answers a release with a gigabyte has not given the KV back: it is told again, and the
+    handle counts as lost.
+    """
     async with bounded(leaves=True, deadlines={"release": 0.3}) as w:
         script = Endless(*WHOLE["an answer in chunks"])
         w.decode[0].script(scripts.whole(answers.INTERNAL_500, 500))
@@ -239,7 +271,9 @@ async def test_a_release_without_end() -> None:
 
 
 async def test_many_answers_share_one_room() -> None:
-    """What finds no room is given up with 503; its engine is not blamed for that, and later answers are served."""
+    """What finds no room is given up with 503; its engine is not blamed for that, and later answers
+    are served.
+    """
     async with bounded(leaves=True) as w:
         go = asyncio.Event()
 
@@ -267,13 +301,18 @@ async def test_a_list_of_prompts_has_one_answer() -> None:
         w.decode[0].default = scripts.whole(answers.whole(False, [1] * 20, "x" * 600_000, 1))
         answer = await w.ask(COMPLETIONS, completion(prompt=[completion()["prompt"]] * 2))
         assert answer.status == 502
-        assert "answers of more than 1048576 bytes (limits.max_answer_bytes)" in answer.json["error"]["message"]
+        assert (
+            "answers of more than 1048576 bytes (limits.max_answer_bytes)"
+            in answer.json["error"]["message"]
+        )
 
 
 # -- passed routes
 
 
-@pytest.mark.parametrize("name", ["an answer that says it is too large", "an answer in chunks", "an error"])
+@pytest.mark.parametrize(
+    "name", ["an answer that says it is too large", "an answer in chunks", "an error"]
+)
 async def test_a_passed_answer_without_end(name: str) -> None:
     """502, from one engine, which is not blamed."""
     async with bounded(decode=2) as w:
@@ -311,11 +350,15 @@ async def test_a_number_that_no_counter_has() -> None:
 @pytest.mark.parametrize("digits", [14, 400])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_usage_that_is_no_count(tmp_path: Path, digits: int, stream: bool) -> None:
-    """Of a key with limits, in which usage is added up: the request ends, its place is free, and the key is served."""
+    """Of a key with limits, in which usage is added up: the request ends, its place is free, and
+    the key is served.
+    """
     (tmp_path / "keys").write_text("a:sk-a tpm=600000 inflight=1")
     count = 10**digits
     events = answers.stream(False, count, ["a"], with_usage=True)
-    body = answers.compact({"choices": [{"index": 0, "text": "a"}], "usage": answers.usage(count, count)})
+    body = answers.compact(
+        {"choices": [{"index": 0, "text": "a"}], "usage": answers.usage(count, count)}
+    )
     script = scripts.streams(*events) if stream else scripts.whole(body)
     async with world(auth={"api_keys_file": str(tmp_path / "keys")}) as w:
         for _ in range(4):
@@ -346,23 +389,34 @@ def listing(count: int) -> bytes:
 
 
 PAGES: dict[str, tuple[str, Script, str]] = {
-    "models without end": ("/v1/models", Endless(*WHOLE["an answer in chunks"]), "answered more than 4194304 bytes"),
-    "too many models": ("/v1/models", scripts.whole(listing(3 * MAX_MODELS)), "more than 4096 models"),
-    "a model with a long name": ("/v1/models", scripts.whole(b'{"data":[{"id":"%b"}]}' % (b"n" * 5000)), "a name of more"),
-    "metrics without end": ("/metrics", Endless(*WHOLE["an answer in chunks"]), "answered more than 8388608 bytes"),
+    "models without end": ("/v1/models", Endless(*WHOLE["an answer in chunks"]),
+    "answered more than 4194304 bytes"),
+    "too many models": ("/v1/models", scripts.whole(listing(3 * MAX_MODELS)),
+    "more than 4096 models"),
+    "a model with a long name": ("/v1/models",
+    scripts.whole(b'{"data":[{"id":"%b"}]}' % (b"n" * 5000)), "a name of more"),
+    "metrics without end": ("/metrics", Endless(*WHOLE["an answer in chunks"]),
+    "answered more than 8388608 bytes"),
     "too many samples": (
-        "/metrics", scripts.whole(b"vllm:num_requests_running 1\n" * (MAX_SAMPLES + 1)), "more than 512 lines",
+        "/metrics", scripts.whole(b"vllm:num_requests_running 1\n" * (MAX_SAMPLES + 1)),
+        "more than 512 lines",
     ),
     "a long sample": (
-        "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 5000)), "or 4096 in one of them",
+        "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 5000)),
+        "or 4096 in one of them",
     ),
     "long samples": (
-        "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 1000) * 70), "more than 65536 bytes",
+        "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 1000) * 70),
+        "more than 65536 bytes",
     ),
-    "a sample that is no number": ("/metrics", scripts.whole(b"vllm:num_requests_running NaN\n"), "is not finite"),
-    "a long word": ("/metrics", scripts.whole(b"vllm:num_requests_running %b\n" % (b"x" * 3000)), "not in Prometheus"),
-    "a version without end": ("/version", Endless(*WHOLE["an answer in chunks"]), "answered more than 65536 bytes"),
-    "ids without end": ("/tokenize", Endless(*WHOLE["an answer in chunks"]), "answered more than 65536 bytes"),
+    "a sample that is no number": ("/metrics", scripts.whole(b"vllm:num_requests_running NaN\n"),
+    "is not finite"),
+    "a long word": ("/metrics", scripts.whole(b"vllm:num_requests_running %b\n" % (b"x" * 3000)),
+    "not in Prometheus"),
+    "a version without end": ("/version", Endless(*WHOLE["an answer in chunks"]),
+    "answered more than 65536 bytes"),
+    "ids without end": ("/tokenize", Endless(*WHOLE["an answer in chunks"]),
+    "answered more than 65536 bytes"),
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""A log that nobody reads, or that can't be written, and clients that would fill it: requests are served all the same."""
+"""A log that nobody reads, or that can't be written, and clients that would fill it: requests are
+served all the same.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def reported(lines: list[str]) -> list[int]:
 
 
 async def test_a_pipe_that_nobody_reads(pipe: Pipe) -> None:
-    """Requests go on being served; each line is read later or counted as dropped; one line says how many, in its place."""
+    """Requests go on being served; each line is read later or counted as dropped; one line says how
+    many, in its place.
+    """
     async with served(pipe.write_end, max_bytes=QUEUE) as proxy:
         for _ in range(REQUESTS):
             assert (await proxy.ask("POST", COMPLETIONS, completion())).status == 200
@@ -139,15 +143,21 @@ async def test_wrong_settings_without_a_standard_error(closed: str) -> None:
     """The exit code is the same, whoever can read the line about it."""
     command = f"{sys.executable} -m pdproxy serve --port -1 {closed}; exit ${{PIPESTATUS[0]}}"
     process = await asyncio.create_subprocess_exec(
-        "bash", "-c", command, env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        "bash",
+        "-c",
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
     assert await process.wait() == 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize(("log_format", "count"), [("text", 12), ("json", 2)])  # 12 are 96 MiB, if they stayed
+# 12 are 96 MiB, if they stayed
+@pytest.mark.parametrize(("log_format", "count"), [("text", 12), ("json", 2)])
 async def test_models_as_long_as_bodies(log_format: str, count: int, tmp_path: Path) -> None:
-    """The engine gets them whole and answers its own 404; nothing of them stays, in memory or in the log."""
+    """The engine gets them whole and answers its own 404; nothing of them stays, in memory or in
+    the log.
+    """
     path = tmp_path / "log"
     with path.open("wb") as log:
         async with served(log, log_format=log_format) as proxy:
@@ -160,14 +170,18 @@ async def test_models_as_long_as_bodies(log_format: str, count: int, tmp_path: P
                 assert answer.status == 404
             assert proxy.memory() - before < 64 * MIB
             assert len(proxy.decode.requests[-1].body) > 8 * MIB
-            assert await proxy.metric("pdproxy_requests_total", model="other", outcome="client") == count + 1
+            assert (
+                await proxy.metric("pdproxy_requests_total", model="other", outcome="client")
+                == count + 1
+            )
             page = (await proxy.ask("GET", "/metrics")).body
             assert len(page) < MIB
             proxy.process.send_signal(signal.SIGTERM)
             await proxy.process.wait()
     lines = path.read_text().splitlines()
     assert max(map(len, lines)) < 2000
-    named = [line for line in lines if re.search(r"\bstatus\W+404\b", line)]  # a time may have these digits
+    # a time may have these digits
+    named = [line for line in lines if re.search(r"\bstatus\W+404\b", line)]
     assert len(named) == count + 1
     assert all("bytes)" in line for line in named)
     if log_format == "json":
@@ -175,7 +189,9 @@ async def test_models_as_long_as_bodies(log_format: str, count: int, tmp_path: P
 
 
 async def test_a_long_name_is_no_other_model() -> None:
-    """Names that begin as a model's, or as each other, are served by nobody: the engine says so, and no pair is tried."""
+    """Names that begin as a model's, or as each other, are served by nobody: the engine says so,
+    and no pair is tried.
+    """
     async with world() as w:
         long = "tiny" + "x" * MAX_MODEL_NAME
         for model in (long, long + "y", "tiny" * 100_000, "日本" * 5000, "\\ud83e" * 3000):
@@ -201,11 +217,17 @@ async def _any_model(reply: Reply) -> None:
     await reply.whole(answers.whole(False, [1], "x", 1))
 
 
-async def test_an_engines_words_are_bounded_where_they_are_shown(caplog: pytest.LogCaptureFixture) -> None:
-    """An engine that answers probes with a long line makes neither /ready nor a log line long, and hides no other line."""
+async def test_an_engines_words_are_bounded_where_they_are_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An engine that answers probes with a long line makes neither /ready nor a log line long, and
+    hides no other line.
+    """
 
     def wordy(w: World) -> None:
-        w.decode[0].admin["/metrics"] = scripts.whole(b"vllm:num_requests_running{" + b"w" * 2000 + b"}} x\n")
+        w.decode[0].admin["/metrics"] = scripts.whole(
+            b"vllm:num_requests_running{" + b"w" * 2000 + b"}} x\n"
+        )
 
     async with world(decode=2, before=wordy) as w:
         w.prefill[0].stop()
@@ -221,11 +243,20 @@ async def test_an_engines_words_are_bounded_where_they_are_shown(caplog: pytest.
 
 
 async def test_a_client_that_floods_the_log_forges_nothing(tmp_path: Path) -> None:
-    """Line ends, quotes and escapes in what clients choose: each request has one line, and each line is bounded."""
+    """Line ends, quotes and escapes in what clients choose: each request has one line, and each
+    line is bounded.
+    """
     path = tmp_path / "log"
     with path.open("wb") as log:
         async with served(log) as proxy:
-            for model in ("a\nb INFO pdproxy.access request id=x", '"', "\x1b[2J", "\u2028", "x" * 4000, "\x00" * 300):
+            for model in (
+                "a\nb INFO pdproxy.access request id=x",
+                '"',
+                "\x1b[2J",
+                "\u2028",
+                "x" * 4000,
+                "\x00" * 300,
+            ):
                 assert (await proxy.ask("POST", COMPLETIONS, completion(model=model))).status == 404
             proxy.process.send_signal(signal.SIGTERM)
             await proxy.process.wait()

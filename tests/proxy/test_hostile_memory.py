@@ -28,7 +28,9 @@ SETTINGS = {
     "PDPROXY_DEADLINES__CLIENT_WRITE": "5",
 }
 ROOM = 96 * MIB
-"""What the process may grow by: the bodies twice (a buffer grows by being copied), and what sockets and the allocator take."""
+"""What the process may grow by: the bodies twice (a buffer grows by being copied), and what sockets
+and the allocator take.
+"""
 
 
 class Serving:
@@ -55,7 +57,9 @@ async def serving() -> AsyncIterator[Serving]:
     given = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
     given["PDPROXY_OBSERVE__CORE_DUMPS"] = "true"  # or only root could see which files it has open
     env = {**given, **SETTINGS, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = forked.command("serve", "--port", str(port), *engines, "--log-level", "error", env=env)
+    process = forked.command(
+        "serve", "--port", str(port), *engines, "--log-level", "error", env=env
+    )
     try:
         made = Serving(process.pid, port)
         async with asyncio.timeout(PATIENCE):
@@ -81,9 +85,12 @@ async def flood(client: Client, first: bytes, piece: bytes, count: int) -> None:
 
 CHUNK = b"%x\r\n" % 65536 + b" " * 65536 + b"\r\n"
 FLOODS = {
-    "chunks, a gigabyte on each of 4 connections": (4, POST + b"transfer-encoding: chunked\r\n\r\n", CHUNK, 16_384),
-    "bodies under the limit on 60 connections": (60, POST + b"content-length: 4000000\r\n\r\n", b" " * 65536, 61),
-    "chunks of two bytes": (8, POST + b"transfer-encoding: chunked\r\n\r\n", b"2\r\n  \r\n" * 5000, 100),
+    "chunks, a gigabyte on each of 4 connections": (4, POST + b"transfer-encoding: chunked\r\n\r\n",
+    CHUNK, 16_384),
+    "bodies under the limit on 60 connections": (60, POST + b"content-length: 4000000\r\n\r\n",
+    b" " * 65536, 61),
+    "chunks of two bytes": (8, POST + b"transfer-encoding: chunked\r\n\r\n", b"2\r\n  \r\n" * 5000,
+    100),
     "a header without an end": (20, b"GET / HTTP/1.1\r\nx: ", b"y" * 65536, 1000),
     "headers without an end": (20, b"GET / HTTP/1.1\r\n", b"a: b\r\n" * 10_000, 1000),
     "a request line without an end": (20, b"GET /", b"y" * 65536, 1000),
@@ -91,7 +98,8 @@ FLOODS = {
         20, POST + b"transfer-encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 10_000, 1000,
     ),
     "a body that no route reads": (
-        4, b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n", b" " * 65536, 2000,
+        4, b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n", b" " * 65536,
+        2000,
     ),
     "pages that are never read": (20, b"", request("GET", "/metrics", b"") * 100, 100),
     "requests that are never read": (20, b"", request("POST", "/v1/completions", b"{}") * 100, 100),
@@ -105,7 +113,9 @@ async def test_memory_is_bounded(name: str) -> None:
     connections, first, piece, count = FLOODS[name]
     async with serving() as served:
         before = served.peak()
-        clients = [await Client.connect(served.port, receive_buffer=4096) for _ in range(connections)]
+        clients = [
+            await Client.connect(served.port, receive_buffer=4096) for _ in range(connections)
+        ]
         for client in clients:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         floods = [asyncio.ensure_future(flood(client, first, piece, count)) for client in clients]

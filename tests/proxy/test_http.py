@@ -1,4 +1,6 @@
-"""HTTP as clients really use it: kept and pipelined connections, old versions, odd methods, expectations."""
+"""HTTP as clients really use it: kept and pipelined connections, old versions, odd methods,
+expectations.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 async def test_a_client_that_leaves_with_requests_in_the_pipeline() -> None:
-    """Leaving ends the request that is served, at its next write; the ones behind it never start."""
+    """Leaving ends the request that is served, at its next write; the ones behind it never
+    start.
+    """
 
     async def flow(reply: Reply) -> None:
         await reply.start()
@@ -59,7 +63,10 @@ async def test_a_client_that_leaves_with_requests_in_the_pipeline() -> None:
     async with world() as w:
         w.decode[0].script(flow)
         client = await w.client()
-        client.send(request("POST", COMPLETIONS, completion(stream=True)) + request("POST", COMPLETIONS, completion()))
+        client.send(
+            request("POST", COMPLETIONS, completion(stream=True))
+            + request("POST", COMPLETIONS, completion())
+        )
         await client.head()
         client.close()
         await w.ended()
@@ -131,17 +138,30 @@ async def test_other_methods_on_the_generating_routes(path: str, method: str) ->
     ],
 )
 async def test_other_forms_of_the_same_target(path: str) -> None:
-    """A query, a fragment, the absolute form or a percent-encoded form of the target is the same route."""
+    """A query, a fragment, the absolute form or a percent-encoded form of the target is the same
+    route.
+    """
     async with world() as w:
         assert (await w.ask(path, completion())).status == 200
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/nope", "/", "/pause", "/collective_rpc", "/sleep", "/v1/load_lora_adapter", "/abort_requests"]
+    "path",
+    [
+        "/v1/nope",
+        "/",
+        "/pause",
+        "/collective_rpc",
+        "/sleep",
+        "/v1/load_lora_adapter",
+        "/abort_requests",
+    ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_other_routes_are_404_and_never_reach_an_engine(path: str, method: str) -> None:
-    """Only the routes that the proxy knows exist; an engine's admin routes cannot be reached through it."""
+    """Only the routes that the proxy knows exist; an engine's admin routes cannot be reached
+    through it.
+    """
     async with world() as w:
         answer = await w.ask(path, b"{}", method=method)
         assert (answer.status, answer.json) == (404, {"detail": "Not Found"})
@@ -149,11 +169,20 @@ async def test_other_routes_are_404_and_never_reach_an_engine(path: str, method:
 
 
 async def test_a_client_that_offers_http_2() -> None:
-    """An offer to upgrade to h2c is ignored, as RFC 9110 allows: clients in Java send it with every first request."""
-    offer = [("connection", "Upgrade, HTTP2-Settings"), ("upgrade", "h2c"), ("http2-settings", "AAEAAEAAAAIAAAAA")]
+    """An offer to upgrade to h2c is ignored, as RFC 9110 allows: clients in Java send it with every
+    first request.
+    """
+    offer = [
+        ("connection", "Upgrade, HTTP2-Settings"),
+        ("upgrade", "h2c"),
+        ("http2-settings", "AAEAAEAAAAIAAAAA"),
+    ]
     async with world() as w:
         client = await w.client()
-        for path, body in ((COMPLETIONS, completion()), ("/tokenize", {"model": "tiny", "prompt": "x"})) * 2:
+        for path, body in (
+            (COMPLETIONS, completion()),
+            ("/tokenize", {"model": "tiny", "prompt": "x"}),
+        ) * 2:
             client.post(path, body, offer)
             answer = await client.answer()
             assert (answer.status, answer.header("connection")) == (200, None)
@@ -185,7 +214,8 @@ async def test_a_bad_head_behind_a_request_spoils_nothing(stream: bool) -> None:
     """The request before it has its body and its answer; then the connection ends."""
     async with world() as w:
         client = await w.client()
-        bad = b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n"  # no path: uvicorn refuses it once the head is whole
+        # no path: uvicorn refuses it once the head is whole
+        bad = b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n"
         client.send(request("POST", COMPLETIONS, completion(stream=stream)) + bad)
         answer = await client.answer()
         assert (answer.status, answer.text) == (200, TEXT)

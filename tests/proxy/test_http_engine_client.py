@@ -1,4 +1,6 @@
-"""When a connection to an engine is used again, and when a request may be sent twice: early answers, stale ends, failures."""
+"""When a connection to an engine is used again, and when a request may be sent twice: early
+answers, stale ends, failures.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import h11
 import pytest
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import ConnectionLostError, EngineError, EngineTimeoutError, StaleConnectionError, Wait
+from pdproxy.kit.errors import (
+    ConnectionLostError,
+    EngineError,
+    EngineTimeoutError,
+    StaleConnectionError,
+    Wait,
+)
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient, Pending
 from tests.fakes.legs import CHUNKED, HEAD, LAST, LIKE, OK, Heard, Wire
@@ -94,7 +102,11 @@ async def pair() -> AsyncIterator[tuple[Engine, EngineClient]]:
     listening = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=1 << 16)
     port = listening.sockets[0].getsockname()[1]
     client = EngineClient(
-        f"http://127.0.0.1:{port}", connect_timeout=PATIENCE, keepalive=60, clock=Clock(), budget=AnswerBudget()
+        f"http://127.0.0.1:{port}",
+        connect_timeout=PATIENCE,
+        keepalive=60,
+        clock=Clock(),
+        budget=AnswerBudget(),
     )
     yield engine, client
     client.close()
@@ -123,8 +135,12 @@ def answering(*said: bytes) -> Script:
 # -- answers before the request is written
 
 
-async def test_an_early_answer_and_the_end_of_the_connection(pair: tuple[Engine, EngineClient]) -> None:
-    """The answer counts although the request was never whole; nothing more of it is sent, and the connection is not kept."""
+async def test_an_early_answer_and_the_end_of_the_connection(
+    pair: tuple[Engine, EngineClient],
+) -> None:
+    """The answer counts although the request was never whole; nothing more of it is sent, and the
+    connection is not kept.
+    """
     engine, client = pair
 
     async def script(peer: Peer) -> None:
@@ -155,8 +171,12 @@ async def test_an_early_answer_and_the_end_of_the_connection(pair: tuple[Engine,
         (OK + b"garbage", False),
     ],
 )
-async def test_what_is_used_again(pair: tuple[Engine, EngineClient], said: bytes, kept: bool) -> None:
-    """A good end of any status keeps the connection; an announced end, or anything behind the answer, does not."""
+async def test_what_is_used_again(
+    pair: tuple[Engine, EngineClient], said: bytes, kept: bool
+) -> None:
+    """A good end of any status keeps the connection; an announced end, or anything behind the
+    answer, does not.
+    """
     engine, client = pair
     engine.scripts = [answering(said, OK)] if kept else [answering(said), answering(OK)]
     assert await ask(client) in (b"ok", b"hello")
@@ -164,8 +184,12 @@ async def test_what_is_used_again(pair: tuple[Engine, EngineClient], said: bytes
 
 
 @pytest.mark.parametrize("said", [b"", HEAD, CHUNKED + LIKE, OK[:-1]])
-async def test_nothing_is_used_again_after_a_time_out(pair: tuple[Engine, EngineClient], said: bytes) -> None:
-    """A request that was given up takes its connection along, so that its late answer is nobody else's."""
+async def test_nothing_is_used_again_after_a_time_out(
+    pair: tuple[Engine, EngineClient], said: bytes
+) -> None:
+    """A request that was given up takes its connection along, so that its late answer is nobody
+    else's.
+    """
     engine, client = pair
     engine.scripts = [answering(said), answering(OK, OK)]
     with pytest.raises(EngineTimeoutError):
@@ -174,7 +198,9 @@ async def test_nothing_is_used_again_after_a_time_out(pair: tuple[Engine, Engine
 
 
 @pytest.mark.parametrize("said", [b"garbage\r\n\r\n", CHUNKED + b"zz\r\n", HEAD + b"x : y\r\n\r\n"])
-async def test_nothing_is_used_again_after_a_failure(pair: tuple[Engine, EngineClient], said: bytes) -> None:
+async def test_nothing_is_used_again_after_a_failure(
+    pair: tuple[Engine, EngineClient], said: bytes
+) -> None:
     """What is no HTTP is a failure, not asked again, and ends the connection."""
     engine, client = pair
     engine.scripts = [answering(said), answering(OK)]
@@ -184,7 +210,9 @@ async def test_nothing_is_used_again_after_a_failure(pair: tuple[Engine, EngineC
 
 
 @pytest.mark.parametrize("late", [OK, b"x", LIKE])
-async def test_what_comes_unasked_ends_the_connection(pair: tuple[Engine, EngineClient], late: bytes) -> None:
+async def test_what_comes_unasked_ends_the_connection(
+    pair: tuple[Engine, EngineClient], late: bytes
+) -> None:
     """Bytes of an idle connection are not the next request's answer."""
     engine, client = pair
     go, gone = asyncio.Event(), asyncio.Event()
@@ -205,7 +233,9 @@ async def test_what_comes_unasked_ends_the_connection(pair: tuple[Engine, Engine
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-async def test_a_request_that_can_not_be_made(pair: tuple[Engine, EngineClient], fresh: bool) -> None:
+async def test_a_request_that_can_not_be_made(
+    pair: tuple[Engine, EngineClient], fresh: bool
+) -> None:
     """Its connection is there for the next one, whether it was kept or is new."""
     engine, client = pair
     engine.scripts = [answering(OK, OK)] if not fresh else [answering(OK), answering(OK)]
@@ -228,7 +258,9 @@ async def test_a_request_that_can_not_be_made(pair: tuple[Engine, EngineClient],
 async def test_a_connection_that_closes_as_it_is_used(
     pair: tuple[Engine, EngineClient], how: Callable[[Peer], None]
 ) -> None:
-    """A kept connection that ends without a byte when a request meets it: the request is sent once more, on a new one."""
+    """A kept connection that ends without a byte when a request meets it: the request is sent once
+    more, on a new one.
+    """
     engine, client = pair
 
     async def script(peer: Peer) -> None:
@@ -241,7 +273,9 @@ async def test_a_connection_that_closes_as_it_is_used(
     assert [await ask(client), await ask(client)] == [b"ok", b"ok"]
 
 
-async def test_a_connection_that_closed_while_it_was_idle(pair: tuple[Engine, EngineClient]) -> None:
+async def test_a_connection_that_closed_while_it_was_idle(
+    pair: tuple[Engine, EngineClient],
+) -> None:
     """It is out of the pool as soon as its end is seen."""
     engine, client = pair
 
@@ -258,10 +292,13 @@ async def test_a_connection_that_closed_while_it_was_idle(pair: tuple[Engine, En
 
 
 @pytest.mark.parametrize(
-    "reads", [[HEAD], [b"H"], [b"HTTP/1.1 100 Continue\r\n\r\n"], [CHUNKED, LIKE], [CHUNKED, LIKE, b"0"]]
+    "reads",
+    [[HEAD], [b"H"], [b"HTTP/1.1 100 Continue\r\n\r\n"], [CHUNKED, LIKE], [CHUNKED, LIKE, b"0"]],
 )
 @pytest.mark.parametrize("broken", [None, ConnectionResetError()])
-async def test_an_engine_that_began_to_answer_is_not_stale(reads: list[bytes], broken: Exception | None) -> None:
+async def test_an_engine_that_began_to_answer_is_not_stale(
+    reads: list[bytes], broken: Exception | None
+) -> None:
     """One byte shows that it saw the request, which must not be sent again as it is."""
     wire = Wire()
     wire.ask(Heard(), [OK])
@@ -272,12 +309,19 @@ async def test_an_engine_that_began_to_answer_is_not_stale(reads: list[bytes], b
 
 @pytest.mark.parametrize("broken", [None, ConnectionResetError(), BrokenPipeError()])
 @pytest.mark.parametrize(
-    ("before", "within", "stale"), [(1, 10.0, True), (3, 10.0, True), (0, 10.0, False), (1, 0.0, False)]
+    ("before", "within", "stale"),
+    [(1, 10.0, True), (3, 10.0, True), (0, 10.0, False), (1, 0.0, False)],
 )
 async def test_what_counts_as_stale(
-    monkeypatch: pytest.MonkeyPatch, before: int, within: float, stale: bool, broken: Exception | None
+    monkeypatch: pytest.MonkeyPatch,
+    before: int,
+    within: float,
+    stale: bool,
+    broken: Exception | None,
 ) -> None:
-    """A connection that was used before and ends at once; neither a new one nor one that ends later."""
+    """A connection that was used before and ends at once; neither a new one nor one that ends
+    later.
+    """
     monkeypatch.setattr("pdproxy.upstream.connection.STALE_WITHIN", within)
     wire = Wire()
     for _ in range(before):
@@ -302,7 +346,12 @@ async def test_an_answer_without_a_frame_that_breaks_is_not_whole() -> None:
 async def test_requests_as_another_parser_reads_them(body: bytes) -> None:
     """One request of the right length, with one host and the headers that were given."""
     client = EngineClient(
-        "http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), budget=AnswerBudget(), key=lambda: "k"
+        "http://engine:8000",
+        connect_timeout=1,
+        keepalive=1,
+        clock=Clock(),
+        budget=AnswerBudget(),
+        key=lambda: "k",
     )
     reader = h11.Connection(h11.SERVER)
     made = client.request("/v1/completions", ((b"x-request-id", b"a"),), body)
@@ -311,7 +360,8 @@ async def test_requests_as_another_parser_reads_them(body: bytes) -> None:
     assert isinstance(request, h11.Request)
     assert (request.method, request.target) == (b"POST", b"/v1/completions")
     assert sorted(request.headers) == sorted(
-        [(b"host", b"engine:8000"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+        [(b"host", b"engine:8000"), (b"content-type", b"application/json"), (b"content-length",
+        b"%d" % len(body)),
          (b"x-request-id", b"a"), (b"authorization", b"Bearer k")]
     )  # fmt: skip
     read = b""

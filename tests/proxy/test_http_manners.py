@@ -1,4 +1,6 @@
-"""HTTP as vLLM's server does it: cross-origin rules, other methods, other spellings of a path, headers that come back."""
+"""HTTP as vLLM's server does it: cross-origin rules, other methods, other spellings of a path,
+headers that come back.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,21 @@ RULES = [
 
 def crossed(answer: Answer) -> dict[str, str]:
     """The headers of an answer that are about origins."""
-    return {name: value for name, value in answer.headers if name == "vary" or name.startswith("access-control")}
+    return {
+        name: value
+        for name, value in answer.headers
+        if name == "vary" or name.startswith("access-control")
+    }
 
 
 @pytest.mark.parametrize("cors", RULES)
 @pytest.mark.parametrize("origin", [None, SITE, "https://other.example", "null", ""])
-async def test_the_data_path_says_what_starlettes_middleware_says(cors: Cors, origin: str | None) -> None:
-    """For every rule and origin, the headers of the data path are those of the middleware that vLLM uses."""
+async def test_the_data_path_says_what_starlettes_middleware_says(
+    cors: Cors, origin: str | None
+) -> None:
+    """For every rule and origin, the headers of the data path are those of the middleware that vLLM
+    uses.
+    """
 
     async def page(scope: Any, receive: Any, send: Any) -> None:
         await PlainTextResponse("x")(scope, receive, send)
@@ -49,7 +59,9 @@ async def test_the_data_path_says_what_starlettes_middleware_says(cors: Cors, or
     lines = [] if origin is None else [(b"origin", origin.encode())]
     scope = {"type": "http", "method": "GET", "headers": lines}
     await CORSMiddleware(page, **middleware_options(cors))(scope, None, send)  # type: ignore[arg-type]
-    theirs = sorted((k, v) for k, v in said[0]["headers"] if k == b"vary" or k.startswith(b"access-control"))
+    theirs = sorted(
+        (k, v) for k, v in said[0]["headers"] if k == b"vary" or k.startswith(b"access-control")
+    )
     assert sorted((name.lower(), value) for name, value in CorsHeaders(cors)(lines)) == theirs
 
 
@@ -74,7 +86,9 @@ async def everything(w: World, headers: Sequence[tuple[str, str]]) -> dict[str, 
 
 
 async def test_every_answer_varies_by_origin() -> None:
-    """By default no site may read anything, and every answer, of any kind, has `vary: Origin`, as vLLM's do."""
+    """By default no site may read anything, and every answer, of any kind, has `vary: Origin`, as
+    vLLM's do.
+    """
     async with world(limits={"attempts": 1}) as w:
         for headers in ([], [("origin", SITE)]):
             for sort, answer in (await everything(w, headers)).items():
@@ -83,7 +97,9 @@ async def test_every_answer_varies_by_origin() -> None:
 
 async def test_an_allowed_site_may_read_every_answer() -> None:
     """With `listen.cors` set, answers of all sorts name the site."""
-    async with world(limits={"attempts": 1}, cors=Cors(allowed_origins=(SITE,), allow_credentials=True)) as w:
+    async with world(
+        limits={"attempts": 1}, cors=Cors(allowed_origins=(SITE,), allow_credentials=True)
+    ) as w:
         for sort, answer in (await everything(w, [("origin", SITE)])).items():
             assert (sort, crossed(answer)) == (
                 sort,
@@ -96,7 +112,9 @@ async def test_an_allowed_site_may_read_every_answer() -> None:
             )
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/invocations"])
+@pytest.mark.parametrize(
+    "path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/invocations"]
+)
 async def test_streams_are_not_buffered_on_their_way(path: str) -> None:
     """Balancers in between pass each event on as it comes; whole answers have no such headers."""
     body = {COMPLETIONS: completion, "/invocations": completion}.get(path, chat)
@@ -147,7 +165,9 @@ async def test_a_preflight_of_a_site_that_is_not_allowed() -> None:
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"])
 async def test_a_wrong_method(method: str) -> None:
-    """405 with the methods that are right: FastAPI's routes answer no HEAD and no plain OPTIONS, and so vLLM's don't."""
+    """405 with the methods that are right: FastAPI's routes answer no HEAD and no plain OPTIONS,
+    and so vLLM's don't.
+    """
     async with world() as w:
         for entry in TABLE:
             by_fastapi = (method, entry.path) == ("HEAD", "/openapi.json")
@@ -170,13 +190,15 @@ async def test_a_trailing_slash_is_redirected() -> None:
                 "no host, and no path that a balancer would have to know"
             )
             assert (
-                urljoin(f"https://llm.example/below{path}/?x", location) == f"https://llm.example/below{path}?a=1&b=%2F"
+                urljoin(f"https://llm.example/below{path}/?x", location)
+                == f"https://llm.example/below{path}?a=1&b=%2F"
             )
         assert not w.prefill[0].requests
 
 
 @pytest.mark.parametrize(
-    "path", ["//evil.example/", "/\\evil.example/", "/nothing/", "//v1/models/", "/v1/models//", "/"]
+    "path",
+    ["//evil.example/", "/\\evil.example/", "/nothing/", "//v1/models/", "/v1/models//", "/"],
 )
 async def test_no_other_path_is_redirected(path: str) -> None:
     async with world() as w:
@@ -190,16 +212,22 @@ async def test_the_admin_api_names_no_host_either() -> None:
         assert (answer.status, answer.header("location")) == (307, "../log_level")
 
 
-@pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "/v1/models%00", "/v1/./models", "/V1/models"])
+@pytest.mark.parametrize(
+    "path", ["//v1/models", "/v1//models", "/v1/models%00", "/v1/./models", "/V1/models"]
+)
 async def test_a_path_that_only_looks_alike(path: str) -> None:
-    """Paths are compared as they are: no folding, no cleaning that an engine could see otherwise."""
+    """Paths are compared as they are: no folding, no cleaning that an engine could see
+    otherwise.
+    """
     async with world() as w:
         assert (await w.get(path)).status == 404
 
 
 @pytest.mark.parametrize("path", ["/tokenize?x=%2F", "/%74okenize", "http://proxy/tokenize"])
 async def test_other_forms_of_a_passed_path(path: str) -> None:
-    """A query, percent-encoding or the absolute form is the same route; the engine gets the table's path and no query."""
+    """A query, percent-encoding or the absolute form is the same route; the engine gets the table's
+    path and no query.
+    """
     async with world() as w:
         answer = await w.ask(path, {"model": "tiny", "prompt": "hi"})
         assert answer.status == 200
@@ -207,7 +235,9 @@ async def test_other_forms_of_a_passed_path(path: str) -> None:
 
 
 async def test_a_segment_with_an_encoded_slash() -> None:
-    """A response's id with a slash in it is no longer that route, as Starlette decodes before it compares."""
+    """A response's id with a slash in it is no longer that route, as Starlette decodes before it
+    compares.
+    """
     async with world() as w:
         assert (await w.get("/v1/responses/a%2Fb")).status == 404
 
@@ -221,7 +251,9 @@ async def test_what_serves_is_not_told() -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1", "99", "-1", "x", ""])
 async def test_a_clients_rank_is_dropped(rank: str) -> None:
-    """A data-parallel rank can't be meant for two engines: neither leg gets it, and the request is served."""
+    """A data-parallel rank can't be meant for two engines: neither leg gets it, and the request is
+    served.
+    """
     async with world() as w:
         answer = await w.ask(COMPLETIONS, completion(), [("x-data-parallel-rank", rank)])
         assert answer.status == 200

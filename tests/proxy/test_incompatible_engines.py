@@ -1,4 +1,6 @@
-"""Engines that differ are never paired; engines that prove to differ are ejected; KV that does not arrive is noticed."""
+"""Engines that differ are never paired; engines that prove to differ are ejected; KV that does not
+arrive is noticed.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ def _template(w: World) -> None:
         (_template, "another tokenizer or chat template"),
     ],
 )
-async def test_incompatible_engines_are_not_paired(change: Callable[[World], None], said: str) -> None:
-    """A prefill engine unlike the decode engine is not asked; /ready says why; another pair is used."""
+async def test_incompatible_engines_are_not_paired(
+    change: Callable[[World], None], said: str
+) -> None:
+    """A prefill engine unlike the decode engine is not asked; /ready says why; another pair is
+    used.
+    """
     async with world(before=change) as w:
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert not w.prefill[0].requests
@@ -71,8 +77,12 @@ async def test_an_engine_that_changes_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_different_prompt_lengths_eject_the_pair(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Engines that count different lengths saw different prompts: loud, and never again until one of them changes."""
+async def test_different_prompt_lengths_eject_the_pair(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines that count different lengths saw different prompts: loud, and never again until one
+    of them changes.
+    """
 
     async def longer(reply: Reply) -> None:
         reply.engine.loaded(reply.request)
@@ -88,7 +98,9 @@ async def test_different_prompt_lengths_eject_the_pair(stream: bool, caplog: pyt
         w.decode[0].script(longer)
         assert (await w.ask(COMPLETIONS, completion(stream=stream))).status == 200
         assert w.metric("pdproxy_pairs_ejected_total") == 1
-        assert any(r.levelno == logging.ERROR and "pair ejected" in r.getMessage() for r in caplog.records)
+        assert any(
+            r.levelno == logging.ERROR and "pair ejected" in r.getMessage() for r in caplog.records
+        )
         await w.ask(COMPLETIONS, completion(stream=stream))
         assert len(w.prefill[0].requests) == 1
         assert any("ejected" in line for line in (await w.get("/ready")).json["details"])
@@ -119,7 +131,9 @@ async def test_silent_recomputing_is_noticed(caplog: pytest.LogCaptureFixture) -
         assert len(w.events(KvShortfall)) == 1, "said once"
         assert any("KV did not arrive" in record.getMessage() for record in caplog.records)
         details = (await w.get("/ready")).json["details"]
-        assert any(f"{tokens} of {tokens} prompt tokens never arrived" in line for line in details), details
+        assert any(
+            f"{tokens} of {tokens} prompt tokens never arrived" in line for line in details
+        ), details
 
 
 async def test_kv_that_moves_is_counted_as_moved() -> None:
@@ -137,7 +151,9 @@ async def test_kv_that_moves_is_counted_as_moved() -> None:
 
 
 async def test_no_false_alarm_with_lagging_counters_or_clients_that_left() -> None:
-    """Counters that lag a scrape, and requests whose clients left before data, are not taken for recomputing."""
+    """Counters that lag a scrape, and requests whose clients left before data, are not taken for
+    recomputing.
+    """
     async with world() as w:
         engine = w.decode[0]
 
@@ -165,7 +181,8 @@ async def test_no_false_alarm_with_lagging_counters_or_clients_that_left() -> No
             request = await engine.asked(len(engine.requests) + 1)
             client.close()
             await request.left.wait()
-            engine.by_source["external_kv_transfer"] += len(engine.ids(request))  # it had been pulled
+            # it had been pulled
+            engine.by_source["external_kv_transfer"] += len(engine.ids(request))
             await w.quiet()
             await w.probe()
         await w.ask(COMPLETIONS, completion())
@@ -181,9 +198,12 @@ async def test_an_engine_that_does_not_count_is_said_to_be_blind() -> None:
 
     def blind(w: World) -> None:
         w.decode[0].admin["/metrics"] = scripts.whole(
-            b'process_start_time_seconds 1.0\nvllm:cache_config_info{block_size="16",engine="0"} 1.0\n'
+            b'process_start_time_seconds 1.0\nvllm:cache_config_info{block_size="16",engine="0"} '
+            b"1.0\n"
         )
 
     async with world(before=blind) as w:
         details = (await w.get("/ready")).json["details"]
-        assert details == [f"decode {w.decode[0].url}: its /metrics do not say where prompt tokens come from"]
+        assert details == [
+            f"decode {w.decode[0].url}: its /metrics do not say where prompt tokens come from"
+        ]

@@ -1,4 +1,6 @@
-"""SageMaker's route: the form of the body decides what it is; chats and completions are split as on their own routes."""
+"""SageMaker's route: the form of the body decides what it is; chats and completions are split as on
+their own routes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def body_of(kind: str, **fields: Any) -> dict[str, Any]:
     [
         ("chat", {}),
         ("chat", {"logprobs": True, "top_logprobs": 1}),
-        ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}),
+        (
+            "chat",
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        ),
         ("completion", {}),
         ("completion", {"prompt": [PROMPT, PROMPT + "2"]}),
         ("completion", {"prompt": list(range(5, 60))}),
@@ -41,7 +46,9 @@ def body_of(kind: str, **fields: Any) -> dict[str, Any]:
     ids=str,
 )
 async def test_chats_and_completions_are_split(kind: str, fields: dict[str, Any]) -> None:
-    """As on their own routes, with the same bytes; the body's model is ignored, as vLLM ignores it."""
+    """As on their own routes, with the same bytes; the body's model is ignored, as vLLM ignores
+    it.
+    """
     async with world() as w:
         ours, plain = await both(w, INVOCATIONS, body_of(kind, **fields))
         assert ours.status == 200
@@ -76,7 +83,9 @@ def _created(event: bytes) -> bytes:
 
 @pytest.mark.parametrize("fields", [{"n": 2, "temperature": 1, "seed": 3}, {"echo": True}], ids=str)
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-async def test_what_one_engine_serves_on_the_own_route_one_serves_here(kind: str, fields: dict[str, Any]) -> None:
+async def test_what_one_engine_serves_on_the_own_route_one_serves_here(
+    kind: str, fields: dict[str, Any]
+) -> None:
     """The rules are those of the own routes."""
     async with world() as w:
         ours, plain = await both(w, INVOCATIONS, body_of(kind, **fields))
@@ -122,7 +131,19 @@ async def test_what_fits_none_is_answered_as_by_one_engine(body: dict[str, Any])
 @pytest.mark.broken_bodies("an engine reads and refuses what the client sends, in its own words")
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"x"', b"null", b"3", b"true", b"1.5", b"\xff\xfe{}", b'{"a":1}{"b":2}', b'{"a":"\xff"}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"3",
+        b"true",
+        b"1.5",
+        b"\xff\xfe{}",
+        b'{"a":1}{"b":2}',
+        b'{"a":"\xff"}',
+    ],
 )
 async def test_a_body_that_cannot_be_read(body: bytes) -> None:
     """Is refused here, in the words that vLLM has for this route, and no engine is asked."""
@@ -138,7 +159,8 @@ async def test_another_content_type_is_refused() -> None:
     async with world() as w:
         client = await w.client()
         head = (
-            b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: application/x+json\r\ncontent-length: 1\r\n\r\n{"
+            b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: application/x+json\r\n"
+            b"content-length: 1\r\n\r\n{"
         )
         client.send(head)
         answer = await client.answer()
@@ -146,7 +168,9 @@ async def test_another_content_type_is_refused() -> None:
         assert "Only 'application/json' is allowed" in answer.json["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [{"prompt": {"a": 1}}, completion(), completion(echo=True), {"input": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "body", [{"prompt": {"a": 1}}, completion(), completion(echo=True), {"input": "x"}], ids=str
+)
 async def test_the_adapter_of_a_header_is_the_model(body: dict[str, Any]) -> None:
     """SageMaker names a LoRA adapter so, in place of the body's model."""
     async with world() as w:
@@ -159,7 +183,11 @@ async def test_the_adapter_of_a_header_is_the_model(body: dict[str, Any]) -> Non
         if "echo" in body or body == completion():
             assert ours.status == 404
             assert "`nope`" in ours.json["error"]["message"]
-        named = await w.ask(INVOCATIONS, completion(model="other"), [("x-amzn-sagemaker-adapter-identifier", "tiny")])
+        named = await w.ask(
+            INVOCATIONS,
+            completion(model="other"),
+            [("x-amzn-sagemaker-adapter-identifier", "tiny")],
+        )
         assert (named.status, named.json["model"]) == (200, "tiny")
         assert w.prefill[0].requests[-1].json["model"] == "tiny"
 
@@ -168,7 +196,9 @@ async def test_the_adapter_of_a_header_is_the_model(body: dict[str, Any]) -> Non
 async def test_a_stream_without_its_end_mark_is_an_error(then: str) -> None:
     """Also where the engine ends the HTTP answer properly."""
     async with world() as w:
-        w.decode[0].admin = {INVOCATIONS: scripts.streams(scripts.CHAT_WORD, scripts.CHAT_WORD, then=then)}
+        w.decode[0].admin = {
+            INVOCATIONS: scripts.streams(scripts.CHAT_WORD, scripts.CHAT_WORD, then=then)
+        }
         answer = await w.ask(INVOCATIONS, chat(max_tokens="4", stream=True))
         assert answer.body.startswith(scripts.CHAT_WORD * 2)
         assert b'"code":502' in answer.events[-1]
@@ -187,7 +217,10 @@ async def test_an_adapter_that_is_an_alias() -> None:
         for name in ("fast", "tiny"):
             header = [("x-amzn-sagemaker-adapter-identifier", name)]
             assert (await w.ask(INVOCATIONS, {"input": "x"}, header)).status == 200
-        assert [dict(one.headers)["x-amzn-sagemaker-adapter-identifier"] for one in seen] == ["tiny", "tiny"]
+        assert [dict(one.headers)["x-amzn-sagemaker-adapter-identifier"] for one in seen] == [
+            "tiny",
+            "tiny",
+        ]
 
 
 @pytest.mark.parametrize("name", ["\u00e9", "\u6a21"])
@@ -207,7 +240,9 @@ async def test_an_adapters_name_beyond_ascii(name: str) -> None:
 async def test_a_long_adapters_name_is_reported_shortened() -> None:
     """As the model of a body is: the name is logged."""
     async with world() as w:
-        assert (await w.ask(INVOCATIONS, chat(), [("x-amzn-sagemaker-adapter-identifier", "x" * 5000)])).status == 404
+        assert (
+            await w.ask(INVOCATIONS, chat(), [("x-amzn-sagemaker-adapter-identifier", "x" * 5000)])
+        ).status == 404
         assert (await w.ended()).model == "x" * 256 + "... (5000 bytes)"
 
 
@@ -231,10 +266,14 @@ async def test_what_goes_whole_is_counted_with_its_reason() -> None:
 
 
 async def test_what_is_pooled_goes_whole_to_one_engine() -> None:
-    """With its answer's own headers; also a chat that a pooling model embeds: its engine has no chat route."""
+    """With its answer's own headers; also a chat that a pooling model embeds: its engine has no
+    chat route.
+    """
 
     async def embedded(reply: Reply) -> None:
-        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: 2\r\n")
+        await reply.raw(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: 2\r\n"
+        )
         await reply.raw(b"metadata: {}\r\n\r\n\x00\xff")
 
     async with world(prefill=0, decode=0, aggregated=1) as w:
@@ -253,7 +292,16 @@ TURN = {"role": "user", "content": "x"}
 THREE = [
     *(
         (name, ["a", "b", "c"])
-        for name in ("input", "documents", "items", "queries", "text_1", "text_2", "data_1", "data_2")
+        for name in (
+            "input",
+            "documents",
+            "items",
+            "queries",
+            "text_1",
+            "text_2",
+            "data_1",
+            "data_2",
+        )
     ),
     *((name, [PARTS, "b", "c"]) for name in ("documents", "data_2", "queries")),
     ("documents", ["a", PARTS, PARTS]),
@@ -261,7 +309,11 @@ THREE = [
     ("messages", [[TURN]] * 3),
 ]
 """Three texts or conversations, by the fields of all kinds of requests."""
-PROMPTS = [("prompt", ["a", "b", "c"]), ("prompt", [["1"], ["2"], ["3"]]), ("prompt_embeds", ["AAAA"] * 3)]
+PROMPTS = [
+    ("prompt", ["a", "b", "c"]),
+    ("prompt", [["1"], ["2"], ["3"]]),
+    ("prompt_embeds", ["AAAA"] * 3),
+]
 FEWER = [
     *(("input", few) for few in (["a", "b"], [1, 2, 3], [TURN] * 3)),
     *(("documents", few) for few in (["a", "b"], PARTS, [PARTS, "a"])),
@@ -271,7 +323,9 @@ FEWER = [
 
 @pytest.mark.parametrize("path", [INVOCATIONS, "/score", "/v1/embeddings"])
 async def test_the_limits_of_lists_hold(path: str) -> None:
-    """`limits.max_prompts`, whatever the list is called, and whatever is in it. Token ids, parts and messages are one prompt."""
+    """`limits.max_prompts`, whatever the list is called, and whatever is in it. Token ids, parts
+    and messages are one prompt.
+    """
     async with world(limits={"max_prompts": 2}) as w:
         seen = everyone(w, path, fine)
         for name, three in THREE + PROMPTS * (path == INVOCATIONS):
@@ -329,7 +383,9 @@ async def test_keys_guard_invocations() -> None:
             assert (await w.ask(INVOCATIONS, body)).status == 401
         assert not w.prefill[0].requests
         assert not asked(w.decode[0], INVOCATIONS)
-        assert (await w.ask(INVOCATIONS, completion(), [("authorization", "Bearer ours")])).status == 200
+        assert (
+            await w.ask(INVOCATIONS, completion(), [("authorization", "Bearer ours")])
+        ).status == 200
 
 
 async def test_handles_of_clients_are_removed() -> None:
@@ -338,7 +394,10 @@ async def test_handles_of_clients_are_removed() -> None:
     async with world() as w:
         for body in (completion(), chat(), {"input": "x"}):
             await w.ask(INVOCATIONS, json.dumps({**body, "kv_transfer_params": forged}).encode())
-        assert [(one.kv or {}).get("remote_engine_id") == "x" for one in w.decode[0].requests] == [False, False]
+        assert [(one.kv or {}).get("remote_engine_id") == "x" for one in w.decode[0].requests] == [
+            False,
+            False,
+        ]
         whole = next(one for one in w.decode[0].sim.journal.others if one.path == INVOCATIONS)
         assert "kv_transfer_params" not in whole.json
 
@@ -364,6 +423,8 @@ def test_the_form_decides(body: bytes, route: Route) -> None:
 async def test_a_chat_whose_prompt_is_ids() -> None:
     """As on its own route, one engine serves it."""
     async with world() as w:
-        ours, plain = await both(w, INVOCATIONS, chat(kv_transfer_params={"prompt_token_ids": [300, 301, 302]}))
+        ours, plain = await both(
+            w, INVOCATIONS, chat(kv_transfer_params={"prompt_token_ids": [300, 301, 302]})
+        )
         assert ours.json["usage"]["prompt_tokens"] == 3
         assert still(ours) == still(plain)

@@ -1,4 +1,6 @@
-"""A key has one purpose: a client's opens no admin API and an operator's may only read, whatever is combined and reloaded."""
+"""A key has one purpose: a client's opens no admin API and an operator's may only read, whatever is
+combined and reloaded.
+"""
 
 from __future__ import annotations
 
@@ -66,16 +68,23 @@ def test_a_key_of_engines_is_none_of_operators(engines: str) -> None:
     """Each engine gets the key, and could use the admin API with it."""
     key = "key-of-one-engine" if engines == "node" else LONG
     more = {"engine_api_key": key} if engines != "node" else {}
-    with pytest.raises(SettingsError, match="the key settings:1 of operators is also a key of engines"):
+    with pytest.raises(
+        SettingsError, match="the key settings:1 of operators is also a key of engines"
+    ):
         Credentials(settings(admin_keys=(key,), **more))
 
 
 async def test_files_that_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The admin API refuses a key that becomes a client's; the log says so once, /ready for as long; operators keep theirs."""
+    """The admin API refuses a key that becomes a client's; the log says so once, /ready for as
+    long; operators keep theirs.
+    """
     clients, operators = tmp_path / "clients", tmp_path / "operators"
     clients.write_text(f"team:client-{LONG}\n")
     operators.write_text(f"ops:operator-{LONG}\nother:other-{LONG}\n")
-    async with world(auth={"api_keys_file": str(clients), "admin_keys_file": str(operators)}) as w, admin(w) as api:
+    async with (
+        world(auth={"api_keys_file": str(clients), "admin_keys_file": str(operators)}) as w,
+        admin(w) as api,
+    ):
 
         async def status(key: str) -> int:
             return (await api.ask("GET", ENGINES, b"", bearer(key))).status
@@ -84,7 +93,11 @@ async def test_files_that_change(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             found: list[str] = (await w.get("/ready")).json["details"]
             return [one for one in found if "of operators" in one]
 
-        assert [await status(f"{one}-{LONG}") for one in ("client", "operator", "other")] == [401, 200, 200]
+        assert [await status(f"{one}-{LONG}") for one in ("client", "operator", "other")] == [
+            401,
+            200,
+            200,
+        ]
         for path, text in (
             (clients, f"team:client-{LONG}\nteam:operator-{LONG}\n"),
             (operators, f"ops:operator-{LONG}\nother:other-{LONG}\nnew:client-{LONG}\n"),
@@ -96,10 +109,14 @@ async def test_files_that_change(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             refused = "operator" if path is clients else "client"
             assert await status(f"{refused}-{LONG}") == 401
             assert await status(f"other-{LONG}") == 200
-            assert (await w.ask(COMPLETIONS, completion(), bearer(f"{refused}-{LONG}"))).status == 200
+            assert (
+                await w.ask(COMPLETIONS, completion(), bearer(f"{refused}-{LONG}"))
+            ).status == 200
             (shown,) = await details()
             assert "is also the key team of clients" in shown
-            said = [one.getMessage() for one in caplog.records if "of operators" in one.getMessage()]
+            said = [
+                one.getMessage() for one in caplog.records if "of operators" in one.getMessage()
+            ]
             assert said == [f"{shown}: it does not open the admin API"] * len(w.workers)
             assert LONG not in shown + said[0]
             caplog.clear()
@@ -112,7 +129,10 @@ async def test_files_that_change(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 async def test_an_engine_with_an_operators_key_is_not_added(tmp_path: Path) -> None:
     """Through the admin API: that engine would get the key of another operator, or this one's."""
-    async with world(auth={"api_keys": ("client",), "admin_keys": ("operator",)}) as w, admin(w) as api:
+    async with (
+        world(auth={"api_keys": ("client",), "admin_keys": ("operator",)}) as w,
+        admin(w) as api,
+    ):
         order = {"url": "http://127.0.0.1:9", "role": "decode", "api_key": "operator"}
         answer = await api.ask("POST", ENGINES, order, bearer("operator"))
         assert answer.status in (400, 409)
@@ -150,7 +170,9 @@ async def test_a_read_only_key(tmp_path: Path, kept: list[int]) -> None:
         for where in (ENGINES, f"{BASE}/requests", f"{BASE}/log_level", "/workers"):
             assert (await api.ask("GET", where, b"", bearer(LONG))).status == 200, where
         assert not kept
-        assert (await api.ask("PUT", f"{BASE}/log_level", {"level": "info"}, bearer(f"all-{LONG}"))).status == 200
+        assert (
+            await api.ask("PUT", f"{BASE}/log_level", {"level": "info"}, bearer(f"all-{LONG}"))
+        ).status == 200
         assert kept
 
 
@@ -172,12 +194,16 @@ async def test_the_admin_api_reads_no_body_without_a_key(kept: list[int]) -> Non
 
 
 def test_what_operators_are_warned_of(tmp_path: Path) -> None:
-    """At the start: short keys, keys of clients that engines have, files that others can read. No key is shown."""
+    """At the start: short keys, keys of clients that engines have, files that others can read. No
+    key is shown.
+    """
     path = tmp_path / "keys"
     path.write_text(f"team:short\nother:{LONG}\n")
     path.chmod(0o644)
     found = Credentials(
-        settings(api_keys=("k",), api_keys_file=str(path), admin_keys=("x" * 15,), engine_api_key=LONG)
+        settings(
+            api_keys=("k",), api_keys_file=str(path), admin_keys=("x" * 15,), engine_api_key=LONG
+        )
     ).warnings()
     assert found == [
         f"auth.api_keys_file: {path}: others can read or change it (mode 0644): chmod 600 it",

@@ -1,4 +1,6 @@
-"""What a client's key is good for: nothing gets around its models, pools, routes, tenants, tokens, answers and time."""
+"""What a client's key is good for: nothing gets around its models, pools, routes, tenants, tokens,
+answers and time.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def auth(tmp_path: Path, words: str) -> dict[str, Any]:
     return {"api_keys_file": str(path)}
 
 
-async def ask(w: World, path: str, body: object, *headers: tuple[str, str], method: str = "POST") -> Answer:
+async def ask(
+    w: World, path: str, body: object, *headers: tuple[str, str], method: str = "POST"
+) -> Answer:
     return await w.ask(path, body, [*bearer(KEY), *headers], method=method)
 
 
@@ -64,8 +68,18 @@ REFUSED: list[tuple[str, str, Any, str | None]] = [
     ("max_tokens=10", COMPLETIONS, completion(max_tokens=1e3), "max_tokens"),
     ("max_tokens=10", BATCH, chat(messages=[TURNS, TURNS], max_tokens=11), "max_tokens"),
     ("max_tokens=10", INVOCATIONS, chat(max_tokens=11), "max_tokens"),
-    ("max_tokens=10", RESPONSES, {"model": "tiny", "input": "x", "max_output_tokens": 11}, "max_output_tokens"),
-    ("max_tokens=10", MESSAGES, {"model": "tiny", "messages": TURNS, "max_tokens": 11}, "max_tokens"),
+    (
+        "max_tokens=10",
+        RESPONSES,
+        {"model": "tiny", "input": "x", "max_output_tokens": 11},
+        "max_output_tokens",
+    ),
+    (
+        "max_tokens=10",
+        MESSAGES,
+        {"model": "tiny", "messages": TURNS, "max_tokens": 11},
+        "max_tokens",
+    ),
     ("n=2", COMPLETIONS, completion(n=3), "n"),
     ("n=2", COMPLETIONS, completion(n="3"), "n"),
     ("n=2", COMPLETIONS, completion(best_of=3), "best_of"),
@@ -78,7 +92,9 @@ REFUSED: list[tuple[str, str, Any, str | None]] = [
 
 
 @pytest.mark.parametrize(("words", "path", "body", "param"), REFUSED, ids=str)
-async def test_what_a_key_is_not_good_for(tmp_path: Path, words: str, path: str, body: Any, param: str | None) -> None:
+async def test_what_a_key_is_not_good_for(
+    tmp_path: Path, words: str, path: str, body: Any, param: str | None
+) -> None:
     """403 in the API's shape before any engine is asked; another key may do it."""
     async with world(auth=auth(tmp_path, words)) as w:
         seen = everyone(w, path, fine)
@@ -96,12 +112,16 @@ async def test_what_a_key_is_not_good_for(tmp_path: Path, words: str, path: str,
 
 
 def _with_pools(settings: Settings) -> Settings:
-    """The pools that a line may name are those of the settings: here another one that serves nothing."""
+    """The pools that a line may name are those of the settings: here another one that serves
+    nothing.
+    """
     other = msgspec.structs.replace(settings.pools[0], name="other", nodes=())
     return msgspec.structs.replace(settings, pools=(*settings.pools, other))
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion()), (EMBED, {"model": "tiny", "input": "x"})])
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, completion()), (EMBED, {"model": "tiny", "input": "x"})]
+)
 async def test_a_pool_that_a_key_does_not_name(tmp_path: Path, path: str, body: Any) -> None:
     """The only one that has the model."""
     async with world(auth=auth(tmp_path, "pools=other"), adjust=_with_pools) as w:
@@ -137,11 +157,17 @@ async def test_what_it_is_good_for(tmp_path: Path, words: str, path: str, body: 
         (CHAT, {"model": "tiny", "messages": TURNS, "max_completion_tokens": None}, "max_tokens"),
         (COMPLETIONS, {"model": "tiny", "prompt": "x"}, "max_tokens"),
         (COMPLETIONS, {"model": "tiny", "prompt": "x", "max_tokens": None}, "max_tokens"),
-        (COMPLETIONS, {"model": "tiny", "prompt": "x", "max_tokens": None, "max_completion_tokens": 5}, "max_tokens"),
+        (
+            COMPLETIONS,
+            {"model": "tiny", "prompt": "x", "max_tokens": None, "max_completion_tokens": 5},
+            "max_tokens",
+        ),
         (INVOCATIONS, {"prompt": "x", "echo": "true", "max_completion_tokens": 5}, "max_tokens"),
     ],
 )
-async def test_a_request_without_a_limit_gets_the_keys(tmp_path: Path, path: str, body: Any, field: str) -> None:
+async def test_a_request_without_a_limit_gets_the_keys(
+    tmp_path: Path, path: str, body: Any, field: str
+) -> None:
     """Without one, an engine would go on to the end of its context."""
     async with world(prefill=0, decode=0, aggregated=1, auth=auth(tmp_path, "max_tokens=7")) as w:
         whole = everyone(w, INVOCATIONS, fine)
@@ -184,15 +210,24 @@ async def test_an_invocation_with_an_adapter_names_its_model(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("blank", ["", " ", "\t "])
 async def test_a_blank_adapter_names_no_model(tmp_path: Path, blank: str) -> None:
-    """Engines would serve their first model, whatever the body names: such a header counts as none, and goes to no engine."""
+    """Engines would serve their first model, whatever the body names: such a header counts as none,
+    and goes to no engine.
+    """
     header = (ADAPTER[0], blank)
     async with world(prefill=0, decode=0, aggregated=1, auth=auth(tmp_path, "models=other")) as w:
-        for body in (completion(model="other"), chat(model="other"), completion(model="other", n=2)):
+        for body in (
+            completion(model="other"),
+            chat(model="other"),
+            completion(model="other", n=2),
+        ):
             assert (await ask(w, INVOCATIONS, body, header)).status == 403
         assert not asked(w)
-        whole = {"input": "x", "model": "other"}  # one engine gets what is neither a chat nor a completion
+        # one engine gets what is neither a chat nor a completion
+        whole = {"input": "x", "model": "other"}
         seen = everyone(w, INVOCATIONS, fine)
-        assert (await w.ask(INVOCATIONS, whole, [*bearer("key-for-everything"), header])).status == 200
+        assert (
+            await w.ask(INVOCATIONS, whole, [*bearer("key-for-everything"), header])
+        ).status == 200
         (got,) = seen
         assert (dict(got.headers).get(ADAPTER[0]), "model" in got.json) == (None, False)
 
@@ -202,8 +237,12 @@ async def test_routes_by_id_are_routes_of_responses(tmp_path: Path) -> None:
     async with world(auth=auth(tmp_path, "routes=chat")) as w:
         for method, path in (("GET", f"{RESPONSES}/x"), ("POST", f"{RESPONSES}/x/cancel")):
             assert (await ask(w, path, b"", method=method)).status == 403
-            assert (await w.ask(path, b"", bearer("key-for-everything"), method=method)).status == 404
-        assert (await ask(w, "/v1/models", b"", method="GET")).status == 200, "each key may list its models"
+            assert (
+                await w.ask(path, b"", bearer("key-for-everything"), method=method)
+            ).status == 404
+        assert (await ask(w, "/v1/models", b"", method="GET")).status == 200, (
+            "each key may list its models"
+        )
 
 
 async def test_every_route_with_a_key_can_be_named(tmp_path: Path) -> None:
@@ -212,7 +251,9 @@ async def test_every_route_with_a_key_can_be_named(tmp_path: Path) -> None:
         for entry in TABLE:
             if entry.needs_key and entry.path not in ("/v1/models", INVOCATIONS):
                 path = entry.path.replace("{response_id}", "x")
-                assert (await ask(w, path, b"{}", method=entry.methods[0])).status == 403, entry.path
+                assert (await ask(w, path, b"{}", method=entry.methods[0])).status == 403, (
+                    entry.path
+                )
 
 
 async def test_a_key_that_has_ended(tmp_path: Path) -> None:
@@ -225,7 +266,9 @@ async def test_a_key_that_has_ended(tmp_path: Path) -> None:
         for one in w.workers:
             one.credentials.keys.wall = lambda: end
         for path in (COMPLETIONS, EMBED, "/v1/models"):
-            answer = await ask(w, path, completion(), method="GET" if path == "/v1/models" else "POST")
+            answer = await ask(
+                w, path, completion(), method="GET" if path == "/v1/models" else "POST"
+            )
             assert answer.status == 401
             assert answer.json["error"]["message"] == "The key of this request has expired."
             assert answer.json["error"]["code"] == "key_expired"
@@ -247,9 +290,13 @@ async def test_tenants_of_a_key(tmp_path: Path) -> None:
 
 
 async def test_models_and_pools(tmp_path: Path) -> None:
-    """An alias opens nothing; of pools with one model only those are chosen that the key names; lists show what it may use."""
+    """An alias opens nothing; of pools with one model only those are chosen that the key names;
+    lists show what it may use.
+    """
     path = tmp_path / "keys"
-    path.write_text("one:key-one models=b\ntwo:key-two pools=first\nthree:key-three pools=third models=a,b\n")
+    path.write_text(
+        "one:key-one models=b\ntwo:key-two pools=first\nthree:key-three pools=third models=a,b\n"
+    )
     first = {"name": "first", "aliases": {"fast": "a", "b-fast": "a"}}
     wanted = [
         PoolOf("a", settings=first),
@@ -266,7 +313,12 @@ async def test_models_and_pools(tmp_path: Path) -> None:
             answer = await w.world.get("/v1/models", bearer(key))
             return sorted(card["id"] for card in answer.json["data"])
 
-        assert [await status("key-one", model) for model in ("b", "a", "fast", "b-fast")] == [200, 403, 403, 403]
+        assert [await status("key-one", model) for model in ("b", "a", "fast", "b-fast")] == [
+            200,
+            403,
+            403,
+            403,
+        ]
         assert await listed("key-one") == ["b"]
         assert [await status("key-two", model) for model in ("a", "b", "fast")] == [200, 403, 200]
         assert await listed("key-two") == ["a", "b-fast", "fast"]
@@ -275,11 +327,17 @@ async def test_models_and_pools(tmp_path: Path) -> None:
         for _ in range(8):
             assert await status("key-three", "a") == 200
         ended = w.world.events(RequestEnded)[len(before) :]
-        assert {one.legs[0].decode for one in ended} == {w.engines[2][0].url}, "of two pools with the model"
+        assert {one.legs[0].decode for one in ended} == {w.engines[2][0].url}, (
+            "of two pools with the model"
+        )
         unknown = await w.world.ask(COMPLETIONS, completion(model="nope"), bearer("key-one"))
         assert unknown.status == 404
-        assert unknown.json["error"]["message"] == "The model `nope` does not exist. Valid aliases: b."
+        assert (
+            unknown.json["error"]["message"] == "The model `nope` does not exist. Valid aliases: b."
+        )
         for route in (COMPLETIONS, EMBED):
-            answer = await w.world.ask(route, {**completion(model="nope"), "input": "x"}, bearer("key-two"))
+            answer = await w.world.ask(
+                route, {**completion(model="nope"), "input": "x"}, bearer("key-two")
+            )
             shown = "The model `nope` does not exist. Valid aliases: a, fast, b-fast."
             assert answer.json["error"]["message"] == shown, "names of other pools are not shown"

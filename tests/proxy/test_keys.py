@@ -1,4 +1,6 @@
-"""API keys: who is accepted, when that is decided, what a client without a key reads, and files of keys that change."""
+"""API keys: who is accepted, when that is decided, what a client without a key reads, and files of
+keys that change.
+"""
 
 import asyncio
 import contextlib
@@ -54,15 +56,25 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models"])
-async def test_a_refusal_is_openais(path: str, given: str | None, code: str | None, begins: str) -> None:
-    """Missing and wrong keys have OpenAI's messages and codes, the same on every route; the key is not repeated."""
+async def test_a_refusal_is_openais(
+    path: str, given: str | None, code: str | None, begins: str
+) -> None:
+    """Missing and wrong keys have OpenAI's messages and codes, the same on every route; the key is
+    not repeated.
+    """
     async with world(auth={"api_keys": ("one", "two")}) as w:
         headers = [("authorization", given)] if given is not None else []
-        answer = await (w.get(path, headers) if path == "/v1/models" else w.ask(path, completion(), headers))
+        answer = await (
+            w.get(path, headers) if path == "/v1/models" else w.ask(path, completion(), headers)
+        )
         error = answer.json["error"]
         assert answer.status == 401
         assert list(error) == ["message", "type", "param", "code"]
-        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, code)
+        assert (error["type"], error["param"], error["code"]) == (
+            "invalid_request_error",
+            None,
+            code,
+        )
         assert error["message"].startswith(begins)
         assert answer.header("www-authenticate") == "Bearer"
         assert b"WRONG" not in answer.body
@@ -120,7 +132,9 @@ def test_what_a_look_up_costs_does_not_depend_on_the_number_of_keys(given: bytes
     """It was 4.3 ms for a wrong key among 21,000, twice for each request."""
     counts = []
     for number in (1, 21_000):
-        known = Counted([key_of(b"key-20999"), *(key_of(b"key-%d" % at) for at in range(number - 1))])
+        known = Counted(
+            [key_of(b"key-20999"), *(key_of(b"key-%d" % at) for at in range(number - 1))]
+        )
         assert len(known) == number
         keys = Keys(lambda known=known: known)  # type: ignore[misc]
 
@@ -162,7 +176,9 @@ def head(path: str, length: int, *headers: tuple[str, str]) -> bytes:
 
 
 async def test_without_a_key_a_request_is_refused_before_its_body() -> None:
-    """No byte of the body is waited for; the connection closes, and the request is reported as any other."""
+    """No byte of the body is waited for; the connection closes, and the request is reported as any
+    other.
+    """
     async with world(auth={"api_keys": ("one",)}, deadlines={"client_body": 30}) as w:
         answer = await w.exchange(head(COMPLETIONS, 64 * 2**20, *bearer("wrong")))
         assert (answer.status, answer.header("connection")) == (401, "close")
@@ -177,7 +193,9 @@ async def test_without_a_key_a_client_is_not_asked_to_continue() -> None:
 
 
 async def test_a_body_without_a_key_is_not_held_and_its_answer_not_lost() -> None:
-    """A client that sends all of a large body before it reads still gets its 401, and nothing of the body is kept."""
+    """A client that sends all of a large body before it reads still gets its 401, and nothing of
+    the body is kept.
+    """
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
         size = 4 * 2**20
@@ -194,7 +212,9 @@ async def test_a_body_without_a_key_is_not_held_and_its_answer_not_lost() -> Non
 
 
 async def test_a_body_without_a_key_is_no_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a refused client sends as its body, and after it, is never served, whatever it looks like."""
+    """What a refused client sends as its body, and after it, is never served, whatever it looks
+    like.
+    """
     monkeypatch.setattr("pdproxy.web.client_connection.LINGER", 0.2)
     async with world(auth={"api_keys": ("one",)}) as w:
         hidden = request("POST", COMPLETIONS, completion(), bearer("one"))
@@ -208,8 +228,12 @@ async def test_a_body_without_a_key_is_no_next_request(monkeypatch: pytest.Monke
         assert len(w.events(RequestEnded)) == 1
 
 
-async def test_a_body_without_a_key_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused client gets some seconds to finish; then the connection closes although the body is not whole."""
+async def test_a_body_without_a_key_that_never_ends_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A refused client gets some seconds to finish; then the connection closes although the body is
+    not whole.
+    """
     monkeypatch.setattr("pdproxy.web.client_connection.LINGER", 0.05)
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
@@ -219,7 +243,9 @@ async def test_a_body_without_a_key_that_never_ends_is_cut_off(monkeypatch: pyte
 
 
 async def test_a_small_refused_request_keeps_its_connection() -> None:
-    """A body that came with its head is read already: the client may try another key on the same connection."""
+    """A body that came with its head is read already: the client may try another key on the same
+    connection.
+    """
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
         client.post(COMPLETIONS, completion(), bearer("wrong"))
@@ -236,11 +262,16 @@ async def test_keys_of_settings_and_file_together(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(b"# ours\r\n\r\nfile-one\r\n  file-two  \n#file-three\n")
     async with world(auth={"api_keys": ("fixed",), "api_keys_file": str(path)}) as w:
-        found = [await status(w, key) for key in ("fixed", "file-one", "file-two", "file-three", "#file-three", "#")]
+        found = [
+            await status(w, key)
+            for key in ("fixed", "file-one", "file-two", "file-three", "#file-three", "#")
+        ]
         assert found == [200, 200, 200, 401, 401, 401]
 
 
-async def test_a_file_of_keys_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_of_keys_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The running proxy notices a changed file by itself: keys come and go without a restart."""
     monkeypatch.setattr("pdproxy.app.credentials.LOOK_EVERY", 0.01)
     path = tmp_path / "keys"
@@ -254,7 +285,9 @@ async def test_a_file_of_keys_is_read_again(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_a_file_that_is_cut_while_it_is_written_opens_nothing(tmp_path: Path) -> None:
-    """What stands behind a key bounds it: a key without its words, and a part of a key, are none."""
+    """What stands behind a key bounds it: a key without its words, and a part of a key, are
+    none.
+    """
     path, ends = tmp_path / "keys", "models=nothing max_tokens=1\n"
     path.write_text(f"a:whole-key {ends}")
     async with world(auth={"api_keys_file": str(path)}) as w:
@@ -289,18 +322,24 @@ async def test_a_file_that_goes_bad_changes_nothing_and_is_told_once(
         for _ in range(3):
             w.look_at_files()
         (line,) = errors(caplog)
-        assert line.startswith("auth.api_keys_file can't be read again, the value from before stays in use: ")
+        assert line.startswith(
+            "auth.api_keys_file can't be read again, the value from before stays in use: "
+        )
         assert why in line
         assert "WORDS" not in line
         assert await status(w, "one") == 200
-        (detail,) = [text for text in (await w.get("/ready")).json["details"] if "api_keys_file" in text]
+        (detail,) = [
+            text for text in (await w.get("/ready")).json["details"] if "api_keys_file" in text
+        ]
         assert why in detail
         if path.is_dir():
             path.rmdir()
         path.write_text("two\n")
         w.look_at_files()
         assert [await status(w, key) for key in ("one", "two")] == [401, 200]
-        assert not [text for text in (await w.get("/ready")).json["details"] if "api_keys_file" in text]
+        assert not [
+            text for text in (await w.get("/ready")).json["details"] if "api_keys_file" in text
+        ]
         assert len(errors(caplog)) == 1
 
 
@@ -311,12 +350,19 @@ async def test_a_file_that_goes_bad_changes_nothing_and_is_told_once(
         (b"", "holds no key"),
         (b"#\n\n", "holds no key"),
         (b"good\nBAD KEY\n", "line 2 is no key of visible ASCII characters without blanks"),
-        ("good\n\nschlüssel\n".encode(), "line 3 is no key of visible ASCII characters without blanks"),
+        (
+            "good\n\nschlüssel\n".encode(),
+            "line 3 is no key of visible ASCII characters without blanks",
+        ),
     ],
 )
 @pytest.mark.parametrize("setting", ["auth.api_keys_file", "auth.engine_api_key_file"])
 def test_a_bad_file_at_the_start_is_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, content: bytes | None, why: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+    content: bytes | None,
+    why: str,
 ) -> None:
     """The line names setting, file and line, never what stands there."""
     path = tmp_path / "keys"
@@ -327,13 +373,19 @@ def test_a_bad_file_at_the_start_is_one_line_and_exit_2(
     assert capsys.readouterr().err == f"pdproxy config validate: {setting}: {path}: {why}\n"
 
 
-def test_all_bad_files_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys of clients and engines, certificates of both sides: a line for each, and what engines share only once."""
+def test_all_bad_files_are_reported_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys of clients and engines, certificates of both sides: a line for each, and what engines
+    share only once.
+    """
     none = tmp_path / "none"
     path = tmp_path / "x.yaml"
     path.write_text(
-        f"auth: {{api_keys_file: {none}1, engine_api_key_file: {none}2}}\nlisten: {{tls: {{certificate: {none}3}}}}\n"
-        f"pools: [{{tls: {{ca: {none}4}}, nodes: [{{url: 'https://a:1', role: decode}}, {{url: 'https://b:1', role: decode}},"
+        f"auth: {{api_keys_file: {none}1, engine_api_key_file: {none}2}}\nlisten: {{tls: "
+        f"{{certificate: {none}3}}}}\n"
+        f"pools: [{{tls: {{ca: {none}4}}, nodes: [{{url: 'https://a:1', role: decode}}, {{url: "
+        f"'https://b:1', role: decode}},"
         f" {{url: 'http://c:1', role: decode, api_key_file: {none}5}}]}}]"
     )
     assert main(["config", "validate", "--config", str(path)]) == 2
@@ -351,14 +403,22 @@ async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
     """`serve` prints the same line as `config validate`, and exits with 2."""
     path = tmp_path / "keys"
     path.write_text("MARK ER\n")
-    line = ["serve", "--port", str(free_port()), "--decode", "127.0.0.1:1", "--api-keys-file", str(path)]
+    line = [
+        "serve",
+        "--port",
+        str(free_port()),
+        "--decode",
+        "127.0.0.1:1",
+        "--api-keys-file",
+        str(path),
+    ]
     process = await piped(*line, env=os.environ)
     _, printed = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     (text,) = printed.decode().splitlines()
     assert (
-        text
-        == f"pdproxy serve: auth.api_keys_file: {path}: line 1 is no key of visible ASCII characters without blanks"
+        text == f"pdproxy serve: auth.api_keys_file: {path}: line 1 is no key of visible ASCII "
+        f"characters without blanks"
     )
 
 
@@ -380,7 +440,9 @@ async def seen_by_probes(w: World) -> list[str | None]:
 
 
 async def test_an_engine_may_have_a_key_of_its_own(tmp_path: Path) -> None:
-    """Probes and both legs bring each engine its own key, the common one where it has none, and never the client's."""
+    """Probes and both legs bring each engine its own key, the common one where it has none, and
+    never the client's.
+    """
     path = tmp_path / "decode-key"
     path.write_text("decode-key\n")
 
@@ -388,9 +450,13 @@ async def test_an_engine_may_have_a_key_of_its_own(tmp_path: Path) -> None:
         (pool,) = settings.pools
         first, second = pool.nodes
         engines = (first, msgspec.structs.replace(second, api_key_file=str(path)))
-        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=engines),))
+        return msgspec.structs.replace(
+            settings, pools=(msgspec.structs.replace(pool, nodes=engines),)
+        )
 
-    async with world(auth={"api_keys": ("mine",), "engine_api_key": "common-key"}, adjust=adjust) as w:
+    async with world(
+        auth={"api_keys": ("mine",), "engine_api_key": "common-key"}, adjust=adjust
+    ) as w:
         assert (await w.ask(CHAT, chat(), bearer("mine"))).status == 200
         legs = [r.header("authorization") for engine in w.engines for r in engine.requests]
         assert legs == ["Bearer common-key", "Bearer decode-key"]
@@ -408,13 +474,20 @@ async def test_without_keys_of_clients_the_engines_stay_closed(tmp_path: Path) -
     path.write_text("engine-key")
     async with world(auth={"engine_api_key_file": str(path)}) as w:
         await w.ask(COMPLETIONS, completion())
-        assert [r.header("authorization") for engine in w.engines for r in engine.requests] == [None, None]
+        assert [r.header("authorization") for engine in w.engines for r in engine.requests] == [
+            None,
+            None,
+        ]
         assert await seen_by_probes(w) == ["Bearer engine-key"] * 2
 
 
 async def test_no_settings_show_a_key() -> None:
     """Neither repr nor an error body nor a detail of /ready shows a key."""
     async with world(auth={"api_keys": ("MARK1",), "engine_api_key": "MARK2"}) as w:
-        shown = repr(w.proxy.settings) + repr(w.proxy.service.keys) + json.dumps((await w.get("/ready")).json)
+        shown = (
+            repr(w.proxy.settings)
+            + repr(w.proxy.service.keys)
+            + json.dumps((await w.get("/ready")).json)
+        )
         assert "MARK" not in shown
         assert "MARK" not in repr(Auth(api_keys=("MARK1",)))

@@ -41,7 +41,9 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield made
 
 
-async def engine(stack: AsyncExitStack, config: KvEventsConfig | None = ANY, **more: Any) -> SimServer:
+async def engine(
+    stack: AsyncExitStack, config: KvEventsConfig | None = ANY, **more: Any
+) -> SimServer:
     return await stack.enter_async_context(SimServer(facts(config, **more), chance=5))
 
 
@@ -107,10 +109,14 @@ async def test_lost_messages_are_asked_for(stack: AsyncExitStack) -> None:
     assert read.index.count("restart") == 0
 
 
-async def test_a_restart_at_the_same_address_is_noticed_without_a_probe(stack: AsyncExitStack) -> None:
+async def test_a_restart_at_the_same_address_is_noticed_without_a_probe(
+    stack: AsyncExitStack,
+) -> None:
     ports = [free_port(), free_port()]
     config = KvEventsConfig(
-        enable_kv_cache_events=True, endpoint=f"tcp://*:{ports[0]}", replay_endpoint=f"tcp://*:{ports[1]}"
+        enable_kv_cache_events=True,
+        endpoint=f"tcp://*:{ports[0]}",
+        replay_endpoint=f"tcp://*:{ports[1]}",
     )
     sim, read = await engine(stack, config), await reader(stack)
     await read.follow(sim)
@@ -199,23 +205,39 @@ async def test_a_request_with_a_full_report_shows_what_was_forgotten(stack: Asyn
     await read.agrees(sim)
 
 
-async def test_a_subscriber_that_is_too_slow_gets_what_it_lost_from_replays(stack: AsyncExitStack) -> None:
+async def test_a_subscriber_that_is_too_slow_gets_what_it_lost_from_replays(
+    stack: AsyncExitStack,
+) -> None:
     config = KvEventsConfig(
-        enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0", hwm=1, buffer_steps=20_000
+        enable_kv_cache_events=True,
+        endpoint="tcp://*:0",
+        replay_endpoint="tcp://*:0",
+        hwm=1,
+        buffer_steps=20_000,
     )
     sim, read = await engine(stack, config), await reader(stack)
     await read.follow(sim)
     publisher = sim.engine.kv_events.ranks[0]
-    block = {"medium": "GPU", "group_idx": 0, "parent_block_hash": None, "block_size": 1000, "type": "BlockStored"}
+    block = {
+        "medium": "GPU",
+        "group_idx": 0,
+        "parent_block_hash": None,
+        "block_size": 1000,
+        "type": "BlockStored",
+    }
     expected = set(range(3000))
     for number in expected:  # in one turn of the loop, which the subscriber shares
         publisher.publish([{**block, "block_hashes": [number], "token_ids": [500] * 1000}])
     await asyncio.sleep(0)
-    publisher.publish([{"type": "BlockRemoved", "block_hashes": [0], "medium": "GPU", "group_idx": 0}])
+    publisher.publish(
+        [{"type": "BlockRemoved", "block_hashes": [0], "medium": "GPU", "group_idx": 0}]
+    )
     async with asyncio.timeout(60):
         while read.known(sim.url) != expected - {0}:
             await asyncio.sleep(0.05)
-            publisher.publish([{"type": "BlockRemoved", "block_hashes": [0], "medium": "GPU", "group_idx": 0}])
+            publisher.publish(
+                [{"type": "BlockRemoved", "block_hashes": [0], "medium": "GPU", "group_idx": 0}]
+            )
     assert read.metric("pdproxy_kv_event_messages_total", result="replayed") > 0
 
 
@@ -232,7 +254,9 @@ async def test_each_rank_has_a_place(stack: AsyncExitStack) -> None:
 
 async def test_engines_that_connect_are_told_apart_by_their_topics(stack: AsyncExitStack) -> None:
     port = free_port()
-    read = await reader(stack, KvEvents(enabled=True, host="127.0.0.1", port=port), ports=range(port, port + 1))
+    read = await reader(
+        stack, KvEvents(enabled=True, host="127.0.0.1", port=port), ports=range(port, port + 1)
+    )
     sims = []
     for topic in ("a", "ab"):
         config = KvEventsConfig(
@@ -257,7 +281,10 @@ async def test_engines_that_connect_are_told_apart_by_their_topics(stack: AsyncE
     read.add(third.url)
     read.up(third.url)
     await until(read.sources.shortcomings)
-    assert f"{third.url} publishes KV events to port {port} with the topic 'ab'" in read.sources.shortcomings()[0]
+    assert (
+        f"{third.url} publishes KV events to port {port} with the topic 'ab'"
+        in read.sources.shortcomings()[0]
+    )
     assert (third.url, 0) not in read.sources.places
     read.engines.remove(sims[0].url)
     await complete(sims[0], prompt(20))
@@ -288,7 +315,9 @@ async def test_an_engine_that_publishes_nothing_is_named(stack: AsyncExitStack) 
     assert read.sources.shortcomings() == []
     read.up(sim.url)
     await until(read.sources.shortcomings)
-    assert read.sources.shortcomings() == [f"{sim.url} publishes no KV events: start it with --kv-events-config"]
+    assert read.sources.shortcomings() == [
+        f"{sim.url} publishes no KV events: start it with --kv-events-config"
+    ]
 
 
 async def test_an_engine_without_the_route_is_named(stack: AsyncExitStack) -> None:
@@ -337,8 +366,12 @@ async def test_an_endpoint_that_nobody_has_is_named(stack: AsyncExitStack) -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_after_any_faults_what_is_known_is_what_the_engine_has(stack: AsyncExitStack, seed: int) -> None:
-    """Losses, restarts, emptied caches, full reports: with the next message that comes, all is right again."""
+async def test_after_any_faults_what_is_known_is_what_the_engine_has(
+    stack: AsyncExitStack, seed: int
+) -> None:
+    """Losses, restarts, emptied caches, full reports: with the next message that comes, all is
+    right again.
+    """
     chance = random.Random(seed)
     sim, read = await engine(stack, num_gpu_blocks=40, max_model_len=256), await reader(stack)
     await read.follow(sim)
@@ -353,10 +386,14 @@ async def test_after_any_faults_what_is_known_is_what_the_engine_has(stack: Asyn
                 await sim.restart()
                 read.up(sim.url)
             case 3:
-                await complete(sim, prompt(chance.randrange(8)), vllm_xargs={"kv_cache_report_mode": "full"})
+                await complete(
+                    sim, prompt(chance.randrange(8)), vllm_xargs={"kv_cache_report_mode": "full"}
+                )
             case _:
                 length = chance.randrange(20, 200)
-                await complete(sim, prompt(chance.randrange(8), length), max_tokens=chance.randrange(1, 30))
+                await complete(
+                    sim, prompt(chance.randrange(8), length), max_tokens=chance.randrange(1, 30)
+                )
     sim.faults.clear()
     await until(lambda: read.connected(sim.url))
     await complete(sim, prompt(99))
@@ -381,10 +418,15 @@ async def test_a_removed_engine_leaves_nothing(stack: AsyncExitStack) -> None:
 
 
 async def test_a_proxy_reads_the_events_of_engines_that_it_probes(stack: AsyncExitStack) -> None:
-    """Found by a probe, found again after a restart at another address, named in `/ready` and on the page of metrics."""
+    """Found by a probe, found again after a restart at another address, named in `/ready` and on
+    the page of metrics.
+    """
     sim, other, index = await engine(stack), await engine(stack, None), PlainIndex()
     engines = tuple(ConfiguredEngine(url=one.url, role="aggregated") for one in (sim, other))
-    settings = Settings(pools=(Pool(kv_events=ON, nodes=engines),), probes=Probes(interval=0.02, scrape_interval=0.02))
+    settings = Settings(
+        pools=(Pool(kv_events=ON, nodes=engines),),
+        probes=Probes(interval=0.02, scrape_interval=0.02),
+    )
     proxy = Proxy.build(settings, index=index)
     assert proxy.kv_events is not None
     proxy.start()

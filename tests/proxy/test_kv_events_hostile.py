@@ -1,4 +1,6 @@
-"""Publishers that send anything: the reader survives, stays bounded, and takes the next right message."""
+"""Publishers that send anything: the reader survives, stays bounded, and takes the next right
+message.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +59,17 @@ async def test_frames_that_are_no_message_are_counted(publisher: Publisher, read
         (b"", b"\xff" * 8, payload()),
         (b"", b"\x80" + bytes(7), payload()),
         (b"", number, payload(), b""),
-        *((os.urandom(random.Random(7).randrange(50)),) * count for count in range(1, 6) if count != 3),
+        *(
+            (os.urandom(random.Random(7).randrange(50)),) * count
+            for count in range(1, 6)
+            if count != 3
+        ),
     ]
     for frames in wrong:
         publisher.send(*frames)
-    await until(lambda: read.metric("pdproxy_kv_events_skipped_total", reason="undecodable") >= len(wrong))
+    await until(
+        lambda: read.metric("pdproxy_kv_events_skipped_total", reason="undecodable") >= len(wrong)
+    )
     await good(read, publisher, 1 << 21)
 
 
@@ -87,7 +95,11 @@ async def test_payloads_that_are_none_are_counted(publisher: Publisher, read: Re
 
 async def test_events_with_any_byte_changed_do_no_harm(publisher: Publisher, read: Reader) -> None:
     chance = random.Random(5)
-    whole = payload(stored(*range(20), extra_keys=[["a", ["b", 1]]] * 20), removed(3), {"type": "AllBlocksCleared"})
+    whole = payload(
+        stored(*range(20), extra_keys=[["a", ["b", 1]]] * 20),
+        removed(3),
+        {"type": "AllBlocksCleared"},
+    )
     at = 1 << 20
     for number in range(500):
         changed = bytearray(whole)
@@ -109,11 +121,16 @@ async def test_the_longest_message_is_taken(publisher: Publisher, read: Reader) 
     assert MAX_BYTES * 0.7 < len(whole) < MAX_BYTES
     publisher.publish(1 << 20, whole)
     await until(lambda: len(read.known(URL)) == blocks)
-    assert max(len(call[2]) for call in read.index.calls if call[0] == "stored") <= kv_events.BLOCKS_AT_ONCE
+    assert (
+        max(len(call[2]) for call in read.index.calls if call[0] == "stored")
+        <= kv_events.BLOCKS_AT_ONCE
+    )
     await good(read, publisher, 1 << 21)
 
 
-async def test_numbers_that_jump_cost_no_more_than_their_messages(publisher: Publisher, read: Reader) -> None:
+async def test_numbers_that_jump_cost_no_more_than_their_messages(
+    publisher: Publisher, read: Reader
+) -> None:
     chance = random.Random(11)
     for _ in range(300):
         publisher.publish(chance.randrange(1 << 63), payload(stored(chance.randrange(1000))))
@@ -155,7 +172,9 @@ async def test_a_replay_endpoint_that_sends_garbage_ends_the_replay(publisher: P
 
     router = publisher.context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    own = {URL: EngineKvEvents(endpoint=publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")}
+    own = {
+        URL: EngineKvEvents(endpoint=publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")
+    }
     async with reading(KvEvents(enabled=True), own) as read:
         read.add(URL)
         read.up(URL)
@@ -166,14 +185,18 @@ async def test_a_replay_endpoint_that_sends_garbage_ends_the_replay(publisher: P
         await good(read, publisher, 5)
 
 
-async def test_a_replay_that_never_ends_is_ended(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replay_that_never_ends_is_ended(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import zmq
 
     monkeypatch.setattr(kv_source, "MAX_REPLAY_S", 0.2)
     router = publisher.context.socket(zmq.ROUTER)
     router.setsockopt(zmq.SNDHWM, 10)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    own = {URL: EngineKvEvents(endpoint=publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")}
+    own = {
+        URL: EngineKvEvents(endpoint=publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")
+    }
     async with reading(KvEvents(enabled=True), own) as read:
         read.add(URL)
         read.up(URL)
@@ -182,7 +205,9 @@ async def test_a_replay_that_never_ends_is_ended(publisher: Publisher, monkeypat
         number = 0
         async with asyncio.timeout(30):
             while not read.metric("pdproxy_kv_event_replays_total", result="incomplete"):
-                router.send_multipart([client, b"", b"", number.to_bytes(8, "big"), payload(stored(number))])
+                router.send_multipart(
+                    [client, b"", b"", number.to_bytes(8, "big"), payload(stored(number))]
+                )
                 number += 1
                 await asyncio.sleep(0.001)
         await good(read, publisher, 1 << 20)
@@ -195,7 +220,13 @@ async def test_a_stranger_at_our_port_is_no_engine(publisher: Publisher) -> None
 
     port = free_port()
     async with reading(
-        KvEvents(enabled=True, host="127.0.0.1", port=port, endpoint=f"tcp://127.0.0.1:{port}", topic="engine"),
+        KvEvents(
+            enabled=True,
+            host="127.0.0.1",
+            port=port,
+            endpoint=f"tcp://127.0.0.1:{port}",
+            topic="engine",
+        ),
         ports=range(port, port + 1),
     ) as read:
         stranger = Publisher(f"tcp://127.0.0.1:{port}")

@@ -1,4 +1,6 @@
-"""KV that does not move: whose fault it is follows from pairs; it is named, avoided, and tried again with one prompt."""
+"""KV that does not move: whose fault it is follows from pairs; it is named, avoided, and tried
+again with one prompt.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from tests.fakes import answers, scripts, several
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.scripts import streams
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, TEXT, World, chat, completion, until, world
+from tests.fakes.world import (
+    CHAT,
+    CHAT_TEXT,
+    COMPLETIONS,
+    TEXT,
+    World,
+    chat,
+    completion,
+    until,
+    world,
+)
 
 INTERNAL = answers.INTERNAL_500
 ASKS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -27,8 +39,12 @@ ASKS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def loads_nothing(of: Callable[[str], bool] = lambda _: True, *, event: bool = False) -> Callable[[Reply], Any]:
-    """A decode engine that can't load the KV of the prefill engines with these engine ids: it fails fast."""
+def loads_nothing(
+    of: Callable[[str], bool] = lambda _: True, *, event: bool = False
+) -> Callable[[Reply], Any]:
+    """A decode engine that can't load the KV of the prefill engines with these engine ids: it fails
+    fast.
+    """
 
     async def script(reply: Reply) -> None:
         kv = reply.request.kv or {}
@@ -48,7 +64,9 @@ def id_of(engine: FakeEngine) -> str:
 
 
 @asynccontextmanager
-async def pool(prefill: int = 2, decode: int = 2, **options: Any) -> AsyncIterator[tuple[World, ManualClock]]:
+async def pool(
+    prefill: int = 2, decode: int = 2, **options: Any
+) -> AsyncIterator[tuple[World, ManualClock]]:
     clock = ManualClock()
     async with world(prefill, decode, clock=clock, **options) as w:
         yield w, clock
@@ -77,7 +95,9 @@ async def details(w: World) -> str:
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("event", [False, True])
 async def test_a_decode_engine_that_loads_nothing(ask: str, event: bool) -> None:
-    """It is named everywhere, gets nothing more but one prompt at a time, and all again once one was loaded."""
+    """It is named everywhere, gets nothing more but one prompt at a time, and all again once one
+    was loaded.
+    """
     async with pool() as (w, clock):
         good, bad = w.decode
         bad.default = loads_nothing(event=event)
@@ -87,7 +107,10 @@ async def test_a_decode_engine_that_loads_nothing(ask: str, event: bool) -> None
         before = legs(bad)
         await several_asked(w, ask)
         assert legs(bad) == before
-        assert f"decode {bad.url}: the KV of 3 prompts in a row could not be loaded there" in await details(w)
+        assert (
+            f"decode {bad.url}: the KV of 3 prompts in a row could not be loaded there"
+            in await details(w)
+        )
         engine = w.proxy.engines[bad.url].in_ledger
         assert engine.state(clock.now()) == "kv_failing"
         assert w.metric("pdproxy_node_state", node=bad.url, state="kv_failing") == 1
@@ -121,7 +144,9 @@ async def test_a_prefill_engine_from_which_nobody_loads(ask: str) -> None:
         assert len(bad.requests) == before
         assert f"prefill {bad.url}: no decode engine could load the KV" in await details(w)
         assert w.proxy.engines[bad.url].in_ledger.state(clock.now()) == "kv_failing"
-        assert all(w.proxy.engines[engine.url].in_ledger.state(clock.now()) == "up" for engine in w.decode)
+        assert all(
+            w.proxy.engines[engine.url].in_ledger.state(clock.now()) == "up" for engine in w.decode
+        )
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -132,7 +157,9 @@ async def test_a_link_between_two_that_work_with_others(ask: str) -> None:
         await several_asked(w, ask)
         assert faults(w) == {(p.url, d.url)}
         assert f"prefill {p.url} and decode {d.url}: the KV of 3 prompts" in await details(w)
-        assert all(w.proxy.engines[engine.url].in_ledger.state(clock.now()) == "up" for engine in w.engines)
+        assert all(
+            w.proxy.engines[engine.url].in_ledger.state(clock.now()) == "up" for engine in w.engines
+        )
         before = w.metric("pdproxy_leg_failures_total")
         await several_asked(w, ask)
         assert w.metric("pdproxy_leg_failures_total") == before
@@ -140,7 +167,9 @@ async def test_a_link_between_two_that_work_with_others(ask: str) -> None:
 
 @pytest.mark.parametrize("ask", ASKS)
 async def test_kv_that_moves_nowhere_fails_no_request(ask: str) -> None:
-    """One engine serves the last try of a prompt alone; later ones are not split in vain, and `/ready` says so."""
+    """One engine serves the last try of a prompt alone; later ones are not split in vain, and
+    `/ready` says so.
+    """
     async with pool(2, 4) as (w, _):
         for engine in w.decode:
             engine.default = loads_nothing()
@@ -198,7 +227,13 @@ async def test_a_prefill_engine_that_gives_no_handle() -> None:
     """What it computes is of no use."""
 
     async def without_handle(reply: Reply) -> None:
-        body = {"id": "x", "object": "text_completion", "created": 1, "model": "tiny", "usage": answers.usage(9, 1)}
+        body = {
+            "id": "x",
+            "object": "text_completion",
+            "created": 1,
+            "model": "tiny",
+            "usage": answers.usage(9, 1),
+        }
         choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": "length"}
         await reply.whole(answers.compact({**body, "choices": [choice]}))
 
@@ -215,16 +250,22 @@ async def test_a_prefill_engine_that_gives_no_handle() -> None:
 
 
 async def test_entries_show_faults() -> None:
-    """As the admin API and `pdproxy engines list` do: the engine with its reason, a link with its pair."""
+    """As the admin API and `pdproxy engines list` do: the engine with its reason, a link with its
+    pair.
+    """
     async with pool() as (w, _):
         bad, p = w.decode[1], w.prefill[1]
         bad.default = loads_nothing(lambda ident: ident == id_of(p))
         await several_asked(w, "completion")
-        made = EngineEntries([PoolEngines("pool 0", w.proxy.membership, w.proxy.engines)], w.proxy.stalls._clock.now)
+        made = EngineEntries(
+            [PoolEngines("pool 0", w.proxy.membership, w.proxy.engines)], w.proxy.stalls._clock.now
+        )
         entry = made.entry(bad.url)
         assert entry.health.state == "up"
         assert entry.pairs is not None
-        assert [(one.url, one.why[:20]) for one in entry.pairs.not_paired] == [(p.url, "the KV of 3 prompts ")]
+        assert [(one.url, one.why[:20]) for one in entry.pairs.not_paired] == [
+            (p.url, "the KV of 3 prompts ")
+        ]
         bad.default = loads_nothing()
         await several_asked(w, "completion")
         entry = made.entry(bad.url)
@@ -261,4 +302,6 @@ async def test_a_failed_leg_is_reported_as_ever() -> None:
         w.decode[1].default = loads_nothing()
         await several_asked(w, "completion", 2)
         failed = w.events(LegFailed)
-        assert {(event.node, event.phase, event.status) for event in failed} == {(w.decode[1].url, "decode", 500)}
+        assert {(event.node, event.phase, event.status) for event in failed} == {
+            (w.decode[1].url, "decode", 500)
+        }

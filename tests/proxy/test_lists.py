@@ -26,7 +26,9 @@ async def _echo(reply: Reply) -> None:
         await reply.start()
         with_usage = "stream_options" in reply.request.json
         await reply.pieces(
-            *answers.stream(False, len(ids), [text, "!"], with_usage=with_usage, ident=reply.request.ident)
+            *answers.stream(
+                False, len(ids), [text, "!"], with_usage=with_usage, ident=reply.request.ident
+            )
         )
         await reply.finish()
     else:
@@ -34,10 +36,13 @@ async def _echo(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "lengths"), [(TEXTS, [len(BuiltInTokenizer().encode(t)) for t in TEXTS]), (IDS, [39, 40, 41])]
+    ("prompts", "lengths"),
+    [(TEXTS, [len(BuiltInTokenizer().encode(t)) for t in TEXTS]), (IDS, [39, 40, 41])],
 )
 async def test_a_list_is_merged(prompts: list[Any], lengths: list[int]) -> None:
-    """Choices come in the list's order with their index, the usage is the sum, each prompt has a handle of its own."""
+    """Choices come in the list's order with their index, the usage is the sum, each prompt has a
+    handle of its own.
+    """
     async with world(prefill=2, decode=2) as w:
         for engine in w.decode:
             engine.default = _echo
@@ -45,7 +50,9 @@ async def test_a_list_is_merged(prompts: list[Any], lengths: list[int]) -> None:
         assert answer.status == 200
         body = answer.json
         last = [p[-1] if isinstance(p, list) else BuiltInTokenizer().encode(p)[-1] for p in prompts]
-        assert [(c["index"], c["text"]) for c in body["choices"]] == [(n, f"<{last[n]}>!") for n in range(3)]
+        assert [(c["index"], c["text"]) for c in body["choices"]] == [
+            (n, f"<{last[n]}>!") for n in range(3)
+        ]
         assert body["usage"]["prompt_tokens"] == sum(lengths)
         assert body["usage"]["completion_tokens"] == 6
         assert body["usage"]["total_tokens"] == sum(lengths) + 6
@@ -55,14 +62,18 @@ async def test_a_list_is_merged(prompts: list[Any], lengths: list[int]) -> None:
         )
         await w.quiet()
         assert w.books.endings == {"loaded": 3}
-        assert sorted(len(r.json["prompt"]) for e in w.decode for r in e.requests) == sorted(len(p) for p in prompts)
+        assert sorted(len(r.json["prompt"]) for e in w.decode for r in e.requests) == sorted(
+            len(p) for p in prompts
+        )
         report = await w.ended()
         assert (len(report.legs), report.prompt_tokens) == (3, sum(lengths))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_prompts_cached_tokens_stand_for_all(stream: bool) -> None:
-    """As from one engine: a whole answer has the cached tokens of its last prompt, a stream those of its first."""
+    """As from one engine: a whole answer has the cached tokens of its last prompt, a stream those
+    of its first.
+    """
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     prompts = ["first " * 40, "second " * 60, "third " * 90]
     async with world(facts={"enable_prompt_tokens_details": True}) as w:
@@ -71,7 +82,9 @@ async def test_one_prompts_cached_tokens_stand_for_all(stream: bool) -> None:
                 for engine in w.engines:
                     engine.sim.engine._core.pool.forget_all()  # type: ignore[union-attr]
                 await w.ask(COMPLETIONS, completion(prompt=cached))
-                answer = await w.ask(COMPLETIONS, completion(prompt=[p for p in prompts if p != known], **options))
+                answer = await w.ask(
+                    COMPLETIONS, completion(prompt=[p for p in prompts if p != known], **options)
+                )
                 merged = json.loads(answer.events[-2][6:]) if stream else answer.json
                 found = merged["usage"]["prompt_tokens_details"]["cached_tokens"]
                 asked = [p for p in prompts if p != known]
@@ -80,7 +93,9 @@ async def test_one_prompts_cached_tokens_stand_for_all(stream: bool) -> None:
 
 @pytest.mark.parametrize("usage", [True, False])
 async def test_a_streamed_list_is_merged(usage: bool) -> None:
-    """Each prompt's events carry its index and come in its own order; one usage event, if asked for; one end mark."""
+    """Each prompt's events carry its index and come in its own order; one usage event, if asked
+    for; one end mark.
+    """
     async with world(prefill=2, decode=2) as w:
         for engine in w.decode:
             engine.default = _echo
@@ -99,7 +114,9 @@ async def test_a_streamed_list_is_merged(usage: bool) -> None:
         if usage:
             assert chunks[-1] is with_usage[0]
             assert chunks[-1]["choices"] == []
-            assert chunks[-1]["usage"]["prompt_tokens"] == sum(len(BuiltInTokenizer().encode(text)) for text in TEXTS)
+            assert chunks[-1]["usage"]["prompt_tokens"] == sum(
+                len(BuiltInTokenizer().encode(text)) for text in TEXTS
+            )
             assert chunks[-1]["usage"]["completion_tokens"] == 6
         assert len(with_usage) == (1 if usage else 0)
         await w.quiet()
@@ -107,7 +124,9 @@ async def test_a_streamed_list_is_merged(usage: bool) -> None:
 
 
 async def test_one_prompt_of_a_list_that_is_refused_refuses_the_list() -> None:
-    """A prompt that the engines refuse makes the whole answer their 400, as with a single engine."""
+    """A prompt that the engines refuse makes the whole answer their 400, as with a single
+    engine.
+    """
 
     async def refuse_long(reply: Reply) -> None:
         if reply.request.json["prompt"] == TEXTS[1]:
@@ -123,7 +142,9 @@ async def test_one_prompt_of_a_list_that_is_refused_refuses_the_list() -> None:
 
 
 async def test_one_stream_of_a_list_that_fails_ends_them_all() -> None:
-    """An engine that dies in one of the streams: an error event, no end mark, the others' legs closed."""
+    """An engine that dies in one of the streams: an error event, no end mark, the others' legs
+    closed.
+    """
 
     async def die(reply: Reply) -> None:
         await reply.start()

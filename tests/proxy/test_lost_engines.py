@@ -1,4 +1,6 @@
-"""A request that kills the engines that begin it takes two of them at most, not the last one; others are served."""
+"""A request that kills the engines that begin it takes two of them at most, not the last one;
+others are served.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,18 @@ async def streams(w: World, count: int) -> AsyncIterator[None]:
     clients = []
     for number in range(count):
         client = await w.client(address=f"127.0.0.{10 + number}")
-        client.send(request("POST", COMPLETIONS, completion(prompt=f"{STREAMS} {number}", stream=True, max_tokens=30)))
+        client.send(
+            request(
+                "POST",
+                COMPLETIONS,
+                completion(prompt=f"{STREAMS} {number}", stream=True, max_tokens=30),
+            )
+        )
         assert (await client.head()).status == 200, "it has data"
         clients.append(client)
-    assert {ledger_engine.requests for ledger_engine in w.proxy.ledger.engines} == {1 if count else 0}
+    assert {ledger_engine.requests for ledger_engine in w.proxy.ledger.engines} == {
+        1 if count else 0
+    }
     yield
     for client in clients:
         client.close()
@@ -81,7 +91,9 @@ def lost_of(w: World) -> EnginesLost:
     return w.proxy.pools[0].resources.lost
 
 
-async def ask(w: World, body: object, path: str = COMPLETIONS, address: str = "127.0.0.1") -> Answer:
+async def ask(
+    w: World, body: object, path: str = COMPLETIONS, address: str = "127.0.0.1"
+) -> Answer:
     """One request of a client with this address."""
     return await w.exchange(request("POST", path, body), address=address)
 
@@ -118,9 +130,13 @@ async def test_one_request_takes_two_engines(name: str) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
 @pytest.mark.parametrize("of", ["P", "D", "PD"])
-async def test_one_request_takes_two_engines_of_all_roles(of: str, dispatch: Any, stream: bool) -> None:
+async def test_one_request_takes_two_engines_of_all_roles(
+    of: str, dispatch: Any, stream: bool
+) -> None:
     """Prefill and decode engines count together, one after the other or both at once."""
-    async with pool("nixl-push", prefills=4, decodes=4, dispatch=dispatch, limits={"attempts": 5}) as pair:
+    async with pool(
+        "nixl-push", prefills=4, decodes=4, dispatch=dispatch, limits={"attempts": 5}
+    ) as pair:
         await known(pair)
         prefills, decodes = [pair.p, *pair.more[:3]], [pair.d, *pair.more[3:]]
         armed([*(prefills if "P" in of else []), *(decodes if "D" in of else [])])
@@ -146,16 +162,23 @@ async def test_a_stream_that_others_go_on_with_counts_its_engines() -> None:
         for number in range(3):
             answer = await ask(w, killer(stream=True, max_tokens=30, user=MARK))
             assert b"error" in answer.body
-            assert dead(engines) == min(2 + number, 3), "its client gets one engine the second time, and none the third"
+            assert dead(engines) == min(2 + number, 3), (
+                "its client gets one engine the second time, and none the third"
+            )
         assert refused(answer)
 
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
 async def test_the_last_engine_of_a_role_is_not_risked(path: str, beside: bool) -> None:
-    """It goes on with the requests of others; also where streams were under way beside it, which are not the cause."""
+    """It goes on with the requests of others; also where streams were under way beside it, which
+    are not the cause.
+    """
     body = killer() if path == COMPLETIONS else responses(input=MARK)
-    async with world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w, streams(w, 2 if beside else 0):
+    async with (
+        world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w,
+        streams(w, 2 if beside else 0),
+    ):
         engines = armed(sims(w.aggregated))
         for _ in range(2):
             assert refused(await ask(w, body, path)), "nor when its client sends it again"
@@ -170,8 +193,12 @@ async def test_the_last_engine_of_a_role_is_not_risked(path: str, beside: bool) 
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
-async def test_the_last_engine_gets_what_was_long_at_a_lost_one(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that disappears long behind the beginning of a request does so by itself: its client sees only a delay."""
+async def test_the_last_engine_gets_what_was_long_at_a_lost_one(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that disappears long behind the beginning of a request does so by itself: its
+    client sees only a delay.
+    """
     monkeypatch.setattr(engines_lost, "SOON", -1.0)
     body = killer() if path == COMPLETIONS else responses(input=MARK)
     async with world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w:
@@ -183,7 +210,9 @@ async def test_the_last_engine_gets_what_was_long_at_a_lost_one(path: str, monke
 
 
 async def test_the_only_engine_of_a_role_gets_it_again() -> None:
-    """It was started again, although it did not answer for a moment: nobody else can serve the request."""
+    """It was started again, although it did not answer for a moment: nobody else can serve the
+    request.
+    """
 
     async def gone(_: str) -> bool:
         return False
@@ -204,11 +233,17 @@ async def test_the_last_prefill_engine_is_not_risked() -> None:
 
 
 async def test_it_comes_again() -> None:
-    """Behind two lost engines it gets one, behind three none: it is named. Another client's request is served, and so is another
-    request of its client, which is cleared by that."""
+    """Behind two lost engines it gets one, behind three none: it is named. Another client's request
+    is served, and so is another request of its client, which is cleared by that.
+    """
     async with world(0, 0, aggregated=6, limits=UNBROKEN, leaves=True) as w:
         engines = armed(sims(w.aggregated))
-        for address, killed in (("127.0.0.1", 2), ("127.0.0.2", 3), ("127.0.0.3", 3), ("127.0.0.1", 3)):
+        for address, killed in (
+            ("127.0.0.1", 2),
+            ("127.0.0.2", 3),
+            ("127.0.0.3", 3),
+            ("127.0.0.1", 3),
+        ):
             again = killer(stream=killed == 3, user=address)
             assert refused(await ask(w, again, address=address))
             assert dead(engines) == killed
@@ -217,11 +252,15 @@ async def test_it_comes_again() -> None:
         assert w.metric("pdproxy_engines_lost_total", requests="one") == 3
         assert w.metric("pdproxy_refusals_total", reason="engines_lost", status="503") == 4
         (name,) = {event.fingerprint for event in w.events(EngineLost)}
-        assert [name in detail for detail in w.proxy.readiness().details if "fingerprint" in detail] == [True]
+        assert [
+            name in detail for detail in w.proxy.readiness().details if "fingerprint" in detail
+        ] == [True]
 
 
 async def test_many_bodies_of_one_client() -> None:
-    """It has half of the engines, whatever it sends; others are served, and so is this client once it sends something else."""
+    """It has half of the engines, whatever it sends; others are served, and so is this client once
+    it sends something else.
+    """
     async with world(0, 0, aggregated=6, limits=UNBROKEN, leaves=True) as w:
         engines = armed(sims(w.aggregated))
         for number in range(12):
@@ -239,7 +278,9 @@ async def test_many_bodies_of_one_client() -> None:
 
 
 async def test_a_limited_client_is_served_one_request_at_a_time() -> None:
-    """Until one of them is answered: then all of them go on. Two may wait for that; more would hold the places of others."""
+    """Until one of them is answered: then all of them go on. Two may wait for that; more would hold
+    the places of others.
+    """
     async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True) as w:
         armed(sims(w.aggregated))
         for number in range(2):
@@ -262,11 +303,15 @@ async def test_a_limited_client_is_served_one_request_at_a_time() -> None:
         opened.set()
         answers = await asyncio.gather(*asked)
         assert [answer.status for answer in answers].count(200) == 3
-        assert all(answer.text == TEXT if answer.status == 200 else refused(answer) for answer in answers)
+        assert all(
+            answer.text == TEXT if answer.status == 200 else refused(answer) for answer in answers
+        )
 
 
 class Crowd:
-    """Requests that are under way at the first engines; these die when the test says so, and others are there from then on."""
+    """Requests that are under way at the first engines; these die when the test says so, and others
+    are there from then on.
+    """
 
     def __init__(self, w: World, first: int = 1) -> None:
         self._w = w
@@ -297,7 +342,9 @@ class Crowd:
 
 @pytest.mark.parametrize("place", [0, 3, 6])
 async def test_honest_requests_beside_a_killer_are_served(place: int) -> None:
-    """All were under way at one engine. The killer takes one more, alone; wherever it is among them."""
+    """All were under way at one engine. The killer takes one more, alone; wherever it is among
+    them.
+    """
     async with world(0, 0, aggregated=3, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
         armed(sims(w.aggregated[1:]))
         bodies: list[dict[str, Any]] = [completion(seed=number) for number in range(6)]
@@ -310,7 +357,9 @@ async def test_honest_requests_beside_a_killer_are_served(place: int) -> None:
 
 
 async def test_killers_that_come_at_once_take_one_more_together() -> None:
-    """Each ends the engine at which it is alone. The first that is tried again shows what they are: the others get none."""
+    """Each ends the engine at which it is alone. The first that is tried again shows what they are:
+    the others get none.
+    """
     async with world(0, 0, aggregated=8, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
         armed(sims(w.aggregated[4:]))
         answers = await Crowd(w, 4).die(*[killer(number) for number in range(4)], addresses=4)
@@ -319,21 +368,31 @@ async def test_killers_that_come_at_once_take_one_more_together() -> None:
         assert (await ask(w, completion(), address="127.0.0.9")).text == TEXT
 
 
-async def test_a_killer_that_is_known_comes_many_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its refusal is over. One copy after the other is served, so that the second one does not get an engine any more."""
+async def test_a_killer_that_is_known_comes_many_times_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its refusal is over. One copy after the other is served, so that the second one does not get
+    an engine any more.
+    """
     async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True) as w:
         engines = armed(sims(w.aggregated))
         await ask(w, killer())
         await ask(w, killer(), address="127.0.0.2")
         assert dead(engines) == 3
-        monkeypatch.setattr(Suspect, "refused_for", lambda self, now: 0.0 if self.losses == 3 else 60.0)
-        answers = await asyncio.gather(*[ask(w, killer(), address=f"127.0.0.{number}") for number in range(3, 12)])
+        monkeypatch.setattr(
+            Suspect, "refused_for", lambda self, now: 0.0 if self.losses == 3 else 60.0
+        )
+        answers = await asyncio.gather(
+            *[ask(w, killer(), address=f"127.0.0.{number}") for number in range(3, 12)]
+        )
         assert dead(engines) == 4
         assert all(refused(answer) for answer in answers)
 
 
 async def test_it_comes_again_and_again_where_each_engine_is_busy() -> None:
-    """Each engine has another client's request, so that no loss is of one request only: it takes as few as on an idle fleet."""
+    """Each engine has another client's request, so that no loss is of one request only: it takes as
+    few as on an idle fleet.
+    """
     async with world(0, 0, aggregated=8, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
         engines = armed(sims(w.aggregated))
         honest = "never ends"
@@ -343,20 +402,31 @@ async def test_it_comes_again_and_again_where_each_engine_is_busy() -> None:
         for number in range(8):
             body = completion(prompt=f"{honest} {number}")
             others.append(asyncio.ensure_future(ask(w, body, address=f"127.0.0.{10 + number}")))
-            await until(lambda: sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines) == len(others))
+            await until(
+                lambda: (
+                    sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines)
+                    == len(others)
+                )
+            )
         assert [ledger_engine.requests for ledger_engine in w.proxy.ledger.engines] == [1] * 8
         for killed in (2, 3, 3, 3):
             assert refused(await ask(w, killer()))
             assert dead(engines) == killed
-        assert not any(other.done() for other in others), "those that were there are tried again, or wait for that"
+        assert not any(other.done() for other in others), (
+            "those that were there are tried again, or wait for that"
+        )
         for other in others:
             other.cancel()
 
 
 async def test_an_engine_that_dies_by_itself_is_nobodys_fault() -> None:
-    """Those that were there are served by the only one that is left, and nothing is remembered of them."""
+    """Those that were there are served by the only one that is left, and nothing is remembered of
+    them.
+    """
     async with world(0, 0, aggregated=2, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
-        answers = await Crowd(w).die(*[completion(seed=number) for number in range(20)], addresses=4)
+        answers = await Crowd(w).die(
+            *[completion(seed=number) for number in range(20)], addresses=4
+        )
         assert [answer.text for answer in answers] == [TEXT] * 20
         assert not lost_of(w).remembers
         assert {event.several for event in w.events(EngineLost)} == {True}
@@ -391,19 +461,27 @@ async def test_an_answer_that_needs_no_core_clears_nobody() -> None:
 
 
 async def left_by(w: World, body: dict[str, Any], path: str, address: str) -> SimServer:
-    """Have a client send a request that stalls, and leave. Return the engine that has the request."""
+    """Have a client send a request that stalls, and leave. Return the engine that has the
+    request.
+    """
     before = {ledger_engine.url: ledger_engine.requests for ledger_engine in w.proxy.ledger.engines}
     at_engines = sum(before.values())
     client = await w.client(address=address)
     client.send(request("POST", path, body))
-    await until(lambda: sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines) > at_engines)
+    await until(
+        lambda: sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines) > at_engines
+    )
     (url,) = {
         ledger_engine.url
         for ledger_engine in w.proxy.ledger.engines
         if ledger_engine.requests > before[ledger_engine.url]
     }
     client.close()
-    await until(lambda: sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines) == at_engines)
+    await until(
+        lambda: (
+            sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines) == at_engines
+        )
+    )
     return next(engine for engine in sims(w.aggregated) if engine.url == url)
 
 
@@ -416,17 +494,29 @@ def stalling(w: World) -> None:
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
 async def test_who_leaves_before_the_engine_dies_is_counted(path: str, beside: bool) -> None:
-    """Nobody waits for the request's answer then: probes find the engine down, or streams that were beside it."""
+    """Nobody waits for the request's answer then: probes find the engine down, or streams that were
+    beside it.
+    """
     body = killer() if path == COMPLETIONS else responses(input=MARK)
     limits = {**UNBROKEN, "continuations": 0}
-    async with world(0, 0, aggregated=6, limits=limits, leaves=True) as w, streams(w, 6 if beside else 0):
+    async with (
+        world(0, 0, aggregated=6, limits=limits, leaves=True) as w,
+        streams(w, 6 if beside else 0),
+    ):
         stalling(w)
         for losses in (1, 2, 3):
             await (await left_by(w, body, path, "127.0.0.1")).kill()
             await w.probe()
             expected = [*range(1, losses + 1)]
-            await until(lambda: [event.losses for event in w.events(EngineLost) if event.losses] == expected)  # noqa: B023
-            await until(lambda: sum(engine.requests for engine in w.proxy.ledger.engines) == (beside and 6 - losses))  # noqa: B023
+            await until(
+                lambda: [event.losses for event in w.events(EngineLost) if event.losses] == expected  # noqa: B023
+            )
+            await until(
+                lambda: (
+                    sum(engine.requests for engine in w.proxy.ledger.engines)
+                    == (beside and 6 - losses)  # noqa: B023
+                )
+            )
         assert refused(await ask(w, body, path, "127.0.0.2"))
         assert dead(sims(w.aggregated)) == 3
 
@@ -455,7 +545,9 @@ async def test_an_engine_that_answers_late_is_not_lost() -> None:
 
 
 async def test_what_is_no_loss() -> None:
-    """Broken connections of engines that are there, errors, and engines that are drained: the third engine is tried."""
+    """Broken connections of engines that are there, errors, and engines that are drained: the third
+    engine is tried.
+    """
     async with world(0, 0, aggregated=3, limits=UNBROKEN, leaves=True) as w:
         for faults in (["reset@queued", "eof@queued"], ["status@queued", "reset@queued"]):
             for engine, fault in zip(sims(w.aggregated), faults, strict=False):
@@ -473,7 +565,9 @@ async def test_what_is_no_loss() -> None:
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 async def test_an_engine_whose_core_has_died_is_lost(version: str) -> None:
     """Its API server says so, and stays for a while."""
-    async with world(0, 0, aggregated=5, limits=UNBROKEN, facts={"version": version}, leaves=True) as w:
+    async with world(
+        0, 0, aggregated=5, limits=UNBROKEN, facts={"version": version}, leaves=True
+    ) as w:
         engines = armed(sims(w.aggregated), f"dead_core@queued:rate=1,holds={MARK}")
         assert refused(await ask(w, killer()))
         assert sum(engine.engine.dead for engine in engines) == 2
@@ -495,4 +589,6 @@ async def test_what_is_remembered_is_bounded() -> None:
             engine.run_number = 10**6 + number
             lost.broke(headers, engine, ConnectionLostError("x"), lost._now(), streamed=False)
             await lost.judge(headers, {"prompt": msgspec.Raw(b"%d" % number)}, None)
-        assert (len(lost._fingerprints), len(lost._clients), len(lost._detector._losses)) == (MOST_KEPT,) * 3
+        assert (len(lost._fingerprints), len(lost._clients), len(lost._detector._losses)) == (
+            MOST_KEPT,
+        ) * 3

@@ -1,4 +1,6 @@
-"""A request of several parts, or with questions of its own, is one request: all engines that it ends count together."""
+"""A request of several parts, or with questions of its own, is one request: all engines that it
+ends count together.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def batch(*chats: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engines", [2, 3, 5])
 async def test_a_batch_that_is_sent_whole_behind_a_refusal(engines: int) -> None:
-    """One of its chats ends engines, another one is refused: no engine is new to the whole batch. Nor when it comes again."""
+    """One of its chats ends engines, another one is refused: no engine is new to the whole batch.
+    Nor when it comes again.
+    """
     async with world(0, 0, aggregated=engines, limits=UNBROKEN, leaves=True) as w:
         for engine in armed(sims(w.aggregated)):
             engine.faults.add(f"kill@queued:rate=1,holds={MARK},path={BATCH}")
@@ -50,7 +54,9 @@ async def test_a_batch_that_is_sent_whole_behind_a_refusal(engines: int) -> None
 
 
 async def test_a_part_that_was_ended_may_have_ended_its_engine() -> None:
-    """Nobody saw that, since another part was refused before: its engine is asked before the batch is sent whole."""
+    """Nobody saw that, since another part was refused before: its engine is asked before the batch
+    is sent whole.
+    """
     async with world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w:
         whole = everyone(w, BATCH, fine)
         under_way: dict[bool, Reply] = {}
@@ -78,7 +84,9 @@ async def test_a_part_that_was_ended_may_have_ended_its_engine() -> None:
 
 
 async def test_a_part_that_is_ended_as_its_engine_is_found_lost() -> None:
-    """The loss counts for the part's own fingerprint: when it comes again, it is known as what it is."""
+    """The loss counts for the part's own fingerprint: when it comes again, it is known as what it
+    is.
+    """
     async with world(0, 0, aggregated=2, leaves=True) as w:
         lost = lost_of(w)
 
@@ -88,7 +96,10 @@ async def test_a_part_that_is_ended_as_its_engine_is_found_lost() -> None:
         lost._detector._is_alive = gone
         lease = w.proxy.ledger.assign_alone(Ask("tiny", 1, lost._now()))
         assert lease is not None
-        headers, fields = LegHeaders("x", COMPLETIONS, (), (), client="a"), {"prompt": msgspec.Raw(b"1")}
+        headers, fields = (
+            LegHeaders("x", COMPLETIONS, (), (), client="a"),
+            {"prompt": msgspec.Raw(b"1")},
+        )
         lost.broke(headers, lease.engine, ConnectionLostError("x"), lost._now(), streamed=False)
         await lost._detector.find_out(headers.lost[0].broken[0].loss).wait()
         assert not lost.remembers
@@ -113,8 +124,12 @@ async def test_a_request_that_gets_no_other_engine_gives_its_place_back() -> Non
 
 @pytest.mark.parametrize("path", [RENDER, DERENDER])
 async def test_questions_behind_a_stream_count(path: str) -> None:
-    """A chat ends engines in its stream, and on the routes that engines are asked on to go on with the stream."""
-    async with world(0, 0, aggregated=5, limits=UNBROKEN, facts=FACTS["reasoning"], leaves=True) as w:
+    """A chat ends engines in its stream, and on the routes that engines are asked on to go on with
+    the stream.
+    """
+    async with world(
+        0, 0, aggregated=5, limits=UNBROKEN, facts=FACTS["reasoning"], leaves=True
+    ) as w:
         for engine in sims(w.aggregated):
             engine.faults.add("kill@mid_stream:rate=1,events=6")
             engine.faults.add(f"kill@queued:rate=1,path={path}")
@@ -126,7 +141,9 @@ async def test_questions_behind_a_stream_count(path: str) -> None:
 @pytest.mark.parametrize("path", [RENDER, DERENDER])
 async def test_questions_alone_take_no_last_engine(path: str, engines: int) -> None:
     """The stream's connection has only broken; the question ends engines."""
-    async with world(0, 0, aggregated=engines, limits=UNBROKEN, facts=FACTS["reasoning"], leaves=True) as w:
+    async with world(
+        0, 0, aggregated=engines, limits=UNBROKEN, facts=FACTS["reasoning"], leaves=True
+    ) as w:
         for engine in sims(w.aggregated):
             engine.faults.add("reset@mid_stream:events=6")
             engine.faults.add(f"kill@queued:rate=1,path={path}")

@@ -14,7 +14,18 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply
 from tests.fakes.passed import RESPONSES, everyone, responses
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
-from tests.proxy.test_lost_engines import MARK, UNBROKEN, armed, ask, dead, killer, lost_of, refused, sims, stalling
+from tests.proxy.test_lost_engines import (
+    MARK,
+    UNBROKEN,
+    armed,
+    ask,
+    dead,
+    killer,
+    lost_of,
+    refused,
+    sims,
+    stalling,
+)
 
 
 async def later() -> None:
@@ -47,14 +58,21 @@ class Held:
         await reply.serve()
 
 
-def asked_by(w: World, count: int, body: dict[str, Any], path: str = COMPLETIONS) -> list[asyncio.Future[Answer]]:
+def asked_by(
+    w: World, count: int, body: dict[str, Any], path: str = COMPLETIONS
+) -> list[asyncio.Future[Answer]]:
     """The same request of so many clients at once."""
-    return [asyncio.ensure_future(ask(w, body, path, address=f"127.0.0.{2 + number}")) for number in range(count)]
+    return [
+        asyncio.ensure_future(ask(w, body, path, address=f"127.0.0.{2 + number}"))
+        for number in range(count)
+    ]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
 async def test_one_engine_that_dies_by_itself_holds_up_nobody(path: str) -> None:
-    """80 clients send the prompt that was alone at it, all at once. Their answers are not streamed and take long."""
+    """80 clients send the prompt that was alone at it, all at once. Their answers are not streamed
+    and take long.
+    """
     body = completion() if path == COMPLETIONS else responses()
     clock = ManualClock()
     async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True, clock=clock) as w:
@@ -62,7 +80,11 @@ async def test_one_engine_that_dies_by_itself_holds_up_nobody(path: str) -> None
         first = asyncio.ensure_future(ask(w, body, path))
         await until(lambda: held.under_way)
         await held.under_way[0].engine.sim.kill()
-        await until(lambda: len(held.under_way) == 2 and [event.losses for event in w.events(EngineLost)] == [1])
+        await until(
+            lambda: (
+                len(held.under_way) == 2 and [event.losses for event in w.events(EngineLost)] == [1]
+            )
+        )
         asked = asked_by(w, 80, body, path)
         begun = []
         for seconds in range(7):
@@ -97,7 +119,9 @@ async def test_half_of_the_places_wait_for_a_turn() -> None:
 
 async def test_known_bodies_of_a_limited_client_take_turns() -> None:
     """Its own turn comes first, so that no two of them are at engines at once."""
-    async with world(0, 0, aggregated=8, limits={**UNBROKEN, "attempts": 1}, leaves=True, clock=ManualClock()) as w:
+    async with world(
+        0, 0, aggregated=8, limits={**UNBROKEN, "attempts": 1}, leaves=True, clock=ManualClock()
+    ) as w:
         held = Held(w)
         first = [asyncio.ensure_future(ask(w, killer(number))) for number in range(8)]
         await until(lambda: len({reply.engine.url for reply in held.under_way}) == 8)
@@ -128,7 +152,9 @@ async def limited(w: World) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
 async def test_who_leaves_early_keeps_its_turn_for_a_moment(path: str) -> None:
-    """Its request may still end the engine. Nothing is known of that yet, so that no more begin behind it than before."""
+    """Its request may still end the engine. Nothing is known of that yet, so that no more begin
+    behind it than before.
+    """
     clock = ManualClock()
     async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True, clock=clock) as w:
         await limited(w)
@@ -139,7 +165,11 @@ async def test_who_leaves_early_keeps_its_turn_for_a_moment(path: str) -> None:
             text = f"{MARK}, not known: {number}"
             client = await w.client()
             client.send(
-                request("POST", path, completion(prompt=text) if path == COMPLETIONS else responses(input=text))
+                request(
+                    "POST",
+                    path,
+                    completion(prompt=text) if path == COMPLETIONS else responses(input=text),
+                )
             )
             await later()
             return client
@@ -167,7 +197,9 @@ async def left_at(w: World, client: Client) -> Client:
 
 
 async def test_the_turn_of_one_that_is_tried_again_goes_on() -> None:
-    """An engine was lost under it: it keeps its turn until it has been at the next engine for a moment."""
+    """An engine was lost under it: it keeps its turn until it has been at the next engine for a
+    moment.
+    """
     clock = ManualClock()
     async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True, clock=clock) as w:
         held = Held(w)
@@ -191,7 +223,9 @@ async def test_the_turn_of_one_that_is_tried_again_goes_on() -> None:
 
 
 async def test_a_turn_lasts_until_the_last_engine_has_the_request() -> None:
-    """Prefill takes long: a request that ends decode engines would come to these with all that have begun meanwhile."""
+    """Prefill takes long: a request that ends decode engines would come to these with all that have
+    begun meanwhile.
+    """
     clock = ManualClock()
     async with world(3, 3, limits=UNBROKEN, leaves=True, clock=clock) as w:
         engines = armed(sims(w.prefill))
@@ -235,7 +269,9 @@ async def test_a_turn_lasts_until_the_last_engine_has_the_request() -> None:
 
 
 async def test_an_hour_of_one_body() -> None:
-    """It comes each 30 s, of a client that has a good answer before each time; engines are back at once."""
+    """It comes each 30 s, of a client that has a good answer before each time; engines are back at
+    once.
+    """
     clock = ManualClock()
     async with world(0, 0, aggregated=6, limits=UNBROKEN, leaves=True, clock=clock) as w:
         engines = armed(sims(w.aggregated))

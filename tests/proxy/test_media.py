@@ -1,4 +1,6 @@
-"""Media by URL on all routes: no engine gets a request that names one, unless the settings let it."""
+"""Media by URL on all routes: no engine gets a request that names one, unless the settings let
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def content(url: str) -> list[dict[str, Any]]:
 
 def body(path: str, url: str) -> dict[str, Any]:
     messages: Any = [{"role": "user", "content": content(url)}]
-    found = {"model": "tiny", "max_tokens": 4, "messages": [messages] if path == BATCH else messages}
+    found = {
+        "model": "tiny",
+        "max_tokens": 4,
+        "messages": [messages] if path == BATCH else messages,
+    }
     if path == RESPONSES:
         return {"model": "tiny", "input": messages}
     if path == MESSAGES:
@@ -68,7 +74,9 @@ async def test_a_type_hides_no_medium(path: str, kind: str) -> None:
     async with world() as w:
         seen = everyone(w, path, fine)
         sent = body(path, FAR)
-        sent["input" if path == RESPONSES else "messages"] = [messages] if path == BATCH else messages
+        sent["input" if path == RESPONSES else "messages"] = (
+            [messages] if path == BATCH else messages
+        )
         for more in ({}, {"documents": [{"content": [part]}]}, {"data_1": {"content": [part]}}):
             answer = await w.ask(path, {**sent, **more})
             assert (answer.status, "media.urls" in answer.json["error"]["message"]) == (400, True)
@@ -82,7 +90,11 @@ async def test_media_beside_a_text_are_looked_at(path: str, field: str) -> None:
     async with world() as w:
         seen = everyone(w, path, fine)
         text: Any = [{"role": "user", "content": "x"}]
-        sent = {**body(path, FAR), "input" if path == RESPONSES else "messages": text, field: {"images": [FAR]}}
+        sent = {
+            **body(path, FAR),
+            "input" if path == RESPONSES else "messages": text,
+            field: {"images": [FAR]},
+        }
         answer = await w.ask(path, sent)
         assert (answer.status, "media.urls" in answer.json["error"]["message"]) == (400, True)
         assert _nothing_sent(w)
@@ -91,7 +103,9 @@ async def test_media_beside_a_text_are_looked_at(path: str, field: str) -> None:
 
 @pytest.mark.parametrize("path", ["/pooling", INVOCATIONS])
 @pytest.mark.parametrize(
-    "data", [FAR, {"data": FAR, "data_format": "url"}, {"data": "/etc/passwd", "data_format": "path"}], ids=str
+    "data",
+    [FAR, {"data": FAR, "data_format": "url"}, {"data": "/etc/passwd", "data_format": "path"}],
+    ids=str,
 )
 async def test_what_a_plugin_would_fetch_or_read_is_refused(path: str, data: object) -> None:
     async with world() as w:
@@ -115,7 +129,11 @@ async def test_a_large_body_is_looked_at_in_a_reader_process() -> None:
     ("media", "url", "ok"),
     [
         (MediaSettings(), "data:image/png;base64,AAAA", True),
-        (MediaSettings(urls="hosts", hosts=("images.example",)), "https://images.example/x.png", True),
+        (
+            MediaSettings(urls="hosts", hosts=("images.example",)),
+            "https://images.example/x.png",
+            True,
+        ),
         (MediaSettings(urls="hosts", hosts=("images.example",)), FAR, False),
         (MediaSettings(urls="any"), FAR, True),
     ],

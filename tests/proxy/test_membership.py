@@ -1,4 +1,6 @@
-"""Engines that are added, drained and removed while clients stream, and what is left of those that went."""
+"""Engines that are added, drained and removed while clients stream, and what is left of those that
+went.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ async def gone(w: World, url: str) -> None:
 def _policy(**fields: object) -> Callable[[Settings], Settings]:
     def adjust(settings: Settings) -> Settings:
         pool = msgspec.structs.replace(settings.pool, policy=PoolPolicy(**fields))  # type: ignore[arg-type]
-        return msgspec.structs.replace(settings, pools=(pool,), health=Health(stalled_after=0, slow_start=0.01))
+        return msgspec.structs.replace(
+            settings, pools=(pool,), health=Health(stalled_after=0, slow_start=0.01)
+        )
 
     return adjust
 
@@ -82,7 +86,9 @@ def _policy(**fields: object) -> Callable[[Settings], Settings]:
     ids=["least_load", "round_robin", "prefix", "auto"],
 )
 @pytest.mark.parametrize("how", ["drained", "at once"])
-async def test_nothing_is_left_of_an_engine_that_went(how: str, adjust: Callable[[Settings], Settings]) -> None:
+async def test_nothing_is_left_of_an_engine_that_went(
+    how: str, adjust: Callable[[Settings], Settings]
+) -> None:
     """Not even of one whose last leg fails when it is no member any more."""
     async with world(adjust=adjust, limits={"engine_requests": "auto", "attempts": 5}) as w:
         new = [await started(w, role) for role in ("prefill", "decode")]
@@ -142,7 +148,10 @@ async def test_a_prefill_engine_stays_until_its_kv_was_read() -> None:
         await asyncio.sleep(0.1)
         assert w.proxy.membership.state(url) is MemberState.DRAINING
         assert (await w.get("/ready")).json["details"] == [
-            f"prefill {url} is being drained (by admin): KV of it is still to be read or released, for at most 300 s"
+            (
+                f"prefill {url} is being drained (by admin): KV of it is still to be read or "
+                f"released, for at most 300 s"
+            )
         ]
         assert w.metric("pdproxy_node_state", node=url, state="draining") == 1
         go.set()
@@ -168,7 +177,9 @@ async def test_a_stream_that_is_too_late_goes_on_elsewhere() -> None:
 
 
 async def test_a_last_engine_that_is_drained_still_releases_kv() -> None:
-    """No decode engine gets requests any more; one of them is asked to release what a client has left."""
+    """No decode engine gets requests any more; one of them is asked to release what a client has
+    left.
+    """
     async with world(leaves=False) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, w.prefill[0].default))
@@ -186,17 +197,26 @@ async def test_a_last_engine_that_is_drained_still_releases_kv() -> None:
 
 
 async def test_a_fleet_that_changes_under_streaming_clients() -> None:
-    """Engines of 4P4D come and go at random: no request fails, no stream is cut, nothing is left of who went."""
+    """Engines of 4P4D come and go at random: no request fails, no stream is cut, nothing is left of
+    who went.
+    """
     facts = {"hardware": Hardware(speed=5)}
     async with world(prefill=4, decode=4, facts=facts, adjust=_policy()) as w:
-        chance, spare = random.Random(21), [await started(w, role, **facts) for role in ("prefill", "decode") * 2]
+        chance, spare = (
+            random.Random(21),
+            [await started(w, role, **facts) for role in ("prefill", "decode") * 2],
+        )
         members, went = w.proxy.membership, set()
         async with streaming(w, CLIENTS) as streams:
             for _ in range(CHANGES):
                 await asyncio.sleep(chance.random() * 0.02)
                 engine = chance.choice([*w.prefill, *w.decode])
                 url, member = engine.url, members.members.get(engine.url)
-                serving = [one for one in w.proxy.ledger.engines if one.role.value == engine.role and one.available]
+                serving = [
+                    one
+                    for one in w.proxy.ledger.engines
+                    if one.role.value == engine.role and one.available
+                ]
                 if member is None:
                     members.add(node(engine), "admin")
                 elif member.drain is not None:
@@ -223,9 +243,13 @@ async def test_a_fleet_that_changes_under_streaming_clients() -> None:
 
 
 async def test_many_engines_are_checked_together() -> None:
-    """Adding hundreds takes a time that grows with their number. One that is wrong is named, and none of them comes."""
+    """Adding hundreds takes a time that grows with their number. One that is wrong is named, and
+    none of them comes.
+    """
     async with world() as w:
-        others = [ConfiguredEngine(url=f"http://127.0.0.1:{port}", role="decode") for port in range(1, 41)]
+        others = [
+            ConfiguredEngine(url=f"http://127.0.0.1:{port}", role="decode") for port in range(1, 41)
+        ]
         checked: list[int] = []
         check = w.proxy.setup.checked_all
 

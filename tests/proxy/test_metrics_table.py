@@ -1,4 +1,6 @@
-"""The table of metrics and the page agree, series are there from the start, and those of removed engines go."""
+"""The table of metrics and the page agree, series are there from the start, and those of removed
+engines go.
+"""
 
 import asyncio
 
@@ -80,7 +82,9 @@ def test_the_table_describes_everything() -> None:
 
 
 async def test_counters_begin_with_zero() -> None:
-    """Before anything has happened, each series whose labels are known is there: a rate over its first event is right."""
+    """Before anything has happened, each series whose labels are known is there: a rate over its
+    first event is right.
+    """
     async with world() as w:
         page = (await w.get("/metrics")).body.decode()
         samples = {
@@ -95,7 +99,9 @@ async def test_counters_begin_with_zero() -> None:
                 assert key in samples
                 assert samples[key] == 0 or one is LOOP_LATENESS, key
         for engine, phase in ((w.prefill[0], "prefill"), (w.decode[0], "decode")):
-            assert samples["pdproxy_leg_failures_total", ("node", engine.url), ("phase", phase)] == 0
+            assert (
+                samples["pdproxy_leg_failures_total", ("node", engine.url), ("phase", phase)] == 0
+            )
             assert samples["pdproxy_node_legs_total", ("node", engine.url), ("phase", phase)] == 0
         await w.ask(COMPLETIONS, completion())
         await w.ended()
@@ -116,7 +122,9 @@ async def test_the_process_and_its_versions_are_on_the_page() -> None:
 
 
 async def test_series_of_a_removed_engine_are_dropped() -> None:
-    """Engines come and go for ever; what still ends at one that has gone is counted under one name."""
+    """Engines come and go for ever; what still ends at one that has gone is counted under one
+    name.
+    """
     async with world() as w:
         other = await add(w)
         await until(lambda: w.proxy.engines[other.url].in_ledger.up)

@@ -1,4 +1,6 @@
-"""An engine that has lost a model: what it listed some seconds ago is no verdict on a request, another one that has it serves."""
+"""An engine that has lost a model: what it listed some seconds ago is no verdict on a request,
+another one that has it serves.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, chat()),
     "streamed chat": (CHAT, chat(stream=True)),
     "alone": (COMPLETIONS, completion(echo=True)),
-    "list": (COMPLETIONS, completion(prompt=["one two three four " * 20, "five six seven eight " * 20])),
+    "list": (
+        COMPLETIONS,
+        completion(prompt=["one two three four " * 20, "five six seven eight " * 20]),
+    ),
     "responses": (RESPONSES, responses()),
     "streamed responses": (RESPONSES, responses(stream=True)),
     "messages": (MESSAGES, message()),
@@ -30,8 +35,12 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _released_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine without the model does not release KV either. The next one is asked after a third of the deadline: not here."""
-    monkeypatch.setattr(Release, "_before_try", lambda release, number: asyncio.sleep(0.05 if number else 0))
+    """An engine without the model does not release KV either. The next one is asked after a third
+    of the deadline: not here.
+    """
+    monkeypatch.setattr(
+        Release, "_before_try", lambda release, number: asyncio.sleep(0.05 if number else 0)
+    )
 
 
 def loses(*engines: FakeEngine) -> None:
@@ -74,7 +83,9 @@ async def test_a_prefill_engine_that_has_lost_it(ask: str, all_of_them: bool) ->
 
 @pytest.mark.parametrize("ask", ASKS)
 async def test_the_client_gets_404_if_all_refuse(ask: str) -> None:
-    """With the engine's own body; more engines than attempts do not keep one that has it from serving."""
+    """With the engine's own body; more engines than attempts do not keep one that has it from
+    serving.
+    """
     path, body = ASKS[ask]
     async with world(1, 5) as w:
         loses(*w.engines)
@@ -125,4 +136,7 @@ async def test_workers_know_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(1, 2, leaves=True) as w:
         w.workers[1].ledger.lost_model(w.decode[0].url, "tiny")
         await w.told()
-        assert [one.engines[w.decode[0].url].in_ledger.serves("tiny") for one in w.workers] == [False, False]
+        assert [one.engines[w.decode[0].url].in_ledger.serves("tiny") for one in w.workers] == [
+            False,
+            False,
+        ]

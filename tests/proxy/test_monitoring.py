@@ -1,4 +1,6 @@
-"""What an operator learns from metrics, log lines and /ready: times of each phase, who was refused and why, what is degraded."""
+"""What an operator learns from metrics, log lines and /ready: times of each phase, who was refused
+and why, what is degraded.
+"""
 
 import asyncio
 import logging
@@ -24,8 +26,12 @@ MESSAGES = "/v1/messages"
 
 def phases(w: World) -> dict[str, int]:
     """How often each phase was measured, without queue and total."""
-    counts = {phase: int(w.metric("pdproxy_phase_seconds_count", phase=phase)) for phase, _ in PHASES}
-    return {phase: count for phase, count in counts.items() if count and phase not in ("queue", "total")}
+    counts = {
+        phase: int(w.metric("pdproxy_phase_seconds_count", phase=phase)) for phase, _ in PHASES
+    }
+    return {
+        phase: count for phase, count in counts.items() if count and phase not in ("queue", "total")
+    }
 
 
 def lines(caplog: pytest.LogCaptureFixture, message: str) -> list[dict[str, object]]:
@@ -47,12 +53,16 @@ def lines(caplog: pytest.LogCaptureFixture, message: str) -> list[dict[str, obje
 async def test_phases_and_first_tokens_of_streams_and_whole_answers(
     fields: dict[str, object], path: str | None, measured: dict[str, int]
 ) -> None:
-    """A whole answer has no first token, and its transfer is not known apart; phases never add up to more than the total."""
+    """A whole answer has no first token, and its transfer is not known apart; phases never add up
+    to more than the total.
+    """
     async with world() as w:
         assert (await w.ask(CHAT, chat(**fields))).status == 200
         ended = await w.ended()
         assert phases(w) == measured
-        counts = {one: w.metric("pdproxy_ttft_seconds_count", path=one) for one in ("split", "alone")}
+        counts = {
+            one: w.metric("pdproxy_ttft_seconds_count", path=one) for one in ("split", "alone")
+        }
         assert counts == {one: float(one == path) for one in counts}
         (leg,) = ended.legs
         parts = [leg.prefill_s, leg.first_s, leg.decode_s, leg.whole_s]
@@ -89,7 +99,12 @@ async def _rest(reply: Reply) -> None:
 async def test_phases_of_a_passed_route(stream: bool) -> None:
     """A route that one engine serves whole is measured as other requests that one engine serves."""
     async with world() as w:
-        body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}], "stream": stream}
+        body = {
+            "model": "tiny",
+            "max_tokens": 4,
+            "messages": [{"role": "user", "content": "x"}],
+            "stream": stream,
+        }
         assert (await w.ask(MESSAGES, body)).status == 200
         await w.ended()
         assert phases(w) == ({"alone": 1, "decode": 1} if stream else {"alone_whole": 1})
@@ -100,14 +115,22 @@ async def test_phases_of_a_passed_route(stream: bool) -> None:
 
 
 async def test_the_access_line_of_a_stream_and_of_a_whole_answer() -> None:
-    """Engines apart, client, key, method and stream; times by phase; fields without a value are left out."""
+    """Engines apart, client, key, method and stream; times by phase; fields without a value are
+    left out.
+    """
     async with world(auth={"api_keys": ("mine", "other")}) as w:
         await w.ask(COMPLETIONS, completion(stream=True), bearer("other"))
         await w.ask(COMPLETIONS, completion(), bearer("mine"))
         await w.ended(2)
         stream, whole = (dict(access_fields(one)) for one in w.events(RequestEnded))
         for fields, key, is_stream in ((stream, "settings:2", True), (whole, "settings:1", False)):
-            expected = {"client": "127.0.0.1", "key": key, "method": "POST", "path": COMPLETIONS, "stream": is_stream}
+            expected = {
+                "client": "127.0.0.1",
+                "key": key,
+                "method": "POST",
+                "path": COMPLETIONS,
+                "stream": is_stream,
+            }
             assert {name: fields[name] for name in expected} == expected
             assert (fields["prefill"], fields["decode"]) == (w.prefill[0].url, w.decode[0].url)
             assert fields["attempts"] == 1
@@ -117,7 +140,9 @@ async def test_the_access_line_of_a_stream_and_of_a_whole_answer() -> None:
 
 
 async def test_attempts_count_engines_that_were_asked() -> None:
-    """One engine was asked: one attempt, although no pair was found before. None was asked: none."""
+    """One engine was asked: one attempt, although no pair was found before. None was asked:
+    none.
+    """
     async with world() as w:
         w.prefill[0].stop()
         await w.probe()
@@ -135,7 +160,9 @@ async def test_an_address_that_a_trusted_proxy_names_is_the_clients() -> None:
     from msgspec.structs import replace
 
     async with world(
-        adjust=lambda one: replace(one, listen=replace(one.listen, trusted_proxies=("127.0.0.0/8",)))
+        adjust=lambda one: replace(
+            one, listen=replace(one.listen, trusted_proxies=("127.0.0.0/8",))
+        )
     ) as w:
         await w.ask(COMPLETIONS, completion(), [("x-forwarded-for", "192.0.2.7")])
         assert (await w.ended()).client == "192.0.2.7"
@@ -145,14 +172,20 @@ async def test_an_address_that_a_trusted_proxy_names_is_the_clients() -> None:
 
 
 @pytest.mark.parametrize(("given", "reason"), [(None, "no_key"), ("Bearer WRONGKEY", "wrong_key")])
-@pytest.mark.parametrize(("method", "path"), [("POST", COMPLETIONS), ("POST", MESSAGES), ("GET", "/v1/models")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", COMPLETIONS), ("POST", MESSAGES), ("GET", "/v1/models")]
+)
 async def test_a_refused_key_is_counted_and_logged(
     caplog: pytest.LogCaptureFixture, method: str, path: str, given: str | None, reason: str
 ) -> None:
-    """Once, on routes of all kinds: a count by its reason, and a line with the client's address and without the key."""
+    """Once, on routes of all kinds: a count by its reason, and a line with the client's address and
+    without the key.
+    """
     async with world(auth={"api_keys": ("mine",)}) as w:
         headers = [("authorization", given)] if given else []
-        assert (await w.ask(path, completion() if method == "POST" else b"", headers, method=method)).status == 401
+        assert (
+            await w.ask(path, completion() if method == "POST" else b"", headers, method=method)
+        ).status == 401
         await until(lambda: lines(caplog, "refused"))
         assert lines(caplog, "refused") == [{"reason": reason, "client": "127.0.0.1"}]
         assert w.metric("pdproxy_early_refusals_total", reason=reason) == 1
@@ -164,7 +197,9 @@ async def test_a_refused_key_is_counted_and_logged(
 async def test_a_flood_of_refusals_does_not_fill_the_log(
     key: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some lines of a client per minute; the others are counted, and the next line states their number."""
+    """Some lines of a client per minute; the others are counted, and the next line states their
+    number.
+    """
     now = 600.0
     monkeypatch.setattr("pdproxy.observe.logs.time.monotonic", lambda: now)
     caplog.set_level(logging.INFO)
@@ -172,7 +207,10 @@ async def test_a_flood_of_refusals_does_not_fill_the_log(
     async with world(auth={"api_keys": ("mine",)}) as w:
 
         async def refused() -> None:
-            assert (await w.ask(COMPLETIONS, completion(), bearer(key) if key else [])).status in (401, 429)
+            assert (await w.ask(COMPLETIONS, completion(), bearer(key) if key else [])).status in (
+                401,
+                429,
+            )
 
         for _ in range(count):
             await refused()
@@ -192,7 +230,9 @@ async def test_a_flood_of_refusals_does_not_fill_the_log(
 def test_lines_of_many_clients_are_few_per_second() -> None:
     now = 0.0
     few = FewLines(lambda: now)
-    assert [few.takes(str(number)) for number in range(PER_SECOND + 1)] == [True] * PER_SECOND + [False]
+    assert [few.takes(str(number)) for number in range(PER_SECOND + 1)] == [True] * PER_SECOND + [
+        False
+    ]
     now += 1
     assert few.takes(str(PER_SECOND))
     assert (few.left_out, few.unreported(), few.unreported()) == (1, 1, 0)
@@ -251,9 +291,14 @@ async def test_ready_is_degraded_without_prefill_engines() -> None:
         ready = await w.get("/ready")
         assert (ready.status, ready.json["ready"], ready.json["state"]) == (200, True, "degraded")
         assert ready.json["reason"] is None
-        assert ready.json["details"][0] == "no prefill engine can be used: every prompt is served by one engine alone"
+        assert (
+            ready.json["details"][0]
+            == "no prefill engine can be used: every prompt is served by one engine alone"
+        )
         assert w.prefill[0].url in ready.json["details"][1]
-        assert [w.metric("pdproxy_state", state=one) for one in ("ok", "degraded", "not_ready")] == [0, 1, 0]
+        assert [
+            w.metric("pdproxy_state", state=one) for one in ("ok", "degraded", "not_ready")
+        ] == [0, 1, 0]
         w.decode[0].stop()
         await w.probe()
         ready = await w.get("/ready")
@@ -279,7 +324,12 @@ async def test_ready_is_degraded_if_no_pair_fits() -> None:
 async def test_a_pool_without_prefill_engines_is_not_degraded() -> None:
     """Nothing is to be split there."""
     async with world(prefill=0, decode=0, aggregated=1) as w:
-        assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
+        assert (await w.get("/ready")).json == {
+            "ready": True,
+            "state": "ok",
+            "reason": None,
+            "details": [],
+        }
 
 
 # -- browsers
@@ -292,7 +342,10 @@ async def test_a_page_on_another_site_may_read_our_headers(path: str) -> None:
         method = "GET" if path == "/health" else "POST"
         answer = await w.ask(path, completion(), [("origin", "https://a.example")], method=method)
         shown = answer.header("access-control-expose-headers") or ""
-        assert {name.strip().lower() for name in shown.split(",")} == {"x-request-id", "retry-after"}
+        assert {name.strip().lower() for name in shown.split(",")} == {
+            "x-request-id",
+            "retry-after",
+        }
 
 
 # -- keys
@@ -302,7 +355,9 @@ async def test_a_page_on_another_site_may_read_our_headers(path: str) -> None:
 async def test_an_emptied_key_file_means_that_no_key_is_valid(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
-    """Every request is refused; /ready and one log line say so; a key in the file is valid again."""
+    """Every request is refused; /ready and one log line say so; a key in the file is valid
+    again.
+    """
     path = tmp_path / "keys"
     path.write_text("one\n")
     async with world(auth={"api_keys_file": str(path)}) as w:
@@ -316,8 +371,15 @@ async def test_an_emptied_key_file_means_that_no_key_is_valid(
             assert (await w.get("/v1/models", headers)).status == 401
         ready = await w.get("/ready")
         assert (ready.status, ready.json["state"]) == (503, "not_ready")
-        assert ready.json["reason"] == f"auth.api_keys_file: {path}: holds no key: every request is refused"
-        told = [one for one in caplog.records if one.name == "pdproxy.files" and one.levelno == logging.ERROR]
+        assert (
+            ready.json["reason"]
+            == f"auth.api_keys_file: {path}: holds no key: every request is refused"
+        )
+        told = [
+            one
+            for one in caplog.records
+            if one.name == "pdproxy.files" and one.levelno == logging.ERROR
+        ]
         assert [one.getMessage() for one in told] == [ready.json["reason"]]
         path.write_text("# back\ntwo\n")
         w.look_at_files()
@@ -333,6 +395,8 @@ async def test_an_emptied_key_file_leaves_the_keys_of_the_settings(tmp_path: Pat
     async with world(auth={"api_keys": ("fixed",), "api_keys_file": str(path)}) as w:
         path.write_text("")
         w.look_at_files()
-        found = [(await w.ask(COMPLETIONS, completion(), bearer(key))).status for key in ("fixed", "one")]
+        found = [
+            (await w.ask(COMPLETIONS, completion(), bearer(key))).status for key in ("fixed", "one")
+        ]
         assert found == [200, 401]
         assert (await w.get("/ready")).status == 200

@@ -1,4 +1,6 @@
-"""Mooncake through the proxy: what each engine is sent, which engines are paired, and what is left at them."""
+"""Mooncake through the proxy: what each engine is sent, which engines are paired, and what is left
+at them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ async def test_what_each_engine_is_sent() -> None:
         answer = await pair.ask(COMPLETIONS, completion())
         assert answer.text == await text_of(pair)
         name = params(pair.p)["transfer_id"]
-        assert params(pair.p) == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+        assert params(pair.p) == {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": name,
+        }
         assert params(pair.d) == {
             "do_remote_decode": False,
             "do_remote_prefill": True,
@@ -83,23 +89,33 @@ async def test_what_each_engine_is_sent() -> None:
         {"stop": [" "], "stream": True},
     ],
 )
-async def test_the_prefill_ends_by_length_whatever_the_client_stops_at(fields: dict[str, Any]) -> None:
+async def test_the_prefill_ends_by_length_whatever_the_client_stops_at(
+    fields: dict[str, Any],
+) -> None:
     """Otherwise no KV would be sent, and the decode engine would wait for minutes."""
     async with pool(MOONCAKE) as pair:
         for make, path in ((completion, COMPLETIONS), (chat, CHAT)):
             await same(pair, path, make(**fields))
             sent = pair.p.requests[-1].json
             found = {
-                name: sent[name] for name in ("stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens")
+                name: sent[name]
+                for name in ("stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens")
             }
-            assert found == {"stop": [], "stop_token_ids": [], "include_stop_str_in_output": False, "min_tokens": 1}
+            assert found == {
+                "stop": [],
+                "stop_token_ids": [],
+                "include_stop_str_in_output": False,
+                "min_tokens": 1,
+            }
         assert not pair.world.events(ServedAlone)
         await pair.world.quiet()
         assert nothing_left(pair.p, pair.d)
 
 
 async def test_a_prompt_whose_first_token_is_the_end_is_split() -> None:
-    """The end token is masked for the one token of the prefill; the decode engine ends where one engine would."""
+    """The end token is masked for the one token of the prefill; the decode engine ends where one
+    engine would.
+    """
     async with pool(MOONCAKE, everybody={"eos_every": 1}) as pair:
         for prompt in (TEXT, TEXT[1:], TEXT[2:]):
             await same(pair, COMPLETIONS, completion(prompt=prompt))
@@ -111,9 +127,21 @@ async def test_a_prefill_that_did_not_end_by_length_is_served_otherwise() -> Non
     async with pool(MOONCAKE, limits={"attempts": 1}) as pair:
 
         async def stops(reply: ScriptedReply) -> None:
-            choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+            choice = {
+                "index": 0,
+                "text": "x",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
             usage_of = {"prompt_tokens": 9, "total_tokens": 10, "completion_tokens": 1}
-            body = {"id": "c", "object": "text_completion", "created": 1, "model": "tiny", "choices": [choice]}
+            body = {
+                "id": "c",
+                "object": "text_completion",
+                "created": 1,
+                "model": "tiny",
+                "choices": [choice],
+            }
             await until(lambda: pair.d.engine.stats.waiting)
             await reply.whole(json.dumps({**body, "usage": usage_of}).encode(), 200)
 
@@ -126,7 +154,9 @@ async def test_a_prefill_that_did_not_end_by_length_is_served_otherwise() -> Non
         await pair.world.quiet()
         assert [event.end for event in pair.world.events(HandleEnded)] == ["stuck"]
         assert pair.world.metric("pdproxy_kv_stuck", node=pair.d.url) == 1
-        (detail,) = [one for one in pair.world.proxy.readiness().details if "KV that will not come" in one]
+        (detail,) = [
+            one for one in pair.world.proxy.readiness().details if "KV that will not come" in one
+        ]
         assert detail.endswith("it frees each after 480 s")
         pair.p.engine.expire_leases()
         await until(lambda: nothing_left(pair.p, pair.d))
@@ -158,7 +188,9 @@ async def test_a_prefill_engine_that_is_busy_is_asked_again_under_the_same_id() 
 
 
 async def test_a_prefill_that_fails_otherwise_is_tried_under_another_id() -> None:
-    """It may have begun: then the same id would help nobody, and could lose blocks at the prefill engine."""
+    """It may have begun: then the same id would help nobody, and could lose blocks at the prefill
+    engine.
+    """
     async with pool(MOONCAKE) as pair:
         pair.p.faults.script(fails(500))
         answer = await pair.ask(COMPLETIONS, completion())
@@ -167,7 +199,9 @@ async def test_a_prefill_that_fails_otherwise_is_tried_under_another_id() -> Non
         assert len(names) == len(pair.p.requests)
 
 
-async def test_a_request_that_the_decode_engine_refuses_leaves_nothing_at_the_prefill_engine() -> None:
+async def test_a_request_that_the_decode_engine_refuses_leaves_nothing_at_the_prefill_engine() -> (
+    None
+):
     """It asks for no blocks, which frees the prefill engine's, whichever comes first."""
     async with pool(MOONCAKE, d={"max_model_len": 100}) as pair:
         answer = await pair.ask(COMPLETIONS, completion())
@@ -178,7 +212,9 @@ async def test_a_request_that_the_decode_engine_refuses_leaves_nothing_at_the_pr
 
 
 async def test_kv_that_no_decode_engine_has_asked_for_is_released_once() -> None:
-    """By a request with `max_tokens` 0, to an engine that has never had contact with the prefill engine, too."""
+    """By a request with `max_tokens` 0, to an engine that has never had contact with the prefill
+    engine, too.
+    """
     async with pool(MOONCAKE, decodes=2, dispatch="sequential") as pair:
         other = pair.more[0]
         gate = Gate()
@@ -211,12 +247,20 @@ async def test_before_its_bootstrap_server_has_named_it_an_engine_gets_no_prefil
             assert pair.world.events(ServedAlone)[-1].reason == "no_pair"
             assert not pair.p.requests
             details = pair.world.proxy.readiness().details
-            assert any(pair.p.url in one and "bootstrap server that does not know" in one for one in details), details
+            assert any(
+                pair.p.url in one and "bootstrap server that does not know" in one
+                for one in details
+            ), details
         bootstrap(pair.p).workers = workers
         await asked_again(pair)
         await same(pair, COMPLETIONS, completion())
         assert pair.loaded > 0
-        assert pair.world.metric("pdproxy_bootstrap_queries_total", result="incomplete", node=pair.p.url) >= 2
+        assert (
+            pair.world.metric(
+                "pdproxy_bootstrap_queries_total", result="incomplete", node=pair.p.url
+            )
+            >= 2
+        )
 
 
 async def test_each_prefill_names_the_rank_that_makes_its_kv() -> None:
@@ -227,7 +271,11 @@ async def test_each_prefill_names_the_rank_that_makes_its_kv() -> None:
             await same(pair, COMPLETIONS, completion(prompt=f"{number} {TEXT}"))
             asked = dict(pair.p.requests[-1].headers)["x-data-parallel-rank"]
             assert params(pair.d)["remote_engine_id"] == f"{pair.p.engine.engine_id}_dp{asked}"
-        assert {dict(one.headers)["x-data-parallel-rank"] for one in pair.p.requests} == {"0", "1", "2"}
+        assert {dict(one.headers)["x-data-parallel-rank"] for one in pair.p.requests} == {
+            "0",
+            "1",
+            "2",
+        }
         assert {dict(one.headers)["x-data-parallel-rank"] for one in pair.d.requests} == {"0", "1"}
         assert not pair.world.events(ServedAlone)
         await pair.world.quiet()
@@ -251,7 +299,9 @@ async def test_after_a_restart_the_new_engine_id_is_used() -> None:
         before = params(pair.d)["remote_engine_id"]
         await pair.p.restart()
         await pair.world.probe()
-        await until(lambda: all(engine.kv_not_ready is None for engine in pair.world.proxy.ledger.engines))
+        await until(
+            lambda: all(engine.kv_not_ready is None for engine in pair.world.proxy.ledger.engines)
+        )
         await same(pair, COMPLETIONS, completion(prompt=TEXT[1:]))
         assert params(pair.d)["remote_engine_id"] == pair.p.engine.engine_id != before
 
@@ -277,7 +327,15 @@ async def test_a_fixed_engine_id_is_not_used_after_a_restart() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"[" * 50_000, b'{"0":{"engine_id":"x"}}', b'{"a":1}', b"\xff\x00", b"x" * (300 << 10), b'{"0":null}'],
+    [
+        b"",
+        b"[" * 50_000,
+        b'{"0":{"engine_id":"x"}}',
+        b'{"a":1}',
+        b"\xff\x00",
+        b"x" * (300 << 10),
+        b'{"0":null}',
+    ],
     ids=lambda said: repr(said[:20]),
 )
 async def test_a_hostile_bootstrap_server_is_a_reason_and_no_crash(said: bytes) -> None:
@@ -300,9 +358,14 @@ async def test_a_bootstrap_server_that_never_answers_is_late() -> None:
         bootstrap(pair.p).freeze()
         await asked_again(pair)
         assert pair.world.metric("pdproxy_deadline_total", wait="probe") >= 1
-        assert pair.world.metric("pdproxy_bootstrap_queries_total", result="failed", node=pair.p.url) >= 1
+        assert (
+            pair.world.metric("pdproxy_bootstrap_queries_total", result="failed", node=pair.p.url)
+            >= 1
+        )
         details = pair.world.proxy.readiness().details
-        assert any("the bootstrap server of" in one and "did not answer in 1 s" in one for one in details), details
+        assert any(
+            "the bootstrap server of" in one and "did not answer in 1 s" in one for one in details
+        ), details
         bootstrap(pair.p).thaw()
         await same(pair, COMPLETIONS, completion())
         assert pair.loaded > 0, "its ids are known"

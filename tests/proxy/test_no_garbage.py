@@ -1,4 +1,6 @@
-"""A request is freed by reference counts: whatever became of it, the garbage collector finds nothing of ours afterwards."""
+"""A request is freed by reference counts: whatever became of it, the garbage collector finds
+nothing of ours afterwards.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ async def streamed(w: World) -> None:
 
 
 async def a_list(w: World) -> None:
-    assert (await w.ask(COMPLETIONS, completion(stream=True, prompt=["one" * 50, "two" * 50]))).status == 200
+    assert (
+        await w.ask(COMPLETIONS, completion(stream=True, prompt=["one" * 50, "two" * 50]))
+    ).status == 200
 
 
 async def refused(w: World) -> None:
@@ -67,7 +71,11 @@ async def passed(w: World) -> None:
 
 def conversations(*contents: object) -> dict[str, object]:
     """The body of a batch."""
-    return {"model": "tiny", "max_tokens": 2, "messages": [[{"role": "user", "content": one}] for one in contents]}
+    return {
+        "model": "tiny",
+        "max_tokens": 2,
+        "messages": [[{"role": "user", "content": one}] for one in contents],
+    }
 
 
 async def a_batch(w: World) -> None:
@@ -98,7 +106,19 @@ async def unread(w: World) -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        *(whole, streamed, a_list, refused, no_prefill, no_decode, broken_off, left, health, passed, unread),
+        *(
+            whole,
+            streamed,
+            a_list,
+            refused,
+            no_prefill,
+            no_decode,
+            broken_off,
+            left,
+            health,
+            passed,
+            unread,
+        ),
         *(a_batch, a_whole_batch, a_refused_batch, invoked),
     ],
 )

@@ -1,4 +1,6 @@
-"""Where both engines are asked at once, a request is freed by reference counts, too: whichever leg ends the other."""
+"""Where both engines are asked at once, a request is freed by reference counts, too: whichever leg
+ends the other.
+"""
 
 from __future__ import annotations
 
@@ -92,14 +94,20 @@ async def left(pair: Pair, clock: ManualClock) -> None:
 
 
 async def left_before_a_failure(pair: Pair, clock: ManualClock) -> None:
-    """The client leaves, and the prefill fails while the decode engine has time to begin: nobody handles the failure."""
+    """The client leaves, and the prefill fails while the decode engine has time to begin: nobody
+    handles the failure.
+    """
     proxy = pair.world.proxy
     pair.d.faults.add("stall@head")
     with answering(pair, Gate()):
         client = await pair.world.client()
         client.send(request("POST", COMPLETIONS, completion(stream=True)))
         await until(lambda: bool(proxy.custodian.awaiting_push()))
-        prefills = [leg for url in (pair.p.url, pair.more[0].url) for leg in [*proxy.engines[url].open_legs.legs]]
+        prefills = [
+            leg
+            for url in (pair.p.url, pair.more[0].url)
+            for leg in [*proxy.engines[url].open_legs.legs]
+        ]
         assert len(prefills) == 1
         client.close()
         await until(lambda: ACCEPT_GRACE in clock.pending())
@@ -114,13 +122,17 @@ async def _asked_for_ever(works: Works, url: str, wait: str) -> bool:
 
 
 async def left_in_silence(pair: Pair, clock: ManualClock) -> None:
-    """The client leaves while the decode engine, which has sent nothing, is asked whether it works."""
+    """The client leaves while the decode engine, which has sent nothing, is asked whether it
+    works.
+    """
     pair.d.faults.add("stall@head")
     client = await pair.world.client()
     client.send(request("POST", COMPLETIONS, completion(stream=True)))
     await until(lambda: any(not one.promised for one in pair.world.proxy.custodian.awaiting_push()))
     await clock.reach(DEADLINES.first_token)
-    await until(lambda: any(task.get_name() == "does a silent engine work" for task in asyncio.all_tasks()))
+    await until(
+        lambda: any(task.get_name() == "does a silent engine work" for task in asyncio.all_tasks())
+    )
     client.close()
     await later_turns()
     await clock.advance(1.0)
@@ -129,7 +141,9 @@ async def left_in_silence(pair: Pair, clock: ManualClock) -> None:
 
 
 async def not_needed(pair: Pair, clock: ManualClock) -> None:
-    """The prefill engine stands still behind its push, and the decode engine streams: that failure is nobody's answer."""
+    """The prefill engine stands still behind its push, and the decode engine streams: that failure
+    is nobody's answer.
+    """
     for engine in (pair.p, pair.more[0]):
         engine.faults.add("stall@last_chunk")
     pair.d.faults.add("stall@mid_stream:events=2")
@@ -142,7 +156,9 @@ async def not_needed(pair: Pair, clock: ManualClock) -> None:
     legs = [leg for url in (pair.p.url, pair.more[0].url) for leg in [*engines[url].open_legs.legs]]
     assert len(legs) == 1
     legs[0].fail(EngineTimeoutError("it stands still", wait=Wait.STALLED))
-    await until(lambda: not any(engines[url].open_legs.legs for url in (pair.p.url, pair.more[0].url)))
+    await until(
+        lambda: not any(engines[url].open_legs.legs for url in (pair.p.url, pair.more[0].url))
+    )
     client.close()
     await until(lambda: not pair.world.busy())
     for engine in (pair.p, pair.more[0], pair.d):
@@ -150,7 +166,8 @@ async def not_needed(pair: Pair, clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", [no_prefill, refused, lost, late, left, left_before_a_failure, left_in_silence, not_needed]
+    "what",
+    [no_prefill, refused, lost, late, left, left_before_a_failure, left_in_silence, not_needed],
 )
 def test_nothing_is_left_to_the_collector(
     what: Callable[[Pair, ManualClock], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
@@ -163,4 +180,6 @@ def test_nothing_is_left_to_the_collector(
         await known(pair)
         await what(pair, clock)
 
-    garbage.check(pool(PUSH, prefills=2, clock=clock), lambda pair: what(pair, clock), over, before=first)
+    garbage.check(
+        pool(PUSH, prefills=2, clock=clock), lambda pair: what(pair, clock), over, before=first
+    )

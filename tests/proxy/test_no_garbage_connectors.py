@@ -1,4 +1,6 @@
-"""Whatever the connector, a request is freed by reference counts, and its answer no longer counts in the budget."""
+"""Whatever the connector, a request is freed by reference counts, and its answer no longer counts
+in the budget.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does
 
 
 def judged(w: World) -> bool:
-    """Return whether all tokenizers were judged: a model without one leaves its library's error to the collector, once."""
-    return w.proxy.tokens is None or all(engine.run.judgements is not None for engine in w.proxy.engines.values())
+    """Return whether all tokenizers were judged: a model without one leaves its library's error to
+    the collector, once.
+    """
+    return w.proxy.tokens is None or all(
+        engine.run.judgements is not None for engine in w.proxy.engines.values()
+    )
 
 
 async def over(pair: Pair) -> None:
-    """Wait until nothing is under way, and all tokenizers are judged. Then no answer counts in the budget."""
+    """Wait until nothing is under way, and all tokenizers are judged. Then no answer counts in the
+    budget.
+    """
     await until(lambda: not pair.world.busy() and judged(pair.world))
     await later_turns()
     assert pair.world.proxy.answer_budget.held == 0
@@ -51,7 +59,9 @@ def test_a_turn_that_uses_the_one_before_leaves_nothing_either(stream: bool) -> 
         forget(pair)
 
     async def act(pair: Pair) -> None:
-        assert (await pair.ask(COMPLETIONS, body | {"prompt": body["prompt"] + "0 more"})).status == 200
+        assert (
+            await pair.ask(COMPLETIONS, body | {"prompt": body["prompt"] + "0 more"})
+        ).status == 200
         await quiet(pair)
         assert pair.world.events(TurnReused)
 

@@ -1,4 +1,6 @@
-"""A request that is refused before it is served is freed by reference counts, its body first: anybody may send such requests."""
+"""A request that is refused before it is served is freed by reference counts, its body first:
+anybody may send such requests.
+"""
 
 from __future__ import annotations
 

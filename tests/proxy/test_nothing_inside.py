@@ -1,4 +1,6 @@
-"""Clients get no handles, no addresses of engines and no ids of legs, whichever route, form and failure."""
+"""Clients get no handles, no addresses of engines and no ids of legs, whichever route, form and
+failure.
+"""
 
 from __future__ import annotations
 
@@ -43,24 +45,36 @@ def with_handle(event: bytes, name: str = "kv_transfer_params") -> bytes:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_the_handle_in_a_streams_last_event_is_the_turns_and_not_the_clients(path: str) -> None:
+async def test_the_handle_in_a_streams_last_event_is_the_turns_and_not_the_clients(
+    path: str,
+) -> None:
     """vLLM 0.33.0 sends it, of each turn that its engine keeps for the next one."""
     async with talking(everybody=NEW | {"hardware": SLOW}) as pair:
-        body = {"prompt": "a word " * 40} if path == COMPLETIONS else {"messages": user("a word " * 40)}
+        body = (
+            {"prompt": "a word " * 40}
+            if path == COMPLETIONS
+            else {"messages": user("a word " * 40)}
+        )
         seen = []
         for more in ({}, {"stream_options": {"include_usage": True}}, {"return_token_ids": True}):
             before = len(pair.world.events(TurnKept))
             await alike(pair, path, {**body, "max_tokens": 8, "stream": True, **more})
-            ours = await pair.ask(path, {"model": "tiny", **body, "max_tokens": 8, "stream": True, **more})
+            ours = await pair.ask(
+                path, {"model": "tiny", **body, "max_tokens": 8, "stream": True, **more}
+            )
             seen.append(ours.body)
             assert len(pair.world.events(TurnKept)) > before
-        assert all(b'"kv_transfer_params":null' in one for one in seen), "the field stays, as of an engine alone"
+        assert all(b'"kv_transfer_params":null' in one for one in seen), (
+            "the field stays, as of an engine alone"
+        )
 
 
 async def test_the_order_of_fields_is_the_engines() -> None:
     async with pool("nixl", everybody=NEW) as pair:
         for path, body in ((COMPLETIONS, completion()), (CHAT, chat())):
-            ours, theirs = [await ask(path, {**body, "stream": True}) for ask in (pair.ask, pair.asked_plain)]
+            ours, theirs = [
+                await ask(path, {**body, "stream": True}) for ask in (pair.ask, pair.asked_plain)
+            ]
             assert [[*json.loads(one[6:])] for one in ours.events[:-1]] == [
                 [*json.loads(one[6:])] for one in theirs.events[:-1]
             ]
@@ -81,7 +95,11 @@ async def whole(reply: Reply, said: object) -> None:
 async def test_a_field_of_any_event_is_hidden(path: str, body: dict[str, Any]) -> None:
     """Whether the stream takes the fast path or not, whether one engine or two serve it."""
     is_chat = path == CHAT
-    forms: list[dict[str, Any]] = [{}, {"return_token_ids": True}, {"stream_options": {"include_usage": True}}]
+    forms: list[dict[str, Any]] = [
+        {},
+        {"return_token_ids": True},
+        {"stream_options": {"include_usage": True}},
+    ]
     async with world() as w:
         said = answers.stream(is_chat, await counted(w, path, body), [" a"] * 12, with_usage=True)
         for name in ("kv_transfer_params", "ec_transfer_params", "a_field_of_tomorrow"):
@@ -107,8 +125,14 @@ async def test_a_field_of_any_event_is_hidden(path: str, body: dict[str, Any]) -
 @pytest.mark.parametrize("alone", [False, True])
 async def test_a_whole_answer_has_no_handle(path: str, body: dict[str, Any], alone: bool) -> None:
     async with world() as w:
-        said = json.loads(answers.whole(path == CHAT, [0] * await counted(w, path, body), "text", 4))
-        handles = {"kv_transfer_params": HANDLE, "ec_transfer_params": {"b": HANDLE}, "engine": HANDLE}
+        said = json.loads(
+            answers.whole(path == CHAT, [0] * await counted(w, path, body), "text", 4)
+        )
+        handles = {
+            "kv_transfer_params": HANDLE,
+            "ec_transfer_params": {"b": HANDLE},
+            "engine": HANDLE,
+        }
 
         async def script(reply: Reply) -> None:
             await whole(reply, said | handles)
@@ -127,7 +151,11 @@ async def test_the_answers_of_lists_and_batches_have_no_handles() -> None:
         w.decode[0].default = script
         several = completion(prompt=[completion()["prompt"], "another prompt " * 20])
         batch = chat(messages=[chat()["messages"]] * 2)
-        for path, body in ((COMPLETIONS, several), ("/v1/chat/completions/batch", batch), ("/invocations", chat())):
+        for path, body in (
+            (COMPLETIONS, several),
+            ("/v1/chat/completions/batch", batch),
+            ("/invocations", chat()),
+        ):
             answer = await w.ask(path, body)
             assert answer.status == 200, answer.body
             assert answer.json["kv_transfer_params"] is None
@@ -136,7 +164,12 @@ async def test_the_answers_of_lists_and_batches_have_no_handles() -> None:
 
 def failure(status: int, w: World) -> bytes:
     """An engine's error with a handle, and with the addresses of other engines."""
-    error = {"message": f"at 10.1.2.3:5600 for {w.prefill[0].url}", "type": "x", "param": None, "code": status}
+    error = {
+        "message": f"at 10.1.2.3:5600 for {w.prefill[0].url}",
+        "type": "x",
+        "param": None,
+        "code": status,
+    }
     return answers.compact({"error": error, "kv_transfer_params": HANDLE})
 
 
@@ -155,7 +188,9 @@ async def test_an_engines_error_has_no_handle_and_no_address(path: str, status: 
         assert answer.status == status
         assert b"remote_" not in answer.body
         assert w.prefill[0].url.encode() not in answer.body
-        assert (b"10.1.2.3" in answer.body) == (status < 500), "a refusal is about the client's own words"
+        assert (b"10.1.2.3" in answer.body) == (status < 500), (
+            "a refusal is about the client's own words"
+        )
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -165,7 +200,9 @@ async def test_an_error_event_has_no_handle_and_no_address(path: str, after: int
 
         async def script(reply: Reply) -> None:
             await reply.start()
-            await reply.pieces(*answers.stream(path == CHAT, 61, [" a"] * 8, with_usage=False)[:after])
+            await reply.pieces(
+                *answers.stream(path == CHAT, 61, [" a"] * 8, with_usage=False)[:after]
+            )
             await reply.piece(b"data: " + failure(500, w) + b"\n\n")
             await reply.finish()
 
@@ -182,10 +219,18 @@ async def test_events_of_passed_routes_have_no_handles() -> None:
     response = {"id": "resp_1", "output": [], "kv_transfer_params": HANDLE}
     streams = {
         RESPONSES: [
-            b'event: response.created\ndata: {"sequence_number":0,"type":"response.created","response":{}}\n\n',
-            b'event: response.in_progress\ndata: {"sequence_number":1,"type":"response.in_progress"}\n\n',
+            (
+                b"event: response.created\ndata: "
+                b'{"sequence_number":0,"type":"response.created","response":{}}\n\n'
+            ),
+            (
+                b"event: response.in_progress\ndata: "
+                b'{"sequence_number":1,"type":"response.in_progress"}\n\n'
+            ),
             b'event: response.output_text.delta\ndata: {"delta":"a","sequence_number":2}\n\n',
-            b"event: response.completed\ndata: " + answers.compact(ended | {"response": response}) + b"\n\n",
+            b"event: response.completed\ndata: "
+            + answers.compact(ended | {"response": response})
+            + b"\n\n",
         ],
         MESSAGES: [
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0}\n\n',
@@ -224,7 +269,8 @@ async def test_the_last_event_of_a_passed_stream_may_be_an_error() -> None:
             data = answers.compact({"type": "error", "error": {"type": "x", "message": text}})
 
             async def script(
-                reply: Reply, events: tuple[bytes, ...] = (*first, b"event: error\ndata: " + data + b"\n\n")
+                reply: Reply,
+                events: tuple[bytes, ...] = (*first, b"event: error\ndata: " + data + b"\n\n"),
             ) -> None:
                 await reply.start()
                 await reply.pieces(*events)
@@ -247,7 +293,10 @@ async def test_only_listed_headers_of_an_engine_pass() -> None:
             ("via", "p1"),
         ]
         lines = "".join(f"{name}: {value}\r\n" for name, value in named)
-        head = f"HTTP/1.1 200 OK\r\n{lines}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"HTTP/1.1 200 OK\r\n{lines}content-type: application/json\r\ncontent-length: "
+            f"{len(body)}\r\n\r\n"
+        )
         await reply.raw(head.encode() + body)
 
     async with world() as w:
@@ -281,7 +330,9 @@ async def test_the_simulated_engine_of_a_new_version_has_handles_in_its_events()
 
 @pytest.mark.names_engines("the proxy is broken here on purpose")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_looks_at_clients_sees_a_handle(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_looks_at_clients_sees_a_handle(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def script(reply: Reply) -> None:
         if not stream:
             said = json.loads(answers.whole(False, [0] * 61, "text", 4))
@@ -298,7 +349,10 @@ async def test_what_looks_at_clients_sees_a_handle(stream: bool, monkeypatch: py
             await w.ask(COMPLETIONS, completion(stream=stream))
 
     monkeypatch.setattr(inside, "without_inside", lambda body: (body, None))
-    with pytest.raises(pytest.fail.Exception, match=r"a handle.*kv_transfer_params"), nothing_inside():
+    with (
+        pytest.raises(pytest.fail.Exception, match=r"a handle.*kv_transfer_params"),
+        nothing_inside(),
+    ):
         await ask()
 
 
@@ -314,7 +368,10 @@ async def test_what_looks_at_clients_sees_an_address() -> None:
             w.decode[0].script(script)
             await w.ask(COMPLETIONS, completion(user=sent or url))
 
-    with pytest.raises(pytest.fail.Exception, match="the address of the decode engine"), nothing_inside():
+    with (
+        pytest.raises(pytest.fail.Exception, match="the address of the decode engine"),
+        nothing_inside(),
+    ):
         await ask("somebody")
     with nothing_inside():
         await ask("")  # the client has sent it

@@ -1,4 +1,6 @@
-"""NIXL with the notifier: a notice brings the handle, custody is known, and a lease that ends is seen at once."""
+"""NIXL with the notifier: a notice brings the handle, custody is known, and a lease that ends is
+seen at once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def endings(pair: Pair) -> list[str]:
 
 
 async def heard(pair: Pair) -> None:
-    """Wait until both engines' sockets are connected: the notifier drops what it has to say before. Then forget all of that."""
+    """Wait until both engines' sockets are connected: the notifier drops what it has to say before.
+    Then forget all of that.
+    """
     events = {"loaded", "released"}
     async with asyncio.timeout(60):
         while not events <= {event.event for event in pair.world.events(KvNoticed)}:
@@ -65,7 +69,9 @@ async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
 async def test_a_notice_proves_ids_as_an_answer_does() -> None:
     """It says which ones were served: the next prompt of its kind is sent as ids."""
     clock, early = ManualClock(), {"early": True}
-    async with pool("nixl", deadlines={"prefill": 7}, kv_ready=early, tokenizer=SimTokenizer(), clock=clock) as pair:
+    async with pool(
+        "nixl", deadlines={"prefill": 7}, kv_ready=early, tokenizer=SimTokenizer(), clock=clock
+    ) as pair:
         await heard(pair)
         canaries = pair.world.proxy.tokens.canaries  # type: ignore[union-attr]
         await until(lambda: canaries.trusted("tiny", Route.CHAT))
@@ -79,13 +85,19 @@ async def test_a_notice_proves_ids_as_an_answer_does() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: bool) -> None:
-    """Its notice is enough: an answer that never comes delays nobody, and its engine is let go at the deadline."""
+    """Its notice is enough: an answer that never comes delays nobody, and its engine is let go at
+    the deadline.
+    """
     clock = ManualClock()
-    async with pool("nixl", deadlines={"prefill": 7}, kv_ready={"early": True}, clock=clock) as pair:
+    async with pool(
+        "nixl", deadlines={"prefill": 7}, kv_ready={"early": True}, clock=clock
+    ) as pair:
         await heard(pair)
         pair.p.faults.add("stall@handed_over")
         await same(pair, COMPLETIONS, completion(stream=stream))
-        (prefill,) = (engine for engine in pair.world.proxy.ledger.engines if engine.url == pair.p.url)
+        (prefill,) = (
+            engine for engine in pair.world.proxy.ledger.engines if engine.url == pair.p.url
+        )
         assert prefill.requests == 1, "its answer is still out"
         await clock.reach(7)
         await until(lambda: not prefill.requests)
@@ -93,7 +105,9 @@ async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: boo
         assert pair.world.events(LegFailed) == []
 
 
-async def test_kv_of_a_prefill_that_was_given_up_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kv_of_a_prefill_that_was_given_up_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its answer never came, and with it no handle; the notice has it."""
     clock = ManualClock()
     async with pool("nixl", deadlines={"prefill": 7, "abandoned_prefill": 3}, clock=clock) as pair:
@@ -118,11 +132,15 @@ async def test_kv_of_a_prefill_that_was_given_up_is_given_back(monkeypatch: pyte
         sender._send(*late[0])
         await until(lambda: "released" in endings(pair))
         await nothing_held(pair)
-        assert ("ready", "given_up") in {(event.event, event.result) for event in pair.world.events(KvNoticed)}
+        assert ("ready", "given_up") in {
+            (event.event, event.result) for event in pair.world.events(KvNoticed)
+        }
 
 
 async def test_a_prefill_that_was_given_up_is_remembered_for_a_while() -> None:
-    """Neither its answer nor its notice comes: its engine stays known for a minute, should a notice name KV there."""
+    """Neither its answer nor its notice comes: its engine stays known for a minute, should a notice
+    name KV there.
+    """
     clock = ManualClock()
     async with pool("nixl", deadlines={"prefill": 7, "abandoned_prefill": 3}, clock=clock) as pair:
         await heard(pair)
@@ -141,7 +159,9 @@ async def test_a_prefill_that_was_given_up_is_remembered_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("fault", ["lost_notice:rate=1", "garbage_notice:rate=1", "late_notice:delay=0.3,rate=1"])
+@pytest.mark.parametrize(
+    "fault", ["lost_notice:rate=1", "garbage_notice:rate=1", "late_notice:delay=0.3,rate=1"]
+)
 async def test_without_its_notices_the_answer_counts(fault: str, early: bool) -> None:
     """As if there were no notifier."""
     async with pool("nixl", kv_ready={"early": early}) as pair:
@@ -154,7 +174,9 @@ async def test_without_its_notices_the_answer_counts(fault: str, early: bool) ->
 
 
 async def test_a_lease_that_ends_before_the_kv_was_loaded_fails_the_leg_at_once() -> None:
-    """The decode engine might read another prompt's KV: the request is decoded elsewhere, well before its own deadline."""
+    """The decode engine might read another prompt's KV: the request is decoded elsewhere, well
+    before its own deadline.
+    """
     async with pool("nixl", deadlines={"first_token": 60}, p={"kv_lease_duration": 0.4}) as pair:
         pair.d.faults.add("stall@queued")
         answer = await asyncio.wait_for(pair.ask(COMPLETIONS, completion()), 20)
@@ -167,7 +189,9 @@ async def test_a_lease_that_ends_before_the_kv_was_loaded_fails_the_leg_at_once(
 
 @pytest.mark.parametrize("early", [False, True])
 async def test_clients_that_leave_at_random_leave_nothing_behind(early: bool) -> None:
-    """Every handle ends loaded, released or aborted; none expires; the prefill engine keeps nothing."""
+    """Every handle ends loaded, released or aborted; none expires; the prefill engine keeps
+    nothing.
+    """
     async with pool("nixl", kv_ready={"early": early}) as pair:
         await leaving.at_random(pair, 100, 20, seed=7)  # .ci/full has 200, of real engines
         await until(lambda: not pair.world.busy())
@@ -198,7 +222,9 @@ def ours(event: str, name: str, **more: Any) -> dict[str, Any]:
 
 
 async def test_notices_for_a_proxy_that_is_gone() -> None:
-    """A restarted proxy hears of its forerunner's requests: nothing is confused, nothing is kept for ever."""
+    """A restarted proxy hears of its forerunner's requests: nothing is confused, nothing is kept
+    for ever.
+    """
     async with pool("nixl", kv_ready={"early": True}) as pair:
         address = pair.world.proxy.notices.socket.address
         assert address is not None
@@ -208,13 +234,20 @@ async def test_notices_for_a_proxy_that_is_gone() -> None:
         for _ in range(5):
             await same(pair, COMPLETIONS, completion())
         await task
-        await until(lambda: len([e for e in pair.world.events(KvNoticed) if e.result in ("early", "over")]) >= 500)
+        await until(
+            lambda: (
+                len([e for e in pair.world.events(KvNoticed) if e.result in ("early", "over")])
+                >= 500
+            )
+        )
         assert endings(pair) == ["loaded"] * 5
         assert pair.world.proxy.transfer.ready.kept == 100
 
 
 async def test_a_strangers_word_ends_no_handle() -> None:
-    """An id that is not a live handle's changes nothing; a live one's needs the engine's own id of it."""
+    """An id that is not a live handle's changes nothing; a live one's needs the engine's own id of
+    it.
+    """
     async with pool("nixl") as pair:
         address = pair.world.proxy.notices.socket.address
         assert address is not None
@@ -245,8 +278,12 @@ async def test_a_notice_is_enough_once_nobody_waits_for_the_answer() -> None:
 
 
 async def test_kv_that_could_not_be_read_is_given_back_though_the_request_goes_on() -> None:
-    """A decode engine that computes what it couldn't load tells the prefill engine nothing; that takes longer than a notice."""
-    async with pool("nixl", d={"kv_load_failure_policy": "recompute", "hardware": Hardware(speed=0.1)}) as pair:
+    """A decode engine that computes what it couldn't load tells the prefill engine nothing; that
+    takes longer than a notice.
+    """
+    async with pool(
+        "nixl", d={"kv_load_failure_policy": "recompute", "hardware": Hardware(speed=0.1)}
+    ) as pair:
         await heard(pair)
         pair.d.faults.add("load_failure")
         await same(pair, COMPLETIONS, completion())
@@ -255,10 +292,13 @@ async def test_kv_that_could_not_be_read_is_given_back_though_the_request_goes_o
 
 
 async def test_a_handle_that_was_read_is_not_sent_again() -> None:
-    """A kept connection closes right after the request, as one that was closed before; but D has reported that it has loaded."""
+    """A kept connection closes right after the request, as one that was closed before; but D has
+    reported that it has loaded.
+    """
     async with pool("nixl", d={"hardware": Hardware()}) as pair:
         await heard(pair)
         pair.d.faults.add("reset@last_chunk")
-        await same(pair, COMPLETIONS, completion(max_tokens=30))  # 0.15 s: enough for the notice to come before
+        # 0.15 s: enough for the notice to come before
+        await same(pair, COMPLETIONS, completion(max_tokens=30))
         assert pair.d.faults.happened
         assert [event.phase for event in pair.world.events(LegFailed)] == ["decode"]

@@ -1,4 +1,6 @@
-"""A process with few open files, and more clients than it could ever serve: engines' connections are not what gives way."""
+"""A process with few open files, and more clients than it could ever serve: engines' connections
+are not what gives way.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ async def ask(port: int, start: asyncio.Event) -> int:
 
 
 async def test_more_clients_than_open_files() -> None:
-    """With 256 open files and 500 clients at once, those that have a connection are served, no engine is blamed, and it ends."""
+    """With 256 open files and 500 clients at once, those that have a connection are served, no
+    engine is blamed, and it ends.
+    """
     books = Books()
     engines = [FakeEngine("prefill", books), FakeEngine("decode", books)]
     for engine in engines:
@@ -52,7 +56,8 @@ async def test_more_clients_than_open_files() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", BOUND(FILES), "serve", "--port", str(port),
         "--prefill", engines[0].url, "--decode", engines[1].url,
-        env={**os.environ, "PDPROXY_LISTEN__LINGER": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**os.environ, "PDPROXY_LISTEN__LINGER": "0",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -90,12 +95,17 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The soft and the hard limit of open files, in place of this process's own."""
     now = [0, 0]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(now))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: now.__setitem__(slice(None), list(wanted)))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda _, wanted: now.__setitem__(slice(None), list(wanted))
+    )
     return now
 
 
 def settings(connections: int, inflight: int) -> Settings:
-    engines = (ConfiguredEngine(url="http://a:1", role="prefill"), ConfiguredEngine(url="http://b:1", role="decode"))
+    engines = (
+        ConfiguredEngine(url="http://a:1", role="prefill"),
+        ConfiguredEngine(url="http://b:1", role="decode"),
+    )
     limits = msgspec.structs.replace(Limits(), max_connections=connections, max_inflight=inflight)
     return Settings(pools=(Pool(nodes=engines),), limits=limits)
 
@@ -111,8 +121,12 @@ def settings(connections: int, inflight: int) -> Settings:
         (70, 1, 1),
     ],
 )
-def test_what_open_files_allow(allowed: list[int], hard: int, connections: int, inflight: int) -> None:
-    """Clients' connections give way first, then requests in service: each of them needs two connections to engines."""
+def test_what_open_files_allow(
+    allowed: list[int], hard: int, connections: int, inflight: int
+) -> None:
+    """Clients' connections give way first, then requests in service: each of them needs two
+    connections to engines.
+    """
     allowed[:] = [min(64, hard), hard]
     asked = settings(8192, 1024)
     assert server.files_needed(asked) == 8192 + 2 * 1024 + 64 + 4

@@ -1,4 +1,6 @@
-"""`/openapi.json` says what is answered: each answer's status, media type and body are what the document names for its route."""
+"""`/openapi.json` says what is answered: each answer's status, media type and body are what the
+document names for its route.
+"""
 
 # `long_openapi.py` has schemathesis make the requests.
 
@@ -17,16 +19,24 @@ from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
 GOOD: dict[str, list[dict[str, Any]]] = {
-    COMPLETIONS: [completion(), completion(stream=True), completion(prompt=[1, 2, 3]), completion(n=2, temperature=1)],
+    COMPLETIONS: [
+        completion(),
+        completion(stream=True),
+        completion(prompt=[1, 2, 3]),
+        completion(n=2, temperature=1),
+    ],
     CHAT: [chat(), chat(stream=True)],
-    "/v1/chat/completions/batch": [{"model": "tiny", "messages": [MESSAGES, MESSAGES], "max_tokens": 2}],
+    "/v1/chat/completions/batch": [
+        {"model": "tiny", "messages": [MESSAGES, MESSAGES], "max_tokens": 2}
+    ],
     "/invocations": [completion(), chat(stream=True)],
     "/v1/responses": [
         {"model": "tiny", "input": PROMPT, "max_output_tokens": 4, "store": False, "stream": stream}
         for stream in (False, True)
     ],
     "/v1/messages": [
-        {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "stream": stream} for stream in (False, True)
+        {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "stream": stream}
+        for stream in (False, True)
     ],
     "/v1/messages/count_tokens": [{"model": "tiny", "messages": MESSAGES}],
     "/tokenize": [{"model": "tiny", "prompt": "x"}, {"model": "tiny", "messages": MESSAGES}],
@@ -52,7 +62,12 @@ class Document:
         self.paths, self._components = read["paths"], read["components"]
 
     def operations(self) -> list[tuple[str, str]]:
-        return [(method, path) for path, found in self.paths.items() for method in found if method != "parameters"]
+        return [
+            (method, path)
+            for path, found in self.paths.items()
+            for method in found
+            if method != "parameters"
+        ]
 
     def check(self, value: object, schema: dict[str, Any]) -> None:
         made = {**schema, "components": self._components}
@@ -60,7 +75,9 @@ class Document:
         jsonschema.validate(value, made, jsonschema.Draft202012Validator)
 
     def request(self, path: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        found: dict[str, Any] = self.paths[path]["post"]["requestBody"]["content"][
+            "application/json"
+        ]["schema"]
         return found
 
     def covers(self, answer: Answer, method: str, path: str) -> None:
@@ -95,7 +112,10 @@ async def test_each_answer_is_one_that_the_document_names() -> None:
     async with world() as w:
         document = await document_of(w)
         assert sorted(document.operations()) == sorted(
-            (method.lower(), one.path) for one in TABLE for method in one.methods if one.path not in OF_THE_DOCUMENT
+            (method.lower(), one.path)
+            for one in TABLE
+            for method in one.methods
+            if one.path not in OF_THE_DOCUMENT
         )
         for method, path in document.operations():
             bodies: Sequence[object] = (*GOOD.get(path, ()), *BAD) if method == "post" else (b"",)
@@ -113,7 +133,9 @@ async def test_each_answer_is_one_that_the_document_names() -> None:
 async def test_errors_of_the_proxy_and_of_engines(how: str) -> None:
     """Each is documented at every route where it may come, in the shape that it has there."""
     auth = {"api_keys": ("k",)} if how == "keys" else None
-    limits = {"large": {"max_body_bytes": 4096}, "full": {"max_queue": 0, "max_inflight": 1}}.get(how)
+    limits = {"large": {"max_body_bytes": 4096}, "full": {"max_queue": 0, "max_inflight": 1}}.get(
+        how
+    )
     async with world(auth=auth, limits=limits) as w:
         document = await document_of(w)
         if how == "gone":
@@ -125,7 +147,9 @@ async def test_errors_of_the_proxy_and_of_engines(how: str) -> None:
                 for engine in w.engines:
                     engine.script(*[scripts.eof] * 6)
             body = b" " * 5000 if how == "large" else GOOD.get(path, [{}])[0]
-            answer = await w.ask(_url(path), body if method == "post" else b"", method=method.upper())
+            answer = await w.ask(
+                _url(path), body if method == "post" else b"", method=method.upper()
+            )
             document.covers(answer, method, path)
             if ENTRIES[path].kind in (RouteKind.SPLIT, RouteKind.PASSED):
                 seen.add(answer.status)

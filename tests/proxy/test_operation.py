@@ -33,7 +33,9 @@ async def test_health_and_version() -> None:
 
 
 async def test_ready_while_starting_and_after() -> None:
-    """Not ready before every engine was probed once; then ready, without complaints; then by what is up."""
+    """Not ready before every engine was probed once; then ready, without complaints; then by what
+    is up.
+    """
     async with world(probed=False) as w:
         starting = await w.get("/ready")
         assert starting.status == 503
@@ -43,11 +45,16 @@ async def test_ready_while_starting_and_after() -> None:
         assert (await w.ask(COMPLETIONS, completion())).status == 503
         await w.probe()
         ready = await w.get("/ready")
-        assert (ready.status, ready.json) == (200, {"ready": True, "state": "ok", "reason": None, "details": []})
+        assert (ready.status, ready.json) == (
+            200,
+            {"ready": True, "state": "ok", "reason": None, "details": []},
+        )
 
 
 async def test_a_balancer_keeps_a_proxy_whose_engines_load() -> None:
-    """`/ready/proxy` asks for no engine: a Service would be empty, and an upgrade stop, whenever engines load."""
+    """`/ready/proxy` asks for no engine: a Service would be empty, and an upgrade stop, whenever
+    engines load.
+    """
     async with world() as w:
         w.decode[0].stop()
         await w.probe()
@@ -82,12 +89,18 @@ async def test_an_engine_that_was_never_up_is_logged_once() -> None:
         w.prefill[0].stop()
         await w.probe()
         await w.probe()
-        changes = [(event.up, event.reason) for event in w.events(NodeChanged) if event.node == w.prefill[0].url]
+        changes = [
+            (event.up, event.reason)
+            for event in w.events(NodeChanged)
+            if event.node == w.prefill[0].url
+        ]
         assert changes == [(False, "no connection: Connection refused")]
 
 
 async def test_ready_says_what_is_down() -> None:
-    """Without a prefill engine it is ready, and says what is missing; without a decode engine it is not."""
+    """Without a prefill engine it is ready, and says what is missing; without a decode engine it is
+    not.
+    """
     async with world() as w:
         w.prefill[0].stop()
         await w.probe()
@@ -110,7 +123,9 @@ async def test_ready_says_what_is_down() -> None:
 
 def unanswered(w: World) -> int:
     """How many questions to engines, besides clients' requests, have no answer yet."""
-    connectors = [one.admin._session.connector for one in w.workers if one.admin._session is not None]
+    connectors = [
+        one.admin._session.connector for one in w.workers if one.admin._session is not None
+    ]
     return sum(len(one._acquired) for one in connectors if one is not None)
 
 
@@ -118,7 +133,9 @@ ABOUT = ["/metrics", "/v1/models", "/version", "/tokenize"]
 
 
 async def test_an_engine_that_is_not_healthy_is_down_at_once() -> None:
-    """An engine that answers 500 or nothing to the question for its health is not used, until it is well again."""
+    """An engine that answers 500 or nothing to the question for its health is not used, until it is
+    well again.
+    """
     async with world(decode=2) as w:
         w.decode[0].admin["/health"] = scripts.whole(b"", 500)
         w.decode[1].admin["/health"] = scripts.reset
@@ -134,7 +151,9 @@ async def test_an_engine_that_is_not_healthy_is_down_at_once() -> None:
 @pytest.mark.parametrize("path", ABOUT)
 @pytest.mark.parametrize("bad", [scripts.whole(b"{invalid", 500), scripts.reset, scripts.stall])
 async def test_a_healthy_engine_stays_up_whatever_else_fails(path: str, bad: Script) -> None:
-    """A busy engine may have no time to answer: what is known of it stays, even if it has just restarted."""
+    """A busy engine may have no time to answer: what is known of it stays, even if it has just
+    restarted.
+    """
     async with world() as w:
         engine = w.decode[0]
         engine.started += 1
@@ -142,20 +161,29 @@ async def test_a_healthy_engine_stays_up_whatever_else_fails(path: str, bad: Scr
         probe = asyncio.create_task(w.probe())
         stalled: list[Request] = []
         while bad is scripts.stall and not probe.done():
-            waiting = [one for one in engine.sim.journal.others if one.path == path and not one.over]
+            waiting = [
+                one for one in engine.sim.journal.others if one.path == path and not one.over
+            ]
             if waiting and waiting[-1] not in stalled and unanswered(w) == 1:
                 stalled.append(waiting[-1])
                 let_loop_time_pass(LONG)
             await asyncio.sleep(0.002)
         await probe
-        assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
+        assert (await w.get("/ready")).json == {
+            "ready": True,
+            "state": "ok",
+            "reason": None,
+            "details": [],
+        }
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert len(w.prefill[0].requests) == 1
 
 
 @pytest.mark.parametrize("path", ABOUT)
 async def test_an_engine_that_was_down_is_asked_again(path: str) -> None:
-    """It is used again only once it has answered everything; a failure that may pass is not taken for an answer."""
+    """It is used again only once it has answered everything; a failure that may pass is not taken
+    for an answer.
+    """
     async with world(decode=2) as w:
         engine, other = w.decode
         engine.admin["/health"] = scripts.whole(b"", 500)
@@ -164,7 +192,9 @@ async def test_an_engine_that_was_down_is_asked_again(path: str) -> None:
         engine.admin = {path: scripts.whole(b"", 503)}
         await w.probe()
         details = (await w.get("/ready")).json["details"]
-        assert any(engine.url in line and f"{path} answered 503" in line for line in details), details
+        assert any(engine.url in line and f"{path} answered 503" in line for line in details), (
+            details
+        )
         engine.admin.clear()
         await w.probe()
         details = (await w.get("/ready")).json["details"]
@@ -186,11 +216,15 @@ async def test_late_answers_count_only_in_a_row() -> None:
             w.decode[0].admin.clear()
             w.proxy.admin.deadlines = Deadlines(probe=LONG)
             await w.probe()
-        assert [event.up for event in w.events(NodeChanged) if event.node == w.decode[0].url] == [True]
+        assert [event.up for event in w.events(NodeChanged) if event.node == w.decode[0].url] == [
+            True
+        ]
 
 
 async def test_an_early_probe_waits_for_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many reasons to look at an engine make one probe, and the next one comes no sooner than the gap."""
+    """Many reasons to look at an engine make one probe, and the next one comes no sooner than the
+    gap.
+    """
     monkeypatch.setattr(prober, "MIN_GAP", 0.2)
     async with world() as w:
         asked: list[float] = []
@@ -239,7 +273,10 @@ async def test_an_engine_without_version_or_tokenizer_routes_is_used() -> None:
 
     def without_routes(w: World) -> None:
         for engine in w.engines:
-            engine.admin |= {"/version": scripts.whole(b"", 404), "/tokenize": scripts.whole(b"", 404)}
+            engine.admin |= {
+                "/version": scripts.whole(b"", 404),
+                "/tokenize": scripts.whole(b"", 404),
+            }
 
     async with world(before=without_routes) as w:
         assert (await w.get("/ready")).json["details"] == []
@@ -248,7 +285,15 @@ async def test_an_engine_without_version_or_tokenizer_routes_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("reported", "known"),
-    [("4096", 4096), ("null", None), ("0", None), ("-1", None), ("4096.0", None), ('"4096"', None), ("9" * 99, None)],
+    [
+        ("4096", 4096),
+        ("null", None),
+        ("0", None),
+        ("-1", None),
+        ("4096.0", None),
+        ('"4096"', None),
+        ("9" * 99, None),
+    ],
 )
 async def test_an_engine_that_reports_its_longest_prompt_in_another_way_is_used(
     reported: str, known: int | None
@@ -268,7 +313,8 @@ async def test_an_engine_that_reports_its_longest_prompt_in_another_way_is_used(
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"data":[{"no":"id"}]}', b'{"data":[{"id":"\xff"}]}', b"[", b'{"data":' + b"[" * 5000]
+    "body",
+    [b'{"data":[{"no":"id"}]}', b'{"data":[{"id":"\xff"}]}', b"[", b'{"data":' + b"[" * 5000],
 )
 async def test_an_engines_invalid_list_leaves_the_models_of_others(body: bytes) -> None:
     """A list that can't be read is left out; where there is no other, the error says so."""
@@ -312,7 +358,9 @@ async def test_models_are_merged() -> None:
 
 
 async def test_the_metrics_page() -> None:
-    """All metrics of the documentation are there after some traffic, and the page is in Prometheus' format."""
+    """All metrics of the documentation are there after some traffic, and the page is in Prometheus'
+    format.
+    """
     async with world() as w:
         for _ in range(2):
             await w.ask(COMPLETIONS, completion(stream=True))
@@ -323,7 +371,9 @@ async def test_the_metrics_page() -> None:
             await w.probe()
         answer = await w.get("/metrics")
         assert answer.header("content-type") == "text/plain; version=0.0.4; charset=utf-8"
-        families = {family.name: family for family in text_string_to_metric_families(answer.body.decode())}
+        families = {
+            family.name: family for family in text_string_to_metric_families(answer.body.decode())
+        }
         labels = {
             "pdproxy_requests": {"model", "endpoint", "outcome"},
             "pdproxy_ttft_seconds": {"path", "le"},
@@ -339,7 +389,10 @@ async def test_the_metrics_page() -> None:
         for name, expected in labels.items():
             assert name in families, name
             assert any(set(sample.labels) == expected for sample in families[name].samples), name
-        assert w.metric("pdproxy_requests_total", model="tiny", endpoint=COMPLETIONS, outcome="ok") == 2
+        assert (
+            w.metric("pdproxy_requests_total", model="tiny", endpoint=COMPLETIONS, outcome="ok")
+            == 2
+        )
         assert w.metric("pdproxy_ttft_seconds_count", path="split") == 2
         assert w.metric("pdproxy_ttft_seconds_count", path="alone") == 2
         assert w.metric("pdproxy_node_up", node=w.decode[0].url, role="decode") == 1
@@ -363,7 +416,10 @@ async def test_the_documentation_lists_the_generating_routes() -> None:
         document = (await w.get("/openapi.json")).json
         operation = {"/health", "/ready", "/version", "/metrics", "/ping"}
         of_it = {"/docs", "/openapi.json"}
-        assert set(document["paths"]) == {*operation, COMPLETIONS, CHAT, *(entry.path for entry in TABLE)} - of_it
+        assert (
+            set(document["paths"])
+            == {*operation, COMPLETIONS, CHAT, *(entry.path for entry in TABLE)} - of_it
+        )
         for path in (COMPLETIONS, CHAT):
             operation = document["paths"][path]["post"]
             assert operation["requestBody"]["required"] is True
@@ -379,10 +435,14 @@ def _saying(text: str) -> Script:
 
 
 async def test_no_prompt_and_no_key_in_any_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    """At the finest level, through good and bad ends, no line holds a prompt, an answer or a key."""
+    """At the finest level, through good and bad ends, no line holds a prompt, an answer or a
+    key.
+    """
     secret_prompt, secret_key, secret_answer = "PROMPTSECRET" * 4, "KEYSECRET", "ANSWERSECRET"
     caplog.set_level(logging.DEBUG, "pdproxy")
-    async with world(decode=2, auth={"api_keys": (secret_key,), "engine_api_key": "ENGINE" + secret_key}) as w:
+    async with world(
+        decode=2, auth={"api_keys": (secret_key,), "engine_api_key": "ENGINE" + secret_key}
+    ) as w:
         for engine in w.decode:
             engine.default = _saying(secret_answer)
             engine.script(scripts.whole(answers.INTERNAL_500, 500), scripts.streams(then="eof"))

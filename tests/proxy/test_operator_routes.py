@@ -1,4 +1,6 @@
-"""`listen.operator_routes`: what the clients' port shows to whom, and that no route of it is forgotten."""
+"""`listen.operator_routes`: what the clients' port shows to whom, and that no route of it is
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ FILES = ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/favicon.pn
 def test_when_they_are_hidden(
     listen: dict[str, Any], auth: dict[str, Any], tenant_header: str | None, hidden: bool
 ) -> None:
-    settings = Settings(listen=Listen(**listen), auth=Auth(**auth), overload=Overload(tenant_header=tenant_header))
+    settings = Settings(
+        listen=Listen(**listen), auth=Auth(**auth), overload=Overload(tenant_header=tenant_header)
+    )
     assert settings.hides_operator_routes == hidden
 
 
@@ -52,7 +56,9 @@ def _audiences(routes: list[BaseRoute]) -> dict[str, Audience | None]:
 
 
 async def test_each_route_of_the_application_is_for_somebody() -> None:
-    """The table has them all. Who is no operator gets nothing from those that are for operators, whatever their names are."""
+    """The table has them all. Who is no operator gets nothing from those that are for operators,
+    whatever their names are.
+    """
     async with world(auth=KEYS, operator_routes="auto") as w:
         app = create_app(w.proxy.front.answers())
         found = _audiences(app.routes)
@@ -66,7 +72,8 @@ async def test_each_route_of_the_application_is_for_somebody() -> None:
 async def test_a_route_that_is_not_in_the_table_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever adds a route, and forgets to say for whom it is, opens nothing."""
     monkeypatch.setattr(
-        "pdproxy.web.operators.audience_of", lambda path: None if path == "/load" else audience_of(path)
+        "pdproxy.web.operators.audience_of",
+        lambda path: None if path == "/load" else audience_of(path),
     )
     async with world(auth=KEYS, operator_routes="auto") as w:
         assert (await w.get("/load")).status == 403
@@ -75,7 +82,9 @@ async def test_a_route_that_is_not_in_the_table_is_closed(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("path", [*OPERATORS, *FILES, "/%6coad", "/metrics?x"])
 async def test_with_keys_only_operators_see_what_is_theirs(path: str) -> None:
-    """At the clients' port with an admin key. A client's key is none, and no key gets what the routes show."""
+    """At the clients' port with an admin key. A client's key is none, and no key gets what the
+    routes show.
+    """
     async with world(auth=BOTH, operator_routes="auto") as w:
         for headers in ([], CLIENT, [("authorization", "Bearer wrong")]):
             answer = await w.get(path, headers)
@@ -89,7 +98,11 @@ async def test_without_keys_of_operators_the_answer_names_the_settings() -> None
         for headers in ([], CLIENT):
             answer = await w.get("/metrics", headers)
             error = answer.json["error"]
-            assert (answer.status, error["type"], error["message"]) == (403, "ForbiddenError", CLOSED)
+            assert (answer.status, error["type"], error["message"]) == (
+                403,
+                "ForbiddenError",
+                CLOSED,
+            )
         assert w.proxy.front.warnings(), "the operator reads at the start who can see them"
         assert (await w.ask(COMPLETIONS, completion(), CLIENT)).text == TEXT
 
@@ -100,7 +113,9 @@ def _bodies(*found: Answer) -> list[Any]:
 
 async def _checks(w: World, headers: list[tuple[str, str]]) -> list[Any]:
     assert [(await w.get(path)).status for path in ("/health", "/ping")] == [200, 200]
-    return _bodies(*[await w.get(path, headers) for path in ("/ready", "/ready/proxy", "/healthcheck")])
+    return _bodies(
+        *[await w.get(path, headers) for path in ("/ready", "/ready/proxy", "/healthcheck")]
+    )
 
 
 async def test_health_checks_need_no_key_and_show_no_details() -> None:
@@ -122,7 +137,9 @@ async def test_health_checks_need_no_key_and_show_no_details() -> None:
 
 @pytest.mark.parametrize("path", ["/ready", "/ready/proxy", "/healthcheck"])
 async def test_keys_that_are_guessed_at_health_checks_are_counted(path: str) -> None:
-    """As everywhere else. The check is answered all the same; no key, another scheme, and a client's key are no guesses."""
+    """As everywhere else. The check is answered all the same; no key, another scheme, and a
+    client's key are no guesses.
+    """
     wrong, basic = [("authorization", "Bearer wrong")], [("authorization", "Basic eDp5")]
     async with world(auth=BOTH, operator_routes="auto") as w:
         for headers in ([], basic, CLIENT, OPERATOR):
@@ -138,15 +155,28 @@ async def test_keys_that_are_guessed_at_health_checks_are_counted(path: str) -> 
 
 
 async def test_everything_is_shown_where_the_admin_api_listens() -> None:
-    """By the rules of that listener: with keys of operators only with one of them, without any to this machine."""
+    """By the rules of that listener: with keys of operators only with one of them, without any to
+    this machine.
+    """
     for auth, headers, refused in ((KEYS, [], None), (BOTH, OPERATOR, 401)):
         async with world(auth=auth, operator_routes="auto") as w, admin(w) as api:
             page = await api.ask("GET", "/metrics", headers=headers)
-            assert (page.status, page.header("content-type")) == (200, "text/plain; version=0.0.4; charset=utf-8")
+            assert (page.status, page.header("content-type")) == (
+                200,
+                "text/plain; version=0.0.4; charset=utf-8",
+            )
             assert b"pdproxy_requests_total" in page.body
             ready = await api.ask("GET", "/ready", headers=headers)
             assert ready.json == {"ready": True, "state": "ok", "reason": None, "details": []}
-            for path in ("/load", "/version", "/health", "/ready/proxy", "/healthcheck", "/docs", "/openapi.json"):
+            for path in (
+                "/load",
+                "/version",
+                "/health",
+                "/ready/proxy",
+                "/healthcheck",
+                "/docs",
+                "/openapi.json",
+            ):
                 assert (await api.ask("GET", path, headers=headers)).status == 200, path
             if refused:
                 for path in ("/metrics", "/ready", "/version"):
@@ -171,6 +201,8 @@ async def test_who_sees_it_follows_the_settings(caplog: pytest.LogCaptureFixture
     async with world(operator_routes="auto") as w:
         front = w.proxy.front
         assert (await w.get("/metrics")).status == 200
-        front.settings = msgspec.structs.replace(front.settings, overload=Overload(tenant_header="X-Tenant"))
+        front.settings = msgspec.structs.replace(
+            front.settings, overload=Overload(tenant_header="X-Tenant")
+        )
         assert (await w.get("/metrics")).status == 403
         assert not caplog.records

@@ -1,4 +1,6 @@
-"""The routes that one engine serves whole: who gets them, what of them goes on, and what comes back when an engine fails."""
+"""The routes that one engine serves whole: who gets them, what of them goes on, and what comes back
+when an engine fails.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _own(proxy: Proxy) -> list[int]:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_passed_route_reaches_one_engine_that_serves_alone(path: str) -> None:
-    """Never a prefill engine; the body arrives as it was, the endpoint's label is the table's path."""
+    """Never a prefill engine; the body arrives as it was, the endpoint's label is the table's
+    path.
+    """
     async with world(prefill=1, decode=1) as w:
         seen = everyone(w, path, fine)
         body = {"model": "tiny", "anything": [1, {"x": None}], "input": "é"}
@@ -47,17 +51,26 @@ async def test_a_passed_route_reaches_one_engine_that_serves_alone(path: str) ->
         assert len(seen) == 1
         assert {key: value for key, value in seen[0].json.items() if key != "store"} == body
         ended = await w.ended()
-        assert (ended.endpoint, ended.outcome, ended.legs[0].decode) == (path, "ok", w.decode[0].url)
+        assert (ended.endpoint, ended.outcome, ended.legs[0].decode) == (
+            path,
+            "ok",
+            w.decode[0].url,
+        )
         assert w.metric("pdproxy_requests_total", endpoint=path, outcome="ok", model="tiny") == 1
 
 
 async def test_no_route_outside_the_table_reaches_an_engine() -> None:
-    """Of all routes that vLLM registers, those that the table does not pass on stay here: 404, or 405 where the path is known."""
+    """Of all routes that vLLM registers, those that the table does not pass on stay here: 404, or
+    405 where the path is known.
+    """
     entries = {(method, entry.path): entry.kind for entry in TABLE for method in entry.methods}
     async with world() as w:
 
         def seen() -> int:
-            return sum(len(list(engine.sim.journal._others.kept)) + len(engine.requests) for engine in w.engines)
+            return sum(
+                len(list(engine.sim.journal._others.kept)) + len(engine.requests)
+                for engine in w.engines
+            )
 
         for method, path in VLLM:
             kind = entries.get((method, path))
@@ -78,7 +91,9 @@ async def test_no_route_outside_the_table_reaches_an_engine() -> None:
 
 
 async def test_the_engine_that_serves_the_model_gets_it() -> None:
-    """Among engines of other models, the one that lists the body's model is asked; for an unknown one any, for its own 404."""
+    """Among engines of other models, the one that lists the body's model is asked; for an unknown
+    one any, for its own 404.
+    """
 
     def name(w: World) -> None:
         for number, engine in enumerate(w.aggregated):
@@ -88,11 +103,18 @@ async def test_the_engine_that_serves_the_model_gets_it() -> None:
         for number in (2, 0, 1):
             answer = await w.ask("/tokenize", {"model": f"m{number}", "prompt": "hi"})
             assert answer.status == 200
-            assert (await w.ended(len(w.events(RequestEnded)))).legs[0].decode == w.aggregated[number].url
+            assert (await w.ended(len(w.events(RequestEnded)))).legs[0].decode == w.aggregated[
+                number
+            ].url
         unknown = await w.ask("/tokenize", {"model": "nope", "prompt": "hi"})
         assert unknown.status == 404
         assert unknown.json["error"]["type"] == "NotFoundError"
-        assert w.metric("pdproxy_requests_total", endpoint="/tokenize", model="other", outcome="client") == 1
+        assert (
+            w.metric(
+                "pdproxy_requests_total", endpoint="/tokenize", model="other", outcome="client"
+            )
+            == 1
+        )
 
 
 async def test_load_is_counted() -> None:
@@ -105,16 +127,23 @@ async def test_load_is_counted() -> None:
 
     async with world(decode=2) as w:
         seen = everyone(w, "/v1/embeddings", slow)
-        asking = [asyncio.ensure_future(w.ask("/v1/embeddings", {"model": "tiny", "input": "x"})) for _ in range(2)]
+        asking = [
+            asyncio.ensure_future(w.ask("/v1/embeddings", {"model": "tiny", "input": "x"}))
+            for _ in range(2)
+        ]
         await until(lambda: len(seen) == 2)
-        assert [sum(engines) for engines in zip(*(_own(one) for one in w.workers), strict=True)] == [0, 1, 1]
+        assert [
+            sum(engines) for engines in zip(*(_own(one) for one in w.workers), strict=True)
+        ] == [0, 1, 1]
         assert w.inflight == 2
         go.set()
         assert [(await one).status for one in asking] == [200, 200]
 
 
 async def test_a_full_house_is_told_so() -> None:
-    """Admission counts these requests as all others: beyond the last place, 503 with retry-after."""
+    """Admission counts these requests as all others: beyond the last place, 503 with
+    retry-after.
+    """
     go = asyncio.Event()
 
     async def slow(reply: Reply) -> None:
@@ -155,7 +184,9 @@ async def test_client_made_handles_are_removed() -> None:
             assert seen[0].json["sampling_params"] == {"extra_args": {"kept": 1}, "top_k": 1}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe{}", b"null", b'{"a":1}{"b":2}', b'{"a":"\xff"}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe{}", b"null", b'{"a":1}{"b":2}', b'{"a":"\xff"}']
+)
 async def test_a_body_that_cannot_be_read_stops_here(body: bytes) -> None:
     """What is no JSON object is refused, on every route in the words of vLLM's server."""
     async with world() as w:
@@ -181,7 +212,10 @@ async def test_a_body_that_is_too_large() -> None:
         seen = everyone(w, "/tokenize", fine)
         assert (await w.ask("/tokenize", {"prompt": "x" * 1000})).status == 413
         client = await w.client()
-        head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = (
+            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
         client.send(head + b"7d0\r\n" + b" " * 2000 + b"\r\n0\r\n\r\n")
         assert (await client.answer()).status == 413
         assert not seen
@@ -192,18 +226,24 @@ async def test_what_a_binary_embedding_is_made_of_goes_on() -> None:
 
     async def script(reply: Reply) -> None:
         described = b"x" * 20_000
-        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: 2\r\n")
+        await reply.raw(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: 2\r\n"
+        )
         await reply.raw(b"metadata: " + described + b"\r\n\r\n\x00\xff")
 
     async with world() as w:
         everyone(w, "/v1/embeddings", script)
-        answer = await w.ask("/v1/embeddings", {"model": "tiny", "input": "a", "encoding_format": "bytes"})
+        answer = await w.ask(
+            "/v1/embeddings", {"model": "tiny", "input": "a", "encoding_format": "bytes"}
+        )
         assert (answer.status, answer.body) == (200, b"\x00\xff")
         assert answer.header("metadata") == "x" * 20_000
 
 
 async def test_bodies_of_all_routes_share_one_bound() -> None:
-    """What is held for a passed request counts with the others; it is released when its request has ended."""
+    """What is held for a passed request counts with the others; it is released when its request has
+    ended.
+    """
     async with world(limits={"max_body_bytes": 1000, "max_buffered_bytes": 1500}) as w:
         first, second = await w.client(), await w.client()
         for client, size in ((first, 900), (second, 700)):
@@ -223,7 +263,8 @@ async def test_a_body_without_a_key_is_not_waited_for() -> None:
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
         client.send(
-            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n{"
         )
         answer = await client.answer()
         assert (answer.status, answer.header("www-authenticate")) == (401, "Bearer")
@@ -236,14 +277,17 @@ async def test_a_body_that_never_ends() -> None:
     async with world(deadlines={"client_body": 0.1}) as w:
         client = await w.client()
         client.send(
-            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 9\r\n\r\n{"
         )
         assert (await client.answer()).status == 408
         assert w.metric("pdproxy_deadline_total", wait="client_body") == 1
 
 
 async def test_only_some_headers_go_on() -> None:
-    """Tracing, session and priority; no cookie, no rank, no key of another scheme, no header that only a proxy may set."""
+    """Tracing, session and priority; no cookie, no rank, no key of another scheme, no header that
+    only a proxy may set.
+    """
     async with world() as w:
         seen = everyone(w, MESSAGES, fine)
         sent = [
@@ -262,7 +306,14 @@ async def test_only_some_headers_go_on() -> None:
         ]
         assert (await w.ask(MESSAGES, message(), sent)).status == 200
         got = {name.lower(): value for name, value in seen[0].headers}
-        assert set(got) - {"host", "content-length", "content-type", "x-request-id", "accept", "connection"} == {
+        assert set(got) - {
+            "host",
+            "content-length",
+            "content-type",
+            "x-request-id",
+            "accept",
+            "connection",
+        } == {
             "traceparent",
             "tracestate",
             "x-session-id",
@@ -274,7 +325,9 @@ async def test_only_some_headers_go_on() -> None:
 
 
 async def test_proxy_keys_guard_every_route() -> None:
-    """Without one of the proxy's keys 401, also with `x-api-key`, which vLLM does not know; with one, engines get theirs."""
+    """Without one of the proxy's keys 401, also with `x-api-key`, which vLLM does not know; with
+    one, engines get theirs.
+    """
     async with world(auth={"api_keys": ("ours",), "engine_api_key": "theirs"}) as w:
         for path in [*PATHS, "/v1/responses/resp_1/cancel"]:
             seen = everyone(w, path, fine)

@@ -30,7 +30,10 @@ def preamble(path: str) -> list[bytes]:
     if path == RESPONSES:
         return [
             b'event: response.created\ndata: {"sequence_number":0,"type":"response.created"}\n\n',
-            b'event: response.in_progress\ndata: {"sequence_number":1,"type":"response.in_progress"}\n\n',
+            (
+                b"event: response.in_progress\ndata: "
+                b'{"sequence_number":1,"type":"response.in_progress"}\n\n'
+            ),
         ]
     return []
 
@@ -46,7 +49,9 @@ def delta(path: str) -> bytes:
 @pytest.mark.parametrize("then", ["eof", "reset", "finish", "stall"])
 @pytest.mark.parametrize("part", [b"", b"event: response.outp", b'event: x\ndata: {"ha'])
 async def test_an_engine_that_dies_in_a_stream(path: str, then: str, part: bytes) -> None:
-    """The client gets whole events, then one error event of the protocol, and the end of the answer: never silence."""
+    """The client gets whole events, then one error event of the protocol, and the end of the
+    answer: never silence.
+    """
 
     async def script(reply: Reply) -> None:
         await reply.start()
@@ -84,8 +89,12 @@ async def test_an_engine_that_dies_in_a_stream(path: str, then: str, part: bytes
 
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("then", ["eof", "reset", "stall"])
-async def test_before_the_model_has_shown_life_another_engine_is_asked(path: str, then: str) -> None:
-    """What an engine sends before its model has begun is held back, so that a failure there costs the client nothing."""
+async def test_before_the_model_has_shown_life_another_engine_is_asked(
+    path: str, then: str
+) -> None:
+    """What an engine sends before its model has begun is held back, so that a failure there costs
+    the client nothing.
+    """
 
     async def script(reply: Reply) -> None:
         await reply.start()
@@ -141,10 +150,15 @@ async def test_an_engine_that_fails_is_not_the_last(how: str) -> None:
             case "reset":
                 reply.reset()
             case "half":
-                await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\ncontent-type: application/json\r\n\r\n{")
+                await reply.raw(
+                    b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\ncontent-type: application/json\r\n"
+                    b"\r\n{"
+                )
                 reply.eof()
             case _:
-                await reply.whole(b'{"error":{"message":"m","type":"t","param":null,"code":1}}', int(how))
+                await reply.whole(
+                    b'{"error":{"message":"m","type":"t","param":null,"code":1}}', int(how)
+                )
 
     async with world(decode=2) as w:
         everyone(w, "/tokenize", script)
@@ -183,7 +197,9 @@ async def test_what_a_model_cannot_do_is_no_failure() -> None:
     """vLLM's 501 goes to the client at once and does not count against the engine."""
 
     async def script(reply: Reply) -> None:
-        await reply.whole(b'{"error":{"message":"no","type":"NotImplementedError","param":null,"code":501}}', 501)
+        await reply.whole(
+            b'{"error":{"message":"no","type":"NotImplementedError","param":null,"code":501}}', 501
+        )
 
     async with world() as w:
         seen = everyone(w, "/v1/embeddings", script)
@@ -218,7 +234,9 @@ async def test_no_engine_at_all() -> None:
     [("/tokenize", "first_token", "first_token"), ("/v1/embeddings", "total", "total")],
 )
 async def test_an_engine_that_never_answers(path: str, deadline: str, wait: str) -> None:
-    """Quick questions have a deadline of their own; what takes as long as the model needs has the total one."""
+    """Quick questions have a deadline of their own; what takes as long as the model needs has the
+    total one.
+    """
 
     async def script(reply: Reply) -> None:
         await reply.stall()
@@ -230,7 +248,9 @@ async def test_an_engine_that_never_answers(path: str, deadline: str, wait: str)
 
 
 async def test_an_engine_that_probes_have_lost() -> None:
-    """An engine that was asked and then went down for `between_tokens` is given up, long before the total deadline."""
+    """An engine that was asked and then went down for `between_tokens` is given up, long before the
+    total deadline.
+    """
 
     async def script(reply: Reply) -> None:
         await reply.stall()

@@ -1,4 +1,6 @@
-"""An engine that fails every second request, or is slow, is excluded; one request lets it in again."""
+"""An engine that fails every second request, or is slow, is excluded; one request lets it in
+again.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def states(w: World) -> list[str]:
 
 async def slowly(reply: Reply) -> None:
     """A stream with a pause before each event."""
-    event = b'data: {"id":"x","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":"a",'
+    event = (
+        b'data: {"id":"x","object":"text_completion","created":1,"model":"tiny","choices":'
+        b'[{"index":0,"text":"a",'
+    )
     event += b'"logprobs":null,"finish_reason":%b}]}\n\n'
     await reply.start()
     for _ in range(10):
@@ -73,7 +78,10 @@ async def test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_
         assert states(w) == ["excluded", "up"]
         assert w.metric("pdproxy_exclusions_total", node=bad.url, reason="errors") == 1
         assert [event.node for event in w.events(NodeChanged) if not event.up] == [bad.url]
-        assert "% of its requests failed: it is excluded for 30.0 s" in (await w.get("/ready")).body.decode()
+        assert (
+            "% of its requests failed: it is excluded for 30.0 s"
+            in (await w.get("/ready")).body.decode()
+        )
         before = count
         for _ in range(6):
             assert (await w.ask(COMPLETIONS, completion())).status == 200
@@ -104,12 +112,16 @@ def test_speeds_are_compared_only_without_a_placement(role: Role) -> None:
     lease: Any = SimpleNamespace(role=role, prompt_bytes=10, since=99.0)
     relay: Any = SimpleNamespace(fast_path=SimpleNamespace(events=11, total=1.0))
     for placement, pace in ((None, 0.1), (object(), None)):
-        resources: Any = SimpleNamespace(ledger=SimpleNamespace(placement=placement, needs_details=False))
+        resources: Any = SimpleNamespace(
+            ledger=SimpleNamespace(placement=placement, needs_details=False)
+        )
         assert ExchangeResources._pace(resources, lease, relay, 100.0) == pace
 
 
 async def test_an_engine_that_a_placement_loads_more_is_not_compared_by_its_speed() -> None:
-    """One that is kept for prefill, and is sent what will be late anyway, is slow without a fault. Its failures count as ever."""
+    """One that is kept for prefill, and is sent what will be late anyway, is slow without a fault.
+    Its failures count as ever.
+    """
 
     def placed(settings: Settings) -> Settings:
         chosen = msgspec.structs.replace(
@@ -132,7 +144,9 @@ async def test_an_engine_that_a_placement_loads_more_is_not_compared_by_its_spee
         w.anything[0].default = fails
         for _ in range(
             ROUNDS
-        ):  # until half of all its requests have failed: how many came before depends on the machine
+            # until half of all its requests have failed: how many came before depends on the
+            # machine
+        ):
             answers = await asyncio.gather(*(w.ask(COMPLETIONS, body) for _ in range(24)))
             assert {answer.status for answer in answers} == {200}
             w.proxy.exclusions.compare()

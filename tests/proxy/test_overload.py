@@ -1,4 +1,6 @@
-"""More work than there is room for: what is refused, why, before which cost, and when to ask again."""
+"""More work than there is room for: what is refused, why, before which cost, and when to ask
+again.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,25 @@ def nobody_was_asked(w: World) -> bool:
 # -- X-Request-Timeout
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1e3", "nan", "inf", "5 s", "30s", "0x10", "1" * 19, ".5", "5,5", "\xb2"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1e3", "nan", "inf", "5 s", "30s", "0x10", "1" * 19, ".5", "5,5", "\xb2"]
+)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, EMBEDDINGS])
-async def test_a_timeout_that_is_no_number_is_ignored(text: str, path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM reads no such header, and other servers read it otherwise. The log says so, without its text."""
+async def test_a_timeout_that_is_no_number_is_ignored(
+    text: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM reads no such header, and other servers read it otherwise. The log says so, without its
+    text.
+    """
     caplog.set_level(logging.INFO)
     async with world(0, 0, 1) as w:
         answer = await w.ask(path, chat() if path == CHAT else completion(), within(text))
         assert b"X-Request-Timeout" not in answer.body
         assert len(w.aggregated[0].requests) == (path != EMBEDDINGS)
-    assert "X-Request-Timeout is ignored: it is not a number of seconds, such as 30 or 0.5" in caplog.messages
+    assert (
+        "X-Request-Timeout is ignored: it is not a number of seconds, such as 30 or 0.5"
+        in caplog.messages
+    )
 
 
 @pytest.mark.parametrize("text", ["5", " 30.5 ", "0.9", "7.", "999999999999999999"])
@@ -50,7 +61,9 @@ async def test_an_answer_in_time_is_as_without_the_header(text: str) -> None:
         answer = await w.ask(COMPLETIONS, completion(), within(text))
         assert answer.status == 200
         for engine in (w.prefill[0], w.decode[0]):
-            assert "x-request-timeout" not in {name.lower() for name, _ in engine.requests[0].headers}
+            assert "x-request-timeout" not in {
+                name.lower() for name, _ in engine.requests[0].headers
+            }
 
 
 @pytest.mark.parametrize("text", ["0", "0.05", "0.000001"])
@@ -91,7 +104,9 @@ async def test_a_request_leaves_the_queue_at_its_own_deadline() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_is_served_ends_at_its_deadline(stream: bool) -> None:
-    """As at `deadlines.total`: 504 before data, an error event after; engines are closed, and nothing is held."""
+    """As at `deadlines.total`: 504 before data, an error event after; engines are closed, and
+    nothing is held.
+    """
     clock = ManualClock()
     async with world(clock=clock) as w:
         w.decode[0].script(scripts.streams(WORD, then="stall") if stream else scripts.stall)
@@ -121,7 +136,9 @@ async def test_a_route_of_one_engine_ends_at_its_deadline() -> None:
 async def test_a_limit_beyond_all_numbers_is_the_engines_to_refuse(most: int) -> None:
     """The time that its answer would take is not computed with it."""
     async with world() as w:
-        answer = await w.ask(COMPLETIONS, completion(max_tokens=most), [("x-request-timeout", "30")])
+        answer = await w.ask(
+            COMPLETIONS, completion(max_tokens=most), [("x-request-timeout", "30")]
+        )
         assert answer.status == 400
 
 
@@ -158,7 +175,9 @@ async def test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once() -> N
         for gate in gates:
             gate.set()
         patient = w.ask(COMPLETIONS, completion(), within("30"))
-        assert [(await one).status for one in (patient, clients[1].answer(), clients[2].answer())] == [200] * 3
+        assert [
+            (await one).status for one in (patient, clients[1].answer(), clients[2].answer())
+        ] == [200] * 3
 
 
 # -- when to ask again
@@ -229,7 +248,9 @@ async def test_tokens_per_engine() -> None:
 # -- what engines can take
 
 
-def report(w: World, index: int, waiting: float, usage: float = 0.1, queued: float | None = None) -> None:
+def report(
+    w: World, index: int, waiting: float, usage: float = 0.1, queued: float | None = None
+) -> None:
     """A decode engine's metrics are read."""
     engine = w.proxy.engines.known[w.decode[index].url]
     w.proxy.prober._auditor.scraped(engine, Scrape(1.0, 16, 1.0, waiting, usage, {}, queued=queued))
@@ -240,7 +261,9 @@ def places(w: World) -> int:
 
 
 async def test_a_number_of_requests_per_engine() -> None:
-    """The sum of the engines that are up and answer clients; an engine that goes down takes its part with it."""
+    """The sum of the engines that are up and answer clients; an engine that goes down takes its
+    part with it.
+    """
     async with world(1, 2, limits={"engine_requests": 3}) as w:
         assert places(w) == 6
         now = w.proxy.service.resources.now()
@@ -264,8 +287,11 @@ async def test_engines_get_what_they_run_without_a_queue() -> None:
             engine.default = scripts.gate(go, engine.default)
         clients = [await w.client() for _ in range(8)]
         for number, client in enumerate(clients, 1):
-            client.post(COMPLETIONS, completion())  # one by one: several workers at once may choose the same engine
-            await until(lambda number=number: sum(len(engine.requests) for engine in w.decode) == number)  # type: ignore[misc]
+            # one by one: several workers at once may choose the same engine
+            client.post(COMPLETIONS, completion())
+            await until(
+                lambda number=number: sum(len(engine.requests) for engine in w.decode) == number  # type: ignore[misc]
+            )
         assert [len(engine.requests) for engine in w.decode] == [4, 4]
         for _ in range(3):
             for index in (0, 1):
@@ -287,9 +313,13 @@ async def test_engines_get_what_they_run_without_a_queue() -> None:
 
 
 async def test_an_engine_that_refuses_by_its_queue_gets_no_more() -> None:
-    """Its 503 is no failure of the engine, and another one answers. One that has few requests is believed by its metrics only."""
+    """Its 503 is no failure of the engine, and another one answers. One that has few requests is
+    believed by its metrics only.
+    """
     async with world(1, 2, limits={"engine_requests": "auto"}) as w:
-        refusal = scripts.whole(b'{"error":{"message":"full","type":"ServiceUnavailableError","code":503}}', 503)
+        refusal = scripts.whole(
+            b'{"error":{"message":"full","type":"ServiceUnavailableError","code":503}}', 503
+        )
         go = asyncio.Event()
         for engine in w.decode:
             engine.script(refusal)
@@ -308,7 +338,9 @@ async def test_an_engine_that_refuses_by_its_queue_gets_no_more() -> None:
         await until(lambda: sum(len(engine.requests) for engine in w.decode) == 26)
         await until(lambda: 20 <= places(w) <= 24)  # at once in the worker that was refused
         assert all(
-            engine.in_ledger.window for engine in w.proxy.engines.values() if engine.in_ledger.role is Role.DECODE
+            engine.in_ledger.window
+            for engine in w.proxy.engines.values()
+            if engine.in_ledger.role is Role.DECODE
         )
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 21

@@ -1,4 +1,6 @@
-"""The proxy and simulated engines in virtual time, under many times their load: goodput, deadlines and shares hold."""
+"""The proxy and simulated engines in virtual time, under many times their load: goodput, deadlines
+and shares hold.
+"""
 
 # No sockets. PDPROXY_TEST_SEEDS: how many seeds, 3 in `.ci/full`.
 
@@ -17,7 +19,9 @@ import overload
 
 SEEDS = range(1, 1 + int(os.environ.get("PDPROXY_TEST_SEEDS", "1")))
 TICKS = 0.3
-"""Seconds by which answers may be past their deadlines: ticks of the proxy's clock, and the end of a leg."""
+"""Seconds by which answers may be past their deadlines: ticks of the proxy's clock, and the end of
+a leg.
+"""
 
 
 def measured(*words: str) -> dict[str, Any]:
@@ -27,7 +31,9 @@ def measured(*words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_goodput_under_ten_times_the_load(seed: int) -> None:
-    """Nine tenths of its peak, three to one between two tenants, nobody past its deadline, and all well afterwards."""
+    """Nine tenths of its peak, three to one between two tenants, nobody past its deadline, and all
+    well afterwards.
+    """
     found = measured("--seed", str(seed), "--seconds", "20")
     load = found["loads"][10.0]
     assert load["part_of_peak"] >= 0.9, load
@@ -41,7 +47,9 @@ def test_goodput_under_ten_times_the_load(seed: int) -> None:
 
 
 def test_places_are_learned() -> None:
-    """Of more places than engines can use: by what engines report, and by answers that came too late."""
+    """Of more places than engines can use: by what engines report, and by answers that came too
+    late.
+    """
     found = measured("--windows", "--seconds", "20")
     assert found["loads"][10.0]["part_of_peak"] >= 0.85, found["loads"][10.0]
     assert found["loads"][10.0]["most_over_s"] < TICKS

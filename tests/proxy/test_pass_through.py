@@ -19,7 +19,9 @@ ROUTES = pytest.mark.parametrize(
 
 @ROUTES
 async def test_a_whole_answer_passes_through_unchanged(path: str, body: dict[str, Any]) -> None:
-    """An unstreamed answer has the engine's own bytes, status and content type, and the KV is counted as loaded."""
+    """An unstreamed answer has the engine's own bytes, status and content type, and the KV is
+    counted as loaded.
+    """
     said = answers.whole(path == CHAT, [0, 1, 2], 'a "quoted" 🦊\n', 4)
 
     async def script(reply: Reply) -> None:
@@ -43,7 +45,9 @@ async def test_a_whole_answer_passes_through_unchanged(path: str, body: dict[str
 async def test_a_stream_passes_through_and_the_usage_event_only_if_asked(
     path: str, body: dict[str, Any], asked: bool
 ) -> None:
-    """A stream's bytes are the engine's; of the usage event that the proxy asks for itself only the fingerprint goes on."""
+    """A stream's bytes are the engine's; of the usage event that the proxy asks for itself only the
+    fingerprint goes on.
+    """
     is_chat = path == CHAT
     events = answers.stream(is_chat, 61, [" a", "b", "\\n\\n"], with_usage=True)
 
@@ -66,12 +70,20 @@ async def test_a_stream_passes_through_and_the_usage_event_only_if_asked(
 
 
 @ROUTES
-async def test_each_choice_of_a_stream_keeps_its_fingerprint(path: str, body: dict[str, Any]) -> None:
-    """Of several choices no usage event is asked: it would take the fingerprint from each choice's last event."""
+async def test_each_choice_of_a_stream_keeps_its_fingerprint(
+    path: str, body: dict[str, Any]
+) -> None:
+    """Of several choices no usage event is asked: it would take the fingerprint from each choice's
+    last event.
+    """
     async with world() as w:
         answer = await w.ask(path, {**body, "stream": True, "n": 3, "seed": 7, "temperature": 0.9})
-        chunks = [json.loads(line[6:]) for line in answer.body.splitlines() if line.startswith(b"data: {")]
-        last = [chunk for chunk in chunks if any(choice["finish_reason"] for choice in chunk["choices"])]
+        chunks = [
+            json.loads(line[6:]) for line in answer.body.splitlines() if line.startswith(b"data: {")
+        ]
+        last = [
+            chunk for chunk in chunks if any(choice["finish_reason"] for choice in chunk["choices"])
+        ]
         assert len(last) == 3
         assert all(chunk["system_fingerprint"] for chunk in last)
         assert all(chunk["choices"] for chunk in chunks)
@@ -116,7 +128,9 @@ async def test_events_in_one_write_or_a_byte_at_a_time() -> None:
 
 
 async def test_an_engine_that_ends_its_stream_by_closing() -> None:
-    """A body without chunks or a length ends with the connection; after [DONE] that is a proper end."""
+    """A body without chunks or a length ends with the connection; after [DONE] that is a proper
+    end.
+    """
     events = answers.stream(False, 61, [" a", "b"], with_usage=False)
 
     async def script(reply: Reply) -> None:
@@ -133,8 +147,14 @@ async def test_an_engine_that_ends_its_stream_by_closing() -> None:
 
 
 async def test_bytes_of_a_client_reach_the_engines_field_by_field() -> None:
-    """Fields the proxy does not know, odd numbers and escapes go to both engines as the client wrote them."""
-    odd = b'{"model":"tiny", "prompt":"%s","max_tokens":4,"x":{"big":12345678901234567890.10e+2,"u":"\\u00e9\\/"},"y": [1 ,2]}'
+    """Fields the proxy does not know, odd numbers and escapes go to both engines as the client
+    wrote them.
+    """
+    odd = (
+        b'{"model":"tiny", '
+        b'"prompt":"%s","max_tokens":4,"x":{"big":12345678901234567890.10e+2,"u":"\\u00e9\\/"},'
+        b'"y": [1 ,2]}'
+    )
     body = odd % (b"p" * 100)
     async with world() as w:
         answer = await w.ask(COMPLETIONS, body)
@@ -146,7 +166,9 @@ async def test_bytes_of_a_client_reach_the_engines_field_by_field() -> None:
 
 
 async def test_the_decode_leg_carries_the_handle_verbatim_with_the_prompts_ids() -> None:
-    """The decode engine gets what the prefill engine answered, and the ids that the prefill engine saw, on both routes."""
+    """The decode engine gets what the prefill engine answered, and the ids that the prefill engine
+    saw, on both routes.
+    """
     async with world() as w:
         for number, (path, body) in enumerate([(COMPLETIONS, completion()), (CHAT, chat())]):
             await w.ask(path, body)
@@ -158,7 +180,9 @@ async def test_the_decode_leg_carries_the_handle_verbatim_with_the_prompts_ids()
 
 
 async def test_the_prefill_leg_is_cleaned() -> None:
-    """One token, no stream, ids asked for, and nothing that the engine would refuse or work on in vain."""
+    """One token, no stream, ids asked for, and nothing that the engine would refuse or work on in
+    vain.
+    """
     fields = {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -177,7 +201,9 @@ async def test_the_prefill_leg_is_cleaned() -> None:
     async with world() as w:
         await w.ask(CHAT, chat(**fields))
         sent = w.prefill[0].requests[0].json
-        assert {name: sent[name] for name in ("max_tokens", "max_completion_tokens", "min_tokens", "n")} == {
+        assert {
+            name: sent[name] for name in ("max_tokens", "max_completion_tokens", "min_tokens", "n")
+        } == {
             "max_tokens": 1,
             "max_completion_tokens": 1,
             "min_tokens": 1,
@@ -199,11 +225,15 @@ async def test_the_prefill_leg_is_cleaned() -> None:
         }
         kept = w.decode[0].requests[0].json
         del kept["kv_transfer_params"]
-        assert kept == json.loads(json.dumps(chat(**fields))), "the decode leg is the client's own request"
+        assert kept == json.loads(json.dumps(chat(**fields))), (
+            "the decode leg is the client's own request"
+        )
 
 
 async def test_return_token_ids_is_the_clients_choice_on_the_decode_leg() -> None:
-    """The proxy asks the prefill engine for ids; the client's answer has them only if the client asked."""
+    """The proxy asks the prefill engine for ids; the client's answer has them only if the client
+    asked.
+    """
     async with world() as w:
         await w.ask(COMPLETIONS, completion())
         await w.ask(COMPLETIONS, completion(return_token_ids=True))

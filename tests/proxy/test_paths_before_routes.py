@@ -19,7 +19,9 @@ from tests.fakes.world import CHAT, COMPLETIONS, TEXT, chat, completion, world
 
 
 def below(settings: Settings) -> Settings:
-    return msgspec.structs.replace(settings, listen=msgspec.structs.replace(settings.listen, root_path="/llm/a"))
+    return msgspec.structs.replace(
+        settings, listen=msgspec.structs.replace(settings.listen, root_path="/llm/a")
+    )
 
 
 async def test_a_balancer_may_strip_the_path_or_leave_it() -> None:
@@ -27,7 +29,9 @@ async def test_a_balancer_may_strip_the_path_or_leave_it() -> None:
     async with world(adjust=below) as w:
         for prefix in ("", "/llm/a"):
             assert (await w.ask(f"{prefix}{COMPLETIONS}?x", completion())).text == TEXT
-            assert (await w.ask(f"{prefix}/tokenize", {"model": "tiny", "prompt": "x"})).status == 200
+            assert (
+                await w.ask(f"{prefix}/tokenize", {"model": "tiny", "prompt": "x"})
+            ).status == 200
             for path in (
                 "/health",
                 "/ready",
@@ -77,9 +81,12 @@ async def test_engines_behind_a_path() -> None:
     def moved(settings: Settings) -> Settings:
         (pool,) = settings.pools
         engines = [
-            msgspec.structs.replace(node, url=f"http://127.0.0.1:{ports[node.role]}/{node.role}") for node in pool.nodes
+            msgspec.structs.replace(node, url=f"http://127.0.0.1:{ports[node.role]}/{node.role}")
+            for node in pool.nodes
         ]
-        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=tuple(engines)),))
+        return msgspec.structs.replace(
+            settings, pools=(msgspec.structs.replace(pool, nodes=tuple(engines)),)
+        )
 
     ports = {role: free_port() for role in ("prefill", "decode")}
     async with AsyncExitStack() as stack, world(adjust=moved, probed=False) as w:
@@ -105,7 +112,9 @@ def test_urls_with_a_path(url: str, wanted: str) -> None:
     assert engine_url(url, ("url",)) == wanted
 
 
-@pytest.mark.parametrize("path", ["/v1", "/e1/v1/", "//", "/a//b", "/..", "/a/../b", "/a%2fb", "/a;b"])
+@pytest.mark.parametrize(
+    "path", ["/v1", "/e1/v1/", "//", "/a//b", "/..", "/a/../b", "/a%2fb", "/a;b"]
+)
 def test_urls_with_a_path_that_can_not_be(path: str) -> None:
     with pytest.raises(SettingsError, match="perhaps a path before its routes"):
         engine_url(f"http://host:1{path}", ("url",))

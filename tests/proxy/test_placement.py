@@ -1,4 +1,6 @@
-"""Where a pool has a placement: each attempt follows its decision, it learns what became of it, and everybody can see why."""
+"""Where a pool has a placement: each attempt follows its decision, it learns what became of it, and
+everybody can see why.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ async def decisions(w: World) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_whole_or_split_as_the_placement_decides(stream: bool) -> None:
-    """On one engine without any handle, or on two; with the same text; and the reason is `decided`, not that it had to be."""
+    """On one engine without any handle, or on two; with the same text; and the reason is `decided`,
+    not that it had to be.
+    """
     async with placed_world(1, 2) as w:
         placement = scripted(w)
         placement.choices.extend([whole(1), split(0, 1)])
@@ -80,7 +84,9 @@ async def test_what_must_be_whole_is_placed_whole_and_keeps_its_reason() -> None
 
 
 async def test_the_placement_learns_what_became_of_it() -> None:
-    """Each lease with the engine's role for this request, the first token of streams, and the tokens that the client got."""
+    """Each lease with the engine's role for this request, the first token of streams, and the
+    tokens that the client got.
+    """
     async with placed_world(1, 1) as w:
         placement = scripted(w)
         p, d = w.prefill[0].url, w.decode[0].url
@@ -97,11 +103,18 @@ async def test_the_placement_learns_what_became_of_it() -> None:
         placement.usual = whole()
         await w.ask(CHAT, chat(max_tokens=4))
         await w.quiet()
-        assert placement.told == [("opened", "aggregated", d), ("closed", "aggregated", d, "good", 4)]
+        assert placement.told == [
+            ("opened", "aggregated", d),
+            ("closed", "aggregated", d, "good", 4),
+        ]
 
 
-@pytest.mark.parametrize(("fields", "tokens"), [({"prompt": IDS}, 40), ({}, None), ({"prompt": IDS, "user": "me"}, 40)])
-async def test_the_placement_is_asked_with_what_is_known(fields: dict[str, Any], tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("fields", "tokens"), [({"prompt": IDS}, 40), ({}, None), ({"prompt": IDS, "user": "me"}, 40)]
+)
+async def test_the_placement_is_asked_with_what_is_known(
+    fields: dict[str, Any], tokens: int | None
+) -> None:
     """The prompt's tokens where the client sent ids, and the session."""
     async with placed_world(1, 1) as w:
         await w.ask(COMPLETIONS, completion(**fields))
@@ -142,7 +155,9 @@ async def test_a_request_that_was_split_may_be_placed_whole_at_its_retry(fails: 
 
 
 async def test_after_the_last_try_a_failed_prefill_leaves_one_engine() -> None:
-    """As without a placement: a failed prefill alone never fails a request, even if the placement would split it again."""
+    """As without a placement: a failed prefill alone never fails a request, even if the placement
+    would split it again.
+    """
     async with placed_world(2, 1, limits={"attempts": 2}) as w:
         placement = scripted(w)
         for engine in w.prefill:
@@ -170,29 +185,37 @@ async def test_without_engines_the_request_fails_as_ever() -> None:
 ROOM = {"pd_buffer_size": 131_072 * 32 * 4, "kv_bytes_per_token": 131_072}
 """Four chunks of 32 tokens."""
 THREE_CHUNKS = (
-    "some words that make up a prompt of three chunks and not of four of them in this buffer, no more than that"
+    "some words that make up a prompt of three chunks and not of four of them in this buffer, no "
+    "more than that"
 )
 
 
 async def test_prompts_that_are_split_wait_for_space_and_others_do_not() -> None:
-    """All are answered; nothing is left of leases that were given up meanwhile, and no slot is left taken."""
+    """All are answered; nothing is left of leases that were given up meanwhile, and no slot is left
+    taken.
+    """
     chosen = {"policy": PoolPolicy(placement=NAME)}
     async with pool("lmcache-pd", lmcache=ROOM, pool_settings=chosen) as pair:
         w = pair.world
         placement, buffers = scripted(w), w.proxy.transfer.buffers
         pair.p.engine.freeze()
         asking = [
-            asyncio.create_task(pair.ask(COMPLETIONS, completion(prompt=f"{n} {THREE_CHUNKS}"))) for n in range(3)
+            asyncio.create_task(pair.ask(COMPLETIONS, completion(prompt=f"{n} {THREE_CHUNKS}")))
+            for n in range(3)
         ]
         await until(lambda: len(placement.asks) >= 5 and sum(buffers.taken.values()) > 0)
         placement.choices.append(whole())
-        assert (await pair.ask(COMPLETIONS, completion(prompt=f"whole {THREE_CHUNKS}"))).status == 200
+        assert (
+            await pair.ask(COMPLETIONS, completion(prompt=f"whole {THREE_CHUNKS}"))
+        ).status == 200
         assert not any(task.done() for task in asking), "it overtook those that wait for space"
         pair.p.engine.thaw()
         assert [(await task).status for task in asking] == [200] * 3
         await until(lambda: set(buffers.taken.values()) == {0})
         assert Counter(one.choice for one in w.events(Decided)) == {"split": 3, "whole": 1}
-        opened, closed = ([one for one in placement.told if one[0] == what] for what in ("opened", "closed"))
+        opened, closed = (
+            [one for one in placement.told if one[0] == what] for what in ("opened", "closed")
+        )
         assert len(opened) == len(closed) > 7
 
 
@@ -232,7 +255,12 @@ async def test_what_is_too_late_is_refused() -> None:
         assert (ended.outcome, ended.status) == ("capacity", 503)
         assert w.metric("pdproxy_decisions_total", choice="refused", reason="late") == 1
         one = (await decisions(w))[0]
-        assert (one["choice"], one["reason"], one["engines"], one["tokens"]) == ("refused", "late", [], 40)
+        assert (one["choice"], one["reason"], one["engines"], one["tokens"]) == (
+            "refused",
+            "late",
+            [],
+            40,
+        )
 
 
 async def test_the_settings_reach_the_placement() -> None:
@@ -253,18 +281,25 @@ async def test_the_settings_reach_the_placement() -> None:
     ("headers", "slo"),
     [
         ([("X-PDProxy-SLO-TTFT-MS", "250")], Slo(ttft=0.25)),
-        ([("x-pdproxy-slo-tpot-ms", "12.5"), ("X-PDProxy-SLO-Gap-MS", " 80 ")], Slo(tpot=0.0125, gap=0.08)),
+        (
+            [("x-pdproxy-slo-tpot-ms", "12.5"), ("X-PDProxy-SLO-Gap-MS", " 80 ")],
+            Slo(tpot=0.0125, gap=0.08),
+        ),
         ([("X-PDProxy-SLO-TTFT-MS", "100"), ("X-PDProxy-SLO-TTFT-MS", "900")], Slo(ttft=0.1)),
         ([("X-PDProxy-Decision", "0")], None),
     ],
 )
-async def test_a_client_names_its_own_objective(headers: list[tuple[str, str]], slo: Slo | None) -> None:
+async def test_a_client_names_its_own_objective(
+    headers: list[tuple[str, str]], slo: Slo | None
+) -> None:
     """In milliseconds. No engine sees these headers."""
     async with placed_world(1, 1) as w:
         assert (await w.ask(COMPLETIONS, completion(), headers)).status == 200
         assert scripted(w).asks[0].slo == slo
         for engine in w.engines:
-            assert not [name for name in engine.requests[0].headers if "pdproxy" in str(name).lower()]
+            assert not [
+                name for name in engine.requests[0].headers if "pdproxy" in str(name).lower()
+            ]
 
 
 HOSTILE = [
@@ -286,7 +321,9 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", ["X-PDProxy-SLO-TTFT-MS", "X-PDProxy-SLO-TPOT-MS", "X-PDProxy-SLO-Gap-MS"])
+@pytest.mark.parametrize(
+    "name", ["X-PDProxy-SLO-TTFT-MS", "X-PDProxy-SLO-TPOT-MS", "X-PDProxy-SLO-Gap-MS"]
+)
 async def test_a_hostile_objective_is_refused(name: str) -> None:
     """400 with the header's name, without what the client sent, and no engine is asked."""
     async with placed_world(1, 1) as w:
@@ -314,17 +351,36 @@ async def test_the_answer_shows_the_decision_on_request(stream: bool) -> None:
     async with placed_world(1, 1) as w:
         placement, (p, d) = scripted(w), (w.prefill[0].url, w.decode[0].url)
         placement.choices.extend(
-            [whole(0, "ttft", ttft=0.123456, tpot=0.008), split(0, 0, "gap"), whole(0, "ttft", ttft=float("inf"))]
+            [
+                whole(0, "ttft", ttft=0.123456, tpot=0.008),
+                split(0, 0, "gap"),
+                whole(0, "ttft", ttft=float("inf")),
+            ]
         )
-        shown = [(await w.ask(COMPLETIONS, completion(stream=stream), WANTED)).header("x-pdproxy-decision")]
-        shown += [(await w.ask(COMPLETIONS, completion(stream=stream), WANTED)).header("x-pdproxy-decision")]
-        assert shown == [f"whole {d}; reason=ttft; ttft=0.1235; tpot=0.008", f"split {p} -> {d}; reason=gap"]
-        assert (await w.ask(COMPLETIONS, completion(stream=stream))).header("x-pdproxy-decision") is None
+        shown = [
+            (await w.ask(COMPLETIONS, completion(stream=stream), WANTED)).header(
+                "x-pdproxy-decision"
+            )
+        ]
+        shown += [
+            (await w.ask(COMPLETIONS, completion(stream=stream), WANTED)).header(
+                "x-pdproxy-decision"
+            )
+        ]
+        assert shown == [
+            f"whole {d}; reason=ttft; ttft=0.1235; tpot=0.008",
+            f"split {p} -> {d}; reason=gap",
+        ]
+        assert (await w.ask(COMPLETIONS, completion(stream=stream))).header(
+            "x-pdproxy-decision"
+        ) is None
         fields = access_fields(await w.ended())
         assert fields["decision"] == "ttft"
         assert fields["predicted_ttft_ms"] == 123.5
         assert fields["predicted_tpot_ms"] == 8.0
-        assert "predicted_ttft_ms" not in access_fields(await w.ended(3)), "what is not finite is no time"
+        assert "predicted_ttft_ms" not in access_fields(await w.ended(3)), (
+            "what is not finite is no time"
+        )
 
 
 # -- the record
@@ -376,4 +432,6 @@ async def test_reasons_without_end_make_no_series_without_end() -> None:
 async def test_ready_shows_what_the_placement_has_to_say() -> None:
     async with placed_world(1, 1) as w:
         scripted(w).says = "placement scripted: nothing was measured yet"
-        assert (await w.get("/ready")).json["details"] == ["placement scripted: nothing was measured yet"]
+        assert (await w.get("/ready")).json["details"] == [
+            "placement scripted: nothing was measured yet"
+        ]

@@ -1,4 +1,6 @@
-"""Several pools behind one proxy: models, aliases, weights, adapters, and what operators see of them."""
+"""Several pools behind one proxy: models, aliases, weights, adapters, and what operators see of
+them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ WRONG = {
 def client(w: Pools) -> openai.AsyncOpenAI:
     import openai  # a second, which each process that collects tests would take
 
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{w.world.port}/v1", api_key="x", max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{w.world.port}/v1", api_key="x", max_retries=0
+    )
 
 
 async def post(engine: SimServer, path: str, fields: dict[str, Any]) -> int:
@@ -66,11 +70,15 @@ async def test_two_pools_two_models_one_alias() -> None:
             whole = await asking.completions.create(model=name, prompt="word " * 20, max_tokens=4)
             assert whole.model == shown
             messages: Any = [{"role": "user", "content": "word " * 20}]
-            stream = await asking.chat.completions.create(model=name, messages=messages, max_tokens=4, stream=True)
+            stream = await asking.chat.completions.create(
+                model=name, messages=messages, max_tokens=4, stream=True
+            )
             assert {chunk.model async for chunk in stream} == {shown}
         for create in (
             asking.completions.create(model="nope", prompt="x"),
-            asking.chat.completions.create(model="nope", messages=[{"role": "user", "content": "x"}]),
+            asking.chat.completions.create(
+                model="nope", messages=[{"role": "user", "content": "x"}]
+            ),
             asking.embeddings.create(model="nope", input="x"),
             asking.responses.create(model="nope", input="x"),
         ):
@@ -83,10 +91,13 @@ async def test_two_pools_two_models_one_alias() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/messages", "/tokenize", "/v1/messages/count_tokens", "/invocations"]
+    "path",
+    ["/v1/responses", "/v1/messages", "/tokenize", "/v1/messages/count_tokens", "/invocations"],
 )
 async def test_routes_that_one_engine_serves(path: str) -> None:
-    """They go to the pool of their model, by its own name there; so does one in a large body, read by another process."""
+    """They go to the pool of their model, by its own name there; so does one in a large body, read
+    by another process.
+    """
     async with pools(PoolOf("a", "nixl"), PoolOf("b", settings={"aliases": {"other": "b"}})) as w:
         text = "word " * 10
         chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
@@ -98,30 +109,47 @@ async def test_routes_that_one_engine_serves(path: str) -> None:
         fields = bodies.get(path, chat)
         seen: list[str] = []
         for name in ("b", "other"):
-            headers = [("x-amzn-sagemaker-adapter-identifier", name)] if path == "/invocations" else []
-            padding = {"metadata": {"x": "y" * 600_000}} if path == "/v1/responses" and name == "other" else {}
+            headers = (
+                [("x-amzn-sagemaker-adapter-identifier", name)] if path == "/invocations" else []
+            )
+            padding = (
+                {"metadata": {"x": "y" * 600_000}}
+                if path == "/v1/responses" and name == "other"
+                else {}
+            )
             answer = await w.world.ask(path, {"model": name, **fields, **padding}, headers)
             assert answer.status == 200, answer.body
             seen.append(answer.json.get("model", "b"))
         assert seen == ["b", "b"]
-        missing = [("x-amzn-sagemaker-adapter-identifier", "nope")] if path == "/invocations" else []
+        missing = (
+            [("x-amzn-sagemaker-adapter-identifier", "nope")] if path == "/invocations" else []
+        )
         answer = await w.world.ask(path, {"model": "nope", **fields}, missing)
         assert answer.status == 404
-        assert "The model `nope` does not exist. Valid aliases: a, b, other." in answer.json["error"]["message"]
+        assert (
+            "The model `nope` does not exist. Valid aliases: a, b, other."
+            in answer.json["error"]["message"]
+        )
 
 
 async def test_an_invocation_without_an_adapter() -> None:
-    """vLLM does not read the model of its body. Here it chooses the pool where it can, and is refused by none."""
+    """vLLM does not read the model of its body. Here it chooses the pool where it can, and is
+    refused by none.
+    """
     async with pools(PoolOf("a"), PoolOf("b", settings={"aliases": {"other": "b"}})) as w:
         shown = []
         for name in ("b", "other", "nope", None):
-            answer = await w.world.ask("/invocations", {"model": name, "prompt": "word " * 10, "max_tokens": 4})
+            answer = await w.world.ask(
+                "/invocations", {"model": name, "prompt": "word " * 10, "max_tokens": 4}
+            )
             shown.append((answer.status, answer.json["model"]))
         assert shown == [(200, "b"), (200, "b"), (200, "a"), (200, "a")]
 
 
 async def test_connectors_beside_each_other() -> None:
-    """Mooncake beside nixl beside plain engines: each prompt is split in its pool, and no pool knows of the others'."""
+    """Mooncake beside nixl beside plain engines: each prompt is split in its pool, and no pool
+    knows of the others'.
+    """
     async with pools(PoolOf("a", "nixl"), PoolOf("b", "mooncake"), PoolOf("c")) as w:
         for name in ("a", "b", "c"):
             assert await w.model_of(name) == name
@@ -135,9 +163,13 @@ async def test_connectors_beside_each_other() -> None:
 
 
 async def test_weights_hold() -> None:
-    """Two pools with one name share its requests, by a seeded chance; a conversation stays where it began."""
+    """Two pools with one name share its requests, by a seeded chance; a conversation stays where it
+    began.
+    """
     heavy, light = {"weight": 4}, {"aliases": {"m": "new"}, "weight": 1}
-    async with pools(PoolOf("m", settings=heavy), PoolOf("new", settings=light), chance=random.Random(3).random) as w:
+    async with pools(
+        PoolOf("m", settings=heavy), PoolOf("new", settings=light), chance=random.Random(3).random
+    ) as w:
         found = Counter([await w.model_of("m") for _ in range(250)])
         assert found["m"] / 250 == pytest.approx(0.8, abs=0.07)
         for user in ("x", "y", "z", "u", "v"):
@@ -154,9 +186,13 @@ async def test_weights_hold() -> None:
     [(COMPLETIONS, "prompt", "max_tokens"), ("/v1/responses", "input", "max_output_tokens")],
 )
 async def test_a_body_names_its_conversation(path: str, prompt: str, limit: str) -> None:
-    """By `user`, on each route. One that names nobody is no conversation: it would send all clients' requests to one pool."""
+    """By `user`, on each route. One that names nobody is no conversation: it would send all
+    clients' requests to one pool.
+    """
     light = {"aliases": {"m": "new"}}
-    async with pools(PoolOf("m"), PoolOf("new", settings=light), chance=random.Random(3).random) as w:
+    async with pools(
+        PoolOf("m"), PoolOf("new", settings=light), chance=random.Random(3).random
+    ) as w:
 
         async def models_of(user: object) -> set[str]:
             fields = {"model": "m", prompt: "word " * 10, limit: 4, "user": user}
@@ -181,11 +217,16 @@ async def test_adapters_that_are_loaded_and_unloaded() -> None:
         assert list(cards) == ["a", "b", "poet"]
         assert cards["poet"].model_extra is not None
         assert cards["poet"].model_extra["parent"] == "b"
-        assert (await asking.completions.create(model="poet", prompt="word", max_tokens=4)).model == "poet"
+        assert (
+            await asking.completions.create(model="poet", prompt="word", max_tokens=4)
+        ).model == "poet"
         assert await post(engine, "/v1/unload_lora_adapter", lora) == 200
         gone = "The model `poet` does not exist. Valid aliases: a, b."
-        async with asyncio.timeout(20):  # until the next probe, the engine itself says that it is gone
-            while (answer := await w.world.ask(COMPLETIONS, body("poet"))).json["error"]["message"] != gone:
+        # until the next probe, the engine itself says that it is gone
+        async with asyncio.timeout(20):
+            while (answer := await w.world.ask(COMPLETIONS, body("poet"))).json["error"][
+                "message"
+            ] != gone:
                 await asyncio.sleep(0.02)
         assert answer.status == 404
         assert await w.listed() == ["a", "b"]
@@ -212,15 +253,21 @@ async def test_an_adapter_of_one_engine_of_a_pool(others: int) -> None:
 
 
 async def test_a_pool_that_is_down() -> None:
-    """`/ready` names it. Its models get 503, others' are served, and a model of both is served by the other one."""
+    """`/ready` names it. Its models get 503, others' are served, and a model of both is served by
+    the other one.
+    """
     async with pools(
-        PoolOf("a", settings={"weight": 100}), PoolOf("b", settings={"aliases": {"a": "b"}}), probes=0.05
+        PoolOf("a", settings={"weight": 100}),
+        PoolOf("b", settings={"aliases": {"a": "b"}}),
+        probes=0.05,
     ) as w:
         await w.engines[0][0].stop()
         await until(lambda: not w.world.proxy.pools[0].ledger.engines[0].available)
         ready = await w.world.get("/ready")
         assert (ready.status, ready.json["state"]) == (200, "degraded")
-        assert ready.json["details"][0].startswith("pool pool 0: no decode or aggregated engine is up")
+        assert ready.json["details"][0].startswith(
+            "pool pool 0: no decode or aggregated engine is up"
+        )
         assert {await w.model_of("a") for _ in range(5)} == {"b"}
         assert await w.listed() == ["b", "a"]
         assert w.world.metric("pdproxy_state", state="degraded") == 1
@@ -259,12 +306,17 @@ async def test_one_pool_leaves_names_to_its_engine() -> None:
     async with world() as w:
         assert w.proxy.service.routes is None
         plain = await w.ask(COMPLETIONS, body("nope"))
-        assert plain.json["error"]["message"] == "The model `nope` does not exist. Valid aliases: tiny."
+        assert (
+            plain.json["error"]["message"]
+            == "The model `nope` does not exist. Valid aliases: tiny."
+        )
     async with pools(PoolOf("a", settings={"aliases": {"fast": "a"}})) as one:
         assert await one.model_of("fast") == "a"
         assert await one.listed() == ["a", "fast"]
         answer = await one.world.ask(COMPLETIONS, body("nope"))
-        assert answer.json["error"]["message"] == "The model `nope` does not exist. Valid aliases: a."
+        assert (
+            answer.json["error"]["message"] == "The model `nope` does not exist. Valid aliases: a."
+        )
 
 
 async def test_models_and_weights_follow_the_file(tmp_path: Path) -> None:
@@ -275,7 +327,10 @@ async def test_models_and_weights_follow_the_file(tmp_path: Path) -> None:
         first: Settings = w.world.proxy.settings
 
         def with_pools(*changed: dict[str, Any]) -> Settings:
-            own = [msgspec.structs.replace(pool, **new) for pool, new in zip(first.pools, changed, strict=False)]
+            own = [
+                msgspec.structs.replace(pool, **new)
+                for pool, new in zip(first.pools, changed, strict=False)
+            ]
             return msgspec.structs.replace(first, pools=tuple(own))
 
         wanted = [first]
@@ -286,7 +341,11 @@ async def test_models_and_weights_follow_the_file(tmp_path: Path) -> None:
         await reloading.look(asked=True)
         assert await w.model_of("fast") == "a"
         assert "fast" in await w.listed()
-        assert (await w.world.ask(COMPLETIONS, body("b-1"))).json["error"]["message"].endswith("Valid aliases: b.")
+        assert (
+            (await w.world.ask(COMPLETIONS, body("b-1")))
+            .json["error"]["message"]
+            .endswith("Valid aliases: b.")
+        )
         wanted[0] = with_pools({})
         await reloading.look(asked=True)
         assert (await w.world.get("/ready")).json["details"] == [
@@ -299,12 +358,17 @@ async def test_models_and_weights_follow_the_file(tmp_path: Path) -> None:
 async def test_each_pool_has_its_own_socket_for_notices() -> None:
     """Engines of both send theirs, and each is awaited where it comes in."""
     ports = free_port(), free_port()
-    async with pools(PoolOf("a", "nixl", notifies=ports[0]), PoolOf("b", "nixl", notifies=ports[1])) as w:
+    async with pools(
+        PoolOf("a", "nixl", notifies=ports[0]), PoolOf("b", "nixl", notifies=ports[1])
+    ) as w:
         bound = [pool.notices.socket.address or "" for pool in w.world.proxy.pools]
         assert [address.rpartition(":")[2] for address in bound] == [str(port) for port in ports]
 
         def sent() -> list[int]:
-            return [sum(one.engine.notice_sender.counts["sent"] for one in engines) for engines in w.engines]
+            return [
+                sum(one.engine.notice_sender.counts["sent"] for one in engines)
+                for engines in w.engines
+            ]
 
         async with asyncio.timeout(20):
             while not all(sent()):  # engines drop what they send before they have found the socket
@@ -317,11 +381,21 @@ async def test_each_pool_has_its_own_socket_for_notices() -> None:
 
 @pytest.mark.parametrize(
     ("model", "status"),
-    [(5, 400), (None, 200), ("", 200), ("x" * 300, 404), ("y" * 1_000_000, 404), ("\u202e\n<b>", 404), ({"a": 1}, 400)],
+    [
+        (5, 400),
+        (None, 200),
+        ("", 200),
+        ("x" * 300, 404),
+        ("y" * 1_000_000, 404),
+        ("\u202e\n<b>", 404),
+        ({"a": 1}, 400),
+    ],
     ids=["number", "null", "empty", "long", "huge", "unprintable", "mapping"],
 )
 async def test_names_that_are_none(model: Any, status: int) -> None:
-    """What is no text is refused by an engine of the first pool. An unknown name comes back at a bounded length."""
+    """What is no text is refused by an engine of the first pool. An unknown name comes back at a
+    bounded length.
+    """
     async with pools(PoolOf("a"), PoolOf("b")) as w:
         answer = await w.world.ask(COMPLETIONS, {**body("a"), "model": model})
         assert answer.status == status

@@ -1,4 +1,6 @@
-"""What the proxy knows of engines' prefix caches, before simulated engines: it chooses by it, and what it expects comes true."""
+"""What the proxy knows of engines' prefix caches, before simulated engines: it chooses by it, and
+what it expects comes true.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ async def test_a_prompt_goes_where_its_beginning_is() -> None:
             assert await known.ask([*prompt(number), 7, 8, 9]) == first[number]
         assert known.all() == (12, 0, 0)
         tokens = known.world.metric("pdproxy_prefix_tokens_total", what="reported")
-        assert tokens == 6 * 96 == known.world.metric("pdproxy_prefix_tokens_total", what="predicted")
+        assert (
+            tokens == 6 * 96 == known.world.metric("pdproxy_prefix_tokens_total", what="predicted")
+        )
 
 
 async def test_expectations_come_true_while_caches_are_full() -> None:
@@ -47,7 +51,10 @@ async def test_expectations_come_true_while_caches_are_full() -> None:
     chance = random.Random(5)
     async with knowing(2, num_gpu_blocks=40, max_model_len=256) as known:
         for _ in range(150):
-            body = [*prompt(chance.randrange(12)), *chance.choices(range(300, 900), k=chance.randrange(40))]
+            body = [
+                *prompt(chance.randrange(12)),
+                *chance.choices(range(300, 900), k=chance.randrange(40)),
+            ]
             await known.ask(body)
             await known.settled()
         assert known.all() == (150, 0, 0)
@@ -55,7 +62,9 @@ async def test_expectations_come_true_while_caches_are_full() -> None:
 
 
 async def test_a_lost_message_is_made_up_for_without_replay() -> None:
-    """The engine has more than is known: the next request with that prompt has it reported, and then all is known."""
+    """The engine has more than is known: the next request with that prompt has it reported, and
+    then all is known.
+    """
     async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
         await forget(known)
         await known.ask(prompt(1))
@@ -78,11 +87,17 @@ async def test_an_engine_that_refuses_the_field_gets_no_more_and_no_client_learn
             known.sims[0].faults.add("status:status=400,next=1,path=/v1/completions")
             await known.settled()
             await known.ask(prompt(1))  # asks, is refused, and is sent again as the client wrote it
-        assert known.world.metric("pdproxy_prefix_refreshes_total", result="refused") == refreshing.REFUSALS
+        assert (
+            known.world.metric("pdproxy_prefix_refreshes_total", result="refused")
+            == refreshing.REFUSALS
+        )
         for _ in range(3):
             await known.settled()
             await known.ask(prompt(1))
-        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == refreshing.REFUSALS
+        assert (
+            known.world.metric("pdproxy_prefix_refreshes_total", result="asked")
+            == refreshing.REFUSALS
+        )
 
 
 async def test_a_clients_own_bad_request_is_still_answered_400() -> None:
@@ -121,9 +136,13 @@ async def test_without_events_what_was_sent_is_known() -> None:
 
 async def test_while_no_events_come_what_was_sent_is_known() -> None:
     """Engine and proxy connect to the same port, and nobody binds it."""
-    nobody = KvEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{free_port()}", topic="t")
+    nobody = KvEventsConfig(
+        enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{free_port()}", topic="t"
+    )
     async with knowing(1, nobody, connected=False) as known:
-        await until(lambda: known.world.metric("pdproxy_kv_event_sources", state="not_connected") == 1)
+        await until(
+            lambda: known.world.metric("pdproxy_kv_event_sources", state="not_connected") == 1
+        )
         for _ in range(2):
             await known.ask(prompt(1))
         assert (known.all("routing"), known.all()) == ((2, 0, 0), (0, 0, 0))
@@ -149,7 +168,10 @@ async def test_without_ids_the_text_is_known(stream: bool) -> None:
 
         def chat(number: int, *more: str) -> list[dict[str, str]]:
             texts = [f"{number} {long}", *more]
-            return [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(texts)]
+            return [
+                {"role": "assistant" if at % 2 else "user", "content": text}
+                for at, text in enumerate(texts)
+            ]
 
         first = {number: await known.ask(chat(number), path, stream=stream) for number in range(4)}
         for number in (2, 1, 3, 0):
@@ -178,7 +200,8 @@ async def test_an_engine_that_starts_again_has_nothing() -> None:
         await known.world.probe()
         await until(
             lambda: (
-                known.world.metric("pdproxy_kv_event_gaps_total", cause="restart") or len(known.knowledge.blocks) == 0
+                known.world.metric("pdproxy_kv_event_gaps_total", cause="restart")
+                or len(known.knowledge.blocks) == 0
             )
         )
         await known.ask(prompt(1))
@@ -202,7 +225,9 @@ async def test_a_report_is_asked_for_although_the_prompt_was_just_sent() -> None
 
 
 async def forget(known: Known) -> None:
-    """Have the engine hold a prompt that the proxy knows nothing of: a message was lost, and there is no replay."""
+    """Have the engine hold a prompt that the proxy knows nothing of: a message was lost, and there
+    is no replay.
+    """
     await known.ask(prompt(0))
     await known.settled()
     known.sims[0].faults.add("lost_kv_events:next=1")
@@ -230,7 +255,9 @@ PUBLISHING = {"kv_events": ANY, "enable_prompt_tokens_details": True}
 async def connected(known: Known, count: int) -> None:
     await until(lambda: known.world.metric("pdproxy_kv_event_sources", state="connected") == count)
     replays = count * len(known.world.workers)  # each worker has its own
-    await until(lambda: known.world.metric("pdproxy_kv_event_replays_total", result="complete") >= replays)
+    await until(
+        lambda: known.world.metric("pdproxy_kv_event_replays_total", result="complete") >= replays
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -255,12 +282,16 @@ async def test_of_a_split_prompt_the_prefill_engines_answer_counts(stream: bool)
 
 async def test_a_prefill_engine_is_asked_to_report_and_may_refuse() -> None:
     """The prompt is split all the same."""
-    async with pool("nixl", everybody={**PUBLISHING, "kv_events": NO_REPLAYS}, pool_settings=SPLIT) as pair:
+    async with pool(
+        "nixl", everybody={**PUBLISHING, "kv_events": NO_REPLAYS}, pool_settings=SPLIT
+    ) as pair:
         known = known_of(pair)
         await until(lambda: known.world.metric("pdproxy_kv_event_sources", state="connected") == 2)
 
         async def ask(number: int) -> None:
-            answer = await pair.ask("/v1/completions", {"model": "tiny", "prompt": prompt(number), "max_tokens": 3})
+            answer = await pair.ask(
+                "/v1/completions", {"model": "tiny", "prompt": prompt(number), "max_tokens": 3}
+            )
             assert answer.status == 200
             await known.settled()
 
@@ -280,7 +311,9 @@ async def test_a_prefill_engine_is_asked_to_report_and_may_refuse() -> None:
 
 async def test_prompts_that_are_tokenized_here_are_known_by_their_ids() -> None:
     settings = {**SPLIT, "prefixes": Prefixes()}
-    async with pool("nixl", everybody=PUBLISHING, pool_settings=settings, tokenizer=SimTokenizer()) as pair:
+    async with pool(
+        "nixl", everybody=PUBLISHING, pool_settings=settings, tokenizer=SimTokenizer()
+    ) as pair:
         known = known_of(pair)
         await connected(known, 2)
         canaries = [one.tokens.canaries for one in pair.world.workers if one.tokens is not None]
@@ -288,9 +321,14 @@ async def test_prompts_that_are_tokenized_here_are_known_by_their_ids() -> None:
         await until(lambda: all(one.trusted("tiny", Route.CHAT) for one in canaries))
         messages = [{"role": "user", "content": "All ships that came in. " * 20}]
         for _ in range(3):
-            assert (await pair.ask("/v1/chat/completions", {"model": "tiny", "messages": messages})).status == 200
+            assert (
+                await pair.ask("/v1/chat/completions", {"model": "tiny", "messages": messages})
+            ).status == 200
             await known.settled()
-            messages += [{"role": "assistant", "content": "Aye."}, {"role": "user", "content": "And what left again?"}]
+            messages += [
+                {"role": "assistant", "content": "Aye."},
+                {"role": "user", "content": "And what left again?"},
+            ]
         assert known.all() == (3, 0, 0)
         assert known.world.metric("pdproxy_prefix_tokens_total", what="reported") > 200
 
@@ -306,7 +344,9 @@ async def test_long_prompts_keys_are_made_in_a_thread() -> None:
         assert known.world.proxy.prefixes.of_requests._threads._threads
 
 
-async def test_more_long_prompts_than_can_wait_are_served_without_knowledge(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_long_prompts_than_can_wait_are_served_without_knowledge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prefixes, "WAITING", 0)
     async with knowing(1, max_model_len=40_000, num_gpu_blocks=8192) as known:
         await known.ask([300 + at % 3001 for at in range(20_000)])
@@ -316,13 +356,17 @@ async def test_more_long_prompts_than_can_wait_are_served_without_knowledge(monk
 
 
 async def test_an_engine_whose_settings_change_keeps_its_cache() -> None:
-    """It is the same process: what was routed there is still known, and the next prompt goes there."""
+    """It is the same process: what was routed there is still known, and the next prompt goes
+    there.
+    """
     async with knowing(2, None) as known:
         prompt = [7] * 96
         at = await known.ask(prompt)
         url, members = known.sims[at].url, known.world.proxy.membership
         changed = [
-            msgspec.structs.replace(one.settings, labels={"rack": "7"}) if one.url == url else one.settings
+            msgspec.structs.replace(one.settings, labels={"rack": "7"})
+            if one.url == url
+            else one.settings
             for one in members.members.values()
         ]
         old = known.world.proxy.engines[url]

@@ -1,4 +1,6 @@
-"""Prompts as token ids in `kv_transfer_params`: no handle, but what vLLM reads in place of a chat's messages."""
+"""Prompts as token ids in `kv_transfer_params`: no handle, but what vLLM reads in place of a chat's
+messages.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,16 @@ from tests.fakes.client import exchange, request
 from tests.fakes.passed import HANDLE, MESSAGES, RESPONSES, message, responses
 from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, world
 
-IDS = BuiltInTokenizer().encode("another prompt than the messages, long enough for some blocks of KV")
+IDS = BuiltInTokenizer().encode(
+    "another prompt than the messages, long enough for some blocks of KV"
+)
 BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
-PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
+PICTURE = [
+    {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
+    }
+]
 
 
 @pytest.mark.parametrize(
@@ -33,31 +42,69 @@ PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url
         (INVOCATIONS, chat(stream=True)),
         (INVOCATIONS, completion(return_token_ids=True)),
     ],
-    ids=["chat", "stream", "usage", "ids", "n", "echo", "refused", "completion", "batch", "invoked", "invoked-text"],
+    ids=[
+        "chat",
+        "stream",
+        "usage",
+        "ids",
+        "n",
+        "echo",
+        "refused",
+        "completion",
+        "batch",
+        "invoked",
+        "invoked-text",
+    ],
 )
 @pytest.mark.parametrize(
     "ids",
     [IDS, [], [-1], [1.0], [True], "x", {"a": 1}, [10**9], [7] * 600, None],
-    ids=["valid", "none", "negative", "float", "bool", "text", "object", "unknown", "too long", "null"],
+    ids=[
+        "valid",
+        "none",
+        "negative",
+        "float",
+        "bool",
+        "text",
+        "object",
+        "unknown",
+        "too long",
+        "null",
+    ],
 )
-async def test_the_prompt_is_the_one_that_an_engine_would_take(path: str, body: dict[str, Any], ids: Any) -> None:
+async def test_the_prompt_is_the_one_that_an_engine_would_take(
+    path: str, body: dict[str, Any], ids: Any
+) -> None:
     """The answer is a plain engine's, a refusal included."""
     async with stage() as both:
         sent = request("POST", path, body | {"kv_transfer_params": {"prompt_token_ids": ids}})
         plain, ours = await exchange(both.plain.port, sent), await exchange(both.world.port, sent)
         assert not difference(plain, ours, cached=False)
-        if path == CHAT and ids == IDS and not body.get("echo") and body["max_tokens"] and not body.get("stream"):
+        if (
+            path == CHAT
+            and ids == IDS
+            and not body.get("echo")
+            and body["max_tokens"]
+            and not body.get("stream")
+        ):
             assert ours.json["usage"]["prompt_tokens"] == len(IDS)
         if ids == [] and path == CHAT and not body.get("echo") and body["max_tokens"]:
-            assert (ours.status, ours.json["error"]["param"]) == (400, "kv_transfer_params.prompt_token_ids")
+            assert (ours.status, ours.json["error"]["param"]) == (
+                400,
+                "kv_transfer_params.prompt_token_ids",
+            )
 
 
 async def test_handles_beside_such_a_prompt_are_removed() -> None:
-    """The engine gets the prompt and nothing else, on the routes where it reads one; on others nothing."""
+    """The engine gets the prompt and nothing else, on the routes where it reads one; on others
+    nothing.
+    """
     given = {**HANDLE, "prompt_token_ids": IDS}
     async with world() as w:
         for path, body in ((CHAT, chat()), (RESPONSES, responses()), (MESSAGES, message())):
-            answer = await w.ask(path, body | {"kv_transfer_params": given, "ec_transfer_params": given})
+            answer = await w.ask(
+                path, body | {"kv_transfer_params": given, "ec_transfer_params": given}
+            )
             assert answer.status == 200
             counted = answer.json["usage"]
             assert counted.get("prompt_tokens", counted.get("input_tokens")) == len(IDS)

@@ -1,4 +1,6 @@
-"""Limits of keys, over HTTP: what is refused, before which cost, and what is charged for requests however they end."""
+"""Limits of keys, over HTTP: what is refused, before which cost, and what is charged for requests
+however they end.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def left(w: World, name: str = "a") -> float:
 
 
 async def test_requests_per_minute(tmp_path: Path) -> None:
-    """A 429 with the reason and the time, for this key alone; no engine is asked, and the body is not read."""
+    """A 429 with the reason and the time, for this key alone; no engine is asked, and the body is
+    not read.
+    """
     clock = ManualClock()
     async with world(auth=keys(tmp_path, "a:sk-a rpm=2\nb:sk-b"), clock=clock) as w:
         assert [(await w.ask(COMPLETIONS, completion(), A)).status for _ in range(2)] == [200, 200]
@@ -46,7 +50,11 @@ async def test_requests_per_minute(tmp_path: Path) -> None:
             refused = await w.ask(path, body, A)
             assert (refused.status, refused.header("retry-after")) == (429, "30")
             error = refused.json["error"]
-            assert (error["reason"], error["type"], error["code"]) == ("key_requests", "RateLimitError", 429)
+            assert (error["reason"], error["type"], error["code"]) == (
+                "key_requests",
+                "RateLimitError",
+                429,
+            )
             assert error["message"] == "this key may send 2 requests per minute"
         assert len(w.prefill[0].requests) == asked
         assert w.metric("pdproxy_refusals_total", reason="key_requests", status="429") == 3
@@ -67,7 +75,9 @@ async def test_the_report_names_the_key_and_the_reason(tmp_path: Path) -> None:
 
 
 async def test_requests_at_once_count_in_the_queue_as_well(tmp_path: Path) -> None:
-    """Two keys of one name share the limit; a request that is over is free again, also one whose client has left."""
+    """Two keys of one name share the limit; a request that is over is free again, also one whose
+    client has left.
+    """
     auth = keys(tmp_path, "a:sk-a inflight=2\na:sk-b inflight=2")
     async with world(auth=auth, limits={"max_inflight": 1}) as w:
         go = asyncio.Event()
@@ -124,7 +134,9 @@ UNREAD = [
 """Requests for 100 answers of 4,000 tokens that only an engine reads."""
 
 
-@pytest.mark.parametrize(("path", "body"), UNREAD, ids=["embeddings", "text", "invocation", "batch"])
+@pytest.mark.parametrize(
+    ("path", "body"), UNREAD, ids=["embeddings", "text", "invocation", "batch"]
+)
 async def test_who_leaves_pays_for_all_answers_that_only_an_engine_counts(
     tmp_path: Path, path: str, body: dict[str, object]
 ) -> None:
@@ -152,13 +164,17 @@ async def test_a_batch_that_one_engine_serves_costs_what_the_engine_reports(tmp_
     """Of each conversation as much as of one alone."""
     async with world(auth=keys(tmp_path, "a:sk-a tpm=1000000000"), clock=ManualClock()) as w:
         usage = {"prompt_tokens": 5000, "completion_tokens": 4_000_000, "total_tokens": 4_005_000}
-        everyone(w, BATCH, scripts.whole(json.dumps({"id": "x", "choices": [], "usage": usage}).encode()))
+        everyone(
+            w, BATCH, scripts.whole(json.dumps({"id": "x", "choices": [], "usage": usage}).encode())
+        )
         body = chat(messages=[TURNS] * 500, max_tokens=8000, echo=True)
         assert (await w.ask(BATCH, body, A)).status == 200
         assert left(w) == 1_000_000_000 - 4_005_000
 
 
-@pytest.mark.parametrize("documents", [["x"] * 1500, [{"content": [{"type": "text", "text": "x"}]}] * 300])
+@pytest.mark.parametrize(
+    "documents", [["x"] * 1500, [{"content": [{"type": "text", "text": "x"}]}] * 300]
+)
 async def test_a_query_is_paid_with_each_document(tmp_path: Path, documents: list[object]) -> None:
     """An engine may compute it as often. It is reserved, and paid if it is reported."""
     count, query = len(documents), "word " * 4000
@@ -184,14 +200,20 @@ PAIRED = {
     "documents": f'"query": {QUERY}, "documents": {TEXTS}',
     "items": f'"queries": {QUERY}, "items": {TEXTS}',
     "other fields before": f'"text_1": {QUERY}, "text_2": {TEXTS}, "query": "", "documents": []',
-    "quotation marks in a list of one": f'"text_1": [{json.dumps("word " * 4000 + """ "hi" """)}], "text_2": {TEXTS}',
+    (
+        "quotation marks in a list of one"
+    ): f'"text_1": [{json.dumps("word " * 4000 + """ "hi" """)}], "text_2": {TEXTS}',
     "white space": f'"query": {QUERY}, "documents": [{" " * (1 << 20)}{TEXTS[1:]}',
-    "read in another process": f'"query": {QUERY}, "documents": {TEXTS}, "pad": {json.dumps(["x"] * 200_000)}',
+    (
+        "read in another process"
+    ): f'"query": {QUERY}, "documents": {TEXTS}, "pad": {json.dumps(["x"] * 200_000)}',
 }
 
 
 @pytest.mark.parametrize("fields", PAIRED.values(), ids=PAIRED)
-async def test_however_a_query_is_written_it_is_paid_with_each_document(tmp_path: Path, fields: str) -> None:
+async def test_however_a_query_is_written_it_is_paid_with_each_document(
+    tmp_path: Path, fields: str
+) -> None:
     reported = 500 * 4001
     usage = {"total_tokens": reported, "prompt_tokens": reported}
     whole = scripts.whole(json.dumps({"id": "1", "model": "tiny", "usage": usage}).encode())
@@ -201,8 +223,12 @@ async def test_however_a_query_is_written_it_is_paid_with_each_document(tmp_path
         assert 10_000 - left(w) == reported
 
 
-@pytest.mark.parametrize("text", ["plain words " * 100, json.dumps({f"key {i}": f"value {i}" for i in range(60)})])
-async def test_what_a_query_reserves_depends_on_the_number_of_texts_alone(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["plain words " * 100, json.dumps({f"key {i}": f"value {i}" for i in range(60)})]
+)
+async def test_what_a_query_reserves_depends_on_the_number_of_texts_alone(
+    tmp_path: Path, text: str
+) -> None:
     """A text of many quotation marks is one text: its client needs no more of its minute for it."""
     go_on, minute, query = asyncio.Event(), 1_000_000, "some words " * 200
     body = {"model": "tiny", "query": query, "documents": [text] * 50}
@@ -217,10 +243,14 @@ async def test_what_a_query_reserves_depends_on_the_number_of_texts_alone(tmp_pa
 
 
 async def test_a_query_with_many_texts_is_let_in_beside_others(tmp_path: Path) -> None:
-    """Engines read a few of its pairs at once: where tokens are limited, nobody waits until all other requests are over."""
+    """Engines read a few of its pairs at once: where tokens are limited, nobody waits until all
+    other requests are over.
+    """
     hold = asyncio.Event()
     body = {"model": "tiny", "query": "q " * 20_000, "documents": ["x"] * 900}
-    async with world(0, 0, aggregated=2, limits={"max_inflight": 100, "max_inflight_tokens": 4_000_000}) as w:
+    async with world(
+        0, 0, aggregated=2, limits={"max_inflight": 100, "max_inflight_tokens": 4_000_000}
+    ) as w:
         for engine in w.aggregated:
             engine.default = scripts.gate(hold, Reply.serve)
         everyone(w, "/rerank", scripts.whole(b"{}"))
@@ -233,18 +263,28 @@ async def test_a_query_with_many_texts_is_let_in_beside_others(tmp_path: Path) -
 
 @pytest.mark.parametrize("path", [COMPLETIONS, BATCH])
 @pytest.mark.parametrize("split", [0, 1])
-async def test_a_wrong_prompt_at_the_end_of_a_list_makes_no_answer_free(tmp_path: Path, path: str, split: int) -> None:
-    """Answers that were begun before count, since nobody has seen them; those behind it may be as wrong."""
+async def test_a_wrong_prompt_at_the_end_of_a_list_makes_no_answer_free(
+    tmp_path: Path, path: str, split: int
+) -> None:
+    """Answers that were begun before count, since nobody has seen them; those behind it may be as
+    wrong.
+    """
     count, at = 4, 2
     prompts = [f"{PROMPT} number {index}" for index in range(count)]
     body = completion(prompt=prompts, max_tokens=2000)
     if path == BATCH:
-        body = chat(messages=[[{"role": "user", "content": prompt}] for prompt in prompts], max_tokens=2000)
+        body = chat(
+            messages=[[{"role": "user", "content": prompt}] for prompt in prompts], max_tokens=2000
+        )
     auth, clock = keys(tmp_path, "a:sk-a tpm=1000000"), ManualClock()
-    async with world(prefill=split, decode=split, aggregated=1 - split, auth=auth, clock=clock) as w:
+    async with world(
+        prefill=split, decode=split, aggregated=1 - split, auth=auth, clock=clock
+    ) as w:
         answering = w.decode[0] if split else w.engines[0]
         begun = 0
-        wrong = scripts.whole(json.dumps({"error": {"message": "wrong", "code": 400}}).encode(), 400)
+        wrong = scripts.whole(
+            json.dumps({"error": {"message": "wrong", "code": 400}}).encode(), 400
+        )
 
         async def answer(reply: Reply) -> None:
             nonlocal begun
@@ -265,10 +305,14 @@ async def test_what_no_engine_worked_on_is_free(tmp_path: Path) -> None:
     """Requests that are wrong, or refused for want of a place."""
     clock = ManualClock()
     async with world(
-        auth=keys(tmp_path, "a:sk-a tpm=6000"), limits={"max_inflight": 1, "max_queue": 0}, clock=clock
+        auth=keys(tmp_path, "a:sk-a tpm=6000"),
+        limits={"max_inflight": 1, "max_queue": 0},
+        clock=clock,
     ) as w:
         assert (await w.ask(COMPLETIONS, b"no JSON", A)).status == 400
-        assert (await w.ask(COMPLETIONS, completion(), [*A, ("x-request-timeout", "0")])).status == 503
+        assert (
+            await w.ask(COMPLETIONS, completion(), [*A, ("x-request-timeout", "0")])
+        ).status == 503
         assert left(w) == 6000
 
 
@@ -279,7 +323,9 @@ async def test_a_key_in_debt_waits(tmp_path: Path) -> None:
         assert (await w.ask(COMPLETIONS, long, A)).status == 200
         refused = await w.ask(COMPLETIONS, completion(), A)
         assert (refused.status, refused.json["error"]["reason"]) == (429, "key_tokens")
-        assert refused.header("retry-after") == "60", "it is longer, but clients ask again once a minute"
+        assert refused.header("retry-after") == "60", (
+            "it is longer, but clients ask again once a minute"
+        )
         await clock.advance(2000.0)
         assert (await w.ask(COMPLETIONS, completion(), A)).status == 200
 
@@ -292,10 +338,15 @@ async def test_a_file_that_changes_counts_at_once_and_forgets_nothing(tmp_path: 
         renewed(tmp_path / "keys", "a:sk-new rpm=2\nb:sk-b")
         w.look_at_files()
         new = bearer("sk-new")
-        assert [(await w.ask(COMPLETIONS, completion(), new)).status for _ in range(2)] == [200, 429]
+        assert [(await w.ask(COMPLETIONS, completion(), new)).status for _ in range(2)] == [
+            200,
+            429,
+        ]
         renewed(tmp_path / "keys", "a:sk-new rpm=wrong")
         w.look_at_files()
-        assert (await w.ask(COMPLETIONS, completion(), new)).status == 429, "the last good file is in force"
+        assert (await w.ask(COMPLETIONS, completion(), new)).status == 429, (
+            "the last good file is in force"
+        )
         renewed(tmp_path / "keys", "sk-new")
         w.look_at_files()
         assert (await w.ask(COMPLETIONS, completion(), new)).status == 200
@@ -314,15 +365,24 @@ LIES = {"prompt_tokens": LIE, "completion_tokens": LIE, "input_tokens": LIE, "ou
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(COMPLETIONS, completion(prompt="a")), (MESSAGES, message()), (EMBEDDINGS, {})]
+    ("path", "body"),
+    [(COMPLETIONS, completion(prompt="a")), (MESSAGES, message()), (EMBEDDINGS, {})],
 )
 @pytest.mark.parametrize("tpm", [2000, 600_000])
-async def test_no_engine_locks_a_key_out(tmp_path: Path, path: str, body: dict[str, object], tpm: int) -> None:
+async def test_no_engine_locks_a_key_out(
+    tmp_path: Path, path: str, body: dict[str, object], tpm: int
+) -> None:
     """Whatever it reports: the key waits for minutes, and no counter jumps."""
     clock = ManualClock()
     async with world(auth=keys(tmp_path, f"a:sk-a tpm={tpm}"), clock=clock) as w:
         choice = {"index": 0, "text": "x", "finish_reason": "stop"}
-        lies = {"id": "x", "object": "text_completion", "model": "tiny", "choices": [choice], "usage": LIES}
+        lies = {
+            "id": "x",
+            "object": "text_completion",
+            "model": "tiny",
+            "choices": [choice],
+            "usage": LIES,
+        }
         if path == COMPLETIONS:
             w.decode[0].script(scripts.whole(json.dumps(lies).encode()))
         else:
@@ -335,9 +395,12 @@ async def test_no_engine_locks_a_key_out(tmp_path: Path, path: str, body: dict[s
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(CHAT, chat(max_tokens=None)), (RESPONSES, responses(max_output_tokens=None))]
+    ("path", "body"),
+    [(CHAT, chat(max_tokens=None)), (RESPONSES, responses(max_output_tokens=None))],
 )
-async def test_a_right_of_the_key_bounds_what_is_reserved(tmp_path: Path, path: str, body: dict[str, object]) -> None:
+async def test_a_right_of_the_key_bounds_what_is_reserved(
+    tmp_path: Path, path: str, body: dict[str, object]
+) -> None:
     """A request without a limit gets the key's, and reserves no quarter of the minute then."""
     asked = asyncio.Event()
 
@@ -361,7 +424,9 @@ async def test_a_right_of_the_key_bounds_what_is_reserved(tmp_path: Path, path: 
 
 async def test_a_list_of_models_counts_in_the_limits_of_its_key(tmp_path: Path) -> None:
     """Engines are asked for it. Keys without limits, and their own places, are left alone."""
-    async with world(auth=keys(tmp_path, "a:sk-a rpm=2 inflight=1\nb:sk-b"), clock=ManualClock()) as w:
+    async with world(
+        auth=keys(tmp_path, "a:sk-a rpm=2 inflight=1\nb:sk-b"), clock=ManualClock()
+    ) as w:
         answers = [await w.get("/v1/models", A) for _ in range(4)]
         assert [answer.status for answer in answers] == [200, 200, 429, 429]
         assert answers[-1].json["error"]["reason"] == "key_requests"

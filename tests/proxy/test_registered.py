@@ -1,4 +1,6 @@
-"""Engines that register, through the whole proxy: P2P NCCL, and MoRIIO in both modes, on simulated engines."""
+"""Engines that register, through the whole proxy: P2P NCCL, and MoRIIO in both modes, on simulated
+engines.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ async def test_a_split_prompt_is_answered_as_by_one_engine(kind: str, stream: bo
 async def test_the_client_sees_its_own_id(kind: str) -> None:
     async with run(kind) as f:
         for stream in (False, True):
-            answer = await f.world.ask(COMPLETIONS, completion(stream=stream), [("x-request-id", "mine")])
+            answer = await f.world.ask(
+                COMPLETIONS, completion(stream=stream), [("x-request-id", "mine")]
+            )
             assert answer.status == 200
             assert b"___prefill_addr_" not in answer.body
             assert b'"id":"cmpl-mine"' in answer.body.replace(b'": "', b'":"')
@@ -106,7 +110,9 @@ async def test_short_prompts_are_split_too(kind: str, prompt: str) -> None:
 
 
 async def test_p2p_nccl_s_engines_never_serve_alone() -> None:
-    """Not what can't be split, and not what only passes: the aggregated engine gets it, and without one nobody does."""
+    """Not what can't be split, and not what only passes: the aggregated engine gets it, and without
+    one nobody does.
+    """
     async with run("p2p-nccl", alone=True) as f:
         for body in (SEVERAL, completion(echo=True, logprobs=1)):
             answer = await f.ask(COMPLETIONS, body)
@@ -141,7 +147,10 @@ async def test_without_any_registration_a_proxy_is_not_ready() -> None:
     async with run("read", everybody={"register": None}, wait=False) as f:
         assert f.proxy.readiness().state.value == "degraded"
         answer = await f.ask(COMPLETIONS, completion())
-        assert (answer.status, answer.text) == (200, (await f.asked_plain(COMPLETIONS, completion())).text)
+        assert (answer.status, answer.text) == (
+            200,
+            (await f.asked_plain(COMPLETIONS, completion())).text,
+        )
         assert len(f.d[0].requests) == 0
 
 
@@ -153,9 +162,14 @@ async def test_a_mode_that_the_other_engine_does_not_have() -> None:
 
 
 async def test_engines_behind_another_address() -> None:
-    """What they register is not where the proxy reaches them: without the setting they are named."""
+    """What they register is not where the proxy reaches them: without the setting they are
+    named.
+    """
     own = {"everybody": {"registered_as": "10.7.7.7:1"}, "d": {"registered_as": "10.7.7.7:2"}}
-    given = {"prefill": EngineFacts(registered_as="10.7.7.7:1"), "decode": EngineFacts(registered_as="10.7.7.7:2")}
+    given = {
+        "prefill": EngineFacts(registered_as="10.7.7.7:1"),
+        "decode": EngineFacts(registered_as="10.7.7.7:2"),
+    }
     async with run("read", **own, node_facts=given) as f:
         assert (await f.ask(COMPLETIONS, completion())).status == 200
         assert len(f.d[0].requests) == 1
@@ -171,7 +185,11 @@ async def test_heartbeats_of_no_engine_are_named() -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 1000)
             stranger.connect(address or "")
-            stranger.send(msgspec.msgpack.encode({"type": "P", "http_address": "1.2.3.4:5", "zmq_address": "x:1"}))
+            stranger.send(
+                msgspec.msgpack.encode(
+                    {"type": "P", "http_address": "1.2.3.4:5", "zmq_address": "x:1"}
+                )
+            )
             stranger.send(b"\xc1 nonsense")
             await until(lambda: any("1.2.3.4:5" in text for text in f.ready()))
         assert f.world.metric("pdproxy_registrations_total", result="unknown") == 1
@@ -184,7 +202,8 @@ async def test_a_port_that_is_taken_stops_the_start() -> None:
         other = type(f.proxy).build(f.proxy.settings)
         port = f.proxy.settings.registration.port
         with pytest.raises(
-            SettingsError, match=rf"can't bind registration.host:registration.port = 127.0.0.1:{port}: Add"
+            SettingsError,
+            match=rf"can't bind registration.host:registration.port = 127.0.0.1:{port}: Add",
         ):
             other.start()
         await other.stop()
@@ -200,7 +219,9 @@ def _names(engine: Engine, port: int) -> bool:
 
 @ALL
 async def test_silence_and_return_under_traffic(kind: str) -> None:
-    """An engine whose heartbeats stop gets no more split prompts, and gets them again; nothing fails meanwhile."""
+    """An engine whose heartbeats stop gets no more split prompts, and gets them again; nothing
+    fails meanwhile.
+    """
     async with run(kind, 1, 2, registration={"timeout": 0.3}) as f:
         done = False
         statuses: list[int] = []
@@ -215,7 +236,9 @@ async def test_silence_and_return_under_traffic(kind: str) -> None:
         silent.engine.link.silent = True
         await f.registered(2)
         # Legs that were leased before, of any worker: each sees the others' a moment later.
-        await until(lambda: not any(one.engines[silent.url].in_ledger.requests for one in f.world.workers))
+        await until(
+            lambda: not any(one.engines[silent.url].in_ledger.requests for one in f.world.workers)
+        )
         before = len(silent.requests)
         await asyncio.sleep(0.2)
         assert len(silent.requests) == before
@@ -231,7 +254,9 @@ async def test_silence_and_return_under_traffic(kind: str) -> None:
 
 @ALL
 async def test_a_restart_with_another_address(kind: str) -> None:
-    """The next process has other ports. Until it has registered, nothing is sent to the old ones."""
+    """The next process has other ports. Until it has registered, nothing is sent to the old
+    ones.
+    """
     async with run(kind, registration={"timeout": 0.4}, alone=True) as f:
         assert (await f.ask(COMPLETIONS, completion())).status == 200
         for sim in (f.p[0], f.d[0]):
@@ -245,7 +270,10 @@ async def test_a_restart_with_another_address(kind: str) -> None:
             await f.registered()
         # What an engine met before is gone: the peers of a restarted engine start again, too.
         answer = await f.ask(COMPLETIONS, completion())
-        assert (answer.status, answer.text) == (200, (await f.asked_plain(COMPLETIONS, completion())).text)
+        assert (answer.status, answer.text) == (
+            200,
+            (await f.asked_plain(COMPLETIONS, completion())).text,
+        )
         assert f.d[0].engine.stats.prompt_tokens_by_source["external_kv_transfer"] > 150
 
 
@@ -273,7 +301,9 @@ async def test_a_client_that_leaves_while_p_works(kind: str, path: str) -> None:
 async def test_a_client_that_leaves_while_d_waits_for_a_writer(
     monkeypatch: pytest.MonkeyPatch, stream: bool, dispatch: str
 ) -> None:
-    """D never frees what a closed request waits with. So its leg is closed once P must have written."""
+    """D never frees what a closed request waits with. So its leg is closed once P must have
+    written.
+    """
     monkeypatch.setattr(late_close, "KV_GRACE", 5.0)  # for busy machines
     async with run("write", dispatch=dispatch) as f:
         if dispatch == "concurrent":
@@ -309,7 +339,9 @@ async def test_a_client_that_leaves_a_stream(kind: str) -> None:
 
 @ALL
 async def test_a_request_that_only_d_refuses(kind: str) -> None:
-    """D refuses what P, with its one token, took: the KV is released; where P writes, P drops it after its own time."""
+    """D refuses what P, with its one token, took: the KV is released; where P writes, P drops it
+    after its own time.
+    """
     async with run(kind, everybody={"defer_timeout": 0.5}) as f:
         answer = await f.ask(COMPLETIONS, completion(max_tokens=100_000))
         assert answer.status == 400
@@ -343,9 +375,13 @@ async def test_a_d_that_dies_is_replaced(kind: str) -> None:
 
 
 async def test_p2p_nccl_s_ids_that_differ_end_at_a_deadline() -> None:
-    """Without VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, a decode engine waits for ever: the client gets an error."""
+    """Without VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, a decode engine waits for ever: the client
+    gets an error.
+    """
     clock = ManualClock()
-    async with run("p2p-nccl", everybody={"randomize_request_ids": True}, clock=clock, registration=FOREVER) as f:
+    async with run(
+        "p2p-nccl", everybody={"randomize_request_ids": True}, clock=clock, registration=FOREVER
+    ) as f:
         answer = await clock.through(f.ask(COMPLETIONS, completion(stream=True)))
         assert answer.status == 200, "a comment has sent it meanwhile"
         assert b'"code":503' in answer.events[-1]
@@ -353,7 +389,9 @@ async def test_p2p_nccl_s_ids_that_differ_end_at_a_deadline() -> None:
 
 
 async def test_a_writer_that_is_gone_ends_at_a_deadline() -> None:
-    """P has answered and is gone before it has written: D keeps waiting, and the client gets an error."""
+    """P has answered and is gone before it has written: D keeps waiting, and the client gets an
+    error.
+    """
     clock = ManualClock()
     async with run("write", clock=clock, registration=FOREVER) as f:
         f.d[0].engine.link.freeze()
@@ -378,14 +416,22 @@ async def test_both_orders_of_a_writer(dispatch: str) -> None:
         if dispatch == "concurrent":
             await until(lambda: len(f.d[0].requests) == 1)
         answer = await asked
-        assert (answer.status, answer.text) == (200, (await f.asked_plain(COMPLETIONS, completion())).text)
+        assert (answer.status, answer.text) == (
+            200,
+            (await f.asked_plain(COMPLETIONS, completion())).text,
+        )
         await quiet(f)
 
 
 async def test_a_decode_engine_that_waits_for_a_writer_that_failed() -> None:
-    """P fails twice: the client is served by another engine, and the request is counted as one that D may still wait with."""
+    """P fails twice: the client is served by another engine, and the request is counted as one that
+    D may still wait with.
+    """
     async with run("write", alone=True) as f:
         f.p[0].faults.add(PlannedFault(kind="status", at="prefilling", next=2))
         answer = await f.ask(COMPLETIONS, completion(stream=True))
-        assert (answer.status, answer.text) == (200, (await f.asked_plain(COMPLETIONS, completion())).text)
+        assert (answer.status, answer.text) == (
+            200,
+            (await f.asked_plain(COMPLETIONS, completion())).text,
+        )
         assert f.proxy.custodian.stuck.snapshot(f.proxy.custodian.now())[f.d[0].url][0] == 1

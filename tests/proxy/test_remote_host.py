@@ -1,4 +1,6 @@
-"""Engines that name a host at which others do not reach them: the settings' host goes to the decode engine, and to releases."""
+"""Engines that name a host at which others do not reach them: the settings' host goes to the decode
+engine, and to releases.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ async def test_the_host_of_the_url(connector: str) -> None:
     """For both routes; the engine's own host is in its answer, and not in the decode leg."""
     facts = {"side_channel_host": ELSEWHERE}
     async with pool(
-        connector, p=facts, notices=False, kv_ready={"notifier": False}, pool_settings={"remote_host": "url"}
+        connector,
+        p=facts,
+        notices=False,
+        kv_ready={"notifier": False},
+        pool_settings={"remote_host": "url"},
     ) as pair:
         await same(pair, COMPLETIONS, completion())
         await same(pair, CHAT, chat(stream=True))
@@ -32,7 +38,9 @@ async def test_the_host_of_the_url(connector: str) -> None:
 
 
 async def test_the_host_of_one_engine() -> None:
-    """A node's own setting, and a release: the client leaves, and the decode engine reaches P to report it."""
+    """A node's own setting, and a release: the client leaves, and the decode engine reaches P to
+    report it.
+    """
     facts = {"side_channel_host": ELSEWHERE}
     async with pool("nixl", p=facts, notices=False, kv_ready={"notifier": False}) as pair:
         pair.world.proxy.engines[pair.p.url].kv_host = "localhost"
@@ -44,7 +52,9 @@ async def test_the_host_of_one_engine() -> None:
         client.close()
         pair.p.engine.thaw()
         await until(lambda: "released" in {event.end for event in pair.world.events(HandleEnded)})
-        sent = [json.loads(one.body)["kv_transfer_params"]["remote_host"] for one in pair.d.releases]
+        sent = [
+            json.loads(one.body)["kv_transfer_params"]["remote_host"] for one in pair.d.releases
+        ]
         assert set(sent) == {"localhost"}
         await until(lambda: not pair.p.engine.handles)
 

@@ -1,4 +1,6 @@
-"""Replicas: what engines report of others' requests is seen by choices, and DNS says how many proxies there are."""
+"""Replicas: what engines report of others' requests is seen by choices, and DNS says how many
+proxies there are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 NAME = "replicas.example"
 
 
-def adjusted(count: int | Literal["auto"], server: str = "", **others: Any) -> Callable[[Settings], Settings]:
+def adjusted(
+    count: int | Literal["auto"], server: str = "", **others: Any
+) -> Callable[[Settings], Settings]:
     """Settings of one of several replicas."""
 
     def adjust(settings: Settings) -> Settings:
@@ -42,7 +46,9 @@ def reports(w: World, counts: dict[str, float | None], monkeypatch: pytest.Monke
 
     async def scrape(url: str) -> Scrape:
         count = counts[url]
-        return dataclasses.replace(await ask(url), running=1.0, waiting=None if count is None else count - 1)
+        return dataclasses.replace(
+            await ask(url), running=1.0, waiting=None if count is None else count - 1
+        )
 
     monkeypatch.setattr(w.proxy.admin, "scrape", scrape)
 
@@ -72,22 +78,30 @@ async def test_requests_go_where_others_send_none(monkeypatch: pytest.MonkeyPatc
         assert [len(engine.requests) for engine in w.aggregated] == [0, 6, 1]
 
 
-async def test_an_engine_with_others_requests_is_drained_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_with_others_requests_is_drained_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with world(prefill=0, decode=0, aggregated=2, adjust=adjusted(2)) as w:
         reports(w, {engine.url: 20 for engine in w.aggregated}, monkeypatch)
         await probed(w)
         gone = w.aggregated[0].url
         w.proxy.membership.remove(gone, "settings")
         await until(lambda: gone not in w.proxy.engines)
-        assert [ledger_engine.url for ledger_engine in w.proxy.ledger.engines] == [w.aggregated[1].url]
+        assert [ledger_engine.url for ledger_engine in w.proxy.ledger.engines] == [
+            w.aggregated[1].url
+        ]
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
 
 
 async def test_dns_says_how_many_there_are() -> None:
-    """An engine's bound of requests is divided by them. A server that fails changes nothing, and `/ready` says so."""
+    """An engine's bound of requests is divided by them. A server that fails changes nothing, and
+    `/ready` says so.
+    """
     async with (
         name_server() as server,
-        world(decode=1, limits={"engine_requests": 8}, adjust=adjusted("auto", server.address)) as w,
+        world(
+            decode=1, limits={"engine_requests": 8}, adjust=adjusted("auto", server.address)
+        ) as w,
     ):
         engine = w.proxy.engines[w.decode[0].url].in_ledger
         assert w.metric("pdproxy_capacity", node=engine.url) == engine.window == 8
@@ -99,7 +113,11 @@ async def test_dns_says_how_many_there_are() -> None:
         server.fault = "servfail"
 
         async def details() -> list[str]:
-            return [text for text in (await w.get("/ready")).json["details"] if text.startswith("replicas.name")]
+            return [
+                text
+                for text in (await w.get("/ready")).json["details"]
+                if text.startswith("replicas.name")
+            ]
 
         async with asyncio.timeout(60):
             while not await details():

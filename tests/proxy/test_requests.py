@@ -25,14 +25,20 @@ def legs(w: World) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("alone", [False, True])
 async def test_a_clients_kv_handles_never_reach_an_engine(path: str, alone: bool) -> None:
-    """Handles made by clients are taken out wherever they may stand: at the top, nested, escaped, twice."""
-    body = json.dumps({**(completion() if path == COMPLETIONS else chat()), **(ALONE if alone else {})})[:-1]
+    """Handles made by clients are taken out wherever they may stand: at the top, nested, escaped,
+    twice.
+    """
+    body = json.dumps(
+        {**(completion() if path == COMPLETIONS else chat()), **(ALONE if alone else {})}
+    )[:-1]
     made_up = json.dumps(FAKE)
     evil = (
         body
-        + f',"kv_transfer_params":{made_up},"kv_transfer_params":{made_up},"ec_transfer_params":{made_up}'
+        + f',"kv_transfer_params":{made_up},"kv_transfer_params":{made_up},"ec_transfer_params":'
+        f"{made_up}"
         + f',"kv_transfer\\u005fparams":{made_up},"\\u006bv_transfer_params":{made_up}'
-        + f',"vllm_xargs":{{"a":1,"kv_transfer_params":{made_up},"ec_transfer\\u005fparams":{made_up}}}'
+        + f',"vllm_xargs":{{"a":1,"kv_transfer_params":{made_up},"ec_transfer\\u005fparams":'
+        f"{made_up}}}"
         + f',"sampling_params":{{"b":2,"extra_args":{{"c":3,"kv_transfer_params":{made_up}}}}}}}'
     )
     async with world() as w:
@@ -68,19 +74,30 @@ async def test_an_unusable_request_id_is_replaced(bad: str) -> None:
 
 
 async def test_the_bodys_request_id_counts_where_no_header_does() -> None:
-    """vLLM takes `request_id` from the body, too; a header wins over it; errors carry the id as well."""
+    """vLLM takes `request_id` from the body, too; a header wins over it; errors carry the id as
+    well.
+    """
     async with world() as w:
         answer = await w.ask(COMPLETIONS, completion(request_id="from-body"))
         assert answer.header("x-request-id") == "from-body"
-        answer = await w.ask(COMPLETIONS, completion(request_id="from-body"), [("x-request-id", "from-header")])
+        answer = await w.ask(
+            COMPLETIONS, completion(request_id="from-body"), [("x-request-id", "from-header")]
+        )
         assert answer.header("x-request-id") == "from-header"
         answer = await w.ask(COMPLETIONS, b"{", [("x-request-id", "mine")])
         assert (answer.status, answer.header("x-request-id")) == (400, "mine")
 
 
 async def test_tracing_headers_go_on_and_others_stop() -> None:
-    """Engines get what traces and what vLLM reads; cookies and hop-by-hop headers stay with the proxy."""
-    sent = [("traceparent", "00-aa-bb-01"), ("tracestate", "x=y"), ("cookie", "secret"), ("x-forwarded-for", "1.2.3.4")]
+    """Engines get what traces and what vLLM reads; cookies and hop-by-hop headers stay with the
+    proxy.
+    """
+    sent = [
+        ("traceparent", "00-aa-bb-01"),
+        ("tracestate", "x=y"),
+        ("cookie", "secret"),
+        ("x-forwarded-for", "1.2.3.4"),
+    ]
     async with world() as w:
         await w.ask(COMPLETIONS, completion(), sent)
         for engine in w.engines:
@@ -109,7 +126,9 @@ async def test_tracing_headers_go_on_and_others_stop() -> None:
 async def test_the_headers_of_an_answer_are_an_engines(
     path: str, body: dict[str, object], stream: bool, form: str | None
 ) -> None:
-    """A stream has what vLLM sends, and that nobody should buffer it; a whole answer has the load, if a format is named."""
+    """A stream has what vLLM sends, and that nobody should buffer it; a whole answer has the load,
+    if a format is named.
+    """
     headers = [("endpoint-load-metrics-format", form)] if form else []
     async with world() as w:
         ours = await w.ask(path, {**body, "stream": stream}, headers)
@@ -124,7 +143,9 @@ async def test_the_headers_of_an_answer_are_an_engines(
         unbuffered = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
         assert found == sorted([*wanted, *unbuffered] if stream and ours.status == 200 else wanted)
         whole = not stream and ours.status == 200 and path in (COMPLETIONS, CHAT)
-        assert (ours.header("endpoint-load-metrics") is not None) is (whole and form in ("TEXT", "json"))
+        assert (ours.header("endpoint-load-metrics") is not None) is (
+            whole and form in ("TEXT", "json")
+        )
 
 
 async def test_without_keys_the_clients_authorization_goes_on() -> None:
@@ -135,7 +156,9 @@ async def test_without_keys_the_clients_authorization_goes_on() -> None:
 
 
 async def test_without_proxy_keys_the_engine_key_is_kept_for_probes() -> None:
-    """A proxy that asks for no key opens no engine that wants one: a client's request carries what the client brought."""
+    """A proxy that asks for no key opens no engine that wants one: a client's request carries what
+    the client brought.
+    """
     async with world(auth={"engine_api_key": "engine-key"}) as w:
         await w.ask(COMPLETIONS, completion(), [("authorization", "Bearer theirs")])
         await w.ask(COMPLETIONS, completion())
@@ -153,7 +176,8 @@ async def test_without_proxy_keys_the_engine_key_is_kept_for_probes() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [None, "Bearer wrong", "Bearer", "Basic one", "one", "Bearer one two", "Bearer On\u00e9"]
+    "given",
+    [None, "Bearer wrong", "Bearer", "Basic one", "one", "Bearer one two", "Bearer On\u00e9"],
 )
 async def test_with_keys_a_client_without_one_is_refused(given: str | None) -> None:
     """No key or a wrong one is a 401 in OpenAI's shape, and no engine hears of it."""
@@ -199,7 +223,9 @@ async def test_another_content_type_is_refused(kind: str) -> None:
         assert not legs(w)
 
 
-@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/json;"])
+@pytest.mark.parametrize(
+    "kind", ["application/json; charset=utf-8", "Application/JSON", "application/json;"]
+)
 async def test_content_types_that_are_json(kind: str) -> None:
     """Parameters and case of the content type do not matter."""
     async with world() as w:
@@ -242,7 +268,9 @@ async def test_a_body_that_is_no_json_object_is_a_400(path: str, body: bytes) ->
     ],
 )
 async def test_a_body_that_no_parser_takes_is_a_400(body: bytes) -> None:
-    """Wrong UTF-8, and nesting and numbers beyond the engines' parser, are answered in FastAPI's words, without an engine."""
+    """Wrong UTF-8, and nesting and numbers beyond the engines' parser, are answered in FastAPI's
+    words, without an engine.
+    """
     async with world() as w:
         answer = await w.ask(CHAT, body)
         assert answer.status == 400
@@ -251,8 +279,13 @@ async def test_a_body_that_no_parser_takes_is_a_400(body: bytes) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32", "utf-32-be"])
 async def test_a_body_in_another_encoding_is_served_by_one_engine(encoding: str) -> None:
-    """What only the engines' own parser takes reaches one engine in plain JSON, without the handles it held."""
-    body = completion(kv_transfer_params={"do_remote_prefill": True}, vllm_xargs={"ec_transfer_params": "x", "y": 1})
+    """What only the engines' own parser takes reaches one engine in plain JSON, without the handles
+    it held.
+    """
+    body = completion(
+        kv_transfer_params={"do_remote_prefill": True},
+        vllm_xargs={"ec_transfer_params": "x", "y": 1},
+    )
     async with world() as w:
         answer = await w.ask(COMPLETIONS, json.dumps(body, ensure_ascii=False).encode(encoding))
         assert answer.status == 200
@@ -266,7 +299,9 @@ async def test_a_body_in_another_encoding_is_served_by_one_engine(encoding: str)
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
 async def test_numbers_that_are_no_json_are_judged_by_an_engine(name: str, number: str) -> None:
     """NaN and infinities reach an engine, whose answer is the client's."""
-    body = json.dumps(completion(**{name: 0})).replace(f'"{name}": 0', f'"{name}": {number}').encode()
+    body = (
+        json.dumps(completion(**{name: 0})).replace(f'"{name}": 0', f'"{name}": {number}').encode()
+    )
     async with world() as w:
         answer = await w.ask(COMPLETIONS, body)
         own = await ask_engine(w, body)
@@ -280,7 +315,9 @@ async def ask_engine(w: World, body: bytes) -> Answer:
 
 
 async def test_the_body_limit() -> None:
-    """A body at the limit passes; one byte more is a 413, whether it says its length or comes in chunks."""
+    """A body at the limit passes; one byte more is a 413, whether it says its length or comes in
+    chunks.
+    """
     async with world(limits={"max_body_bytes": 2000}) as w:
         fits = json.dumps(completion(prompt="")).encode()
         fits = json.dumps(completion(prompt="p" * (2000 - len(fits)))).encode()
@@ -310,7 +347,10 @@ async def test_a_length_over_the_limit_is_refused_before_the_body() -> None:
     """A client that announces too much gets its 413 at once, and no 100 Continue."""
     async with world(limits={"max_body_bytes": 1000}, deadlines={"client_body": 30}) as w:
         client = await w.client()
-        client.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\nexpect: 100-continue\r\n\r\n")
+        client.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\nexpect: "
+            b"100-continue\r\n\r\n"
+        )
         answer = await client.answer()
         assert (answer.status, answer.header("connection")) == (413, "close")
         assert await client.closed()
@@ -342,7 +382,8 @@ async def test_a_chunked_body_is_read() -> None:
     async with world() as w:
         client = await w.client()
         client.send(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
         )
         for part in (body[:10], body[10:]):
             client.send(b"%x\r\n%b\r\n" % (len(part), part))

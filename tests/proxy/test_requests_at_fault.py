@@ -1,4 +1,6 @@
-"""Requests at which every engine fails take nothing from other clients and are paid, and engines that fail are still found."""
+"""Requests at which every engine fails take nothing from other clients and are paid, and engines
+that fail are still found.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def everywhere(script: Answers, path: str, *engines: FakeEngine) -> list[str]:
 
 ALONE: dict[str, tuple[str, dict[str, Any], Answers]] = {
     "completion": (COMPLETIONS, completion(n=2, temperature=1, user=POISON), fails),
-    "streamed completion": (COMPLETIONS, completion(n=2, temperature=1, user=POISON, stream=True), fails_in_a_stream),
+    "streamed completion": (
+        COMPLETIONS,
+        completion(n=2, temperature=1, user=POISON, stream=True),
+        fails_in_a_stream,
+    ),
     "chat": (CHAT, chat(n=2, temperature=1, user=POISON), fails),
     "tokenize": (TOKENIZE, {"model": "tiny", "prompt": POISON}, fails),
     "responses": (RESPONSES, responses(user=POISON), fails),
@@ -102,7 +108,9 @@ async def test_an_engine_that_fails_each_request_opens_its_breaker(ask: str) -> 
 
 @pytest.mark.parametrize("ask", ALONE)
 async def test_two_of_three_engines_that_fail_each_request(ask: str) -> None:
-    """They fail one request together, and nobody knows more than that. All others are tried at the third one, and show it."""
+    """They fail one request together, and nobody knows more than that. All others are tried at the
+    third one, and show it.
+    """
     path, body, how = ALONE[ask]
     async with world(prefill=1, decode=3) as w:
         good, *bad = w.decode
@@ -110,13 +118,17 @@ async def test_two_of_three_engines_that_fail_each_request(ask: str) -> None:
         everywhere(fails_at("", how), path, *bad)
         statuses = [(await w.ask(path, body)).status for _ in range(8 * FAILURES)]
         assert statuses.count(200) >= len(statuses) - 1, statuses
-        assert {w.proxy.engines[one.url].in_ledger.state(w.proxy.now()) for one in bad} == {"excluded"}
+        assert {w.proxy.engines[one.url].in_ledger.state(w.proxy.now()) for one in bad} == {
+            "excluded"
+        }
         assert w.proxy.engines[good.url].in_ledger.state(w.proxy.now()) == "up"
 
 
 @pytest.mark.parametrize("ask", ALONE)
 async def test_the_only_engine_opens_its_breaker_by_itself(ask: str) -> None:
-    """Nothing else would show that it is broken. It gets requests all the same: there is no other one."""
+    """Nothing else would show that it is broken. It gets requests all the same: there is no other
+    one.
+    """
     path, body, how = ALONE[ask]
     async with world(prefill=1, decode=1, leaves=True) as w:
         (only,) = w.decode
@@ -130,8 +142,12 @@ async def test_the_only_engine_opens_its_breaker_by_itself(ask: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_kv_is_not_blamed_for_a_request_that_fails_without_kv_too(path: str, stream: bool) -> None:
-    """The prefill leg does not carry a grammar: only decode engines fail at it. The next prompts are split as ever."""
+async def test_kv_is_not_blamed_for_a_request_that_fails_without_kv_too(
+    path: str, stream: bool
+) -> None:
+    """The prefill leg does not carry a grammar: only decode engines fail at it. The next prompts
+    are split as ever.
+    """
     grammar = {"json": {"$ref": "#"}}
     ask = completion if path == COMPLETIONS else chat
     async with world(prefill=2, decode=3, leaves=True) as w:
@@ -143,11 +159,15 @@ async def test_kv_is_not_blamed_for_a_request_that_fails_without_kv_too(path: st
         before = [len(engine.requests) for engine in w.prefill]
         for _ in range(6):
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT
-        assert all(len(engine.requests) > count for engine, count in zip(w.prefill, before, strict=True))
+        assert all(
+            len(engine.requests) > count for engine, count in zip(w.prefill, before, strict=True)
+        )
 
 
 async def test_prefill_engines_that_fail_at_a_request_that_no_engine_serves() -> None:
-    """Neither of them counts. No third prefill engine is asked, and one engine alone has the last word."""
+    """Neither of them counts. No third prefill engine is asked, and one engine alone has the last
+    word.
+    """
     async with world(prefill=3, decode=2, leaves=True) as w:
         for engine in w.engines:
             engine.default = fails_at(POISON)
@@ -159,7 +179,9 @@ async def test_prefill_engines_that_fail_at_a_request_that_no_engine_serves() ->
 
 
 def one_after_the_other(w: World, *scripts_: Answers) -> list[str]:
-    """Have engines answer so, whichever of them is asked first. Return the list of those that were asked."""
+    """Have engines answer so, whichever of them is asked first. Return the list of those that were
+    asked.
+    """
     asked: list[str] = []
 
     async def script(reply: Reply) -> None:
@@ -174,7 +196,9 @@ def one_after_the_other(w: World, *scripts_: Answers) -> list[str]:
 async def test_it_counts_with_the_first_data_of_another_engines_stream() -> None:
     """A stream may last for minutes. What its client does then changes nothing."""
     async with world(prefill=0, decode=2) as w:
-        asked = one_after_the_other(w, fails, scripts.after_word(asyncio.Event(), scripts.one_more_word))
+        asked = one_after_the_other(
+            w, fails, scripts.after_word(asyncio.Event(), scripts.one_more_word)
+        )
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
         await client.head()
@@ -205,14 +229,18 @@ LARGE = json.dumps(
         "object": "text_completion",
         "created": 1,
         "model": "tiny",
-        "choices": [{"index": 0, "text": "x" * 2_000_000, "logprobs": None, "finish_reason": "length"}],
+        "choices": [
+            {"index": 0, "text": "x" * 2_000_000, "logprobs": None, "finish_reason": "length"}
+        ],
         "usage": {"prompt_tokens": 40, "completion_tokens": MADE, "total_tokens": MADE + 40},
     }
 ).encode()
 
 
 async def test_a_stream_that_its_client_did_not_read_is_paid(tmp_path: Path) -> None:
-    """The engine makes its tokens also if nobody reads them: what the proxy has read of them is not all."""
+    """The engine makes its tokens also if nobody reads them: what the proxy has read of them is not
+    all.
+    """
     minute, most = 10_000_000, 200_000
 
     async def flood(reply: Reply) -> None:
@@ -235,8 +263,12 @@ async def test_a_stream_that_its_client_did_not_read_is_paid(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("limit", [None, 50_000])
-async def test_a_stream_that_was_read_before_its_client_stopped_is_paid(tmp_path: Path, limit: int | None) -> None:
-    """What the client has read counts, also if that is more than the engine may have made in a minute of its key."""
+async def test_a_stream_that_was_read_before_its_client_stopped_is_paid(
+    tmp_path: Path, limit: int | None
+) -> None:
+    """What the client has read counts, also if that is more than the engine may have made in a
+    minute of its key.
+    """
     minute, read = 1000, 2000
     stopped = asyncio.Event()
 
@@ -277,11 +309,15 @@ async def test_a_stream_that_was_read_before_its_client_stopped_is_paid(tmp_path
 async def test_an_answer_without_space_costs_no_more_than_was_asked_for(
     tmp_path: Path, path: str, body: dict[str, Any], most: int
 ) -> None:
-    """Others' answers may take the space, and an answer may have many bytes for each token, or none at all."""
+    """Others' answers may take the space, and an answer may have many bytes for each token, or none
+    at all.
+    """
     minute, large = 1_000_000, LARGE[:400_000]
     limits = {"max_answer_bytes": 1 << 20, "max_buffered_answer_bytes": 1 << 20}
     auth = keys(tmp_path, f"a:sk-a tpm={minute}")
-    async with world(prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
+    async with world(
+        prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()
+    ) as w:
         w.proxy.answer_budget.held += (1 << 20) - 300_000
         for engine in (*w.prefill, *w.decode):
             engine.admin = {**engine.admin, path: scripts.whole(large)}
@@ -303,7 +339,9 @@ async def test_an_answer_without_space_makes_no_others_of_its_list_free(tmp_path
             "object": "text_completion",
             "created": 1,
             "model": "tiny",
-            "choices": [{"index": 0, "text": "x" * 6000, "logprobs": None, "finish_reason": "length"}],
+            "choices": [
+                {"index": 0, "text": "x" * 6000, "logprobs": None, "finish_reason": "length"}
+            ],
             "usage": {"prompt_tokens": 20, "completion_tokens": made, "total_tokens": made + 20},
         }
     ).encode()
@@ -312,7 +350,9 @@ async def test_an_answer_without_space_makes_no_others_of_its_list_free(tmp_path
     async with world(auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
         w.decode[0].default = scripts.whole(one)
         prompts = [f"prompt {number} " * 8 for number in range(count)]
-        answer = await w.ask(COMPLETIONS, completion(prompt=prompts, max_tokens=made), bearer("sk-a"))
+        answer = await w.ask(
+            COMPLETIONS, completion(prompt=prompts, max_tokens=made), bearer("sk-a")
+        )
         assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
         await until(lambda: w.events(RequestEnded))
         assert minute - left(w) > 40 * made
@@ -323,7 +363,9 @@ async def test_an_answer_without_space_is_paid_as_far_as_it_had_come(tmp_path: P
     minute, size = 1_000_000, len(LARGE)
     limits = {"max_answer_bytes": 1 << 20, "max_buffered_answer_bytes": 1 << 20}
     auth = keys(tmp_path, f"a:sk-a tpm={minute}")
-    async with world(prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
+    async with world(
+        prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()
+    ) as w:
         w.proxy.answer_budget.held += (1 << 20) - 400_000
         for engine in w.decode:
             engine.default = scripts.whole(LARGE[: size // 4])
@@ -342,12 +384,18 @@ async def test_an_answer_without_space_is_paid_as_far_as_it_had_come(tmp_path: P
         (RESPONSES, responses(max_output_tokens=MADE)),
     ],
 )
-async def test_an_answer_that_is_too_large_is_paid(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
-    """It was generated, once: as of a client that leaves before its end, the most that it may have been."""
+async def test_an_answer_that_is_too_large_is_paid(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """It was generated, once: as of a client that leaves before its end, the most that it may have
+    been.
+    """
     minute = 1_000_000
     limits = {"max_answer_bytes": 1 << 20, "max_buffered_answer_bytes": 4 << 20}
     auth = keys(tmp_path, f"a:sk-a tpm={minute}")
-    async with world(prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
+    async with world(
+        prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()
+    ) as w:
         for engine in w.decode:
             engine.default = scripts.whole(LARGE)
             engine.admin = {**engine.admin, RESPONSES: scripts.whole(LARGE)}

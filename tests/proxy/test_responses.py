@@ -38,7 +38,10 @@ _NEEDS_MEMORY: list[dict[str, Any]] = [
     {"previous_response_id": "resp_1", "store": True, "stream": True},
     {"previous_response_id": None, "conversation": None, "background": False},
     {"previous_response_id": 7},
-    {"previous_response_id": "resp_1", "previous_input_messages": [{"role": "user", "content": "x"}]},
+    {
+        "previous_response_id": "resp_1",
+        "previous_input_messages": [{"role": "user", "content": "x"}],
+    },
     {"background": True},
     {"background": True, "stream": True},
     {"background": "yes", "store": True, "previous_response_id": "resp_1"},
@@ -60,8 +63,12 @@ _NEEDS_MEMORY: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given", _NEEDS_MEMORY, ids=str)
-async def test_what_needs_memory_is_answered_as_by_an_engine_without_a_store(given: dict[str, Any]) -> None:
-    """Status, type, parameter and text are the engine's, and nothing that pdproxy changed in the body shows in them."""
+async def test_what_needs_memory_is_answered_as_by_an_engine_without_a_store(
+    given: dict[str, Any],
+) -> None:
+    """Status, type, parameter and text are the engine's, and nothing that pdproxy changed in the
+    body shows in them.
+    """
     body = {name: value for name, value in responses(**given).items() if value is not ...}
     async with world() as w:
         ours = await w.ask(RESPONSES, body)
@@ -76,10 +83,13 @@ async def test_what_needs_memory_is_answered_as_by_an_engine_without_a_store(giv
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"store": True}, {"store": 1}, {"store": "ON"}, {"store": 1.0}, {"store": "\u0074"}]
+    "given",
+    [{}, {"store": True}, {"store": 1}, {"store": "ON"}, {"store": 1.0}, {"store": "\u0074"}],
 )
 async def test_no_engine_is_asked_to_store(given: dict[str, object]) -> None:
-    """An engine with a store gets `store: false`, for all that it would read as true, and for nothing at all."""
+    """An engine with a store gets `store: false`, for all that it would read as true, and for
+    nothing at all.
+    """
     async with world() as w:
         seen = everyone(w, RESPONSES, fine)
         assert (await w.ask(RESPONSES, responses(**given))).status == 200
@@ -93,22 +103,32 @@ async def test_a_long_number_is_no_way_to_a_store(number: str) -> None:
     assert json.loads(data)["store"] == 1
     async with world() as w:
         seen = everyone(w, RESPONSES, fine)
-        assert (await w.ask(RESPONSES, data.encode(), [("content-type", "application/json")])).status == 200
+        assert (
+            await w.ask(RESPONSES, data.encode(), [("content-type", "application/json")])
+        ).status == 200
         assert seen[0].json == responses(store=False)
         answer = await w.ask(
-            RESPONSES, data.replace("store", "background").encode(), [("content-type", "application/json")]
+            RESPONSES,
+            data.replace("store", "background").encode(),
+            [("content-type", "application/json")],
         )
         assert answer.status == 200
         assert "previous_response_id" in seen[1].json, "no engine runs it in the background"
 
 
-@pytest.mark.parametrize("given", [{"background": True}, {"background": "Y", "previous_response_id": "resp_known"}])
+@pytest.mark.parametrize(
+    "given", [{"background": True}, {"background": "Y", "previous_response_id": "resp_known"}]
+)
 async def test_no_engine_runs_a_request_in_the_background(given: dict[str, object]) -> None:
-    """An engine with a store is asked for a response that it can't have; its 404 becomes an error that names the field."""
+    """An engine with a store is asked for a response that it can't have; its 404 becomes an error
+    that names the field.
+    """
 
     async def unknown(reply: Reply) -> None:
         name = reply.request.json["previous_response_id"]
-        await reply.whole(_error(f"Response with id '{name}' not found.", "invalid_request_error", 404), 404)
+        await reply.whole(
+            _error(f"Response with id '{name}' not found.", "invalid_request_error", 404), 404
+        )
 
     async with world() as w:
         seen = everyone(w, RESPONSES, unknown)
@@ -128,7 +148,9 @@ async def test_a_stored_conversation_is_refused_by_name() -> None:
 
 
 async def test_a_body_that_is_asked_again_must_be_refused_again() -> None:
-    """The client's own body goes to an engine only for the text of its refusal: any other answer is not passed on."""
+    """The client's own body goes to an engine only for the text of its refusal: any other answer is
+    not passed on.
+    """
 
     async def once(reply: Reply) -> None:
         if reply.request.json.get("store") is False:
@@ -143,24 +165,34 @@ async def test_a_body_that_is_asked_again_must_be_refused_again() -> None:
         assert [one.json.get("store") for one in seen] == [False, None]
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/responses/r1"), ("POST", "/v1/responses/r1/cancel")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/responses/r1"), ("POST", "/v1/responses/r1/cancel")]
+)
 async def test_stored_responses_do_not_exist(method: str, path: str) -> None:
     """Asking for one is vLLM's 404, with the reason."""
     async with world() as w:
         answer = await w.ask(path, b"", method=method)
         error = answer.json["error"]
-        assert (answer.status, error["type"], error["param"]) == (404, "invalid_request_error", "response_id")
+        assert (answer.status, error["type"], error["param"]) == (
+            404,
+            "invalid_request_error",
+            "response_id",
+        )
         assert error["message"].startswith("Response with id 'r1' not found")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openai_client_responses(stream: bool) -> None:
-    """The official client's plain `responses.create` works, whole and streamed, with the same result both ways."""
+    """The official client's plain `responses.create` works, whole and streamed, with the same
+    result both ways.
+    """
     import openai  # a second, which each process that collects tests would take
 
     given: Any = {"model": "tiny", "input": PROMPT, "max_output_tokens": 8}
     async with world() as w:
-        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{w.port}/v1", api_key="x", max_retries=0)
+        client = openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{w.port}/v1", api_key="x", max_retries=0
+        )
         async with client:
             if stream:
                 answered = await client.responses.create(**given, stream=True)

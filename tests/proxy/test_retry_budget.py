@@ -1,4 +1,6 @@
-"""Of many requests whose engine fails, a share is tried again at once: the others wait, and all end rightly."""
+"""Of many requests whose engine fails, a share is tried again at once: the others wait, and all end
+rightly.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
 LIMITS = {"min_retries": 1, "retry_share": 0.01}
-ROUTES = [(COMPLETIONS, completion()), ("/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 4})]
+ROUTES = [
+    (COMPLETIONS, completion()),
+    ("/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 4}),
+]
 
 
 class Gate:
@@ -42,12 +47,16 @@ def script(engine: FakeEngine, path: str, what: Callable[[Reply], Awaitable[None
         engine.admin[path] = what
 
 
-async def failing(w: World, gate: Gate, path: str, body: Any, count: int) -> list[asyncio.Future[Any]]:
+async def failing(
+    w: World, gate: Gate, path: str, body: Any, count: int
+) -> list[asyncio.Future[Any]]:
     """Begin so many requests that all fail once, and are then tried at a gate."""
     first, second = w.decode
     w.mark_down(second, "later")
     script(first, path, held)
-    asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(w.ask(path, body)) for _ in range(count)]
+    asked: list[asyncio.Future[Any]] = [
+        asyncio.ensure_future(w.ask(path, body)) for _ in range(count)
+    ]
     await until(lambda: len(held_at) == count)
     await w.probe()
     script(second, path, gate.serve)
@@ -66,7 +75,9 @@ async def held(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-async def test_a_request_waits_until_another_retry_has_its_data(path: str, body: dict[str, Any]) -> None:
+async def test_a_request_waits_until_another_retry_has_its_data(
+    path: str, body: dict[str, Any]
+) -> None:
     """One at a time here: each gives its place on with its first data, and all are served."""
     held_at.clear()
     gate = Gate()
@@ -82,7 +93,11 @@ async def test_a_request_waits_until_another_retry_has_its_data(path: str, body:
         if path == COMPLETIONS:
             assert {answer.text for answer in answers} == {TEXT}
         assert gate.most == 1
-        assert w.metric("pdproxy_retries", state="running") == w.metric("pdproxy_retries", state="waiting") == 0
+        assert (
+            w.metric("pdproxy_retries", state="running")
+            == w.metric("pdproxy_retries", state="waiting")
+            == 0
+        )
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -112,8 +127,12 @@ async def test_a_request_that_waits_too_long_is_refused(path: str, body: dict[st
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-async def test_a_retry_that_finds_no_engine_gives_its_place_back(path: str, body: dict[str, Any]) -> None:
-    """The only engine has gone down meanwhile: otherwise a few such requests would take all places for ever."""
+async def test_a_retry_that_finds_no_engine_gives_its_place_back(
+    path: str, body: dict[str, Any]
+) -> None:
+    """The only engine has gone down meanwhile: otherwise a few such requests would take all places
+    for ever.
+    """
     async with world(0, 1, limits=LIMITS, leaves=True) as w:
         (engine,) = w.decode
 

@@ -1,4 +1,6 @@
-"""Certificates of clients that are not valid any more, sessions of TLS that are resumed, and handshakes that never end."""
+"""Certificates of clients that are not valid any more, sessions of TLS that are resumed, and
+handshakes that never end.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +82,16 @@ async def code(client: Client) -> str:
 async def test_an_authority_that_is_taken_away_closes_its_connections(
     ours: Side, theirs: Side, another: Side, both: Path
 ) -> None:
-    """Its stream ends with an error, its engine is told, idle connections close; those of the other authority go on."""
+    """Its stream ends with an error, its engine is told, idle connections close; those of the other
+    authority go on.
+    """
     async with world(adjust=front(ours, client_ca=str(both))) as w:
         go = asyncio.Event()
         w.decode[0].script(*[scripts.after_word(go, scripts.one_more_word)] * 2)
-        stream, other = await streams(w, ours.trusting(theirs)), await streams(w, ours.trusting(another))
+        stream, other = (
+            await streams(w, ours.trusting(theirs)),
+            await streams(w, ours.trusting(another)),
+        )
         w.tls = ours.trusting(theirs)
         idle = await w.client()
         idle.send(HEALTH)
@@ -100,7 +107,9 @@ async def test_an_authority_that_is_taken_away_closes_its_connections(
         assert (await other.answer()).status == 200
 
 
-async def test_a_renewed_certificate_of_the_server_ends_nothing(ours: Side, theirs: Side, both: Path) -> None:
+async def test_a_renewed_certificate_of_the_server_ends_nothing(
+    ours: Side, theirs: Side, both: Path
+) -> None:
     """Neither does a new authority beside the old ones."""
     async with world(adjust=front(ours, client_ca=theirs.authority)) as w:
         go = asyncio.Event()
@@ -136,7 +145,9 @@ async def test_a_certificate_that_expires_closes_its_connections(ours: Side, the
 # -- sessions that are resumed
 
 
-def ask(port: int, context: ssl.SSLContext, own: ssl.SSLSession | None = None) -> tuple[ssl.SSLSession, bool]:
+def ask(
+    port: int, context: ssl.SSLContext, own: ssl.SSLSession | None = None
+) -> tuple[ssl.SSLSession, bool]:
     """Ask for /health on a new connection; return its session, and whether that was resumed.
 
     OpenSSL keeps a session only if both sides have said goodbye. Raises EOFError without an answer.
@@ -157,7 +168,9 @@ def ask(port: int, context: ssl.SSLContext, own: ssl.SSLSession | None = None) -
 
 
 @pytest.mark.parametrize("tickets", [True, False], ids=["tickets", "ids"])
-@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["1.2", "1.3"])
+@pytest.mark.parametrize(
+    "version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["1.2", "1.3"]
+)
 async def test_a_session_does_not_outlive_its_authority(
     ours: Side, theirs: Side, another: Side, both: Path, version: ssl.TLSVersion, tickets: bool
 ) -> None:
@@ -177,7 +190,9 @@ async def test_a_session_does_not_outlive_its_authority(
 
 
 async def test_a_session_does_not_outlive_its_certificate(ours: Side, theirs: Side) -> None:
-    """OpenSSL looks at no date when it resumes a session of TLS 1.2. Until the end of the certificate that works."""
+    """OpenSSL looks at no date when it resumes a session of TLS 1.2. Until the end of the
+    certificate that works.
+    """
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
     theirs.sign(not_after=end)
     context = ours.trusting(theirs)
@@ -215,7 +230,9 @@ async def silent(w: World, count: int, address: str = "127.0.0.2") -> list[async
 
 
 async def test_a_handshake_that_never_ends_counts_and_ends(ours: Side) -> None:
-    """It is a connection from the moment at which it is accepted, and is closed after deadlines.client_head."""
+    """It is a connection from the moment at which it is accepted, and is closed after
+    deadlines.client_head.
+    """
     clock = ManualClock()
     async with fronted(ours, clock=clock, deadlines={"client_head": 10}) as w:
         (reader,) = await silent(w, 1)
@@ -229,15 +246,21 @@ async def test_a_handshake_that_never_ends_counts_and_ends(ours: Side) -> None:
 
 
 async def test_connections_without_a_handshake_take_nobody_elses_place(ours: Side) -> None:
-    """At limits.max_connections the client that has the most of them loses one, whether it has begun to speak or not."""
+    """At limits.max_connections the client that has the most of them loses one, whether it has
+    begun to speak or not.
+    """
     async with fronted(ours, limits={"max_connections": 4}) as w:
         await silent(w, 12 * len(w.workers))
-        await until(lambda: w.metric("pdproxy_evicted_total", what="connection") >= 8 * len(w.workers))
+        await until(
+            lambda: w.metric("pdproxy_evicted_total", what="connection") >= 8 * len(w.workers)
+        )
         await until(lambda: w.open_connections <= 4 * len(w.workers))
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
 
 
-async def test_handshakes_have_a_limit_of_their_own(ours: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handshakes_have_a_limit_of_their_own(
+    ours: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the limit on connections: the client with the most handshakes loses the oldest one."""
     monkeypatch.setattr(tls_listener, "MIN_HANDSHAKES", 2)
     async with fronted(ours, limits={"max_connections": 16}) as w:

@@ -1,4 +1,6 @@
-"""Keys that are taken away while their requests run: what each request ends with, and that nothing else ends."""
+"""Keys that are taken away while their requests run: what each request ends with, and that nothing
+else ends.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ async def ends_with(client: Client) -> bytes:
 
 
 async def test_a_running_stream_ends_and_its_engine_is_told(keys: Path) -> None:
-    """An error event and the end; the decode leg is closed; a stream of another key, and the tenant's others, go on."""
+    """An error event and the end; the decode leg is closed; a stream of another key, and the
+    tenant's others, go on.
+    """
     async with world(auth={"api_keys_file": str(keys)}) as w:
         go = asyncio.Event()
         w.decode[0].script(*[scripts.after_word(go, scripts.one_more_word)] * 2)
@@ -73,7 +77,11 @@ async def test_a_running_stream_ends_and_its_engine_is_told(keys: Path) -> None:
         assert code(event.removeprefix(b"data: ")) == "key_revoked"
         await asyncio.wait_for(w.decode[0].requests[0].left.wait(), LONG)
         ended = await w.ended()
-        assert (ended.status, ended.outcome, ended.error) == (200, "client", "The key of this request was revoked.")
+        assert (ended.status, ended.outcome, ended.error) == (
+            200,
+            "client",
+            "The key of this request was revoked.",
+        )
         client.post(COMPLETIONS, completion(), bearer("one"))
         assert code((await client.answer()).body) == "invalid_api_key"
         go.set()
@@ -235,12 +243,19 @@ async def test_a_whole_answer_of_a_passed_route_is_not_given(keys: Path) -> None
 
 
 async def test_other_changes_of_the_file_end_nothing(keys: Path) -> None:
-    """A key that gets a name, and smaller limits, is the same key; a file that can't be read takes no key away."""
+    """A key that gets a name, and smaller limits, is the same key; a file that can't be read takes
+    no key away.
+    """
     async with world(auth={"api_keys_file": str(keys)}) as w:
         go = asyncio.Event()
         w.decode[0].script(scripts.after_word(go, scripts.one_more_word))
         client = await streams(w, "one")
-        for text in ("# a comment\none\n", "a:one inflight=3\n", "a:one inflight=1 rpm=1\n", "two words\n"):
+        for text in (
+            "# a comment\none\n",
+            "a:one inflight=3\n",
+            "a:one inflight=1 rpm=1\n",
+            "two words\n",
+        ):
             take_away(w, keys, text)
         keys.unlink()
         w.look_at_files()
@@ -274,14 +289,17 @@ async def test_an_end_that_is_moved_to_before_now(keys: Path) -> None:
 
 
 async def test_a_key_ends_at_its_time(keys: Path) -> None:
-    """A request that runs then is ended, one time; a key without an end, and one whose end has not come, are left alone."""
+    """A request that runs then is ended, one time; a key without an end, and one whose end has not
+    come, are left alone.
+    """
     async with world(auth={"api_keys_file": str(keys)}) as w:
         w.decode[0].script(*[scripts.after_word(asyncio.Event(), scripts.one_more_word)] * 2)
         client, other = await streams(w, "one"), await streams(w, "two")
         clock = [100.0]
         ends = {digest(b"one"): 200.0, digest(b"two"): 300.0}
         watching = [
-            Revoking(one.credentials.keys, one.connections, lambda: ends, lambda: clock[0]) for one in w.workers
+            Revoking(one.credentials.keys, one.connections, lambda: ends, lambda: clock[0])
+            for one in w.workers
         ]
         for clock[0], over in ((199.0, 0), (200.0, 1), (201.0, 1)):
             for one in watching:
@@ -299,7 +317,9 @@ async def test_a_key_ends_at_its_time(keys: Path) -> None:
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Hold up questions for engines. Returns what lets them go on, and what is set once one has come."""
+    """Hold up questions for engines. Returns what lets them go on, and what is set once one has
+    come.
+    """
     go, waits = asyncio.Event(), asyncio.Event()
     engines = AdminApi.engines
 
@@ -314,11 +334,15 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Eve
 
 
 CHANGES = [("two\n", 401, "key_revoked"), ("a:one read-only\n", 403, 403)]
-"""Of a file that holds the key `one`: the file behind it, and the status and the code of the answer."""
+"""Of a file that holds the key `one`: the file behind it, and the status and the code of the
+answer.
+"""
 
 
 @pytest.mark.parametrize(("after", "status", "why"), CHANGES, ids=["taken away", "read-only"])
-async def test_an_order_whose_key_changes_does_nothing(keys: Path, after: str, status: int, why: object) -> None:
+async def test_an_order_whose_key_changes_does_nothing(
+    keys: Path, after: str, status: int, why: object
+) -> None:
     """The body of the order comes later than the change of the file."""
     async with world(auth={"admin_keys_file": str(keys)}) as w, admin(w) as api:
         client = await Client.connect(api.port)
@@ -343,7 +367,9 @@ async def test_an_order_behind_another_request_whose_key_changes(
     async with world(decode=2, auth={"admin_keys_file": str(keys)}) as w, admin(w) as api:
         client = await Client.connect(api.port)
         engine = f"{BASE}/engines/{w.decode[0].url.replace('/', '%2F')}"
-        assert (await api.ask("POST", f"{engine}/drain", {"seconds": 60}, bearer("one"))).status == 202
+        assert (
+            await api.ask("POST", f"{engine}/drain", {"seconds": 60}, bearer("one"))
+        ).status == 202
         listed = request("GET", f"{BASE}/engines", b"", bearer("one"))
         client.send(listed + request("POST", f"{engine}/undrain", b"", bearer("one")))
         await waits.wait()
@@ -352,11 +378,15 @@ async def test_an_order_behind_another_request_whose_key_changes(
         assert (await client.answer()).status == (401 if status == 401 else 200)
         answer = await client.answer()
         assert (answer.status, code(answer.body)) == (status, why)
-        assert all(any(ledger_engine.draining for ledger_engine in one.ledger.engines) for one in w.workers)
+        assert all(
+            any(ledger_engine.draining for ledger_engine in one.ledger.engines) for one in w.workers
+        )
         client.close()
 
 
-async def test_an_answer_is_not_given_to_a_key_that_is_taken_away(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_is_not_given_to_a_key_that_is_taken_away(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Answers that wait for others, as those of several workers do."""
     go, waits = held_up(monkeypatch)
     async with world(auth={"admin_keys_file": str(keys)}) as w, admin(w) as api:

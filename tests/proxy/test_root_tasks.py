@@ -1,4 +1,6 @@
-"""The tasks that must run for as long as the process: each of them may fail, and is started again where an operator sees it."""
+"""The tasks that must run for as long as the process: each of them may fail, and is started again
+where an operator sees it.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,12 @@ class Failing:
 
 
 @pytest.mark.parametrize("which", ["follow files", "canaries", "outliers", "probe"])
-async def test_each_task_is_started_again(which: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It fails three times and works from then on: counted, in /ready until it has run well for a while, in the log by place."""
+async def test_each_task_is_started_again(
+    which: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails three times and works from then on: counted, in /ready until it has run well for a
+    while, in the log by place.
+    """
     keys = tmp_path / "keys"
     keys.write_text("sk-one\n")
     made: list[tuple[str, Failing]] = []
@@ -83,11 +89,15 @@ async def test_each_task_is_started_again(which: str, tmp_path: Path, caplog: py
         (detail,) = [line for line in answer.json["details"] if "background task" in line]
         assert f"background task {name} has failed 3 times, the last time by ValueError" in detail
         assert w.metric("pdproxy_task_restarts_total", task=name) == FAILURES
-        assert (await w.ask(COMPLETIONS, completion(), [("authorization", "Bearer sk-one")])).status == 200
+        assert (
+            await w.ask(COMPLETIONS, completion(), [("authorization", "Bearer sk-one")])
+        ).status == 200
         assert w.proxy.tasks.shortcomings()
         seconds = Pauses().well
         assert not w.proxy.tasks.shortcomings()
-        assert not [line for line in (await w.get("/ready")).json["details"] if "background task" in line]
+        assert not [
+            line for line in (await w.get("/ready")).json["details"] if "background task" in line
+        ]
         assert w.metric("pdproxy_task_restarts_total", task=name) == FAILURES
         assert failing.runs == FAILURES + 1
     lines = [one.getMessage() for one in caplog.records if "background task" in one.getMessage()]
@@ -97,16 +107,26 @@ async def test_each_task_is_started_again(which: str, tmp_path: Path, caplog: py
 
 
 async def test_no_other_task_must_always_run(tmp_path: Path) -> None:
-    """All of a proxy's tasks are among those that are started again: a new one belongs into the test above."""
+    """All of a proxy's tasks are among those that are started again: a new one belongs into the
+    test above.
+    """
     keys = tmp_path / "keys"
     keys.write_text("sk-one\n")
-    async with world(auth={"api_keys_file": str(keys)}, adjust=tokenizing, library=Shelf(model=SimTokenizer())) as w:
-        assert {name for name, _ in w.proxy.tasks.failures()} == {*owners(w), "deadlines", "notices"}
+    async with world(
+        auth={"api_keys_file": str(keys)}, adjust=tokenizing, library=Shelf(model=SimTokenizer())
+    ) as w:
+        assert {name for name, _ in w.proxy.tasks.failures()} == {
+            *owners(w),
+            "deadlines",
+            "notices",
+        }
         assert len(w.proxy.tasks) == len(owners(w))
 
 
 async def test_a_notice_that_can_not_be_handled() -> None:
-    """What fails at one message leaves those behind it: they are received, and the failure is in /ready."""
+    """What fails at one message leaves those behind it: they are received, and the failure is in
+    /ready.
+    """
     async with pool("lmcache-pd") as p:
         proxy = p.world.proxy
         received: list[str] = []
@@ -129,8 +149,13 @@ async def test_a_notice_that_can_not_be_handled() -> None:
                 sender.send(msgspec.msgpack.encode({"req_id": f"leg-{number}"}))
             await until(lambda: len(received) == 3)
         assert p.world.metric("pdproxy_task_restarts_total", task="notices") == 1
-        (detail,) = [line for line in (await p.world.get("/ready")).json["details"] if "background task" in line]
+        (detail,) = [
+            line
+            for line in (await p.world.get("/ready")).json["details"]
+            if "background task" in line
+        ]
         assert (
-            "background task notices has failed 1 times, the last time by ValueError, and has continued for" in detail
+            "background task notices has failed 1 times, the last time by ValueError, and has "
+            "continued for" in detail
         )
         assert SECRET not in detail

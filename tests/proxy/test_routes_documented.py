@@ -12,15 +12,26 @@ PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "routes.md").read_tex
 
 
 def test_the_table_is_documented() -> None:
-    """docs/reference/routes.md has a line for each entry, with its methods and its reason, and no other."""
+    """docs/reference/routes.md has a line for each entry, with its methods and its reason, and no
+    other.
+    """
     rows = [line for line in PAGE.splitlines() if line.startswith("| `/")]
-    wanted = [f"| `{e.path}` | {', '.join(e.methods)} | {e.kind.value} | {e.audience.value} | {e.why} |" for e in TABLE]
+    wanted = [
+        f"| `{e.path}` | {', '.join(e.methods)} | {e.kind.value} | {e.audience.value} | {e.why} |"
+        for e in TABLE
+    ]
     assert rows == wanted
 
 
 def test_the_routes_of_vllm_that_are_absent_are_documented() -> None:
-    """docs/reference/routes.md names each route that vLLM has and pdproxy has not, with a reason."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| `(GET|POST|DELETE) /", line)]
+    """docs/reference/routes.md names each route that vLLM has and pdproxy has not, with a
+    reason.
+    """
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in PAGE.splitlines()
+        if re.match(r"\| `(GET|POST|DELETE) /", line)
+    ]
     assert all(len(row) == 2 and len(row[1]) > 10 for row in rows)
     named = [tuple(one.split()) for row in rows for one in re.findall(r"`([A-Z]+ /[^`]*)`", row[0])]
     ours = {(method, entry.path) for entry in TABLE for method in entry.methods}

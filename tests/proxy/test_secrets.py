@@ -1,4 +1,6 @@
-"""Nothing secret leaves: markers as keys and prompts, many ways to fail, and all that an operator or a client can read."""
+"""Nothing secret leaves: markers as keys and prompts, many ways to fail, and all that an operator
+or a client can read.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,17 @@ class Read:
         self.texts: list[tuple[str, str]] = []
 
     async def ask(self, w: World, *args: Any, **more: Any) -> int:
-        """Ask, and keep the answer if it is an error. The prompt may be in it: engines quote it to whom it belongs."""
+        """Ask, and keep the answer if it is an error. The prompt may be in it: engines quote it to
+        whom it belongs.
+        """
         answer = await w.ask(*args, **more)
         if answer.status != 200 or b'"error"' in answer.body:
-            self.texts.append((f"answer {answer.status}", answer.body.decode().replace(SAID, "") + str(answer.headers)))
+            self.texts.append(
+                (
+                    f"answer {answer.status}",
+                    answer.body.decode().replace(SAID, "") + str(answer.headers),
+                )
+            )
         return answer.status
 
     async def pages(self, w: World) -> None:
@@ -52,7 +61,12 @@ class Read:
             answer = await w.get(path)
             self.texts.append((path, answer.body.decode() + str(answer.headers)))
         self.texts.append(
-            ("repr", repr(w.proxy.settings) + repr(w.proxy.service.keys) + repr(list(w.proxy.engines.values())))
+            (
+                "repr",
+                repr(w.proxy.settings)
+                + repr(w.proxy.service.keys)
+                + repr(list(w.proxy.engines.values())),
+            )
         )
         self.texts.append(("config print", dump(w.proxy.settings)))
 
@@ -61,7 +75,9 @@ class Read:
         formats = (TextFormatter(), JsonFormatter())
         lines = [("log", one.format(record)) for record in self.caplog.records for one in formats]
         assert any("request" in line for _, line in lines), "the log was not captured"
-        assert [text for text in (*self.texts, *lines) if MARK in text[1] or MARK in repr(text[1])] == []
+        assert [
+            text for text in (*self.texts, *lines) if MARK in text[1] or MARK in repr(text[1])
+        ] == []
 
 
 @pytest.fixture
@@ -78,7 +94,9 @@ def with_node_key(settings: Settings) -> Settings:
 
 
 async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
-    """Wrong keys, engines that refuse, fail, hang up and send invalid data, bad bodies: no marker is read anywhere."""
+    """Wrong keys, engines that refuse, fail, hang up and send invalid data, bad bodies: no marker
+    is read anywhere.
+    """
     path = tmp_path / "keys"
     path.write_text(FILE_KEY)
     auth = {"api_keys": (PROXY_KEY,), "api_keys_file": str(path), "engine_api_key": ENGINE_KEY}
@@ -101,8 +119,12 @@ async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
             for engine in (*w.prefill, *w.decode):
                 engine.script(end)
             for stream in (False, True):
-                await read.ask(w, COMPLETIONS, completion(prompt=PROMPT, stream=stream), bearer(PROXY_KEY))
-                await read.ask(w, CHAT, chat(messages=[{"role": "user", "content": PROMPT}]), bearer(FILE_KEY))
+                await read.ask(
+                    w, COMPLETIONS, completion(prompt=PROMPT, stream=stream), bearer(PROXY_KEY)
+                )
+                await read.ask(
+                    w, CHAT, chat(messages=[{"role": "user", "content": PROMPT}]), bearer(FILE_KEY)
+                )
         for headers in (
             [],
             bearer(WRONG_KEY),
@@ -135,8 +157,12 @@ async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
     read.nothing_secret()
 
 
-async def test_a_crash_of_our_own_quotes_nothing(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect whose exception holds the prompt and the key is logged by its type and its place alone."""
+async def test_a_crash_of_our_own_quotes_nothing(
+    read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect whose exception holds the prompt and the key is logged by its type and its place
+    alone.
+    """
 
     def crash(self: GeneratingRequest) -> None:
         incoming = self._incoming
@@ -144,14 +170,18 @@ async def test_a_crash_of_our_own_quotes_nothing(read: Read, monkeypatch: pytest
         try:
             int(incoming.body)
         except ValueError as error:
-            raise RuntimeError(f"can't serve {incoming.body!r} of {incoming.authorization!r}") from error
+            raise RuntimeError(
+                f"can't serve {incoming.body!r} of {incoming.authorization!r}"
+            ) from error
 
     monkeypatch.setattr(GeneratingRequest, "read", crash)
     async with world(auth={"api_keys": (PROXY_KEY,)}) as w:
         assert await read.ask(w, COMPLETIONS, completion(prompt=PROMPT), bearer(PROXY_KEY)) == 500
         await read.pages(w)
     read.nothing_secret()
-    (line,) = [r.getMessage() for r in read.caplog.records if "failed in pdproxy itself" in r.getMessage()]
+    (line,) = [
+        r.getMessage() for r in read.caplog.records if "failed in pdproxy itself" in r.getMessage()
+    ]
     assert "RuntimeError at " in line
     assert "ValueError at " in line
     assert "crash" in line
@@ -167,7 +197,9 @@ async def test_engines_that_want_another_key(read: Read) -> None:
         for engine in w.engines:
             engine.admin["/health"] = engine.admin["/v1/models"] = refuse
 
-    async with world(auth={"api_keys": (PROXY_KEY,), "engine_api_key": ENGINE_KEY}, before=locked) as w:
+    async with world(
+        auth={"api_keys": (PROXY_KEY,), "engine_api_key": ENGINE_KEY}, before=locked
+    ) as w:
         assert "401" in (await w.get("/ready")).json["reason"]
         await read.ask(w, COMPLETIONS, completion(prompt=PROMPT), bearer(PROXY_KEY))
         await read.pages(w)
@@ -183,7 +215,9 @@ async def test_engines_that_are_not_trusted(read: Read, tmp_path: Path) -> None:
 
     def adjust(settings: Settings) -> Settings:
         (pool,) = settings.pools
-        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, tls=EngineTls(ca=str(other))),))
+        return msgspec.structs.replace(
+            settings, pools=(msgspec.structs.replace(pool, tls=EngineTls(ca=str(other))),)
+        )
 
     served = listen_context(ListenTls(certificate=str(tmp_path / "cert.pem")))
     auth = {"api_keys": (PROXY_KEY,), "engine_api_key": ENGINE_KEY}
@@ -202,7 +236,11 @@ async def test_engines_that_are_not_trusted(read: Read, tmp_path: Path) -> None:
         f"auth: {{engine_api_key: '{MARK}', engine_api_key_file: x}}",
         f"pools: [{{nodes: [{{url: 'http://a:1', role: decode, api_key: '{MARK} {MARK}'}}]}}]",
         f"pools: [{{nodes: [{{url: 'http://a:1', role: decode, api_key: ['{MARK}']}}]}}]",
-        f"pools: [{{nodes: [{{url: 'http://a:1', role: decode, api_key: '{MARK}', api_key_file: x}}]}}]",
+        (
+            f"pools: [{{nodes: [{{url: 'http://a:1', role: decode, api_key: '{MARK}', "
+            f"api_key_file: "
+            f"x}}]}}]"
+        ),
         f"pools: [{{nodes: [{{url: 'https://user:{MARK}@a:1', role: decode}}]}}]",
         f"pools: [{{nodes: [{{url: 'http://{MARK}@a:1/v1', role: decode}}]}}]",
     ],
@@ -216,7 +254,9 @@ def test_settings_that_are_refused(tmp_path: Path, text: str) -> None:
     assert MARK.lower() not in str(caught.value).lower()
 
 
-def test_config_print_masks_the_key_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_print_masks_the_key_of_a_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The key of one engine is masked like all others, and a mask is not taken for a key."""
     path = tmp_path / "x.yaml"
     path.write_text(f"pools: [{{nodes: [{{url: 'https://a', role: decode, api_key: '{MARK}'}}]}}]")

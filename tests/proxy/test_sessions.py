@@ -1,4 +1,6 @@
-"""Policies that need more than loads: sessions by a header or the body's `user`; labels that pair engines; whole on prefill."""
+"""Policies that need more than loads: sessions by a header or the body's `user`; labels that pair
+engines; whole on prefill.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,29 @@ from tests.fakes.passed import asked as requests_of
 from tests.fakes.passed import everyone, fine
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 
-LONG_PROMPT = "a prompt that has some blocks of KV, because it goes on for a while, and then some more"
+LONG_PROMPT = (
+    "a prompt that has some blocks of KV, because it goes on for a while, and then some more"
+)
 
 
-def adjusted(*, labels: tuple[str, ...] = (), engines: dict[str, Any] | None = None, **pool: Any) -> Any:
-    """What changes a world's settings: the pool's, and those of all its prefill engines; `labels` are those of the engines."""
+def adjusted(
+    *, labels: tuple[str, ...] = (), engines: dict[str, Any] | None = None, **pool: Any
+) -> Any:
+    """What changes a world's settings: the pool's, and those of all its prefill engines; `labels`
+    are those of the engines.
+    """
 
     def adjust(settings: Settings) -> Settings:
         replace, old = msgspec.structs.replace, settings.pool
-        made = [replace(engine, **(engines or {})) if engine.role == "prefill" else engine for engine in old.nodes]
+        made = [
+            replace(engine, **(engines or {})) if engine.role == "prefill" else engine
+            for engine in old.nodes
+        ]
         if labels:
-            made = [replace(engine, labels={"rack": label}) for engine, label in zip(made, labels, strict=True)]
+            made = [
+                replace(engine, labels={"rack": label})
+                for engine, label in zip(made, labels, strict=True)
+            ]
         return replace(settings, pools=(replace(old, nodes=tuple(made), **pool),))
 
     return adjust
@@ -47,7 +61,9 @@ async def test_a_session_by_its_header_stays() -> None:
         homes = [await asked(w, [("X-Session-ID", f"s{n}")]) for n in range(4)]
         assert [len(home) for home in homes] == [2] * 4
         assert len(set().union(*homes)) > 2
-        assert any("s3" in str(request.headers) for engine in w.decode for request in engine.requests)
+        assert any(
+            "s3" in str(request.headers) for engine in w.decode for request in engine.requests
+        )
 
 
 async def test_a_session_by_the_bodys_user_stays() -> None:
@@ -75,7 +91,12 @@ async def test_the_header_is_the_settings() -> None:
     chosen = PoolPolicy(prefill="session", decode="session", session_header="X-My-Talk")
     async with world(3, 3, adjust=adjusted(policy=chosen)) as w:
         assert len(await asked(w, [("x-my-TALK", "one")])) == 2
-        assert not [r for engine in w.engines for r in engine.requests if "x-my-talk" in str(r.headers).lower()]
+        assert not [
+            r
+            for engine in w.engines
+            for r in engine.requests
+            if "x-my-talk" in str(r.headers).lower()
+        ]
         assert len(await asked(w, [("X-Session-ID", "one")])) == 6
 
 
@@ -108,7 +129,10 @@ async def test_routes_that_are_never_split_have_sessions_by_the_header() -> None
         for n in range(6):
             body = {"model": "tiny", "prompt": f"some text {n}"}
             assert (await w.ask("/tokenize", body, [("X-Session-ID", "s")])).status == 200
-        counts = [requests_of(engine, "/tokenize") - old for engine, old in zip(w.decode, before, strict=True)]
+        counts = [
+            requests_of(engine, "/tokenize") - old
+            for engine, old in zip(w.decode, before, strict=True)
+        ]
         assert sorted(counts) == [0, 0, 6]
 
 
@@ -116,7 +140,9 @@ async def test_what_an_invocation_sends_whole_has_its_session_by_the_header() ->
     async with world(1, 3, adjust=SESSION) as w:
         everyone(w, "/invocations", fine)
         for n in range(6):
-            answer = await w.ask("/invocations", {"input": f"some text {n}"}, [("X-Session-ID", "s")])
+            answer = await w.ask(
+                "/invocations", {"input": f"some text {n}"}, [("X-Session-ID", "s")]
+            )
             assert answer.status == 200
         assert sorted(requests_of(engine, "/invocations") for engine in w.decode) == [0, 0, 6]
 
@@ -125,11 +151,18 @@ async def test_what_an_invocation_sends_whole_has_its_session_by_the_header() ->
 
 
 async def test_engines_pair_only_within_a_label() -> None:
-    """Racks a and b, with one prefill and one decode engine each: no KV crosses, and /ready has nothing to say about it."""
-    async with world(2, 2, adjust=adjusted(labels=("a", "b", "b", "a"), pair_within=("rack",))) as w:
+    """Racks a and b, with one prefill and one decode engine each: no KV crosses, and /ready has
+    nothing to say about it.
+    """
+    async with world(
+        2, 2, adjust=adjusted(labels=("a", "b", "b", "a"), pair_within=("rack",))
+    ) as w:
         for n in range(8):
             assert (await w.ask(COMPLETIONS, completion(prompt=f"{LONG_PROMPT} {n}"))).status == 200
-        pairs = {((await w.ended(n + 1)).legs[0].prefill, (await w.ended(n + 1)).legs[0].decode) for n in range(8)}
+        pairs = {
+            ((await w.ended(n + 1)).legs[0].prefill, (await w.ended(n + 1)).legs[0].decode)
+            for n in range(8)
+        }
         p, d = w.prefill, w.decode
         assert pairs == {(p[0].url, d[1].url), (p[1].url, d[0].url)}
         assert (await w.get("/ready")).json["details"] == []
@@ -137,7 +170,9 @@ async def test_engines_pair_only_within_a_label() -> None:
 
 async def test_a_handle_is_released_within_its_label() -> None:
     async with world(1, 2, adjust=adjusted(labels=("a", "b", "a"), pair_within=("rack",))) as w:
-        engine = w.proxy.ledger.releasing.through(w.prefill[0].url, "tiny", w.proxy.service.resources.now())
+        engine = w.proxy.ledger.releasing.through(
+            w.prefill[0].url, "tiny", w.proxy.service.resources.now()
+        )
         assert engine is not None
         assert engine.url == w.decode[1].url
 
@@ -153,7 +188,9 @@ async def test_engines_without_a_partner_in_their_label_leave_a_pool_degraded() 
 
 
 async def test_a_prefill_engine_may_serve_whole() -> None:
-    """What can't be split goes there first, as to aggregated engines; prompts that can are split."""
+    """What can't be split goes there first, as to aggregated engines; prompts that can are
+    split.
+    """
     async with world(1, 1, adjust=adjusted(nodes={"serves_whole": True})) as w:
         assert (await w.ask(COMPLETIONS, completion(prompt="short"))).status == 200
         assert (await w.ask(COMPLETIONS, completion())).status == 200

@@ -34,7 +34,9 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_file_of_the_settings_is_followed(tmp_path: Path) -> None:
-    """An engine that is no longer in it is drained: its stream ends well. Another one takes its place."""
+    """An engine that is no longer in it is drained: its stream ends well. Another one takes its
+    place.
+    """
     path = tmp_path / "pdproxy.yaml"
 
     def write(*engines: FakeEngine) -> None:
@@ -84,16 +86,23 @@ async def _rest(reply: Reply) -> None:
 
 
 async def test_a_key_file_that_was_moved_takes_no_engine_away(tmp_path: Path) -> None:
-    """The file names the new place wrongly, and the old one is gone: the engine serves on with the key that it has."""
+    """The file names the new place wrongly, and the old one is gone: the engine serves on with the
+    key that it has.
+    """
     key = tmp_path / "key"
     key.write_text("secret")
     async with world(decode=1) as w:
         ledger_engines = [member.settings for member in w.proxy.membership.members.values()]
-        keyed = [msgspec.structs.replace(engine, api_key_file=str(key)) for engine in ledger_engines]
+        keyed = [
+            msgspec.structs.replace(engine, api_key_file=str(key)) for engine in ledger_engines
+        ]
         w.proxy.membership.apply("settings", keyed)
         engines = dict(w.proxy.engines)
         key.unlink()
-        wrong = [msgspec.structs.replace(engine, api_key_file=str(tmp_path / "kye")) for engine in ledger_engines]
+        wrong = [
+            msgspec.structs.replace(engine, api_key_file=str(tmp_path / "kye"))
+            for engine in ledger_engines
+        ]
         with pytest.raises(SettingsError, match="can't be read"):
             w.proxy.membership.apply("settings", wrong)
         assert dict(w.proxy.engines) == engines
@@ -103,7 +112,9 @@ async def test_a_key_file_that_was_moved_takes_no_engine_away(tmp_path: Path) ->
 
 
 async def test_other_settings_are_followed(tmp_path: Path) -> None:
-    """Keys and limits are those of the file with the next request, also on a connection that is open."""
+    """Keys and limits are those of the file with the next request, also on a connection that is
+    open.
+    """
     path = tmp_path / "pdproxy.yaml"
     async with world(decode=1, auth={"api_keys": ("one",)}) as w:
         rows = "".join(f"  - {{url: {one.url}, role: {one.role}}}\n" for one in w.engines)
@@ -121,24 +132,37 @@ async def test_other_settings_are_followed(tmp_path: Path) -> None:
             return (await w.ask(COMPLETIONS, completion(prompt="x" * size), headers)).status
 
         assert [await status("one"), await status("two")] == [200, 401]
-        write("auth: {api_keys: [two]}\nlimits: {max_body_bytes: 1000}\ncontinuations: {parsed: 'off'}\n")
+        write(
+            "auth: {api_keys: [two]}\nlimits: {max_body_bytes: 1000}\ncontinuations: {parsed: "
+            "'off'}\n"
+        )
         await reloading.look(asked=True)
-        assert [await status("one"), await status("two"), await status("two", 2000)] == [401, 200, 413]
+        assert [await status("one"), await status("two"), await status("two", 2000)] == [
+            401,
+            200,
+            413,
+        ]
         details = (await w.get("/ready")).json["details"]
         assert details == ["these settings have changed, and need a restart: continuations.parsed"]
         write("limits: {max_body_bytes: 5000}\n")
         await reloading.look(asked=True)
-        assert [await status("two"), await status("two", 2000)] == [200, 200], "the proxy is not opened to everybody"
+        assert [await status("two"), await status("two", 2000)] == [200, 200], (
+            "the proxy is not opened to everybody"
+        )
         details = (await w.get("/ready")).json["details"]
         assert details == ["these settings have changed, and need a restart: auth.api_keys"]
         write("auth: {api_keys: [three]}\nlimits: {max_body_bytes: 1}\ndeadlines: {total: soon}\n")
         await reloading.look(asked=True)
-        assert [await status("two"), await status("three")] == [200, 401], "a file with a mistake changes nothing"
+        assert [await status("two"), await status("three")] == [200, 401], (
+            "a file with a mistake changes nothing"
+        )
         log.close()
 
 
 async def test_policies_change_while_streams_are_open() -> None:
-    """The new one sees the load that is there; what began under another one ends well, and nothing is counted twice."""
+    """The new one sees the load that is there; what began under another one ends well, and nothing
+    is counted twice.
+    """
     async with world(decode=2) as w:
         old = w.proxy.settings
         live = LiveSettings(w.proxy, lambda _: None)
@@ -152,8 +176,12 @@ async def test_policies_change_while_streams_are_open() -> None:
             streams.append((client, await client.head()))
             assert await client.piece() == WORD
         for name in ("round_robin", "random", "power_of_two", "session", "least_load"):
-            policy = PoolPolicy(placement="split", prefill=name, decode=name, session_header="X-Chat")
-            new = msgspec.structs.replace(old, pools=(msgspec.structs.replace(old.pool, policy=policy),))
+            policy = PoolPolicy(
+                placement="split", prefill=name, decode=name, session_header="X-Chat"
+            )
+            new = msgspec.structs.replace(
+                old, pools=(msgspec.structs.replace(old.pool, policy=policy),)
+            )
             found = changes(old, new)
             assert found.restart == ()
             old = found.used
@@ -162,7 +190,9 @@ async def test_policies_change_while_streams_are_open() -> None:
             for n in range(4):
                 answer = await w.ask(COMPLETIONS, completion(), [("x-chat", str(n))])
                 assert answer.text == TEXT
-            served = [len(engine.requests) - count for engine, count in zip(w.decode, before, strict=True)]
+            served = [
+                len(engine.requests) - count for engine, count in zip(w.decode, before, strict=True)
+            ]
             assert sum(served) == 4
             if name == "round_robin":
                 assert served == [2, 2]
@@ -170,4 +200,6 @@ async def test_policies_change_while_streams_are_open() -> None:
         go.set()
         for client, head in streams:
             assert (await client.rest(head)).body == WORD + answers.end()
-        await until(lambda: not any(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines))
+        await until(
+            lambda: not any(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines)
+        )

@@ -13,12 +13,17 @@ from tests.fakes.ports import free_port
 
 
 async def test_a_process_follows_its_file(tmp_path: Path) -> None:
-    """At SIGHUP it reads the file that the command line names. Its engines are nowhere: they are named in the answer."""
+    """At SIGHUP it reads the file that the command line names. Its engines are nowhere: they are
+    named in the answer.
+    """
     path, port = tmp_path / "pdproxy.yaml", free_port()
     old, new = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
 
     def write(url: str, more: str = "") -> None:
-        path.write_text(f"listen: {{port: {port}}}\npools:\n- nodes:\n  - {{url: {url}, role: aggregated}}\n{more}")
+        path.write_text(
+            f"listen: {{port: {port}}}\npools:\n- nodes:\n  - {{url: {url}, role: aggregated}}\n"
+            f"{more}"
+        )
 
     async def details(wanted: str) -> str:
         async with asyncio.timeout(200):  # to start takes long where nothing is idle
@@ -35,7 +40,9 @@ async def test_a_process_follows_its_file(tmp_path: Path) -> None:
                     return answer.body.decode()
 
     write(old)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")
+    }
     environment["PDPROXY_LISTEN__LINGER"] = "0"
     process = command("serve", "--config", str(path), env=environment)
     try:

@@ -1,4 +1,6 @@
-"""Shares of what all clients use (places, memory for bodies, connections) apply only while others wait."""
+"""Shares of what all clients use (places, memory for bodies, connections) apply only while others
+wait.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
-GREEDY, OTHER, THIRD = ([("authorization", f"Bearer {name}")] for name in ("greedy", "other", "third"))
+GREEDY, OTHER, THIRD = (
+    [("authorization", f"Bearer {name}")] for name in ("greedy", "other", "third")
+)
 KEYS = {"api_keys": ("greedy", "other", "third")}
-EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"%b","finish_reason":null}]}\n\n' % (b"a" * 1500)
+EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"%b","finish_reason":null}]}\n\n' % (
+    b"a" * 1500
+)
 
 
 async def begun(
@@ -43,7 +49,9 @@ async def begun(
 
 
 async def test_a_free_place_goes_to_the_client_with_the_fewest() -> None:
-    """Of three clients that wait, none is served twice before the others are served once; each one's own are in order."""
+    """Of three clients that wait, none is served twice before the others are served once; each
+    one's own are in order.
+    """
     async with world(auth=KEYS, limits={"max_inflight": 1}) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
@@ -57,7 +65,9 @@ async def test_a_free_place_goes_to_the_client_with_the_fewest() -> None:
 
 
 async def test_a_full_queue_has_room_for_a_client_with_less_in_it() -> None:
-    """The newest request of the client with the most in the queue gives way, until both have as many."""
+    """The newest request of the client with the most in the queue gives way, until both have as
+    many.
+    """
     async with world(auth=KEYS, limits={"max_inflight": 1, "max_queue": 3}) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
@@ -94,7 +104,9 @@ async def test_one_client_alone_has_all_places() -> None:
 
 
 async def slow(w: World, clock: ManualClock, count: int) -> None:
-    """Let time pass until so many clients are known to read slowly: they have taken all that the system holds for them."""
+    """Let time pass until so many clients are known to read slowly: they have taken all that the
+    system holds for them.
+    """
     await full(w)
     for _ in range(4):
         await clock.advance(0.5)
@@ -102,7 +114,9 @@ async def slow(w: World, clock: ManualClock, count: int) -> None:
 
 
 async def full(w: World) -> None:
-    """Wait until the system takes nothing more of what is to be sent to clients: nothing changes in many turns of the loop."""
+    """Wait until the system takes nothing more of what is to be sent to clients: nothing changes in
+    many turns of the loop.
+    """
     before = -1
     async with asyncio.timeout(30):
         while not buffered(w) or buffered(w) != before:
@@ -129,7 +143,9 @@ def run_unread(keep: Any, **settings: Any) -> None:
     async def scenario() -> None:
         clock = ManualClock()
         # A look at readers every half second; nobody is dropped for slowness alone.
-        async with world(auth=KEYS, deadlines={"client_write": 6.0}, leaves=True, clock=clock, **settings) as w:
+        async with world(
+            auth=KEYS, deadlines={"client_write": 6.0}, leaves=True, clock=clock, **settings
+        ) as w:
             w.decode[0].script(*[scripts.streams(*[EVENT * 40] * 200, then="stall")] * 2)
             await keep(w, clock)
 
@@ -137,7 +153,9 @@ def run_unread(keep: Any, **settings: Any) -> None:
 
 
 def test_a_reader_that_is_too_slow_gives_way_to_a_client_that_waits() -> None:
-    """Its places are more than its share, and it takes nothing of what was made for it: one of its streams ends for another's."""
+    """Its places are more than its share, and it takes nothing of what was made for it: one of its
+    streams ends for another's.
+    """
 
     async def keep(w: World, clock: ManualClock) -> None:
         await unread(w, GREEDY)
@@ -175,7 +193,9 @@ def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
 
 
 def test_a_slow_reader_within_its_share_stays() -> None:
-    """One place of two for each of two clients: the one that waits, waits on, although the other one reads nothing."""
+    """One place of two for each of two clients: the one that waits, waits on, although the other
+    one reads nothing.
+    """
 
     async def keep(w: World, clock: ManualClock) -> None:
         await unread(w, GREEDY)
@@ -193,11 +213,15 @@ def test_a_slow_reader_within_its_share_stays() -> None:
 
 @pytest.mark.parametrize(("rate", "dropped"), [(1_000_000, 1), (0, 0)])
 def test_a_trickle_is_not_reading(rate: int, dropped: int) -> None:
-    """A client that takes some bytes now and then is dropped after the deadline where that is under the floor; else it stays."""
+    """A client that takes some bytes now and then is dropped after the deadline where that is under
+    the floor; else it stays.
+    """
 
     async def run() -> None:
         async with world(
-            deadlines={"client_write": 1.2, "between_tokens": 20}, limits={"min_read_rate": rate}, leaves=True
+            deadlines={"client_write": 1.2, "between_tokens": 20},
+            limits={"min_read_rate": rate},
+            leaves=True,
         ) as w:
             w.decode[0].script(scripts.streams(*[EVENT * 40] * 200, then="stall"))
             with socket.socket() as sock:
@@ -226,7 +250,9 @@ def stalled(size: int, headers: list[tuple[str, str]], path: str = COMPLETIONS) 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
 async def test_a_stalled_body_gives_way_to_a_client_with_less(path: str) -> None:
-    """Where there is no space, the body that has waited longest of the client that holds the most is refused with 503."""
+    """Where there is no space, the body that has waited longest of the client that holds the most
+    is refused with 503.
+    """
     async with world(auth=KEYS, limits={"max_buffered_bytes": 8000, "max_body_bytes": 4000}) as w:
         first, second = await w.client(), await w.client()
         first.send(stalled(3000, GREEDY, path))
@@ -273,9 +299,13 @@ async def test_a_client_with_its_share_gets_no_more_of_others() -> None:
 
 
 async def test_bodies_in_service_leave_room_for_others() -> None:
-    """A body in service is never dropped: an eighth of the memory is reserved for clients that hold less than their share."""
+    """A body in service is never dropped: an eighth of the memory is reserved for clients that hold
+    less than their share.
+    """
     go = asyncio.Event()
-    async with world(auth=KEYS, limits={"max_buffered_bytes": 16_000, "max_body_bytes": 16_000}) as w:
+    async with world(
+        auth=KEYS, limits={"max_buffered_bytes": 16_000, "max_body_bytes": 16_000}
+    ) as w:
         w.prefill[0].script(scripts.gate(go, prefill))
         large = json.dumps(completion(user="x" * 13_500)).encode()
         greedy = await w.client()
@@ -295,7 +325,9 @@ async def test_bodies_in_service_leave_room_for_others() -> None:
 
 
 async def test_an_idle_connection_gives_way_to_a_new_one() -> None:
-    """Of the client with the most connections the oldest idle one is closed; one that is being served is not."""
+    """Of the client with the most connections the oldest idle one is closed; one that is being
+    served is not.
+    """
     go = asyncio.Event()
     async with world(limits={"max_connections": 4}) as w:
         w.prefill[0].script(scripts.gate(go, prefill))
@@ -317,7 +349,9 @@ async def test_an_idle_connection_gives_way_to_a_new_one() -> None:
 
 
 async def test_half_a_request_is_idle() -> None:
-    """A connection on which a body stands still is refused for a new one: no engine is at work for it."""
+    """A connection on which a body stands still is refused for a new one: no engine is at work for
+    it.
+    """
     async with world(limits={"max_connections": 2}) as w:
         halves = [await w.client() for _ in range(2)]
         for client in halves:
@@ -346,7 +380,9 @@ async def test_a_connection_too_many_is_told_so() -> None:
 
 
 async def test_a_client_with_fewer_connections_loses_none() -> None:
-    """A client that has the most already does not take another's: it gets its own oldest idle one's place."""
+    """A client that has the most already does not take another's: it gets its own oldest idle one's
+    place.
+    """
     async with world(limits={"max_connections": 4}) as w:
         other = await w.client(address="127.0.0.2")
         await until(lambda: w.open_connections == 1)
@@ -362,19 +398,25 @@ async def test_a_client_with_fewer_connections_loses_none() -> None:
 
 
 async def test_clients_behind_a_trusted_proxy_are_told_apart() -> None:
-    """By the last address in X-Forwarded-For that is no trusted proxy's; from any other peer the header is ignored."""
+    """By the last address in X-Forwarded-For that is no trusted proxy's; from any other peer the
+    header is ignored.
+    """
 
     def trusting(settings: Settings) -> Settings:
         import msgspec
 
-        listen = msgspec.structs.replace(settings.listen, trusted_proxies=("127.0.0.1", "10.0.0.0/8"))
+        listen = msgspec.structs.replace(
+            settings.listen, trusted_proxies=("127.0.0.1", "10.0.0.0/8")
+        )
         return msgspec.structs.replace(settings, listen=listen)
 
     async with world(limits={"max_inflight": 1}, adjust=trusting) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
         hops = ["1.1.1.1", "1.1.1.1", "::ffff:1.1.1.1", "6.6.6.6, 2.2.2.2, ::ffff:10.1.2.3"]
-        clients = [await begun(w, f"r{n}", [("x-forwarded-for", hop)]) for n, hop in enumerate(hops)]
+        clients = [
+            await begun(w, f"r{n}", [("x-forwarded-for", hop)]) for n, hop in enumerate(hops)
+        ]
         names = {client.name for client in w.proxy.known_clients}
         assert {"1.1.1.1", "2.2.2.2"} <= names
         assert "6.6.6.6" not in names, "the client made that one up"
@@ -410,7 +452,9 @@ async def test_nobody_is_remembered() -> None:
 # -- answers
 
 
-async def unread_answer(w: World, headers: list[tuple[str, str]], path: str = COMPLETIONS) -> Client:
+async def unread_answer(
+    w: World, headers: list[tuple[str, str]], path: str = COMPLETIONS
+) -> Client:
     """A whole answer that its client does not read."""
     before = len(w.events(RequestEnded))
     client = await w.client(receive_buffer=4096)
@@ -423,7 +467,9 @@ async def unread_answer(w: World, headers: list[tuple[str, str]], path: str = CO
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
 def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
-    """Beyond it, the client with the most unread loses its oldest; others get theirs, and streams go on."""
+    """Beyond it, the client with the most unread loses its oldest; others get theirs, and streams
+    go on.
+    """
 
     async def run() -> None:
         size = 16 << 20  # far more than the kernel takes of it
@@ -442,8 +488,12 @@ def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
             assert w.metric("pdproxy_held_bytes", what="unread") == held[2]
             assert w.metric("pdproxy_connections") == 2
             assert w.metric("pdproxy_evicted_total", what="answer") == 1
-            greedy, other = (sum(own.values()) for own in w.proxy.unread_answers._by_client.values())
-            assert greedy == held[1] - held[0], "its second answer, whole: as much of it as when it came"
+            greedy, other = (
+                sum(own.values()) for own in w.proxy.unread_answers._by_client.values()
+            )
+            assert greedy == held[1] - held[0], (
+                "its second answer, whole: as much of it as when it came"
+            )
             assert size // 2 < other < size, "nothing of the other's answer was dropped"
             assert held[2] == greedy + other
             assert w.proxy.answer_budget.held == 0, "engines' legs have all of their memory"
@@ -461,8 +511,9 @@ def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
 
 
 async def test_a_flood_of_evicted_connections_has_a_bound() -> None:
-    """Evicted ones count until they are closed, and only some get an answer: open files are never beyond the
-    bound for long."""
+    """Evicted ones count until they are closed, and only some get an answer: open files are never
+    beyond the bound for long.
+    """
     async with world(limits={"max_connections": 8}) as w:
         for _ in range(80):
             client = await w.client()
@@ -475,7 +526,9 @@ async def test_a_flood_of_evicted_connections_has_a_bound() -> None:
 
 
 async def test_busy_connections_shield_no_idle_ones() -> None:
-    """However many of a client's oldest connections are busy, its idle ones are found behind them."""
+    """However many of a client's oldest connections are busy, its idle ones are found behind
+    them.
+    """
     go = asyncio.Event()
     async with world(limits={"max_connections": MAX_SEARCHED + 20}) as w:
         w.prefill[0].script(*[scripts.gate(go, prefill)] * (MAX_SEARCHED + 4))
@@ -507,7 +560,9 @@ async def test_an_empty_body_makes_nobody_a_holder() -> None:
 
 
 def test_a_passed_stream_is_its_own_clients() -> None:
-    """A slow reader of a route that is passed to one engine is known by its key, and gives way as any other."""
+    """A slow reader of a route that is passed to one engine is known by its key, and gives way as
+    any other.
+    """
 
     async def keep(w: World, clock: ManualClock) -> None:
         w.decode[0].scripts.clear()
@@ -515,7 +570,12 @@ def test_a_passed_stream_is_its_own_clients() -> None:
         for _ in range(2):
             client = await w.client(receive_buffer=4096)
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            body = {"model": "tiny", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "x"}]}
+            body = {
+                "model": "tiny",
+                "max_tokens": 4,
+                "stream": True,
+                "messages": [{"role": "user", "content": "x"}],
+            }
             client.send(request("POST", "/v1/messages", body, GREEDY))
         await until(lambda: w.inflight == 2)
         await slow(w, clock, 1)

@@ -1,4 +1,6 @@
-"""SIGHUP beside open streams, and at the start: it ends nothing, and is said in the log, however many come."""
+"""SIGHUP beside open streams, and at the start: it ends nothing, and is said in the log, however
+many come.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.fakes.world import COMPLETIONS, completion
 
 
 async def test_a_hangup_ends_no_stream(tmp_path: Path) -> None:
-    """The stream goes on to its end, new requests are served, one line is logged; SIGTERM ends the process as ever."""
+    """The stream goes on to its end, new requests are served, one line is logged; SIGTERM ends the
+    process as ever.
+    """
     go = asyncio.Event()
 
     async def rest(reply: Reply) -> None:
@@ -52,11 +56,26 @@ async def test_a_hangup_ends_no_stream(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_hangup_while_it_begins(workers: int) -> None:
-    """A service manager sends it as soon as the process is there: the libraries of the server are not loaded yet."""
+    """A service manager sends it as soon as the process is there: the libraries of the server are
+    not loaded yet.
+    """
     port = free_port()
-    words = ["--port", str(port), "--workers", str(workers), "--aggregated", f"127.0.0.1:{free_port()}"]
+    words = [
+        "--port",
+        str(port),
+        "--workers",
+        str(workers),
+        "--aggregated",
+        f"127.0.0.1:{free_port()}",
+    ]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdproxy", "serve", *words, env=ENVIRONMENT, stderr=asyncio.subprocess.DEVNULL
+        sys.executable,
+        "-m",
+        "pdproxy",
+        "serve",
+        *words,
+        env=ENVIRONMENT,
+        stderr=asyncio.subprocess.DEVNULL,
     )
     try:
         status = Path(f"/proc/{process.pid}/status")
@@ -66,7 +85,10 @@ async def test_a_hangup_while_it_begins(workers: int) -> None:
             while process.returncode is None:
                 process.send_signal(signal.SIGHUP)
                 with contextlib.suppress(OSError):
-                    assert (await exchange(port, request("GET", "/health", b""))).status in (200, 503)
+                    assert (await exchange(port, request("GET", "/health", b""))).status in (
+                        200,
+                        503,
+                    )
                     break
                 await asyncio.sleep(0.02)
         process.send_signal(signal.SIGTERM)
@@ -90,7 +112,9 @@ def test_many_hangups_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_new_requests_are_served_while_balancers_notice(workers: int) -> None:
-    """After SIGTERM: not ready, and requests are served, on connections that end. A second SIGTERM begins the drain."""
+    """After SIGTERM: not ready, and requests are served, on connections that end. A second SIGTERM
+    begins the drain.
+    """
     async with served(asyncio.subprocess.DEVNULL, workers=workers, linger=600) as proxy:
         go = asyncio.Event()
         proxy.decode.script(scripts.after_word(go, scripts.one_more_word))
@@ -106,8 +130,15 @@ async def test_new_requests_are_served_while_balancers_notice(workers: int) -> N
                     await asyncio.sleep(0.02)
             assert ready.json["reason"] == "shutting down"
         kept.post(COMPLETIONS, completion())
-        for answer in (await kept.answer(), await proxy.ask("POST", COMPLETIONS, completion(stream=True)), ready):
-            assert (answer.header("connection"), answer.status) == ("close", 503 if answer is ready else 200)
+        for answer in (
+            await kept.answer(),
+            await proxy.ask("POST", COMPLETIONS, completion(stream=True)),
+            ready,
+        ):
+            assert (answer.header("connection"), answer.status) == (
+                "close",
+                503 if answer is ready else 200,
+            )
         assert await kept.closed()
         proxy.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(PATIENCE):
@@ -138,7 +169,9 @@ async def test_after_a_while_the_process_ends_by_itself(workers: int) -> None:
         ([signal.SIGINT, signal.SIGINT], True, True),
     ],
 )
-async def test_what_signals_ask_for(signals: list[signal.Signals], is_draining: bool, is_at_once: bool) -> None:
+async def test_what_signals_ask_for(
+    signals: list[signal.Signals], is_draining: bool, is_at_once: bool
+) -> None:
     """Who presses Ctrl-C waits for no balancer."""
     ending = Ending()
     for number in signals:

@@ -1,6 +1,9 @@
-"""Silence is not death: an engine that works on a request and sends nothing is waited for, on every route."""
+"""Silence is not death: an engine that works on a request and sends nothing is waited for, on every
+route.
+"""
 
-# The engines compute in real time, the proxy's deadlines are a manual clock's: minutes of silence take seconds here.
+# The engines compute in real time, the proxy's deadlines are a manual clock's: minutes of silence
+# take seconds here.
 
 from __future__ import annotations
 
@@ -26,9 +29,19 @@ from tests.proxy.watched import LOOK, Watched, watched
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SLOW = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.02, transfer_latency_s=0.0)}
 """An engine that takes two seconds for a hundred tokens."""
-SLOWER = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.04, transfer_latency_s=0.0)}
-"""An engine that still has two seconds of work in the middle of its stream: a busy machine needs them to reach a deadline."""
-DEADLINES = {"first_token": 4.0, "between_tokens": 3.0, "prefill": 4.0, "total": 600.0, "stream_comment": 0.0}
+SLOWER = {
+    "hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.04, transfer_latency_s=0.0)
+}
+"""An engine that still has two seconds of work in the middle of its stream: a busy machine needs
+them to reach a deadline.
+"""
+DEADLINES = {
+    "first_token": 4.0,
+    "between_tokens": 3.0,
+    "prefill": 4.0,
+    "total": 600.0,
+    "stream_comment": 0.0,
+}
 TOKENS = 100
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: completion(max_tokens=TOKENS, stream=True),
@@ -40,12 +53,22 @@ BODIES: dict[str, dict[str, Any]] = {
         "stream": True,
         "messages": [{"role": "user", "content": TEXT}],
     },
-    RESPONSES: {"model": "tiny", "max_output_tokens": TOKENS, "temperature": 0, "stream": True, "input": TEXT},
+    RESPONSES: {
+        "model": "tiny",
+        "max_output_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "input": TEXT,
+    },
 }
 
 
-async def while_it_works(w: Watched, asked: asyncio.Future[Answer], pause: float = 0.02, most: int = 400) -> Answer:
-    """Let time pass much faster than engines work, until the answer is there. `pause`: real seconds for each of `LOOK`."""
+async def while_it_works(
+    w: Watched, asked: asyncio.Future[Answer], pause: float = 0.02, most: int = 400
+) -> Answer:
+    """Let time pass much faster than engines work, until the answer is there. `pause`: real seconds
+    for each of `LOOK`.
+    """
     for _ in range(most):
         if asked.done():
             break
@@ -87,13 +110,19 @@ def failures(pair: Pair) -> list[LegFailed]:
 @pytest.mark.parametrize(
     ("path", "moment"),
     [
-        *((path, moment) for path in (COMPLETIONS, CHAT) for moment in ("head", "before_first_token", "mid_stream")),
+        *(
+            (path, moment)
+            for path in (COMPLETIONS, CHAT)
+            for moment in ("head", "before_first_token", "mid_stream")
+        ),
         *((MESSAGES, moment) for moment in ("head", "mid_stream")),
         (RESPONSES, "head"),
     ],
 )
 async def test_an_engine_that_works_and_says_nothing(path: str, moment: Moment) -> None:
-    """As a parser of tool calls does for a whole argument: the answer is whole and right, and no failure is counted."""
+    """As a parser of tool calls does for a whole argument: the answer is whole and right, and no
+    failure is counted.
+    """
     async with watched(everybody=SLOW if moment == "head" else SLOWER, deadlines=DEADLINES) as w:
         plain = await w.pair.asked_plain(path, BODIES[path])
         on_all(w, PlannedFault(kind="join", at=moment, path=path, stream=True, args={"count": 0}))
@@ -108,11 +137,19 @@ async def test_an_engine_that_works_and_says_nothing(path: str, moment: Moment) 
 
 @pytest.mark.parametrize(
     ("path", "moment", "wait"),
-    [(COMPLETIONS, "mid_stream", "between_tokens"), (CHAT, "head", "first_token"), (RESPONSES, "head", "first_token")],
+    [
+        (COMPLETIONS, "mid_stream", "between_tokens"),
+        (CHAT, "head", "first_token"),
+        (RESPONSES, "head", "first_token"),
+    ],
 )
-async def test_an_answer_that_was_lost_in_an_engine_that_works(path: str, moment: Moment, wait: str) -> None:
+async def test_an_answer_that_was_lost_in_an_engine_that_works(
+    path: str, moment: Moment, wait: str
+) -> None:
     """The engine reports that it has nothing to do: the deadline stands."""
-    async with watched(everybody=SLOW, deadlines=DEADLINES, limits={"continuations": 0, "attempts": 1}) as w:
+    async with watched(
+        everybody=SLOW, deadlines=DEADLINES, limits={"continuations": 0, "attempts": 1}
+    ) as w:
         on_all(w, PlannedFault(kind="stall", at=moment, path=path, stream=True))
         answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
         assert b"error" in answer.body
@@ -121,8 +158,12 @@ async def test_an_answer_that_was_lost_in_an_engine_that_works(path: str, moment
 
 
 async def test_an_engine_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last engine of its role is not taken out of use; its silent streams have their deadlines."""
-    async with watched(everybody=SLOW, deadlines=DEADLINES, limits={"continuations": 0, "attempts": 1}) as w:
+    """The last engine of its role is not taken out of use; its silent streams have their
+    deadlines.
+    """
+    async with watched(
+        everybody=SLOW, deadlines=DEADLINES, limits={"continuations": 0, "attempts": 1}
+    ) as w:
         frozen, asked = await w.frozen_by("decode", "mid_stream", BODIES[COMPLETIONS])
         answer = await while_it_works(w, asked)
         assert b"error" in answer.body
@@ -130,12 +171,20 @@ async def test_an_engine_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         await frozen.thaw_core()
 
 
-BOTH_ORDERS = [("nixl", None), (PUSH, "sequential"), (PUSH, "concurrent"), ("mooncake", "concurrent"), ("cpu", None)]
+BOTH_ORDERS = [
+    ("nixl", None),
+    (PUSH, "sequential"),
+    (PUSH, "concurrent"),
+    ("mooncake", "concurrent"),
+    ("cpu", None),
+]
 
 
 @pytest.mark.parametrize(("connector", "dispatch"), BOTH_ORDERS)
 async def test_a_prefill_that_takes_longer_than_its_deadline(connector: str, dispatch: Any) -> None:
-    """A long prompt, in steps: the prefill engine works on. A decode engine that waits for its push does, too."""
+    """A long prompt, in steps: the prefill engine works on. A decode engine that waits for its push
+    does, too.
+    """
     slow = {
         "hardware": Hardware(prefill_tokens_per_s=60.0, decode_step_s=0.0, transfer_latency_s=0.0),
         "max_num_batched_tokens": 8,
@@ -151,7 +200,9 @@ async def test_a_prefill_that_takes_longer_than_its_deadline(connector: str, dis
 
 @pytest.mark.parametrize(("connector", "dispatch"), BOTH_ORDERS)
 async def test_a_queue_at_the_decode_engine(connector: str, dispatch: Any) -> None:
-    """The request waits for a place behind another one, for longer than the deadline of its first data."""
+    """The request waits for a place behind another one, for longer than the deadline of its first
+    data.
+    """
     one_place = SLOW | {"max_num_seqs": 1}
     async with watched(connector, d=one_place, deadlines=DEADLINES, dispatch=dispatch) as w:
         before = asyncio.ensure_future(w.pair.ask(COMPLETIONS, BODIES[COMPLETIONS]))
@@ -168,11 +219,16 @@ async def test_a_queue_at_the_decode_engine(connector: str, dispatch: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("connector", "dispatch"), [(PUSH, "sequential"), (PUSH, "concurrent"), ("mooncake", "concurrent")]
+    ("connector", "dispatch"),
+    [(PUSH, "sequential"), (PUSH, "concurrent"), ("mooncake", "concurrent")],
 )
 async def test_a_push_behind_a_long_step(connector: str, dispatch: Any) -> None:
-    """The prefill engine has answered, and computes for others before it pushes: it is seen to be in use. The leg waits."""
-    async with watched(connector, 0.5, deadlines=DEADLINES, dispatch=dispatch, limits={"attempts": 1}) as w:
+    """The prefill engine has answered, and computes for others before it pushes: it is seen to be
+    in use. The leg waits.
+    """
+    async with watched(
+        connector, 0.5, deadlines=DEADLINES, dispatch=dispatch, limits={"attempts": 1}
+    ) as w:
         wanted = (await w.pair.asked_plain(COMPLETIONS, completion())).text
         frozen, asked = await w.frozen_by("prefill", "after", completion(stream=True))
         for _ in range(4):
@@ -192,7 +248,9 @@ async def test_a_push_that_is_lost_by_an_engine_that_works(dispatch: Any) -> Non
     async with watched(PUSH, deadlines=DEADLINES, dispatch=dispatch) as w:
         wanted = (await w.pair.asked_plain(COMPLETIONS, completion())).text
         w.pair.p.faults.add("load_failure@handed_over")
-        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True))))
+        answer = await while_it_works(
+            w, asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True)))
+        )
         assert (answer.status, answer.text) == (200, wanted)
         assert [failure.phase for failure in failures(w.pair)] == ["decode"]
         assert w.world.metric("pdproxy_deadline_total", wait="first_token") == 1
@@ -245,7 +303,9 @@ async def test_a_request_under_which_two_engines_stand_still_gets_no_third(
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_comments_while_nothing_else_comes(path: str) -> None:
-    """Before the first data and between events, at most twice the setting apart; the events are as without."""
+    """Before the first data and between events, at most twice the setting apart; the events are as
+    without.
+    """
     async with watched(everybody=SLOW, deadlines=DEADLINES | {"stream_comment": 2.0}) as w:
         plain = await w.pair.asked_plain(path, BODIES[path])
         on_all(w, PlannedFault(kind="join", at="head", path=path, stream=True, args={"count": 0}))
@@ -266,12 +326,17 @@ REFUSED: dict[str, Callable[[Answer], bytes]] = {
 @pytest.mark.parametrize("path", REFUSED)
 async def test_an_error_behind_a_comment_is_an_event(path: str) -> None:
     """The status was sent with the comment."""
-    async with watched(everybody=SLOW, deadlines=DEADLINES | {"stream_comment": 1.0}, limits={"attempts": 1}) as w:
+    async with watched(
+        everybody=SLOW, deadlines=DEADLINES | {"stream_comment": 1.0}, limits={"attempts": 1}
+    ) as w:
         gate = asyncio.Event()
 
         async def refuses(reply: Any) -> None:
             await gate.wait()
-            await reply.whole(b'{"error":{"message":"no","type":"BadRequestError","param":"top_p","code":400}}', 400)
+            await reply.whole(
+                b'{"error":{"message":"no","type":"BadRequestError","param":"top_p","code":400}}',
+                400,
+            )
 
         w.pair.d.faults.script(refuses)
         before = len(w.pair.d.requests)

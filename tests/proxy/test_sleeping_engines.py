@@ -70,10 +70,14 @@ async def test_it_gets_no_requests_until_it_is_awake(role: str) -> None:
         assert ledger_engine.state(0.0) == "asleep"
         assert w.metric("pdproxy_node_state", node=engine.url, state="asleep") == 1
         assert w.metric("pdproxy_node_up", node=engine.url) == 0
-        assert f"{role} {engine.url}: it sleeps (level 1): vllm:engine_sleep_state" in await details(w)
+        assert (
+            f"{role} {engine.url}: it sleeps (level 1): vllm:engine_sleep_state" in await details(w)
+        )
         sleeps(engine, 0)
         await w.probe()
-        assert [(event.node, event.up) for event in w.events(NodeChanged)][-1:] == [(engine.url, True)]
+        assert [(event.node, event.up) for event in w.events(NodeChanged)][-1:] == [
+            (engine.url, True)
+        ]
         for _ in range(6):
             assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert len(engine.requests) > before
@@ -95,6 +99,8 @@ async def test_all_workers_know(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(1, 2, leaves=True) as w:
         sleeps(w.decode[0], 1)
         await w.probe()
-        assert [one.engines[w.decode[0].url].in_ledger.state(0.0) for one in w.workers] == ["asleep"] * 2
+        assert [one.engines[w.decode[0].url].in_ledger.state(0.0) for one in w.workers] == [
+            "asleep"
+        ] * 2
         (seen,) = [event for event in w.events(NodeChanged) if event.state == "asleep"]
         assert not seen.up

@@ -1,4 +1,6 @@
-"""A client that reads slowly, or not at all: what it holds, whom it delays, and how its stream ends, on the loop that serves."""
+"""A client that reads slowly, or not at all: what it holds, whom it delays, and how its stream
+ends, on the loop that serves.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does
 
 HELD = 256 << 10
 """Bytes that a client may hold in the proxy; the kernel's buffers are not counted."""
-EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"%b","finish_reason":null}]}\n\n' % (b"a" * 1500)
+EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"%b","finish_reason":null}]}\n\n' % (
+    b"a" * 1500
+)
 PIECES = 40_000
 """60 MB: more than all buffers of the kernel take."""
 
@@ -27,7 +31,9 @@ def buffered(w: World) -> int:
 
 
 def test_a_client_that_does_not_read() -> None:
-    """It holds 256 KB at the most, others are served, its leg stands still, and is aborted after the deadline."""
+    """It holds 256 KB at the most, others are served, its leg stands still, and is aborted after
+    the deadline.
+    """
 
     async def run() -> None:
         async with world(deadlines={"client_write": 1.0, "between_tokens": 20}, leaves=True) as w:
@@ -46,7 +52,8 @@ def test_a_client_that_does_not_read() -> None:
 
             watching = asyncio.ensure_future(watch())
             await until(lambda: buffered(w) > 0)
-            for _ in range(20):  # a little at a time: when there is space again, the engine has much to send
+            # a little at a time: when there is space again, the engine has much to send
+            for _ in range(20):
                 client.writer.transport.resume_reading()  # type: ignore[attr-defined]
                 await asyncio.sleep(0.01)
                 client.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -62,6 +69,8 @@ def test_a_client_that_does_not_read() -> None:
             watching.cancel()
             assert 0 < most <= HELD
             # Its leg was closed, which the engine notices in a later turn of the loop.
-            await until(lambda: any(one.left.is_set() for engine in w.decode for one in engine.requests))
+            await until(
+                lambda: any(one.left.is_set() for engine in w.decode for one in engine.requests)
+            )
 
     uvloop.run(run())

@@ -1,6 +1,9 @@
-"""A request whose step takes longer than `health.stalled_after`: it pays itself, and the requests beside it are all served."""
+"""A request whose step takes longer than `health.stalled_after`: it pays itself, and the requests
+beside it are all served.
+"""
 
-# The step is a core that is stopped for a time of the manual clock, whenever an engine has the slow request.
+# The step is a core that is stopped for a time of the manual clock, whenever an engine has the slow
+# request.
 
 from __future__ import annotations
 
@@ -33,7 +36,13 @@ SLOW: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "import os"}],
     },
 }
-DEADLINES = {"first_token": 60.0, "between_tokens": 30.0, "prefill": 120.0, "queue": 30.0, "total": 3600.0}
+DEADLINES = {
+    "first_token": 60.0,
+    "between_tokens": 30.0,
+    "prefill": 120.0,
+    "queue": 30.0,
+    "total": 3600.0,
+}
 """Those of the defaults."""
 stepping = partial(watched, everybody=STEPS, deadlines=DEADLINES)
 
@@ -62,7 +71,9 @@ class Steps:
                     await sim.thaw_core()
                     del self.stopped[sim]
 
-    async def until_over(self, asked: list[asyncio.Future[Answer]], most: float = 300.0) -> list[Answer]:
+    async def until_over(
+        self, asked: list[asyncio.Future[Answer]], most: float = 300.0
+    ) -> list[Answer]:
         for _ in range(round(most / LOOK)):
             if all(one.done() for one in asked):
                 break
@@ -88,10 +99,15 @@ def small(w: Watched, n: int) -> list[asyncio.Future[Answer]]:
     ],
 )
 async def test_requests_beside_it_are_all_served(connector: str, path: str, role: str) -> None:
-    """Before it, with it and behind it, on three engines. Two engines are stopped by it, no third one."""
+    """Before it, with it and behind it, on three engines. Two engines are stopped by it, no third
+    one.
+    """
     three: dict[str, Any] = {"prefills": 3} if role == "prefill" else {"decodes": 3}
     async with stepping(connector, limits={"attempts": 5}, **three) as w:
-        wanted = {n: (await w.pair.asked_plain(COMPLETIONS, completion(max_tokens=4 + n))).text for n in range(3)}
+        wanted = {
+            n: (await w.pair.asked_plain(COMPLETIONS, completion(max_tokens=4 + n))).text
+            for n in range(3)
+        }
         for sim in w.sims:
             if sim.facts.role == role:
                 sim.faults.add(PlannedFault(kind="core_freeze", at="queued", path=path, rate=1))
@@ -105,7 +121,9 @@ async def test_requests_beside_it_are_all_served(connector: str, path: str, role
             beside += small(w, n)
         answers = await steps.until_over(beside)
         assert [answer.status for answer in answers] == [200] * len(beside)
-        assert [answer.text for answer in answers] == [wanted[n // 2 % 3] for n in range(len(beside))]
+        assert [answer.text for answer in answers] == [
+            wanted[n // 2 % 3] for n in range(len(beside))
+        ]
         (answer,) = await steps.until_over([slow])
         assert answer.status == 200, "as a plain engine would, behind its step"
         assert steps.times == 2
@@ -144,7 +162,9 @@ async def test_a_request_waits_for_an_engine_that_may_come_back(path: str) -> No
             await w.pass_(LOOK)
         assert (await asked).status == 200
         assert all_still.waiting == 0
-        assert path != COMPLETIONS or w.world.metric("pdproxy_alone_total") == 0, "it is split again"
+        assert path != COMPLETIONS or w.world.metric("pdproxy_alone_total") == 0, (
+            "it is split again"
+        )
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])

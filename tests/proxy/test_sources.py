@@ -1,4 +1,6 @@
-"""A fleet that file, admin API and DNS change at the same time, under streaming clients; and its engines restarted in turn."""
+"""A fleet that file, admin API and DNS change at the same time, under streaming clients; and its
+engines restarted in turn.
+"""
 
 # PDPROXY_TEST_CHANGES: how many changes, 400 in `.ci/full`.
 
@@ -50,7 +52,9 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def _settings(*servers: NameServer) -> Callable[[Settings], Settings]:
     def adjust(settings: Settings) -> Settings:
         engines = tuple(ConfiguredEngine(url=_name(role), role=role) for role in ROLES)  # type: ignore[arg-type]
-        pool = msgspec.structs.replace(settings.pool, nodes=(*settings.pool.nodes, *(engines if servers else ())))
+        pool = msgspec.structs.replace(
+            settings.pool, nodes=(*settings.pool.nodes, *(engines if servers else ()))
+        )
         return msgspec.structs.replace(
             settings,
             pools=(pool,),
@@ -73,7 +77,9 @@ class File:
         self.engines = list(engines)
         self._path = path
         self._write()
-        self._reloading: Reloading = follow(w.proxy, SettingsSource(self._load(), self._load, [path]), log.log)
+        self._reloading: Reloading = follow(
+            w.proxy, SettingsSource(self._load(), self._load, [path]), log.log
+        )
 
     def _load(self) -> Settings:
         return load(self._path, {})
@@ -119,7 +125,9 @@ class Names:
 
 @pytest.mark.timeout(400)  # clients stream all the time
 async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
-    """Engines of 4P4D and eight more come and go at random: no request fails, no stream is cut, nothing is left of who went."""
+    """Engines of 4P4D and eight more come and go at random: no request fails, no stream is cut,
+    nothing is left of who went.
+    """
     async with (
         name_server() as server,
         world(prefill=4, decode=4, facts=FACTS, adjust=_settings(server)) as w,
@@ -129,12 +137,20 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
         by_name = [await started(w, role, **FACTS) for role in ROLES * 2]
         by_hand = [await started(w, role, **FACTS) for role in ROLES * 2]
         originals = w.engines[:8]
-        file, names, done = File(tmp_path / "x.yaml", w, api, originals), Names(server), Counter[str]()
+        file, names, done = (
+            File(tmp_path / "x.yaml", w, api, originals),
+            Names(server),
+            Counter[str](),
+        )
         w.proxy.sources.start()
 
         def spared(engine: FakeEngine) -> bool:
             """Whether enough others of its role serve."""
-            others = [one for one in w.proxy.ledger.engines if one.role.value == engine.role and one.available]
+            others = [
+                one
+                for one in w.proxy.ledger.engines
+                if one.role.value == engine.role and one.available
+            ]
             return len([one for one in others if one.url != engine.url]) > 2
 
         async def by_admin(engine: FakeEngine) -> str:
@@ -151,7 +167,8 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
                 answer, what = await api.delete(f"{path}?at_once={str(at_once).lower()}"), "remove"
             else:
                 answer, what = await api.post(f"{path}/drain"), "drain"
-            # What DNS or the file has changed meanwhile may make a conflict, or the engine may just have gone.
+            # What DNS or the file has changed meanwhile may make a conflict, or the engine may just
+            # have gone.
             assert answer.status < 300 or answer.status in (404, 409), answer.body
             return what if answer.status < 300 else "refused"
 
@@ -182,7 +199,10 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
 
         names.toggle(*names.engines)
         for engine in [*by_name, *by_hand]:
-            if (member := members.members.get(engine.url)) is not None and "admin" in (member.source, *member.heirs):
+            if (member := members.members.get(engine.url)) is not None and "admin" in (
+                member.source,
+                *member.heirs,
+            ):
                 members.remove(engine.url, "admin")
         for engine in [*by_name, *by_hand]:
             await gone(w, engine.url)
@@ -194,7 +214,9 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
 
 
 async def test_every_engine_is_restarted_in_turn() -> None:
-    """Drained, restarted, and used again: clients see nothing of it, and each engine serves behind its restart."""
+    """Drained, restarted, and used again: clients see nothing of it, and each engine serves behind
+    its restart.
+    """
     async with world(prefill=2, decode=2, facts=FACTS, adjust=_settings()) as w, admin(w) as api:
         async with streaming(w, 16) as streams:
             for engine in w.engines:

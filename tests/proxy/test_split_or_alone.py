@@ -1,4 +1,6 @@
-"""Which requests are split over two engines, which one engine serves alone, and that the reason is counted."""
+"""Which requests are split over two engines, which one engine serves alone, and that the reason is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,15 @@ import pytest
 
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, chat, completion, world
 
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "long enough for some blocks of KV"}]}]
+IMAGE = [
+    {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
+    }
+]
+PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "long enough for some blocks of KV"}]}
+]
 
 
 @pytest.mark.parametrize(
@@ -98,28 +107,42 @@ async def test_alone_streams_have_usage_only_if_asked(stream: bool) -> None:
         report = await w.ended()
         assert report.prompt_tokens is not None
         assert report.completion_tokens == 4
-        asked = await w.ask(COMPLETIONS, completion(echo=True, stream=True, stream_options={"include_usage": True}))
+        asked = await w.ask(
+            COMPLETIONS, completion(echo=True, stream=True, stream_options={"include_usage": True})
+        )
         assert b'"choices":[],"usage"' in asked.body
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_choice_has_a_seed_of_its_own(stream: bool) -> None:
-    """Choice i of a seeded request says what a request with one choice and seed + i says, wherever that was decoded."""
+    """Choice i of a seeded request says what a request with one choice and seed + i says, wherever
+    that was decoded.
+    """
     async with world() as w:
         sampled = {"temperature": 1.0, "max_tokens": 8}
-        singles = [(await w.ask(COMPLETIONS, completion(seed=5 + i, **sampled))).text for i in range(3)]
+        singles = [
+            (await w.ask(COMPLETIONS, completion(seed=5 + i, **sampled))).text for i in range(3)
+        ]
         assert len(w.prefill[0].requests) == 3, "those were split"
         answer = await w.ask(COMPLETIONS, completion(n=3, seed=5, stream=stream, **sampled))
         assert [answer.text_of(index) for index in range(3)] == singles
         assert len(set(singles)) == 3
 
 
-@pytest.mark.parametrize("fields", [{"n": 2, "temperature": 1}, {"prompt": [PROMPT, PROMPT], "echo": True}])
+@pytest.mark.parametrize(
+    "fields", [{"n": 2, "temperature": 1}, {"prompt": [PROMPT, PROMPT], "echo": True}]
+)
 async def test_the_usage_of_several_choices_is_not_shown(fields: dict[str, Any]) -> None:
-    """The engine is asked for it; the fingerprint goes from there back to each choice's last chunk."""
+    """The engine is asked for it; the fingerprint goes from there back to each choice's last
+    chunk.
+    """
     async with world() as w:
         answer = await w.ask(COMPLETIONS, completion(stream=True, **fields))
-        assert answer.body.count(b'"system_fingerprint":"') == answer.body.count(b'"finish_reason":"length"') == 2
+        assert (
+            answer.body.count(b'"system_fingerprint":"')
+            == answer.body.count(b'"finish_reason":"length"')
+            == 2
+        )
         assert b'"usage":{' not in answer.body
         report = await w.ended()
         assert report.prompt_tokens is not None
@@ -127,18 +150,24 @@ async def test_the_usage_of_several_choices_is_not_shown(fields: dict[str, Any])
 
 
 async def test_a_stream_that_only_the_engine_understands_as_one_keeps_its_usage() -> None:
-    """`stream: "true"` is a stream to vLLM: the usage event that the client asked for is not taken away."""
+    """`stream: "true"` is a stream to vLLM: the usage event that the client asked for is not taken
+    away.
+    """
     from tests.fakes import answers, scripts
 
     async with world() as w:
         events = answers.stream(False, 9, [" a"], with_usage=True)
         w.decode[0].script(scripts.streams(*events))
-        answer = await w.ask(COMPLETIONS, completion(stream="true", stream_options={"include_usage": True}))
+        answer = await w.ask(
+            COMPLETIONS, completion(stream="true", stream_options={"include_usage": True})
+        )
         assert answer.body == b"".join(events)
 
 
 async def test_aggregated_engines_serve_alone_first() -> None:
-    """One engine alone is an aggregated one where there is one; it never takes a handle, and serves without pairs."""
+    """One engine alone is an aggregated one where there is one; it never takes a handle, and serves
+    without pairs.
+    """
     async with world(aggregated=1) as w:
         await w.ask(COMPLETIONS, completion(n=2, temperature=1))
         assert len(w.aggregated[0].requests) == 1

@@ -1,4 +1,6 @@
-"""Engines whose core stands still while their API server answers: found in time, others serve, let in again."""
+"""Engines whose core stands still while their API server answers: found in time, others serve, let
+in again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.proxy.test_both_legs import PUSH, text_of
 from tests.proxy.test_connectors import COMPLETIONS, completion
 from tests.proxy.watched import AFTER, LOOK, watched
 
-STEPS = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.001, transfer_latency_s=0.0)}
+STEPS = {
+    "hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.001, transfer_latency_s=0.0)
+}
 four = partial(watched, prefills=2, decodes=2, everybody=STEPS)
 
 
@@ -37,11 +41,14 @@ four = partial(watched, prefills=2, decodes=2, everybody=STEPS)
 async def test_a_request_without_data_is_answered_by_another_engine(
     connector: str, dispatch: Any, role: str, moment: str, stream: bool
 ) -> None:
-    """Within the setting's seconds, rightly; only the engine that stands still is blamed, and nothing stays behind."""
+    """Within the setting's seconds, rightly; only the engine that stands still is blamed, and
+    nothing stays behind.
+    """
     async with four(connector, dispatch=dispatch) as w:
         wanted = await text_of(w.pair)
         frozen, asked = await w.frozen_by(role, moment, completion(stream=stream))
-        if (role, moment) == ("prefill", "after"):  # it may have pushed or been read before it stopped
+        # it may have pushed or been read before it stopped
+        if (role, moment) == ("prefill", "after"):
             await asyncio.wait({asked}, timeout=0.3)
         if not asked.done():
             await w.pass_(AFTER - 2 * LOOK)
@@ -82,7 +89,9 @@ async def test_a_stream_that_flows_goes_on_elsewhere() -> None:
         answer = await asyncio.wait_for(asked, 20)
         assert (answer.text, answer.events[-1]) == (wanted, b"data: [DONE]\n\n")
         assert w.stalled == [frozen.url]
-        assert w.world.metric("pdproxy_continuations_total", result="continued", reason="stalled") == 1
+        assert (
+            w.world.metric("pdproxy_continuations_total", result="continued", reason="stalled") == 1
+        )
         await frozen.thaw_core()
 
 
@@ -148,7 +157,11 @@ async def test_an_engine_that_goes_on_gets_one_request_and_then_more() -> None:
 
         def state() -> str:
             names = ("up", "stalled", "half_open", "slow_start")
-            return next(one for one in names if w.world.metric("pdproxy_node_state", node=frozen.url, state=one))
+            return next(
+                one
+                for one in names
+                if w.world.metric("pdproxy_node_state", node=frozen.url, state=one)
+            )
 
         assert state() == "stalled"
         assert w.world.metric("pdproxy_stalls_total", node=frozen.url) == 1
@@ -168,14 +181,18 @@ async def test_an_engine_that_goes_on_gets_one_request_and_then_more() -> None:
 
 
 async def test_one_rank_of_an_engine_that_stands_still() -> None:
-    """Its other rank answers. The request that it got is served elsewhere, and the engine gets no more."""
+    """Its other rank answers. The request that it got is served elsewhere, and the engine gets no
+    more.
+    """
     async with four(d={"data_parallel_size": 2}) as w:
         wanted = await text_of(w.pair)
         w.pair.d.freeze_core_now(0.0, 1)
         asked = [asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion())) for _ in range(4)]
         await asyncio.wait(asked, timeout=0.5)
         await w.pass_(AFTER)
-        assert [answer.text for answer in await asyncio.wait_for(asyncio.gather(*asked), 20)] == [wanted] * 4
+        assert [answer.text for answer in await asyncio.wait_for(asyncio.gather(*asked), 20)] == [
+            wanted
+        ] * 4
         assert w.stalled == [w.pair.d.url]
         await w.pair.d.thaw_core()
         await w.pass_(3 * LOOK)
@@ -184,9 +201,14 @@ async def test_one_rank_of_an_engine_that_stands_still() -> None:
 
 async def test_engines_that_are_slow_and_work_are_left_alone() -> None:
     """Long prompts in their queues: they answer canaries, or their metrics move."""
-    slow = {"hardware": Hardware(prefill_tokens_per_s=2000.0, decode_step_s=0.0, transfer_latency_s=0.0)}
+    slow = {
+        "hardware": Hardware(prefill_tokens_per_s=2000.0, decode_step_s=0.0, transfer_latency_s=0.0)
+    }
     async with four(p=slow) as w:
-        asked = [asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(prompt=f"{n} word " * 60))) for n in range(6)]
+        asked = [
+            asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(prompt=f"{n} word " * 60)))
+            for n in range(6)
+        ]
         while not all(one.done() for one in asked):
             await w.pass_(LOOK)
         assert {(await one).status for one in asked} == {200}

@@ -1,4 +1,6 @@
-"""Tenants' caches: what engines get as `cache_salt`, and that no tenant finds what another one has sent."""
+"""Tenants' caches: what engines get as `cache_salt`, and that no tenant finds what another one has
+sent.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,22 @@ def tenants(**fields: Any) -> Callable[[Settings], Settings]:
 
 
 def salts(w: World) -> list[str | None]:
-    """Those of all legs that engines have got since the last call: not of what the proxy asks them for itself."""
+    """Those of all legs that engines have got since the last call: not of what the proxy asks them
+    for itself.
+    """
     journals = [engine.sim.journal for engine in w.engines]
-    kept = [one for journal in journals for one in (*journal.requests, *journal.others) if one.method == "POST"]
+    kept = [
+        one
+        for journal in journals
+        for one in (*journal.requests, *journal.others)
+        if one.method == "POST"
+    ]
     for journal in journals:
         journal.requests.clear()
         journal.others.clear()
-    return [one.json.get("cache_salt") for one in kept if not one.path.endswith(("tokenize", "render"))]
+    return [
+        one.json.get("cache_salt") for one in kept if not one.path.endswith(("tokenize", "render"))
+    ]
 
 
 async def salt(w: World, key: str, path: str = COMPLETIONS, **fields: Any) -> str:
@@ -122,7 +133,9 @@ async def test_a_clients_own_salts_stay_apart_and_within_its_tenant() -> None:
         own = [await salt(w, "sk-a", cache_salt=one) for one in ("x", "y", "x", b, a)]
         assert own[0] == own[2]
         assert len({a, b, *own}) == 6
-        assert len({await salt(w, "sk-b", cache_salt=one) for one in ("x", a, b)} | {a, b, *own}) == 9
+        assert (
+            len({await salt(w, "sk-b", cache_salt=one) for one in ("x", a, b)} | {a, b, *own}) == 9
+        )
         assert await salt(w, "sk-a", cache_salt=None) == a
 
 
@@ -133,7 +146,9 @@ WRONG_TEXTS = ["x" * 129, "a@b", "a/b", "a\\b", "a\0b", "x" * 5000]
 @pytest.mark.parametrize("caches", ["separate", "shared"])
 @pytest.mark.parametrize("path", [*GENERATING, RESPONSES, MESSAGES])
 async def test_what_is_no_text_reaches_no_engine(path: str, caches: str) -> None:
-    """Engines before vLLM 0.30.0 crash of it. The others refuse it, and texts of their own alphabet alone, in these words."""
+    """Engines before vLLM 0.30.0 crash of it. The others refuse it, and texts of their own alphabet
+    alone, in these words.
+    """
     async with world(auth=TWO, adjust=tenants(caches=caches)) as w:
         body = GENERATING[path]() if path in GENERATING else BODIES[path]
         wrong = WRONG if caches == "shared" else [*WRONG, *WRONG_TEXTS]
@@ -155,7 +170,8 @@ async def test_it_is_refused_as_an_engine_refuses_it(path: str, one: object) -> 
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"cache\\u005fsalt":"x","prompt":"%s"}', b'{"cache_salt":"x","prompt":"%s","top_p":NaN}']
+    "body",
+    [b'{"cache\\u005fsalt":"x","prompt":"%s"}', b'{"cache_salt":"x","prompt":"%s","top_p":NaN}'],
 )
 async def test_however_the_body_is_written(body: bytes) -> None:
     async with world(auth=TWO, leaves=True) as w:
@@ -235,9 +251,19 @@ async def test_who_names_a_tenant_stays_within_its_key() -> None:
     """Otherwise a client would name another one's tenant, and find its KV."""
     async with world(auth=TWO, adjust=overload(tenant_header="X-Tenant")) as w:
         found: list[Any] = []
-        for key, name in (("sk-a", None), ("sk-a", "t"), ("sk-a", "u"), ("sk-b", "t"), ("sk-b", None)):
+        for key, name in (
+            ("sk-a", None),
+            ("sk-a", "t"),
+            ("sk-a", "u"),
+            ("sk-b", "t"),
+            ("sk-b", None),
+        ):
             salts(w)
-            await w.ask(COMPLETIONS, completion(), [*bearer(key), *([] if name is None else [("x-tenant", name)])])
+            await w.ask(
+                COMPLETIONS,
+                completion(),
+                [*bearer(key), *([] if name is None else [("x-tenant", name)])],
+            )
             found += set(salts(w))
         assert len(found) == len(set(found)) == 5
 
@@ -245,9 +271,17 @@ async def test_who_names_a_tenant_stays_within_its_key() -> None:
 async def test_behind_a_trusted_proxy_the_header_alone_counts() -> None:
     async with world(adjust=trusting(tenant_header="X-Tenant")) as w:
         found: list[Any] = []
-        for name, address in (("t", "1.1.1.1"), ("t", "2.2.2.2"), ("u", "1.1.1.1"), ("", "1.1.1.1"), ("", "2.2.2.2")):
+        for name, address in (
+            ("t", "1.1.1.1"),
+            ("t", "2.2.2.2"),
+            ("u", "1.1.1.1"),
+            ("", "1.1.1.1"),
+            ("", "2.2.2.2"),
+        ):
             salts(w)
-            await w.ask(COMPLETIONS, completion(), [("x-tenant", name), ("x-forwarded-for", address)])
+            await w.ask(
+                COMPLETIONS, completion(), [("x-tenant", name), ("x-forwarded-for", address)]
+            )
             found += set(salts(w))
         assert found[0] == found[1]
         assert len(set(found)) == 4
@@ -298,7 +332,9 @@ def test_what_an_operator_is_told() -> None:
         )
         return salt_warnings(settings, Separate())  # type: ignore[arg-type]
 
-    assert [len(said(one)) for one in ("nixl", "lmcache-mp", "kvstore-keys", "shared", "lmcache-pd")] == [0, 0, 0, 1, 1]
+    assert [
+        len(said(one)) for one in ("nixl", "lmcache-mp", "kvstore-keys", "shared", "lmcache-pd")
+    ] == [0, 0, 0, 1, 1]
     assert "secret_file" in said("nixl", 2)[0]
     assert said("nixl", 2, secret=SECRET) == []
 
@@ -329,7 +365,9 @@ async def ask(pair: Any, key: str, path: str, fields: dict[str, Any]) -> int:
         ("/generative_scoring", {"query": TEXT, "items": ["x"], "label_token_ids": [1]}),
     ],
 )
-async def test_equal_prompts_of_two_tenants(connector: str, path: str, body: dict[str, Any]) -> None:
+async def test_equal_prompts_of_two_tenants(
+    connector: str, path: str, body: dict[str, Any]
+) -> None:
     """No engine finds one's KV for the other one; each finds its own, the whole blocks of it."""
     async with pool(connector, auth=Auth(**TWO)) as pair:
         body = {"model": "tiny", **body}
@@ -340,10 +378,14 @@ async def test_equal_prompts_of_two_tenants(connector: str, path: str, body: dic
 
 
 async def test_cached_tokens_are_ones_own() -> None:
-    async with pool("nixl", everybody={"enable_prompt_tokens_details": True}, auth=Auth(**TWO)) as pair:
+    async with pool(
+        "nixl", everybody={"enable_prompt_tokens_details": True}, auth=Auth(**TWO)
+    ) as pair:
 
         async def cached(key: str) -> int:
-            answer = await pair.ask(COMPLETIONS, completion(prompt=TEXT, n=2, temperature=1), bearer(key))
+            answer = await pair.ask(
+                COMPLETIONS, completion(prompt=TEXT, n=2, temperature=1), bearer(key)
+            )
             return (answer.json["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
 
         for _ in range(2):
@@ -368,7 +410,9 @@ async def test_kv_stores_under_keys_of_the_proxy() -> None:
 
 
 async def test_turns_that_are_kept_are_ones_own() -> None:
-    """The next prompt of the same conversation, by another tenant: nothing is pulled, and the turn stays for its own."""
+    """The next prompt of the same conversation, by another tenant: nothing is pulled, and the turn
+    stays for its own.
+    """
     async with talking(auth=Auth(**TWO)) as pair:
         for key, end, used in (("sk-a", (), 0), ("sk-b", (5,), 0), ("sk-a", (5,), 1)):
             body = {"model": "tiny", "prompt": [*IDS, *end], "max_tokens": 8, "temperature": 0}
@@ -380,7 +424,9 @@ async def test_turns_that_are_kept_are_ones_own() -> None:
 
 @pytest.mark.parametrize("basis", ["events", "routing", "text"])
 async def test_what_is_known_of_caches_is_ones_own(basis: str) -> None:
-    """Two engines: the second tenant's prompt is not drawn to the one that has the first one's, and no hit is expected of it."""
+    """Two engines: the second tenant's prompt is not drawn to the one that has the first one's, and
+    no hit is expected of it.
+    """
     async with knowing(2, ANY if basis == "events" else None, auth=Auth(**TWO)) as known:
         text = "All ships that came in, and what they carried. " * 20
         path = "/v1/chat/completions" if basis == "text" else "/v1/completions"
@@ -413,7 +459,9 @@ async def test_sessions_of_two_tenants_are_two(by: str) -> None:
         chosen = PoolPolicy(prefill="session", decode="session")
         return replace(settings, pools=(replace(own, policy=chosen),))
 
-    async with world(4, 1, auth={"api_keys": tuple(f"sk-{n}" for n in range(8))}, adjust=adjust) as w:
+    async with world(
+        4, 1, auth={"api_keys": tuple(f"sk-{n}" for n in range(8))}, adjust=adjust
+    ) as w:
         found: list[Any] = []
         for number in range(8):
             headers = [("x-session-id", "one")] if by == "header" else []
@@ -425,7 +473,9 @@ async def test_sessions_of_two_tenants_are_two(by: str) -> None:
 
 
 async def test_responses_are_nobodys() -> None:
-    """None is stored: an id of another tenant's response is as one that never was, and so is one's own."""
+    """None is stored: an id of another tenant's response is as one that never was, and so is one's
+    own.
+    """
     async with world(0, 1, auth=TWO) as w:
         made = (await w.ask(RESPONSES, BODIES[RESPONSES], bearer("sk-a"))).json["id"]
         for ident in (made, "resp_never"):
@@ -444,7 +494,9 @@ async def test_responses_are_nobodys() -> None:
 
 
 async def test_decisions_are_not_shown() -> None:
-    """A predicted time tells how much others have engines do. It is shown where all share the caches anyway."""
+    """A predicted time tells how much others have engines do. It is shown where all share the
+    caches anyway.
+    """
     asks = [("x-pdproxy-decision", "1")]
     async with world(auth=TWO) as w:
         answer = await w.ask(COMPLETIONS, completion(), [*bearer("sk-a"), *asks])

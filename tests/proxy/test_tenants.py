@@ -1,4 +1,6 @@
-"""Tenants: who may name one, which part of the places each gets, and what a request's priority does."""
+"""Tenants: who may name one, which part of the places each gets, and what a request's priority
+does.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def trusting(**fields: Any) -> Callable[[Settings], Settings]:
 
 
 async def order(w: World, sent: list[tuple[str, Lines]], **fields: Any) -> list[str]:
-    """Send requests while none is served; return their names in the order in which they were served then."""
+    """Send requests while none is served; return their names in the order in which they were served
+    then.
+    """
     go = asyncio.Event()
     w.prefill[0].script(scripts.gate(go, prefill))
     clients = [await begun(w, ident, headers, **fields) for ident, headers in sent]
@@ -72,13 +76,17 @@ async def test_weights_of_the_settings(tmp_path: Path) -> None:
 
 
 async def test_a_tenant_is_named_by_a_header_of_clients_with_a_key(tmp_path: Path) -> None:
-    """Behind one key, as a gateway has it. Names are cut at 64 characters; without the header the key's name counts."""
+    """Behind one key, as a gateway has it. Names are cut at 64 characters; without the header the
+    key's name counts.
+    """
     auth = keys(tmp_path, "gate:sk-g\nplain")
     adjust = overload(tenant_header="X-Tenant", weights={"gold": 3})
     async with world(auth=auth, limits={"max_inflight": 1}, adjust=adjust) as w:
         gold, iron = ([*bearer("sk-g"), ("X-Tenant", name)] for name in ("gold", "iron"))
         sent = [
-            (f"{name[0]}{number}", lines) for number in range(9) for name, lines in (("gold", gold), ("iron", iron))
+            (f"{name[0]}{number}", lines)
+            for number in range(9)
+            for name, lines in (("gold", gold), ("iron", iron))
         ]
         assert Counter(one[0] for one in (await order(w, sent))[1:9]) == {"g": 6, "i": 2}
         found = w.metric("pdproxy_tenant_tokens_total", tenant="gold")
@@ -97,14 +105,20 @@ async def test_a_tenant_is_named_by_a_header_of_clients_with_a_key(tmp_path: Pat
         ]
         names = tenants(w)
         assert {f"tenant:{'n' * 64}", "tenant:gate"} < names
-        assert len([name for name in names if isinstance(name, bytes)]) == 1, "the key without a name"
+        assert len([name for name in names if isinstance(name, bytes)]) == 1, (
+            "the key without a name"
+        )
         for client in waiting:
             client.close()
         go.set()
 
 
-@pytest.mark.parametrize(("trusted", "seen"), [(False, {"127.0.0.1"}), (True, {"127.0.0.1", "tenant:gold"})])
-async def test_without_keys_only_trusted_proxies_name_tenants(trusted: bool, seen: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("trusted", "seen"), [(False, {"127.0.0.1"}), (True, {"127.0.0.1", "tenant:gold"})]
+)
+async def test_without_keys_only_trusted_proxies_name_tenants(
+    trusted: bool, seen: set[str]
+) -> None:
     """Anybody else would take another one's part."""
     adjust = (trusting if trusted else overload)(tenant_header="X-Tenant")
     async with world(adjust=adjust) as w:
@@ -129,7 +143,9 @@ async def test_a_wrong_key_names_no_tenant(tmp_path: Path) -> None:
 
 
 async def test_priority_orders_the_requests_of_one_tenant(tmp_path: Path) -> None:
-    """By the body's field or the header, which goes first; another tenant's requests keep their turns."""
+    """By the body's field or the header, which goes first; another tenant's requests keep their
+    turns.
+    """
     async with world(auth=keys(tmp_path, "a:sk-a\nb:sk-b"), limits={"max_inflight": 1}) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
@@ -150,7 +166,9 @@ async def test_priority_orders_the_requests_of_one_tenant(tmp_path: Path) -> Non
 async def test_priorities_can_be_ignored() -> None:
     """Engines get them all the same."""
     async with world(limits={"max_inflight": 1}, adjust=overload(priority="ignore")) as w:
-        served = await order(w, [(str(number), [("x-vllm-priority", str(-number))]) for number in range(4)])
+        served = await order(
+            w, [(str(number), [("x-vllm-priority", str(-number))]) for number in range(4)]
+        )
         assert served == ["0", "1", "2", "3"]
         assert sent(w) == ["0", "-1", "-2", "-3"]
 
@@ -181,7 +199,9 @@ def sent(w: World) -> list[str | None]:
 async def test_a_key_bounds_the_priorities_of_its_requests(
     tmp_path: Path, header: str | None, field: float | str | None, to_engine: str | None
 ) -> None:
-    """Engines get the nearest that is allowed, in the header that they read first. They read more than integers in the field."""
+    """Engines get the nearest that is allowed, in the header that they read first. They read more
+    than integers in the field.
+    """
     async with world(auth=keys(tmp_path, "a:sk-a priority=0..10")) as w:
         lines = bearer("sk-a") + ([("x-vllm-priority", header)] if header is not None else [])
         fields = {} if field is None else {"priority": field}
@@ -189,7 +209,9 @@ async def test_a_key_bounds_the_priorities_of_its_requests(
         assert sent(w) == [to_engine]
 
 
-@pytest.mark.parametrize(("header", "to_engine"), [(None, "0"), ("5", "5"), ("-5", "0"), ("high", "0")])
+@pytest.mark.parametrize(
+    ("header", "to_engine"), [(None, "0"), ("5", "5"), ("-5", "0"), ("high", "0")]
+)
 async def test_on_routes_of_one_engine_only_the_header_is_read(
     tmp_path: Path, header: str | None, to_engine: str
 ) -> None:

@@ -1,4 +1,6 @@
-"""TLS on both sides: clients in front, engines behind, certificates that change, and what is reported of untrusted ones."""
+"""TLS on both sides: clients in front, engines behind, certificates that change, and what is
+reported of untrusted ones.
+"""
 
 import asyncio
 import datetime
@@ -18,7 +20,17 @@ from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply
 from tests.fakes.tls import BIG, Side, behind, front, fronted
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, LONG, TEXT, chat, completion, until, world
+from tests.fakes.world import (
+    CHAT,
+    CHAT_TEXT,
+    COMPLETIONS,
+    LONG,
+    TEXT,
+    chat,
+    completion,
+    until,
+    world,
+)
 
 # -- clients
 
@@ -54,7 +66,9 @@ async def test_plain_http_to_a_tls_port_is_no_request(ours: Side) -> None:
 async def test_http_1_0_ends_with_the_connection(ours: Side) -> None:
     """A stream to HTTP/1.0 has no chunks: TLS's own end is the body's end."""
     async with fronted(ours) as w:
-        answer = await w.exchange(request("POST", COMPLETIONS, completion(stream=True), version="1.0"))
+        answer = await w.exchange(
+            request("POST", COMPLETIONS, completion(stream=True), version="1.0")
+        )
         assert answer.header("transfer-encoding") is None
         assert answer.text == TEXT
         assert answer.body.endswith(b"data: [DONE]\n\n")
@@ -65,7 +79,9 @@ async def test_requests_in_the_pipeline(ours: Side) -> None:
     async with fronted(ours) as w:
         client = await w.client()
         one = request("POST", COMPLETIONS, completion())
-        client.send(one + request("POST", CHAT, chat(stream=True)) + request("GET", "/health", b"") + one)
+        client.send(
+            one + request("POST", CHAT, chat(stream=True)) + request("GET", "/health", b"") + one
+        )
         answers = [await client.answer() for _ in range(4)]
         assert [answer.status for answer in answers] == [200] * 4
         assert [answers[0].text, answers[1].text, answers[3].text] == [TEXT, CHAT_TEXT, TEXT]
@@ -87,7 +103,9 @@ async def test_a_prompt_of_64_kib(ours: Side) -> None:
 
 
 async def test_a_refused_body_is_no_next_request(ours: Side) -> None:
-    """TLS's own goodbye takes a while: a good request that comes behind a refused one is not served in between."""
+    """TLS's own goodbye takes a while: a good request that comes behind a refused one is not served
+    in between.
+    """
 
     def adjust(settings: Settings) -> Settings:
         auth = msgspec.structs.replace(settings.auth, api_keys=("one",))
@@ -108,7 +126,9 @@ async def test_a_refused_body_is_no_next_request(ours: Side) -> None:
 
 @pytest.mark.parametrize("leave", ["close", "reset", "half"])
 async def test_a_client_that_leaves_mid_stream_ends_its_request(ours: Side, leave: str) -> None:
-    """A close with and without TLS's goodbye, and a half-close, cancel: the engine sees its client leave."""
+    """A close with and without TLS's goodbye, and a half-close, cancel: the engine sees its client
+    leave.
+    """
     async with fronted(ours, leaves=True) as w:
         w.decode[0].script(scripts.streams(scripts.WORD, then="stall"))
         client = await w.client()
@@ -145,7 +165,9 @@ async def test_a_client_that_stops_reading_is_dropped(ours: Side) -> None:
 
 
 async def test_a_whole_answer_that_is_not_read_is_counted_below_tls(ours: Side) -> None:
-    """The connection below TLS would take all of it unseen. The request behind it waits, and both answers come whole."""
+    """The connection below TLS would take all of it unseen. The request behind it waits, and both
+    answers come whole.
+    """
     size = 16 << 20  # far more than the kernel takes of it
     async with fronted(ours, prefill=0) as w:
         w.decode[0].script(*[scripts.whole(answers.whole(False, [1, 2, 3], "x" * size, 4))] * 2)
@@ -177,7 +199,9 @@ async def test_a_client_that_reads_on_gets_all_of_a_large_stream(ours: Side) -> 
         assert answer.body.count(b"x") >= 400 * 30_000
 
 
-async def test_a_client_needs_a_certificate_where_an_authority_is_set(ours: Side, theirs: Side) -> None:
+async def test_a_client_needs_a_certificate_where_an_authority_is_set(
+    ours: Side, theirs: Side
+) -> None:
     """None or another authority's is no connection; the right one is."""
     async with world(adjust=front(ours, client_ca=theirs.authority)) as w:
         for own in (None, ours):
@@ -199,7 +223,9 @@ def serial(client: Client) -> str:
 
 
 async def test_a_renewed_certificate_is_shown_to_new_connections_and_drops_none(ours: Side) -> None:
-    """A stream that was open goes on over its old certificate; the next connection sees the new one."""
+    """A stream that was open goes on over its old certificate; the next connection sees the new
+    one.
+    """
     async with fronted(ours) as w:
         old = await w.client()
         old.post(COMPLETIONS, completion())
@@ -213,7 +239,9 @@ async def test_a_renewed_certificate_is_shown_to_new_connections_and_drops_none(
             assert (await client.answer()).text == TEXT
 
 
-async def test_the_running_proxy_looks_by_itself(ours: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_running_proxy_looks_by_itself(
+    ours: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It notices by itself that a certificate was renewed."""
     monkeypatch.setattr("pdproxy.app.credentials.LOOK_EVERY", 0.01)
     async with fronted(ours) as w:
@@ -231,12 +259,16 @@ async def test_the_running_proxy_looks_by_itself(ours: Side, monkeypatch: pytest
 async def test_a_certificate_that_expires_is_reported(
     ours: Side, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two days before its end and afterwards: in /ready, once in the log, and by `config validate`; a renewed one ends it."""
+    """Two days before its end and afterwards: in /ready, once in the log, and by `config validate`;
+    a renewed one ends it.
+    """
     now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
 
     def logged() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "listen.tls.certificate" in r.getMessage()]
+        return [
+            r.getMessage() for r in caplog.records if "listen.tls.certificate" in r.getMessage()
+        ]
 
     async with fronted(ours) as w:
         assert (await w.get("/ready")).json["details"] == []
@@ -257,8 +289,12 @@ async def test_a_certificate_that_expires_is_reported(
         assert (await w.get("/ready")).json["details"] == []
 
 
-async def test_half_of_a_renewal_changes_nothing(ours: Side, caplog: pytest.LogCaptureFixture) -> None:
-    """A key without its certificate is logged once, and is in /ready; the pair before stays in use until both are there."""
+async def test_half_of_a_renewal_changes_nothing(
+    ours: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key without its certificate is logged once, and is in /ready; the pair before stays in use
+    until both are there.
+    """
     async with fronted(ours) as w:
         before = serial(await w.client())
         old = Path(ours.certificate).read_bytes()
@@ -268,17 +304,28 @@ async def test_half_of_a_renewal_changes_nothing(ours: Side, caplog: pytest.LogC
         for _ in range(3):
             w.look_at_files()
         assert serial(await w.client()) == before
-        (logged,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == "pdproxy.files"]
+        (logged,) = [
+            r.getMessage()
+            for r in caplog.records
+            if r.levelno == logging.ERROR and r.name == "pdproxy.files"
+        ]
         assert "the key is not the certificate's" in logged
-        assert any("the key is not the certificate's" in line for line in (await w.get("/ready")).json["details"])
+        assert any(
+            "the key is not the certificate's" in line
+            for line in (await w.get("/ready")).json["details"]
+        )
         Path(ours.certificate).write_bytes(new)
         w.look_at_files()
         assert serial(await w.client()) != before
         assert (await w.get("/ready")).json["details"] == []
 
 
-async def test_an_authority_that_is_taken_out_lets_nobody_in_any_more(ours: Side, theirs: Side) -> None:
-    """Clients of the old authority are refused after the change, also those that were here before."""
+async def test_an_authority_that_is_taken_out_lets_nobody_in_any_more(
+    ours: Side, theirs: Side
+) -> None:
+    """Clients of the old authority are refused after the change, also those that were here
+    before.
+    """
     async with world(adjust=front(ours, client_ca=theirs.authority)) as w:
         w.tls = ours.trusting(theirs)
         assert (await w.get("/health")).status == 200

@@ -1,4 +1,6 @@
-"""Prompts become token ids at the proxy: P need not make them, no failure costs a request, a template that differs is found."""
+"""Prompts become token ids at the proxy: P need not make them, no failure costs a request, a
+template that differs is found.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,18 @@ from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes.client import request
 from tests.fakes.tokenizer import Shelf, SimTokenizer
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, TEXT, World, chat, completion, until, world
+from tests.fakes.world import (
+    CHAT,
+    CHAT_TEXT,
+    COMPLETIONS,
+    PROMPT,
+    TEXT,
+    World,
+    chat,
+    completion,
+    until,
+    world,
+)
 
 IDS = BuiltInTokenizer().encode(PROMPT)
 
@@ -37,7 +50,9 @@ def always(tokenizer: str | None = "model", tokenize: str = "always") -> Any:
 
 
 def _canaries(w: World) -> list[Canaries]:
-    return [pool.tokens.canaries for one in w.workers for pool in one.pools if pool.tokens is not None]
+    return [
+        pool.tokens.canaries for one in w.workers for pool in one.pools if pool.tokens is not None
+    ]
 
 
 async def judged(w: World, count: int = 2) -> list[TokenizerJudged]:
@@ -48,7 +63,9 @@ async def judged(w: World, count: int = 2) -> list[TokenizerJudged]:
 
 
 async def proven(w: World, count: int = 2) -> None:
-    """Have engines compared, and a prompt of each kind served by P's own tokenizing, which proves that ours are the same."""
+    """Have engines compared, and a prompt of each kind served by P's own tokenizing, which proves
+    that ours are the same.
+    """
     assert all(one.agrees for one in await judged(w, count))
     assert (await w.ask(COMPLETIONS, completion())).text == TEXT
     assert (await w.ask(CHAT, chat())).text == CHAT_TEXT
@@ -85,7 +102,10 @@ async def test_chat_ids_stand_beside_the_kv_params() -> None:
         assert answer.text == CHAT_TEXT
         prefill, decode = legs(w)
         assert prefill["kv_transfer_params"]["do_remote_decode"] is True
-        assert prefill["kv_transfer_params"]["prompt_token_ids"] == decode["kv_transfer_params"]["prompt_token_ids"]
+        assert (
+            prefill["kv_transfer_params"]["prompt_token_ids"]
+            == decode["kv_transfer_params"]["prompt_token_ids"]
+        )
         assert prefill["messages"] == decode["messages"] == chat()["messages"]
         assert "prompt" not in prefill
 
@@ -96,18 +116,26 @@ async def test_each_prompt_of_a_list_has_its_own() -> None:
         await proven(w)
         prompts = [PROMPT, PROMPT + "print(argv)\n"]
         assert (await w.ask(COMPLETIONS, completion(prompt=prompts))).status == 200
-        asked = sorted((json.loads(one.body)["prompt"] for one in w.prefill[0].requests[2:]), key=len)
+        asked = sorted(
+            (json.loads(one.body)["prompt"] for one in w.prefill[0].requests[2:]), key=len
+        )
         assert asked == [BuiltInTokenizer().encode(one) for one in prompts]
         w.forget()
         assert (await w.ask(COMPLETIONS, completion(prompt=IDS))).status == 200
         assert w.events(Tokenized) == []
 
 
-async def test_an_engine_that_serves_other_ids_than_it_tokenizes(caplog: pytest.LogCaptureFixture) -> None:
-    """Its canaries agree, its first answer doesn't: that request is right, D gets P's ids; later P makes them all."""
+async def test_an_engine_that_serves_other_ids_than_it_tokenizes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its canaries agree, its first answer doesn't: that request is right, D gets P's ids; later P
+    makes them all.
+    """
 
     class Otherwise(SimTokenizer):
-        def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
+        def completion(
+            self, text: str, *, add_special_tokens: bool, scope: bytes = b""
+        ) -> TokenIds:
             made = super().completion(text, add_special_tokens=add_special_tokens, scope=scope)
             return from_numbers([*made.numbers(), 9]) if PROMPT in text and "user" in text else made
 
@@ -127,7 +155,9 @@ async def test_an_engine_that_serves_other_ids_than_it_tokenizes(caplog: pytest.
 
 
 async def test_now_and_then_an_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was proven once is proven again by one prompt in so many; each run of an engine begins again."""
+    """What was proven once is proven again by one prompt in so many; each run of an engine begins
+    again.
+    """
     monkeypatch.setattr(tokenizer_check, "EVERY", 3)
     async with world(adjust=always(), library=Shelf(model=SimTokenizer())) as w:
         await judged(w)
@@ -149,7 +179,9 @@ async def test_now_and_then_an_engine_shows_its_own(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("tokenize", ["off", "auto"])
 async def test_not_where_nothing_needs_it(tokenize: str) -> None:
-    """This connector works without ids: no engine is compared, no thread made, no tokenizer loaded."""
+    """This connector works without ids: no engine is compared, no thread made, no tokenizer
+    loaded.
+    """
     async with world(adjust=always("is not there", tokenize)) as w:
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert legs(w)[0]["prompt"] == PROMPT
@@ -175,18 +207,22 @@ async def test_a_model_that_is_not_here() -> None:
         assert w.metric("pdproxy_tokenize_total", source="here", result="off") == 1
         ready = (await w.get("/ready")).body.decode()
         assert (
-            "prompts of tiny are not tokenized here: ./model: is not a folder: name its folder with `tokenizer`"
-            in ready
+            "prompts of tiny are not tokenized here: ./model: is not a folder: name its folder "
+            "with `tokenizer`" in ready
         )
 
 
 def test_a_folder_that_can_not_be_used() -> None:
     """It ends the start, in one line."""
     pool = Pool(
-        tokenize="always", tokenizer="/no/where", nodes=(ConfiguredEngine(url="http://127.0.0.1:1", role="decode"),)
+        tokenize="always",
+        tokenizer="/no/where",
+        nodes=(ConfiguredEngine(url="http://127.0.0.1:1", role="decode"),),
     )
     settings = Settings(pools=(pool,))
-    with pytest.raises(SettingsError, match=r'^pools\[0\].tokenizer: "/no/where": is not a folder$'):
+    with pytest.raises(
+        SettingsError, match=r'^pools\[0\].tokenizer: "/no/where": is not a folder$'
+    ):
         Proxy.build(settings)
 
 
@@ -204,18 +240,25 @@ async def test_a_template_that_differs_is_found(caplog: pytest.LogCaptureFixture
             ready = (await w.get("/ready")).body.decode()
             assert "other token ids than the engine's for a message" in ready
             assert "chats are left to the engines" in ready
-    assert any(one.levelname == "ERROR" and "NOT tokenized" in one.getMessage() for one in caplog.records)
+    assert any(
+        one.levelname == "ERROR" and "NOT tokenized" in one.getMessage() for one in caplog.records
+    )
 
 
 async def test_one_engine_of_several_that_differs() -> None:
-    """Switches chats' ids off for its model, whichever engine would serve; they come back once it agrees again, or is gone."""
+    """Switches chats' ids off for its model, whichever engine would serve; they come back once it
+    agrees again, or is gone.
+    """
     async with world(decode=2, adjust=always(), library=Shelf(model=SimTokenizer())) as w:
         await proven(w, 3)
         other = w.decode[1]
 
         async def has_ids() -> bool:
             assert (await w.ask(CHAT, chat())).text == CHAT_TEXT
-            return "prompt_token_ids" in json.loads(w.prefill[0].requests[-1].body)["kv_transfer_params"]
+            return (
+                "prompt_token_ids"
+                in json.loads(w.prefill[0].requests[-1].body)["kv_transfer_params"]
+            )
 
         assert await has_ids()
         for template, agrees in (("plain", False), ("chatml", True), ("plain", False)):
@@ -235,7 +278,9 @@ async def test_one_engine_of_several_that_differs() -> None:
 async def test_late_ids_cost_the_request_nothing() -> None:
     """Past the deadline P gets the text. What waits for a thread no longer takes one."""
     tokenizer = SimTokenizer()
-    async with world(adjust=always(), library=Shelf(model=tokenizer), deadlines={"tokenize": 0.1}) as w:
+    async with world(
+        adjust=always(), library=Shelf(model=tokenizer), deadlines={"tokenize": 0.1}
+    ) as w:
         await judged(w)
         made = tokenizer.made
         tokenizer.gate.clear()
@@ -247,7 +292,9 @@ async def test_late_ids_cost_the_request_nothing() -> None:
         assert w.metric("pdproxy_deadline_total", wait="tokenize") == 4
         tokenizer.gate.set()
         await until(lambda: tokenizer.waiting == 0)
-        assert tokenizer.made - made <= 2, "two threads were at work, the others' wishes were withdrawn"
+        assert tokenizer.made - made <= 2, (
+            "two threads were at work, the others' wishes were withdrawn"
+        )
 
 
 async def test_a_client_that_leaves_meanwhile() -> None:

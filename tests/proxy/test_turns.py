@@ -1,4 +1,6 @@
-"""Turns that hand KV back, through the real proxy on simulated engines: the text is always that of one engine alone."""
+"""Turns that hand KV back, through the real proxy on simulated engines: the text is always that of
+one engine alone.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, TEXT, bare, events
 
-BOTH: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 480.0, "max_model_len": 8192}
+BOTH: dict[str, Any] = {
+    "bidirectional_kv_xfer": True,
+    "decoder_kv_blocks_ttl": 480.0,
+    "max_model_len": 8192,
+}
 IDS = BuiltInTokenizer().encode(TEXT)
 
 
@@ -49,10 +55,15 @@ async def talking(turns: dict[str, Any] | None = None, **more: Any) -> AsyncIter
             await until(lambda route=route: all(one.trusted("tiny", route) for one in canaries))  # type: ignore[misc]
         if more.get("kv_ready", {}).get("notifier", True):
             await heard(pair)
-        for path, body in ((COMPLETIONS, {"prompt": "x " * 30}), (CHAT, {"messages": user("y " * 30)})):
+        for path, body in (
+            (COMPLETIONS, {"prompt": "x " * 30}),
+            (CHAT, {"messages": user("y " * 30)}),
+        ):
             # The first one proves that P's ids are ours, in each worker that may get the next ones.
             for _ in range(2 if len(pair.world.workers) == 1 else 12):
-                assert (await pair.ask(path, {"model": "tiny", "max_tokens": 2, **body})).status == 200
+                assert (
+                    await pair.ask(path, {"model": "tiny", "max_tokens": 2, **body})
+                ).status == 200
         await quiet(pair)
         await pair.noticed()
         for turns_ in turns_of(pair):
@@ -65,7 +76,9 @@ async def talking(turns: dict[str, Any] | None = None, **more: Any) -> AsyncIter
 
 
 async def heard(pair: Pair) -> None:
-    """Wait until both engines' notices come: they drop those that they have before their sockets are connected."""
+    """Wait until both engines' notices come: they drop those that they have before their sockets
+    are connected.
+    """
     kinds = {"loaded", "released"}
     async with asyncio.timeout(60):
         while not kinds <= {event.event for event in pair.world.events(KvNoticed)}:
@@ -76,7 +89,11 @@ async def heard(pair: Pair) -> None:
 
 async def quiet(pair: Pair) -> None:
     """Wait until nothing is under way: no request, no answer without its notice, no release."""
-    await until(lambda: not pair.world.busy() and not any(turns.releases.pending for turns in turns_of(pair)))
+    await until(
+        lambda: (
+            not pair.world.busy() and not any(turns.releases.pending for turns in turns_of(pair))
+        )
+    )
 
 
 def turns_of(pair: Pair) -> list[PoolTurns]:
@@ -122,8 +139,14 @@ async def alike(pair: Pair, path: str, body: dict[str, Any]) -> str:
     assert (ours.status, theirs.status) == (200, 200), ours.body
     if body.get("stream"):
         assert events(ours.body) == events(theirs.body)
-        parts = [event["choices"][0] for event in events(ours.body) if event != b"[DONE]" and event["choices"]]
-        return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in parts)
+        parts = [
+            event["choices"][0]
+            for event in events(ours.body)
+            if event != b"[DONE]" and event["choices"]
+        ]
+        return "".join(
+            one.get("text") or one.get("delta", {}).get("content") or "" for one in parts
+        )
     answer, plain = json.loads(ours.body), json.loads(theirs.body)
     assert bare(answer) == bare(plain)
     assert answer["kv_transfer_params"] is None
@@ -151,14 +174,22 @@ async def test_the_next_turn_of_a_chat_uses_it(stream: bool, version: str) -> No
         before = [metric(f"pdproxy_{name}") for name in names]
         for turn in range(3):
             forget(pair)
-            said = await alike(pair, CHAT, {"messages": messages, "max_tokens": 24, "stream": stream})
+            said = await alike(
+                pair, CHAT, {"messages": messages, "max_tokens": 24, "stream": stream}
+            )
             await keeps(pair, 1)
-            messages = [*messages, {"role": "assistant", "content": said}, *user(f"And then? {turn} " * 5)]
+            messages = [
+                *messages,
+                {"role": "assistant", "content": said},
+                *user(f"And then? {turn} " * 5),
+            ]
         reused = pair.world.events(TurnReused)
         assert len(reused) == 2
         assert pulled(pair) == sum(event.tokens for event in reused) > 2 * len(IDS)
         assert drops(pair) == []
-        rose = [metric(f"pdproxy_{name}") - number for name, number in zip(names, before, strict=True)]
+        rose = [
+            metric(f"pdproxy_{name}") - number for name, number in zip(names, before, strict=True)
+        ]
         assert rose[:3] == [3, 2, pulled(pair)]
         assert rose[3] > 0
         assert metric("pdproxy_turns") == 1 == kept(pair)
@@ -172,7 +203,13 @@ async def test_the_next_turn_of_a_completion_uses_all_of_it(prompt: str) -> None
         first: Any = TEXT if prompt == "text" else IDS
         answer = await pair.ask(
             COMPLETIONS,
-            {"model": "tiny", "temperature": 0, "prompt": first, "max_tokens": 20, "return_token_ids": True},
+            {
+                "model": "tiny",
+                "temperature": 0,
+                "prompt": first,
+                "max_tokens": 20,
+                "return_token_ids": True,
+            },
         )
         choice = answer.json["choices"][0]
         assert len(choice["token_ids"]) == 20, "the client asked for them"
@@ -205,7 +242,9 @@ async def test_it_is_given_once() -> None:
 async def test_a_changed_history_uses_the_common_blocks() -> None:
     """A thinking trace that the client has left out, or a message that was edited."""
     async with talking() as pair:
-        answer = await pair.ask(COMPLETIONS, {"model": "tiny", "temperature": 0, "prompt": IDS, "max_tokens": 40})
+        answer = await pair.ask(
+            COMPLETIONS, {"model": "tiny", "temperature": 0, "prompt": IDS, "max_tokens": 40}
+        )
         assert answer.status == 200
         await keeps(pair, 1)
         forget(pair)
@@ -313,7 +352,9 @@ async def test_a_prompt_whose_ids_are_not_known_is_released() -> None:
     """`truncate_prompt_tokens`: only the engine knows what it works on."""
     async with talking() as pair:
         before = kept(pair)
-        await alike(pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 4, "truncate_prompt_tokens": 100})
+        await alike(
+            pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 4, "truncate_prompt_tokens": 100}
+        )
         await until(lambda: drops(pair) == ["no_ids"])
         await until(lambda: set(pair.d.engine.handles) == kept_ids(pair), 20)
         assert kept(pair) == before
@@ -351,7 +392,9 @@ async def test_of_a_restarted_engine_none_is_used() -> None:
 
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_handle_that_fails_costs_no_attempt(restarted: bool) -> None:
-    """P answers 500: it is asked again without. After three in a row the pair gets none for a while, or until P's next run."""
+    """P answers 500: it is asked again without. After three in a row the pair gets none for a
+    while, or until P's next run.
+    """
     async with talking() as pair:
         for number in range(FAILURES + 2):
             await alike(pair, COMPLETIONS, {"prompt": [number, *IDS], "max_tokens": 4})
@@ -392,7 +435,10 @@ async def test_p_without_the_option_gets_one_only_once() -> None:
         asked = asyncio.create_task(pair.ask(COMPLETIONS, body))
         await clock.reach(7)
         assert (await asked).status == 200
-        assert bare((await asked).json)["choices"] == bare((await pair.asked_plain(COMPLETIONS, body)).json)["choices"]
+        assert (
+            bare((await asked).json)["choices"]
+            == bare((await pair.asked_plain(COMPLETIONS, body)).json)["choices"]
+        )
         await clock.reach(3)
         assert drops(pair) == ["unanswered"]
         assert b"it gets none until it is started again" in (await pair.world.get("/ready")).body
@@ -401,7 +447,9 @@ async def test_p_without_the_option_gets_one_only_once() -> None:
 
 
 async def test_ready_reports_that_no_notices_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D runs without the option. Answers that may end at a stop string leave no KV anyway, and don't count."""
+    """D runs without the option. Answers that may end at a stop string leave no KV anyway, and
+    don't count.
+    """
     monkeypatch.setattr(turns_module, "SILENT", 5)
     async with talking(d={"bidirectional_kv_xfer": False}) as pair:
         turns = pair.world.proxy.turns
@@ -411,7 +459,11 @@ async def test_ready_reports_that_no_notices_come(monkeypatch: pytest.MonkeyPatc
         async def ask(count: int, **fields: Any) -> None:
             nonlocal later
             for number in range(count):
-                await alike(pair, COMPLETIONS, {"prompt": [number, *IDS], "max_tokens": 4, "stream": True, **fields})
+                await alike(
+                    pair,
+                    COMPLETIONS,
+                    {"prompt": [number, *IDS], "max_tokens": 4, "stream": True, **fields},
+                )
             later += 2 * WAIT
             at = turns._now() + later
             turns.open._now = lambda: at
@@ -423,7 +475,10 @@ async def test_ready_reports_that_no_notices_come(monkeypatch: pytest.MonkeyPatc
         await ask(4)
         assert b"no notice has named" not in (await pair.world.get("/ready")).body
         await ask(1)
-        assert b"no notice has named the KV of the last 5 turns" in (await pair.world.get("/ready")).body
+        assert (
+            b"no notice has named the KV of the last 5 turns"
+            in (await pair.world.get("/ready")).body
+        )
         assert set(drops(pair)) == {"no_notice"}
 
 
@@ -434,7 +489,11 @@ async def test_clients_that_leave_leave_nothing_behind() -> None:
         texts = [TEXT + str(number) for number in range(4)]
         for _ in range(60):
             client = await pair.world.client()
-            body = {"model": "tiny", "prompt": chance.choice(texts) * chance.choice([1, 2]), "max_tokens": 8}
+            body = {
+                "model": "tiny",
+                "prompt": chance.choice(texts) * chance.choice([1, 2]),
+                "max_tokens": 8,
+            }
             client.send(request("POST", COMPLETIONS, {**body, "stream": chance.random() < 0.5}))
             await asyncio.sleep(chance.random() * 0.03)
             client.close()
@@ -463,13 +522,21 @@ FAULTS = {
         "status@queued",
         "reset@head",
     ),
-    "p": ("reset@queued", "status@queued", "reset@handed_over", "empty_body@queued", "load_failure@queued"),
+    "p": (
+        "reset@queued",
+        "status@queued",
+        "reset@handed_over",
+        "empty_body@queued",
+        "load_failure@queued",
+    ),
 }
 NOTICES = ("lost_notice", "late_notice:delay=0.05", "double_notice", "garbage_notice")
 
 
 async def test_whatever_fails_answers_are_right_and_nothing_is_left() -> None:
-    """Engines fail and notices are lost at random: an answer is right or an error; what D keeps is known or expires."""
+    """Engines fail and notices are lost at random: an answer is right or an error; what D keeps is
+    known or expires.
+    """
     ttl = 8.0
     both = {"decoder_kv_blocks_ttl": ttl, "num_gpu_blocks": 20_000}
     async with talking({"decoder_kv_blocks_ttl": ttl, "margin": 2}, everybody=both) as pair:
@@ -485,16 +552,26 @@ async def test_whatever_fails_answers_are_right_and_nothing_is_left() -> None:
             for turn in range(3):
                 body = {"model": "tiny", "temperature": 0, "messages": messages, "max_tokens": 12}
                 answer = await pair.ask(CHAT, body | {"stream": chance.random() < 0.5})
-                plain = (await pair.asked_plain(CHAT, body)).json["choices"][0]["message"]["content"]
+                plain = (await pair.asked_plain(CHAT, body)).json["choices"][0]["message"][
+                    "content"
+                ]
                 statuses.append(answer.status)
-                if answer.status == 200 and not (answer.header("content-type") or "").startswith("text/event-stream"):
+                if answer.status == 200 and not (answer.header("content-type") or "").startswith(
+                    "text/event-stream"
+                ):
                     assert answer.json["choices"][0]["message"]["content"] == plain
                 elif answer.status == 200 and answer.body.endswith(b"data: [DONE]\n\n"):
-                    parts = [event["choices"] for event in events(answer.body) if event != b"[DONE]"]
+                    parts = [
+                        event["choices"] for event in events(answer.body) if event != b"[DONE]"
+                    ]
                     texts = [part[0]["delta"].get("content") or "" for part in parts if part]
                     assert "".join(texts) == plain
                 forget(pair)
-                messages = [*messages, {"role": "assistant", "content": plain}, *user(f"Go on with {turn}.")]
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": plain},
+                    *user(f"Go on with {turn}."),
+                ]
 
         await asyncio.gather(*(converse(number) for number in range(40)))
         assert statuses.count(200) > 100
@@ -511,20 +588,29 @@ async def test_whatever_fails_answers_are_right_and_nothing_is_left() -> None:
 
 
 async def test_workers_use_each_others_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever has the connection of the next prompt. All that is kept is one of theirs, and all is released at the end."""
+    """Whichever has the connection of the next prompt. All that is kept is one of theirs, and all
+    is released at the end.
+    """
     monkeypatch.setattr(several, "WORKERS", 2)
     async with talking() as pair:
         first, second = turns_of(pair)
         count = asked = 0
-        while count < 8 or not (first.kept.own and second.kept.own):  # the system chooses who gets a connection
-            await alike(pair, COMPLETIONS, {"prompt": [count, *IDS], "max_tokens": 4, "stream": count % 2 == 0})
+        # the system chooses who gets a connection
+        while count < 8 or not (first.kept.own and second.kept.own):
+            await alike(
+                pair,
+                COMPLETIONS,
+                {"prompt": [count, *IDS], "max_tokens": 4, "stream": count % 2 == 0},
+            )
             count += 1
             await keeps(pair, count)
         while not (results := [event.result for event in pair.world.events(TurnClaimed)]):
             forget(pair)
             asked += count
             for number in range(count):
-                await alike(pair, COMPLETIONS, {"prompt": [number, *IDS, *[5] * asked], "max_tokens": 4})
+                await alike(
+                    pair, COMPLETIONS, {"prompt": [number, *IDS, *[5] * asked], "max_tokens": 4}
+                )
             await keeps(pair, count)
         assert results == ["given"] * len(results)
         assert len(pair.world.events(TurnReused)) == asked
@@ -535,7 +621,9 @@ async def test_workers_use_each_others_turns(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_hundred_conversations_of_four_turns() -> None:
-    """Greedy text equals a plain engine's; P computes only what is new, although it forgets everything."""
+    """Greedy text equals a plain engine's; P computes only what is new, although it forgets
+    everything.
+    """
     async with talking({"max_blocks": 100_000}, everybody={"num_gpu_blocks": 60_000}) as pair:
         chance = random.Random(5)
         places = asyncio.Semaphore(8)
@@ -548,7 +636,11 @@ async def test_a_hundred_conversations_of_four_turns() -> None:
                     said = await alike(pair, CHAT, body)
                     await asyncio.sleep(0.005)
                     forget(pair)
-                messages = [*messages, {"role": "assistant", "content": said}, *user(f"Go on with {turn}.")]
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": said},
+                    *user(f"Go on with {turn}."),
+                ]
 
         before = pair.p.engine.stats.prompt_tokens
         await asyncio.gather(*(converse(number) for number in range(100)))
@@ -560,7 +652,9 @@ async def test_a_hundred_conversations_of_four_turns() -> None:
 
 
 async def test_a_turn_whose_answer_went_on_elsewhere() -> None:
-    """The KV that the second engine keeps is of the whole conversation: the next turn uses it, and the text is right."""
+    """The KV that the second engine keeps is of the whole conversation: the next turn uses it, and
+    the text is right.
+    """
     async with talking(decodes=2, limits={"breaker_failures": 1000}) as pair:
         body = {"prompt": IDS, "max_tokens": 40, "stream": True}
         for reset in ("reset@mid_stream:events=20", "reset@mid_stream:events=33"):
@@ -572,7 +666,9 @@ async def test_a_turn_whose_answer_went_on_elsewhere() -> None:
             forget(pair)
             reused = len(pair.world.events(TurnReused))
             said = BuiltInTokenizer().encode(text)
-            await alike(pair, COMPLETIONS, {"prompt": [*IDS, *said, *IDS], "max_tokens": 8, "stream": True})
+            await alike(
+                pair, COMPLETIONS, {"prompt": [*IDS, *said, *IDS], "max_tokens": 8, "stream": True}
+            )
             await quiet(pair)
             assert len(pair.world.events(TurnReused)) == reused + 1
         assert {event.result for event in pair.world.events(StreamContinued)} == {"continued"}

@@ -1,4 +1,6 @@
-"""`listen.uds`: clients and health checks reach the proxy over a Unix socket, whose file is the proxy's own."""
+"""`listen.uds`: clients and health checks reach the proxy over a Unix socket, whose file is the
+proxy's own.
+"""
 
 from __future__ import annotations
 
@@ -93,25 +95,38 @@ def left_behind(path: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_clients_are_served_over_a_unix_socket(workers: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and streamed; `pdproxy health` finds it; it replaces a dead process's file, and its own is gone at the end."""
+async def test_clients_are_served_over_a_unix_socket(
+    workers: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and streamed; `pdproxy health` finds it; it replaces a dead process's file, and its own
+    is gone at the end.
+    """
     left_behind(path)
     monkeypatch.setitem(ENVIRONMENT, "PDPROXY_LISTEN__LINGER", "0")
     async with engines() as pair:
         process = await run(*serve(pair, path, workers))
         try:
             await is_ready(process, path)
-            assert stat.S_IMODE(os.lstat(path).st_mode) == 0o770, "the umask decides who may connect"
+            assert stat.S_IMODE(os.lstat(path).st_mode) == 0o770, (
+                "the umask decides who may connect"
+            )
             for _ in range(4):
                 assert (await ask(path, request("POST", COMPLETIONS, completion()))).text == TEXT
-                assert (await ask(path, request("POST", COMPLETIONS, completion(stream=True)))).text == TEXT
+                assert (
+                    await ask(path, request("POST", COMPLETIONS, completion(stream=True)))
+                ).text == TEXT
             health = await run("health", "--ready", "--uds", path)
             assert await health.wait() == 0
             second = await run(*serve(pair, path, workers))
             code, told = await end_of(second)
             assert code == 2
-            assert told == f"pdproxy serve: can't listen on listen.uds = {path}: Address already in use\n"
-            assert (await ask(path, request("GET", "/health", b""))).status == 200, "the first one is still there"
+            assert (
+                told
+                == f"pdproxy serve: can't listen on listen.uds = {path}: Address already in use\n"
+            )
+            assert (await ask(path, request("GET", "/health", b""))).status == 200, (
+                "the first one is still there"
+            )
         finally:
             code, told = await end(process)
     assert code == 0, told
@@ -119,7 +134,10 @@ async def test_clients_are_served_over_a_unix_socket(workers: int, path: str, mo
     assert not os.path.lexists(path)
     health = await run("health", "--uds", path)
     code, told = await end_of(health)
-    assert (code, told) == (1, f"pdproxy health: unix:{path}:/health: no connection: No such file or directory\n")
+    assert (code, told) == (
+        1,
+        f"pdproxy health: unix:{path}:/health: no connection: No such file or directory\n",
+    )
 
 
 @pytest.mark.timeout(600)
@@ -134,7 +152,9 @@ async def test_a_worker_that_is_killed_is_replaced_at_the_socket(path: str) -> N
             os.kill(int(min(before)), signal.SIGKILL)
             async with asyncio.timeout(PATIENCE):
                 while len(after := set(children.read_text().split())) < 2 or after == before:
-                    assert (await ask(path, request("POST", COMPLETIONS, completion()))).text == TEXT
+                    assert (
+                        await ask(path, request("POST", COMPLETIONS, completion()))
+                    ).text == TEXT
             assert (await ask(path, request("POST", COMPLETIONS, completion()))).text == TEXT
         finally:
             await end(process)
@@ -142,7 +162,9 @@ async def test_a_worker_that_is_killed_is_replaced_at_the_socket(path: str) -> N
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("trusted", ["", "unix:"])
-async def test_who_connects_has_no_address(trusted: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_connects_has_no_address(
+    trusted: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All are one client; `unix:` among the trusted proxies has the header name them."""
     monkeypatch.setitem(ENVIRONMENT, "PDPROXY_LISTEN__LINGER", "0")
     if trusted:

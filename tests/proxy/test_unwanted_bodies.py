@@ -1,4 +1,6 @@
-"""Bodies that nobody wants, without a valid key or on routes that read none: nothing is kept of them, and no answer waits."""
+"""Bodies that nobody wants, without a valid key or on routes that read none: nothing is kept of
+them, and no answer waits.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ OPEN = {entry.path for entry in TABLE if not entry.needs_key}
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of all parts of bodies that are kept anywhere: uvicorn's own buffer, and what is counted."""
+    """The sizes of all parts of bodies that are kept anywhere: uvicorn's own buffer, and what is
+    counted.
+    """
     sizes: list[int] = []
     real_body, real_take = HttpToolsProtocol.on_body, BodyBudget.take
 
@@ -62,14 +66,18 @@ def half_sent(method: str, path: str, *headers: tuple[str, str]) -> bytes:
 
 
 def routes(w: World) -> Iterator[tuple[str, str]]:
-    """All methods and paths of the application, whoever has declared them, and some that there are not."""
+    """All methods and paths of the application, whoever has declared them, and some that there are
+    not.
+    """
     for route in create_app(w.proxy.front.answers()).routes:
         assert isinstance(route, APIRoute | Route)
         path = route.path.replace("{response_id}", "resp_1")
         yield from ((method, path) for method in sorted(route.methods or ()) if method != "HEAD")
         yield "OPTIONS", path
         yield "DELETE", path
-    yield from product(("GET", "POST"), ("/", "/nowhere", "/v1/embeddings/", "/v1", lmcache_telemetry.PATH))
+    yield from product(
+        ("GET", "POST"), ("/", "/nowhere", "/v1/embeddings/", "/v1", lmcache_telemetry.PATH)
+    )
 
 
 async def answered(client: Client, what: bytes) -> tuple[int, str | None]:
@@ -80,8 +88,12 @@ async def answered(client: Client, what: bytes) -> tuple[int, str | None]:
 
 
 @pytest.mark.parametrize("key", [(), (("authorization", "Bearer wrong"),)])
-async def test_without_a_key_no_route_reads_a_body(kept: list[int], key: tuple[tuple[str, str], ...]) -> None:
-    """Each is answered while its body is missing, and closes the connection. All routes of the application are tried."""
+async def test_without_a_key_no_route_reads_a_body(
+    kept: list[int], key: tuple[tuple[str, str], ...]
+) -> None:
+    """Each is answered while its body is missing, and closes the connection. All routes of the
+    application are tried.
+    """
     async with world(auth={"api_keys": (KEY,)}, deadlines={"client_body": 30}) as w:
         tried = list(dict.fromkeys(routes(w)))
         assert len(tried) > 2 * len(TABLE)
@@ -90,7 +102,9 @@ async def test_without_a_key_no_route_reads_a_body(kept: list[int], key: tuple[t
             status, connection = await answered(client, half_sent(method, path, *key))
             assert connection == "close", (method, path)
             assert not kept, (method, path)
-            if path not in OPEN and any(path == one.path and method in one.methods for one in TABLE):
+            if path not in OPEN and any(
+                path == one.path and method in one.methods for one in TABLE
+            ):
                 assert status in (401, 429), (method, path)
             client.close()
         assert not w.proxy.body_budget.held
@@ -98,7 +112,11 @@ async def test_without_a_key_no_route_reads_a_body(kept: list[int], key: tuple[t
 
 async def test_routes_that_read_no_body_keep_none_of_clients_with_a_key(kept: list[int]) -> None:
     """Only those that pass bodies on do."""
-    wanted = {one.path for one in TABLE if one.has_body and one.kind in (RouteKind.PASSED, RouteKind.SPLIT)}
+    wanted = {
+        one.path
+        for one in TABLE
+        if one.has_body and one.kind in (RouteKind.PASSED, RouteKind.SPLIT)
+    }
     async with world(auth={"api_keys": (KEY,)}, deadlines={"client_body": 30}) as w:
         for method, path in dict.fromkeys(routes(w)):
             if method == "POST" and path in wanted:
@@ -111,7 +129,9 @@ async def test_routes_that_read_no_body_keep_none_of_clients_with_a_key(kept: li
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", COMPLETIONS, CHAT])
 async def test_a_half_sent_body_is_counted(path: str) -> None:
-    """Where the key is right, what has come counts against the budget of all bodies, and is free when the client leaves."""
+    """Where the key is right, what has come counts against the budget of all bodies, and is free
+    when the client leaves.
+    """
     async with world(auth={"api_keys": (KEY,)}, deadlines={"client_body": 30}) as w:
         client = await w.client()
         client.send(half_sent("POST", path, ("authorization", f"Bearer {KEY}")))
@@ -154,11 +174,18 @@ async def test_routes_below_a_root_path_take_their_bodies() -> None:
 
 
 def post(*names: str) -> dict[str, object]:
-    return {"event": lmcache_telemetry.STORED, "request_ids_set": [*names], "world_size": 1, "kv_rank": 0}
+    return {
+        "event": lmcache_telemetry.STORED,
+        "request_ids_set": [*names],
+        "world_size": 1,
+        "kv_rank": 0,
+    }
 
 
 async def test_engines_post_at_the_port_of_notices_alone() -> None:
-    """A keyless sender finds nothing at the clients' port, and what comes to the other one has an effect by its id alone."""
+    """A keyless sender finds nothing at the clients' port, and what comes to the other one has an
+    effect by its id alone.
+    """
     async with pool("lmcache-mp") as pair:
         w = pair.world
         assert (await w.ask(lmcache_telemetry.PATH, post("cmpl-guessed-0-01234567"))).status == 404
@@ -168,7 +195,11 @@ async def test_engines_post_at_the_port_of_notices_alone() -> None:
         assert w.metric("pdproxy_kv_notices_total", result="awaited") == 0
         assert (await pair.ask(COMPLETIONS, completion(prompt="many words " * 40))).status == 200
         await until(lambda: w.metric("pdproxy_kv_notices_total", result="awaited") == 1)
-        for method, path in (("GET", lmcache_telemetry.PATH), ("POST", "/v1/completions"), ("GET", "/metrics")):
+        for method, path in (
+            ("GET", lmcache_telemetry.PATH),
+            ("POST", "/v1/completions"),
+            ("GET", "/metrics"),
+        ):
             client.send(request(method, path, b""))
             assert (await client.answer()).status == 404
         client.send(request("POST", lmcache_telemetry.PATH, b"{}"))
@@ -181,7 +212,11 @@ async def test_what_the_port_of_notices_holds_is_bounded(monkeypatch: pytest.Mon
     monkeypatch.setattr("pdproxy.app.posted_notices.MAX_HELD", 4 * len(HALF))
     async with pool("lmcache-mp") as pair:
         port = pair.world.proxy.settings.kv_ready.port
-        budgets = [one.notices.posted.budget for one in pair.world.workers if one.notices.posted is not None]
+        budgets = [
+            one.notices.posted.budget
+            for one in pair.world.workers
+            if one.notices.posted is not None
+        ]
         clients = [await Client.connect(port) for _ in range(8)]
         for client in clients:
             client.send(half_sent("POST", lmcache_telemetry.PATH))
@@ -224,7 +259,9 @@ async def test_a_long_post_leaves_turns_to_others() -> None:
         raise AssertionError
 
     counting = asyncio.create_task(count())
-    await app({"path": lmcache_telemetry.PATH, "method": "POST", "type": "http", BODY: b""}, never, send)
+    await app(
+        {"path": lmcache_telemetry.PATH, "method": "POST", "type": "http", BODY: b""}, never, send
+    )
     counting.cancel()
     assert sent[0]["status"] == 200
     assert len(taken) == 4096

@@ -1,6 +1,9 @@
-"""What a request has used, on every route that runs a model: what engines count is reported, charged to the key, and no more."""
+"""What a request has used, on every route that runs a model: what engines count is reported,
+charged to the key, and no more.
+"""
 
-# Each row of `ROUTES` is asked in all its forms. A route of the table without a row fails the first test.
+# Each row of `ROUTES` is asked in all its forms. A route of the table without a row fails the first
+# test.
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ MODELS = [e for e in TABLE if e.kind in (RouteKind.SPLIT, RouteKind.PASSED) and 
 """The routes that run a model."""
 
 Form = tuple[dict[str, Any], dict[str, Any] | None]
-"""A body, and the usage with which engines answer that; None: the simulated engine answers, and counts."""
+"""A body, and the usage with which engines answer that; None: the simulated engine answers, and
+counts.
+"""
 
 
 def forms(make: Callable[..., dict[str, Any]], *fields: dict[str, Any]) -> list[Form]:
@@ -50,14 +55,28 @@ def pooled(usage: dict[str, Any]) -> list[Form]:
     return [({"model": "tiny", "input": [PROMPT, PROMPT]}, usage)]
 
 
-PROMPT_ONLY = {"prompt_tokens": 41, "total_tokens": 41, "completion_tokens": 0, "prompt_tokens_details": None}
-IN_BYTES: Form = ({"model": "tiny", "input": [PROMPT, PROMPT], "encoding_format": "bytes"}, PROMPT_ONLY)
+PROMPT_ONLY = {
+    "prompt_tokens": 41,
+    "total_tokens": 41,
+    "completion_tokens": 0,
+    "prompt_tokens_details": None,
+}
+IN_BYTES: Form = (
+    {"model": "tiny", "input": [PROMPT, PROMPT], "encoding_format": "bytes"},
+    PROMPT_ONLY,
+)
 TOTAL = {"prompt_tokens": 41, "total_tokens": 41}
 ROUTES: dict[str, list[Form]] = {
     COMPLETIONS: forms(
         completion,
         *({}, STREAM, ASKED, {**STREAM, "max_tokens": 1}, {"echo": True}, {**STREAM, "echo": True}),
-        *(SEVERAL, {**STREAM, **SEVERAL}, {**ASKED, **SEVERAL}, {"prompt": "a"}, {**STREAM, "prompt": "a"}),
+        *(
+            SEVERAL,
+            {**STREAM, **SEVERAL},
+            {**ASKED, **SEVERAL},
+            {"prompt": "a"},
+            {**STREAM, "prompt": "a"},
+        ),
         *(
             LISTED,
             {**STREAM, **LISTED},
@@ -69,7 +88,11 @@ ROUTES: dict[str, list[Form]] = {
     CHAT: forms(
         chat,
         *({}, STREAM, ASKED, SEVERAL, {**STREAM, **SEVERAL}, {**ASKED, **SEVERAL}),
-        *({**STREAM, "include_reasoning": False}, {**STREAM, "return_token_ids": True}, {"max_completion_tokens": 7}),
+        *(
+            {**STREAM, "include_reasoning": False},
+            {**STREAM, "return_token_ids": True},
+            {"max_completion_tokens": 7},
+        ),
         {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
     BATCH: [*forms(batch, {}, {"max_tokens": 9}), (batch(return_prompt_text=True), None)],
@@ -79,17 +102,41 @@ ROUTES: dict[str, list[Form]] = {
         ({"model": "tiny", "input": [PROMPT, PROMPT]}, PROMPT_ONLY),
     ],
     RESPONSES: [
-        *forms(responses, {}, STREAM, {"max_output_tokens": None}, {**STREAM, "instructions": "Be brief."}),
-        (responses(), {"input_tokens": 31, "output_tokens": 5, "total_tokens": 36, "input_tokens_details": {}}),
+        *forms(
+            responses,
+            {},
+            STREAM,
+            {"max_output_tokens": None},
+            {**STREAM, "instructions": "Be brief."},
+        ),
+        (
+            responses(),
+            {
+                "input_tokens": 31,
+                "output_tokens": 5,
+                "total_tokens": 36,
+                "input_tokens_details": {},
+            },
+        ),
     ],
     MESSAGES: [
         *forms(message, {}, STREAM, {**STREAM, "max_tokens": 30}),
         (
             message(),
-            {"input_tokens": 1, "cache_read_input_tokens": 32, "cache_creation_input_tokens": 8, "output_tokens": 5},
+            {
+                "input_tokens": 1,
+                "cache_read_input_tokens": 32,
+                "cache_creation_input_tokens": 8,
+                "output_tokens": 5,
+            },
         ),
     ],
-    SCORING: [({"model": "tiny", "query": PROMPT, "items": ["a", "b", "c"], "label_token_ids": [5, 6]}, None)],
+    SCORING: [
+        (
+            {"model": "tiny", "query": PROMPT, "items": ["a", "b", "c"], "label_token_ids": [5, 6]},
+            None,
+        )
+    ],
     "/v1/decisions": pooled({"input_tokens": 41, "output_tokens": 2, "total_tokens": 43}),
     "/v1/systemone": pooled({"prompt_tokens": 41, "completion_tokens": 2, "total_tokens": 43}),
     "/v1/embeddings": [*pooled(PROMPT_ONLY), IN_BYTES],
@@ -129,7 +176,9 @@ def counted(usage: dict[str, Any]) -> tuple[int, int]:
 
 
 def charged(w: World, ended: RequestEnded) -> tuple[int, int]:
-    """What the access line, the metrics and the key's minute say that a request has used: the same."""
+    """What the access line, the metrics and the key's minute say that a request has used: the
+    same.
+    """
     found = ended.prompt_tokens or 0, ended.completion_tokens or 0
     assert w.metric("pdproxy_tenant_tokens_total", tenant="a") == sum(found)
     assert w.metric("pdproxy_tokens_total", kind="prompt") == found[0]
@@ -139,23 +188,35 @@ def charged(w: World, ended: RequestEnded) -> tuple[int, int]:
 
 
 def answering(usage: dict[str, Any]) -> Callable[[Reply], Awaitable[None]]:
-    """Have an engine answer with a usage. In its words stands another one. An answer in bytes has it in a header."""
+    """Have an engine answer with a usage. In its words stands another one. An answer in bytes has
+    it in a header.
+    """
 
     async def script(reply: Reply) -> None:
-        words = {"type": "tool_use", "input": {"usage": {"input_tokens": 0, "output_tokens": 0}}, "text": '"usage":{'}
+        words = {
+            "type": "tool_use",
+            "input": {"usage": {"input_tokens": 0, "output_tokens": 0}},
+            "text": '"usage":{',
+        }
         text = json.dumps({"id": "x", "data": [words], "content": [words], "usage": usage}).encode()
         if reply.request.json.get("encoding_format") != "bytes":
             await reply.whole(text)
             return
-        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: 4\r\n")
+        await reply.raw(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: 4\r\n"
+        )
         await reply.raw(b"metadata: " + text + b"\r\n\r\n\x00\xff{}")
 
     return script
 
 
 @pytest.mark.parametrize(("path", "number"), ALL)
-async def test_what_engines_count_is_what_the_key_pays(tmp_path: Path, path: str, number: int) -> None:
-    """Each token once, on every route, in every form; a client that has not asked for the usage of its stream sees none."""
+async def test_what_engines_count_is_what_the_key_pays(
+    tmp_path: Path, path: str, number: int
+) -> None:
+    """Each token once, on every route, in every form; a client that has not asked for the usage of
+    its stream sees none.
+    """
     body, usage = ROUTES[path][number]
     clock = ManualClock()
     async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock) as w:
@@ -172,7 +233,11 @@ async def test_what_engines_count_is_what_the_key_pays(tmp_path: Path, path: str
         )  # in its usage, an engine counts a prompt of several answers once
         assert charged(w, ended) == expected
         assert min(expected) > 0 or usage is not None
-        if body.get("stream") and path in (COMPLETIONS, CHAT, INVOCATIONS) and "stream_options" not in body:
+        if (
+            body.get("stream")
+            and path in (COMPLETIONS, CHAT, INVOCATIONS)
+            and "stream_options" not in body
+        ):
             assert b'"usage":{' not in answer.body
         assert _shown(answer) in (None, expected)
 
@@ -189,14 +254,21 @@ def _shown(answer: Answer) -> tuple[int, int] | None:
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_every_connector_counts_as_one_engine(connector: str) -> None:
-    """Whichever engine makes the first token, and whatever the decode engine takes for the prompt."""
+    """Whichever engine makes the first token, and whatever the decode engine takes for the
+    prompt.
+    """
     async with pool(connector) as pair:
         for number, (path, body) in enumerate(SHAPES):
             before = made_by([pair.plain])
             await same(pair, path, body)
-            prompt, generated = (now - then for now, then in zip(made_by([pair.plain]), before, strict=True))
+            prompt, generated = (
+                now - then for now, then in zip(made_by([pair.plain]), before, strict=True)
+            )
             ended = await pair.world.ended(number + 1)
-            assert (ended.prompt_tokens, ended.completion_tokens) == (prompt, generated), (path, body)
+            assert (ended.prompt_tokens, ended.completion_tokens) == (prompt, generated), (
+                path,
+                body,
+            )
 
 
 @pytest.mark.parametrize(
@@ -208,15 +280,21 @@ async def test_what_runs_no_model_is_free(tmp_path: Path, path: str) -> None:
     async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock) as w:
         everyone(w, path, answering({"prompt_tokens": 99, "completion_tokens": 99}))
         has_body = path != "/tokenizer_info"
-        answer = await w.ask(path, message() if has_body else b"", A, method="POST" if has_body else "GET")
+        answer = await w.ask(
+            path, message() if has_body else b"", A, method="POST" if has_body else "GET"
+        )
         assert answer.status == 200
         assert charged(w, await w.ended()) == (0, 0)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
-async def test_a_stream_that_goes_on_elsewhere_counts_once(tmp_path: Path, path: str, options: dict[str, Any]) -> None:
-    """The second engine gets what the first one has made as a prompt, and neither counts it twice nor forgets it."""
+async def test_a_stream_that_goes_on_elsewhere_counts_once(
+    tmp_path: Path, path: str, options: dict[str, Any]
+) -> None:
+    """The second engine gets what the first one has made as a prompt, and neither counts it twice
+    nor forgets it.
+    """
     make = completion if path == COMPLETIONS else chat
     body = make(stream=True, max_tokens=TOKENS, **options)
     async with world(decode=2, limits=UNBROKEN) as w:
@@ -241,7 +319,10 @@ def events_of(path: str, words: int) -> list[bytes]:
     bodies = [{"type": kind} for kind in kinds]
     if path == MESSAGES:
         bodies[0]["message"] = {"usage": {"input_tokens": 23, "output_tokens": 0}}  # type: ignore[assignment]
-    return [b"event: %b\ndata: %b\n\n" % (body["type"].encode(), json.dumps(body).encode()) for body in bodies]
+    return [
+        b"event: %b\ndata: %b\n\n" % (body["type"].encode(), json.dumps(body).encode())
+        for body in bodies
+    ]
 
 
 STREAMED = {COMPLETIONS: completion, CHAT: chat, RESPONSES: responses, MESSAGES: message}
@@ -249,10 +330,14 @@ STREAMED = {COMPLETIONS: completion, CHAT: chat, RESPONSES: responses, MESSAGES:
 
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("how", ["leaves", "eof", "reset"])
-async def test_a_stream_that_is_cut_counts_as_far_as_it_was_seen(tmp_path: Path, path: str, how: str) -> None:
+async def test_a_stream_that_is_cut_counts_as_far_as_it_was_seen(
+    tmp_path: Path, path: str, how: str
+) -> None:
     """By its events. The prompt: as an engine has reported it, otherwise by its size."""
     clock = ManualClock()
-    async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock, limits={"continuations": 0}) as w:
+    async with world(
+        auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock, limits={"continuations": 0}
+    ) as w:
         script = scripts.streams(*events_of(path, 50), then="stall" if how == "leaves" else how)
         body = STREAMED[path](stream=True, **limited(path, 500))
         if path in (COMPLETIONS, CHAT):
@@ -275,11 +360,15 @@ async def test_a_stream_that_is_cut_counts_as_far_as_it_was_seen(tmp_path: Path,
         if path in (COMPLETIONS, CHAT):
             assert prompt == len(w.prefill[0].tokenize(body)), "the prefill engine has counted it"
         else:
-            assert prompt == (23 if path == MESSAGES else pytest.approx(len(json.dumps(body)) // 4, abs=10))
+            assert prompt == (
+                23 if path == MESSAGES else pytest.approx(len(json.dumps(body)) // 4, abs=10)
+            )
 
 
 @pytest.mark.parametrize("path", STREAMED)
-async def test_whoever_leaves_an_answer_that_shows_nothing_pays_for_its_limit(tmp_path: Path, path: str) -> None:
+async def test_whoever_leaves_an_answer_that_shows_nothing_pays_for_its_limit(
+    tmp_path: Path, path: str
+) -> None:
     """Nobody can tell what was made of it. The reports name what is known: the prompt."""
     clock = ManualClock()
     async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock) as w:
@@ -310,7 +399,9 @@ async def test_a_failure_costs_the_prompt_and_a_refusal_before_it_nothing(
     tmp_path: Path, path: str, status: int
 ) -> None:
     clock = ManualClock()
-    async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock, limits={"attempts": 1}) as w:
+    async with world(
+        auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock, limits={"attempts": 1}
+    ) as w:
         fails = scripts.whole(answers.error("no", "BadRequestError", status), status)
         for engine in w.decode if path in (COMPLETIONS, CHAT) else []:
             engine.default = fails
@@ -320,7 +411,9 @@ async def test_a_failure_costs_the_prompt_and_a_refusal_before_it_nothing(
         assert (await w.ask(path, body, A)).status == status
         prompt, completion_tokens = charged(w, await w.ended())
         assert completion_tokens == 0
-        assert (prompt > 0) is (status == 500 or path in (COMPLETIONS, CHAT)), "a prefill engine has computed those"
+        assert (prompt > 0) is (status == 500 or path in (COMPLETIONS, CHAT)), (
+            "a prefill engine has computed those"
+        )
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -338,11 +431,22 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 async def test_prompts_that_were_prefilled_are_paid_whoever_refuses_them_then(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """A client chooses what only the decode engine reads: a wrong grammar, too many logprobs. Each prompt is paid once."""
+    """A client chooses what only the decode engine reads: a wrong grammar, too many logprobs. Each
+    prompt is paid once.
+    """
     clock = ManualClock()
     async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock) as w:
-        fails, asked = scripts.whole(answers.error("no", "BadRequestError", 400), 400), asyncio.Event()
-        prompts = len(body["messages"]) if path == BATCH else 2 if isinstance(body.get("prompt"), list) else 1
+        fails, asked = (
+            scripts.whole(answers.error("no", "BadRequestError", 400), 400),
+            asyncio.Event(),
+        )
+        prompts = (
+            len(body["messages"])
+            if path == BATCH
+            else 2
+            if isinstance(body.get("prompt"), list)
+            else 1
+        )
         waiting = 0
 
         async def refuse(reply: Reply) -> None:
@@ -368,7 +472,9 @@ async def test_prompts_that_were_prefilled_are_paid_whoever_refuses_them_then(
 async def test_every_connector_counts_what_was_refused_behind_its_prefill(
     connector: str, wrong: dict[str, Any]
 ) -> None:
-    """Also where the prefill engine makes the first token, and one engine is asked alone after the refusal."""
+    """Also where the prefill engine makes the first token, and one engine is asked alone after the
+    refusal.
+    """
     async with pool(connector) as pair:
         path, body = SHAPES[0]
         before = made_by([pair.p])
@@ -377,7 +483,9 @@ async def test_every_connector_counts_what_was_refused_behind_its_prefill(
         computed = made_by([pair.p])[0] - before[0]
         assert ended.prompt_tokens is not None
         assert computed > 0
-        assert 0 <= ended.prompt_tokens - computed <= 1, "with `lmcache-pd`, another engine may compute the last token"
+        assert 0 <= ended.prompt_tokens - computed <= 1, (
+            "with `lmcache-pd`, another engine may compute the last token"
+        )
 
 
 def limited(path: str, tokens: int) -> dict[str, Any]:
@@ -387,12 +495,20 @@ def limited(path: str, tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("limit", [100, 700, 1900])
-async def test_many_at_once_get_no_more_than_their_minute(tmp_path: Path, path: str, limit: int) -> None:
-    """In 30 s a key gets its minute and half of another one, also while others' short answers pull every mean down."""
+async def test_many_at_once_get_no_more_than_their_minute(
+    tmp_path: Path, path: str, limit: int
+) -> None:
+    """In 30 s a key gets its minute and half of another one, also while others' short answers pull
+    every mean down.
+    """
     clock = ManualClock()
-    async with world(auth=keys(tmp_path, "a:sk-a tpm=2000\nb:sk-b"), clock=clock, facts={"max_model_len": 4096}) as w:
+    async with world(
+        auth=keys(tmp_path, "a:sk-a tpm=2000\nb:sk-b"), clock=clock, facts={"max_model_len": 4096}
+    ) as w:
         for _ in range(20):
-            assert (await w.ask(path, STREAMED[path](**limited(path, 1)), bearer("sk-b"))).status == 200
+            assert (
+                await w.ask(path, STREAMED[path](**limited(path, 1)), bearer("sk-b"))
+            ).status == 200
         others = made(w.decode)
         body = STREAMED[path](stream=limit != 700, **limited(path, limit))
         found: list[Answer] = []
@@ -407,4 +523,6 @@ async def test_many_at_once_get_no_more_than_their_minute(tmp_path: Path, path: 
         assert all(1 <= int(one.header("retry-after") or 0) <= 60 for one in refused)
         errors = [one.json["error"] for one in refused]
         assert all("tokens per minute" in error["message"] for error in errors)
-        assert all(("reason" in error) is (path != MESSAGES) for error in errors), "Anthropic's shape has none"
+        assert all(("reason" in error) is (path != MESSAGES) for error in errors), (
+            "Anthropic's shape has none"
+        )

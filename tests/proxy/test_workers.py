@@ -1,4 +1,6 @@
-"""A proxy with two workers, as processes: they serve, are drained, killed, stopped, and leave nothing behind."""
+"""A proxy with two workers, as processes: they serve, are drained, killed, stopped, and leave
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +62,17 @@ async def test_two_workers_serve_and_drain(tmp_path: Path) -> None:
 
 
 async def test_a_killed_worker_is_replaced_and_the_other_streams_on(tmp_path: Path) -> None:
-    """One of two streams ends with its worker; the other one does not notice. New requests are served by all."""
+    """One of two streams ends with its worker; the other one does not notice. New requests are
+    served by all.
+    """
     go = asyncio.Event()
 
     with (tmp_path / "log").open("wb") as log:
         async with served(log, workers=2) as proxy:
             pids = proxy.workers()
             clients = []
-            for _ in range(16):  # the system spreads connections by chance: all with one worker is 1 in 32,768
+            # the system spreads connections by chance: all with one worker is 1 in 32,768
+            for _ in range(16):
                 proxy.decode.script(scripts.after_word(go, scripts.one_more_word))
                 client = await Client.connect(proxy.port)
                 client.post(COMPLETIONS, completion(stream=True))
@@ -75,9 +80,13 @@ async def test_a_killed_worker_is_replaced_and_the_other_streams_on(tmp_path: Pa
             os.kill(pids[0], signal.SIGKILL)
             await until(lambda: not _runs(pids[0]))
             go.set()
-            ends = await asyncio.gather(*(client.rest(head) for client, head in clients), return_exceptions=True)
+            ends = await asyncio.gather(
+                *(client.rest(head) for client, head in clients), return_exceptions=True
+            )
             whole = [
-                one for one in ends if not isinstance(one, BaseException) and one.body == WORD + WORD + answers.end()
+                one
+                for one in ends
+                if not isinstance(one, BaseException) and one.body == WORD + WORD + answers.end()
             ]
             assert 0 < len(whole) < 16
             await _serves(proxy, 12)
@@ -102,15 +111,20 @@ async def test_no_process_is_left_when_the_parent_is_killed(tmp_path: Path) -> N
     [
         (["--config", "pdproxy.yaml"], "limits.max_queue"),
         (["--api-keys-file", "/nowhere/keys"], "auth.api_keys_file"),
-        (["--admin", "unix:/nowhere/admin.sock"], "listen.admin: can't listen on unix:/nowhere/admin.sock"),
+        (
+            ["--admin", "unix:/nowhere/admin.sock"],
+            "listen.admin: can't listen on unix:/nowhere/admin.sock",
+        ),
     ],
 )
 async def test_wrong_settings_end_with_two(arguments: list[str], line: str, tmp_path: Path) -> None:
     """Also what only a worker finds out, and once only."""
     (tmp_path / "pdproxy.yaml").write_text("limits: {max_queue: -1}\n")
     process = await piped(
-        "serve", "--workers", "2", "--port", str(free_port()), "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2",
-        *arguments, env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}, cwd=tmp_path,
+        "serve", "--workers", "2", "--port", str(free_port()), "--prefill", "127.0.0.1:1",
+        "--decode", "127.0.0.1:2",
+        *arguments, env={name: value for name,
+        value in os.environ.items() if not name.startswith("PDPROXY_")}, cwd=tmp_path,
     )  # fmt: skip
     try:
         async with asyncio.timeout(60):
@@ -125,7 +139,9 @@ async def test_wrong_settings_end_with_two(arguments: list[str], line: str, tmp_
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    """Although sockets of one user may share a port: two proxies by mistake would each get a part of the requests."""
+    """Although sockets of one user may share a port: two proxies by mistake would each get a part
+    of the requests.
+    """
     first = listen_together("127.0.0.1", 0, 2)
     port = first[0].getsockname()[1]
     assert {one.getsockname()[1] for one in first} == {port}
@@ -180,7 +196,9 @@ async def _state(proxy: Served, state: str) -> dict[str, Any]:
 
 
 async def test_without_a_standard_error() -> None:
-    """No socket takes its number, which libuv would not close: workers serve, are replaced, and end with 0."""
+    """No socket takes its number, which libuv would not close: workers serve, are replaced, and end
+    with 0.
+    """
     async with served(None, workers=2) as proxy:
         for pid in (proxy.process.pid, *proxy.workers()):
             assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
@@ -193,7 +211,8 @@ async def test_without_a_standard_error() -> None:
 
 
 async def test_counters_never_decrease_while_workers_are_killed_and_stopped(tmp_path: Path) -> None:
-    """Sixteen clients ask for them meanwhile. Prometheus takes a counter that decreases for one that began anew.
+    """Sixteen clients ask for them meanwhile. Prometheus takes a counter that decreases for one
+    that began anew.
 
     The second time what is left of one worker is added to what is left of another one.
     """
@@ -202,7 +221,9 @@ async def test_counters_never_decrease_while_workers_are_killed_and_stopped(tmp_
 
     async def ask() -> None:
         while not ended.is_set():
-            with contextlib.suppress(OSError, EOFError, TimeoutError):  # it was the one that was killed
+            with contextlib.suppress(
+                OSError, EOFError, TimeoutError
+            ):  # it was the one that was killed
                 async with asyncio.timeout(5):
                     await proxy.ask("GET", "/metrics")
 

@@ -1,4 +1,6 @@
-"""The admin API of a proxy with two workers, as processes: every worker makes each change once, also those that are killed."""
+"""The admin API of a proxy with two workers, as processes: every worker makes each change once,
+also those that are killed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ SEED = int(os.environ.get("PDPROXY_TEST_SEED", "5"))
 async def running(
     tmp_path: Path, spare: int = 1, admin: str | None = None, patience: float = PATIENCE_OF_CHANGES
 ) -> AsyncIterator[Run]:
-    """Run two workers, an engine of each role, and decode engines that the proxy does not know. `admin`: where its API is.
+    """Run two workers, an engine of each role, and decode engines that the proxy does not know.
+    `admin`: where its API is.
 
     `patience`: seconds within which workers are to make a change.
     """
@@ -41,7 +44,8 @@ async def running(
     def settings(port: int, admin_port: int) -> str:
         return (
             f"listen: {{port: {port}, workers: 2, admin: '{admin or f'127.0.0.1:{admin_port}'}'}}\n"
-            "deadlines: {drain: 5}\nprobes: {interval: 0.2}\npools:\n- connector: nixl\n" + nodes(engines[:2])
+            "deadlines: {drain: 5}\nprobes: {interval: 0.2}\npools:\n- connector: nixl\n"
+            + nodes(engines[:2])
         )
 
     async with serving(tmp_path, engines, settings, spare=engines[2:], patience=patience) as run:
@@ -58,7 +62,9 @@ def states(shown: Any) -> dict[str, str]:
 
 
 async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) -> None:
-    """Its answer says that all have it; it is gone once no worker has a request there, whoever is asked."""
+    """Its answer says that all have it; it is gone once no worker has a request there, whoever is
+    asked.
+    """
     go = asyncio.Event()
 
     async with running(tmp_path) as run:
@@ -68,14 +74,18 @@ async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) 
         assert "has not answered" not in added.json["note"]
         for _ in range(8):  # at once, in each
             assert new.url in states((await run.ask("GET", "/engines")).json)
-        await run.all_say(f"/engines/{engine_id(new.url)}", lambda shown: shown["state"] in ("warming", "serving"))
+        await run.all_say(
+            f"/engines/{engine_id(new.url)}", lambda shown: shown["state"] in ("warming", "serving")
+        )
         assert await proxy.metric("pdproxy_node_up", node=new.url) == 1, "in both"
         assert await proxy.metric("pdproxy_member_changes_total", change="added") == 1, (
             "one change, which each has made"
         )
         refused = await run.ask("POST", "/engines", fields(new, labels={"rack": "8"}))
         assert (refused.status, refused.json["error"]["owner"]) == (409, "admin")
-        assert (await run.ask("POST", f"/engines/{engine_id(proxy.decode.url)}/drain")).status == 202
+        assert (
+            await run.ask("POST", f"/engines/{engine_id(proxy.decode.url)}/drain")
+        ).status == 202
         await run.all_say("/engines", lambda shown: states(shown)[proxy.decode.url] == "drained")
 
         new.scripts.clear()
@@ -85,16 +95,26 @@ async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) 
             client = await Client.connect(proxy.port)
             client.post(COMPLETIONS, completion(stream=True))
             clients.append((client, await client.head()))
-        await run.all_say("/engines", lambda shown: any(one["load"]["requests"] == 8 for one in shown["engines"]))
+        await run.all_say(
+            "/engines", lambda shown: any(one["load"]["requests"] == 8 for one in shown["engines"])
+        )
         removed = await run.ask("DELETE", f"/engines/{engine_id(new.url)}?seconds=60")
         assert (removed.status, removed.json["result"]) == (202, "removing")
-        shown = await run.all_say(f"/engines/{engine_id(new.url)}", lambda one: one["state"] == "draining")
-        assert (shown["drain"]["removes"], shown["drain"]["waits_for"], shown["load"]["requests"]) == (
+        shown = await run.all_say(
+            f"/engines/{engine_id(new.url)}", lambda one: one["state"] == "draining"
+        )
+        assert (
+            shown["drain"]["removes"],
+            shown["drain"]["waits_for"],
+            shown["load"]["requests"],
+        ) == (
             True,
             "requests",
             8,
         )
-        assert (await run.ask("POST", f"/engines/{engine_id(proxy.decode.url)}/undrain")).json["result"] == "undrained"
+        assert (await run.ask("POST", f"/engines/{engine_id(proxy.decode.url)}/undrain")).json[
+            "result"
+        ] == "undrained"
         go.set()
         for client, head in clients:
             assert (await client.rest(head)).body == WORD + WORD + answers.end()
@@ -108,13 +128,17 @@ async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) 
 
 
 async def test_workers_that_start_again_have_all_changes(tmp_path: Path) -> None:
-    """Also when all of them were killed at once: engines, drains and the log level; and what was taken back stays so."""
+    """Also when all of them were killed at once: engines, drains and the log level; and what was
+    taken back stays so.
+    """
     async with running(tmp_path, spare=3) as run:
         kept, drained, gone = run.spare
         for engine in run.spare:
             assert (await run.ask("POST", "/engines", fields(engine))).status == 201
         assert (await run.ask("POST", f"/engines/{engine_id(drained.url)}/drain")).status == 202
-        assert (await run.ask("DELETE", f"/engines/{engine_id(gone.url)}?at_once=true")).json["result"] == "removed"
+        assert (await run.ask("DELETE", f"/engines/{engine_id(gone.url)}?at_once=true")).json[
+            "result"
+        ] == "removed"
         level = await run.ask("PUT", "/log_level", {"level": "debug"})
         assert level.json == {"level": "debug", "set_by": "admin"}
 
@@ -137,12 +161,18 @@ async def test_workers_that_start_again_have_all_changes(tmp_path: Path) -> None
         await run.whole()
         shown = await run.all_say("/engines", is_so)
         (one,) = (one for one in shown["engines"] if one["url"] == kept.url)
-        assert (one["source"], one["state"]) == ("admin", "serving"), "it does not begin slowly once more"
-        await run.all_say("/log_level", lambda shown: shown == {"level": "debug", "set_by": "admin"})
+        assert (one["source"], one["state"]) == ("admin", "serving"), (
+            "it does not begin slowly once more"
+        )
+        await run.all_say(
+            "/log_level", lambda shown: shown == {"level": "debug", "set_by": "admin"}
+        )
         assert await run.proxy.metric("pdproxy_node_up", node=kept.url) == 1
         assert (await run.ask("POST", f"/engines/{engine_id(drained.url)}/undrain")).status == 200
         await run.kill(run.proxy.workers()[0])
-        await run.all_say("/engines", lambda shown: states(shown).get(drained.url) in ("serving", "warming"))
+        await run.all_say(
+            "/engines", lambda shown: states(shown).get(drained.url) in ("serving", "warming")
+        )
         assert (await run.ask("DELETE", f"/engines/{engine_id(drained.url)}")).status == 202
         await run.kill(run.proxy.workers()[0])
         await run.all_say("/engines", lambda shown: drained.url not in states(shown))
@@ -153,10 +183,16 @@ async def test_workers_that_start_again_have_all_changes(tmp_path: Path) -> None
 
 
 async def test_an_engine_that_came_back_into_the_file_is_not_drained_again(tmp_path: Path) -> None:
-    """Drained by an operator, taken out of the file and put back before its last stream ended: it serves in a new worker, too."""
+    """Drained by an operator, taken out of the file and put back before its last stream ended: it
+    serves in a new worker, too.
+    """
     go = asyncio.Event()
     async with running(tmp_path) as run:
-        proxy, engine, path = run.proxy, run.proxy.decode, f"/engines/{engine_id(run.proxy.decode.url)}"
+        proxy, engine, path = (
+            run.proxy,
+            run.proxy.decode,
+            f"/engines/{engine_id(run.proxy.decode.url)}",
+        )
         engine.script(scripts.after_word(go, scripts.one_more_word))
         client = await Client.connect(proxy.port)
         client.post(COMPLETIONS, completion(stream=True))
@@ -175,12 +211,16 @@ async def test_an_engine_that_came_back_into_the_file_is_not_drained_again(tmp_p
 
 
 async def test_workers_killed_in_the_middle_of_changes(tmp_path: Path) -> None:
-    """Four operators change engines of their own while workers are killed: in the end all workers have what was answered last."""
+    """Four operators change engines of their own while workers are killed: in the end all workers
+    have what was answered last.
+    """
     async with running(tmp_path, spare=4) as run:
         over = asyncio.Event()
 
         async def operate(engine: FakeEngine, chance: random.Random) -> set[str]:
-            """Add and remove an engine at random. Return its URL if it is there. What a killed worker was asked is looked up."""
+            """Add and remove an engine at random. Return its URL if it is there. What a killed
+            worker was asked is looked up.
+            """
             has = False
             while not over.is_set():
                 name = engine_id(engine.url)
@@ -200,7 +240,10 @@ async def test_workers_killed_in_the_middle_of_changes(tmp_path: Path) -> None:
             return {engine.url} if has else set()
 
         chance = random.Random(SEED)
-        operators = [asyncio.create_task(operate(one, random.Random(SEED + at))) for at, one in enumerate(run.spare)]
+        operators = [
+            asyncio.create_task(operate(one, random.Random(SEED + at)))
+            for at, one in enumerate(run.spare)
+        ]
         for _ in range(4):
             await asyncio.sleep(0.1 + chance.random() * 0.3)
             await run.kill(chance.choice(run.proxy.workers()))
@@ -223,7 +266,9 @@ async def test_a_worker_that_stands_still_is_named_and_has_the_change_later(tmp_
         still = run.proxy.workers()[0]
         for _ in range(
             8
-        ):  # whichever worker answers: to the other one's knowledge all have told the parent that they serve
+            # whichever worker answers: to the other one's knowledge all have told the parent that
+            # they serve
+        ):
             assert (await run.proxy.ask("GET", "/ready")).json["state"] == "ok"
         assert (await run.ask("POST", "/engines", fields(other))).status == 201
         os.kill(still, signal.SIGSTOP)
@@ -238,14 +283,20 @@ async def test_a_worker_that_stands_still_is_named_and_has_the_change_later(tmp_
         assert unknown.status == 503
         assert "it is not known whether" in unknown.json["error"]["message"]
         os.kill(still, signal.SIGCONT)
-        await run.all_say("/engines", lambda shown: new.url in states(shown) and not shown["silent_workers"])
+        await run.all_say(
+            "/engines", lambda shown: new.url in states(shown) and not shown["silent_workers"]
+        )
         assert (await run.ask("GET", f"/engines/{engine_id(other.url)}")).status == 404
         assert still in run.proxy.workers()
-        await run.all_say(f"/engines/{engine_id(new.url)}", lambda one: one["state"] in ("warming", "serving"))
+        await run.all_say(
+            f"/engines/{engine_id(new.url)}", lambda one: one["state"] in ("warming", "serving")
+        )
 
 
 async def test_requests_of_all_workers_are_shown_by_time(tmp_path: Path) -> None:
-    """Those that run, the longest-running first, and the last ones, the newest first, whoever has served them."""
+    """Those that run, the longest-running first, and the last ones, the newest first, whoever has
+    served them.
+    """
     async with running(tmp_path) as run:
         sent = []
         for number in range(16):
@@ -254,7 +305,9 @@ async def test_requests_of_all_workers_are_shown_by_time(tmp_path: Path) -> None
             sent.append(f"id{number}")
         shown = await run.all_say("/requests", lambda found: len(found["requests"]) == 16)
         assert [one["id"] for one in shown["requests"]] == sent[::-1]
-        assert [one["ended_s"] for one in shown["requests"]] == sorted(one["ended_s"] for one in shown["requests"])
+        assert [one["ended_s"] for one in shown["requests"]] == sorted(
+            one["ended_s"] for one in shown["requests"]
+        )
         for _ in range(4):
             (one,) = (await run.ask("GET", "/requests?id=id3")).json["requests"]
             assert one["id"] == "id3"
@@ -269,7 +322,9 @@ async def test_requests_of_all_workers_are_shown_by_time(tmp_path: Path) -> None
             client.post(COMPLETIONS, completion(), [("X-Request-Id", f"run{number}")])
             clients.append(client)
             await until(lambda: len(run.proxy.decode.requests) == before + len(clients), PATIENCE)
-        shown = await run.all_say("/requests?outcome=running", lambda found: len(found["requests"]) == 6)
+        shown = await run.all_say(
+            "/requests?outcome=running", lambda found: len(found["requests"]) == 6
+        )
         assert [one["id"] for one in shown["requests"]] == [f"run{number}" for number in range(6)]
         for client in clients:
             client.close()
@@ -284,14 +339,18 @@ async def _engines(*arguments: str, place: str) -> tuple[int, str]:
 
 
 async def test_the_command_works_at_a_unix_socket(tmp_path: Path) -> None:
-    """All its actions wait for all workers. The socket outlives a worker that drains, and is gone at the end."""
+    """All its actions wait for all workers. The socket outlives a worker that drains, and is gone
+    at the end.
+    """
     path = tmp_path / "admin.sock"
     place = f"unix:{path}"
     async with running(tmp_path, admin=place) as run:
         (new,), drained = run.spare, run.proxy.workers()[0]
         assert path.stat().st_mode & 0o777 == 0o600
         os.kill(drained, signal.SIGTERM)
-        await until(lambda: drained not in run.proxy.workers() and len(run.proxy.workers()) == 2, PATIENCE)
+        await until(
+            lambda: drained not in run.proxy.workers() and len(run.proxy.workers()) == 2, PATIENCE
+        )
         await run.whole()
         assert path.exists()
         for arguments in (

@@ -1,4 +1,6 @@
-"""With several workers an engine's tokenizer is asked for canaries once, and each worker tokenizes."""
+"""With several workers an engine's tokenizer is asked for canaries once, and each worker
+tokenizes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.proxy.test_tokenize import always
 
 
 async def test_canaries_are_asked_once_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the worker that leads. All trust the tokenizer; of a new run of an engine, the next leader asks."""
+    """By the worker that leads. All trust the tokenizer; of a new run of an engine, the next leader
+    asks.
+    """
     monkeypatch.setattr(several, "WORKERS", 3)
     asked: Counter[tuple[EngineAdmin, str]] = Counter()
     token_ids = EngineAdmin.token_ids
@@ -27,7 +31,12 @@ async def test_canaries_are_asked_once_for_all_workers(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(EngineAdmin, "token_ids", counted)
     async with world(adjust=always(), library=Shelf(model=SimTokenizer())) as w:
-        every = [pool.tokens.canaries for one in w.workers for pool in one.pools if pool.tokens is not None]
+        every = [
+            pool.tokens.canaries
+            for one in w.workers
+            for pool in one.pools
+            if pool.tokens is not None
+        ]
         assert len(every) == 3
         await until(lambda: all(len(list(one.agreements())) == 2 for one in every))
         assert all(value == 1.0 for one in every for _, value in one.agreements())

@@ -1,4 +1,6 @@
-"""Placement `auto` and KV events with several workers: what one knows all use, and a killed worker takes nothing along."""
+"""Placement `auto` and KV events with several workers: what one knows all use, and a killed worker
+takes nothing along.
+"""
 
 from __future__ import annotations
 
@@ -37,29 +39,44 @@ ENGINES = 3
 class Run:
     """A proxy with two workers, its admin API and its engines."""
 
-    def __init__(self, process: forked.Forked, port: int, admin: int, sims: list[SimServer]) -> None:
-        self.served = Served(process, port, [FakeEngine(role, Books()) for role in ("prefill", "decode")])  # not there
+    def __init__(
+        self, process: forked.Forked, port: int, admin: int, sims: list[SimServer]
+    ) -> None:
+        # not there
+        self.served = Served(
+            process, port, [FakeEngine(role, Books()) for role in ("prefill", "decode")]
+        )
         self.api = Api(admin)
         self.sims = sims
         self.events: int | None = None
         """The port to which engines connect with their KV events; None: they are connected to."""
 
     async def ask(self, number: int) -> int:
-        """Send a prompt on a connection of its own. Return the number of the engine that served it."""
+        """Send a prompt on a connection of its own. Return the number of the engine that served
+        it.
+        """
         before = [sim.engine.stats.prompt_tokens for sim in self.sims]
-        answer = await self.served.ask("POST", COMPLETIONS, completion(prompt=prompt(number), max_tokens=2))
+        answer = await self.served.ask(
+            "POST", COMPLETIONS, completion(prompt=prompt(number), max_tokens=2)
+        )
         assert answer.status == 200, answer.body
-        return next(at for at, sim in enumerate(self.sims) if sim.engine.stats.prompt_tokens != before[at])
+        return next(
+            at for at, sim in enumerate(self.sims) if sim.engine.stats.prompt_tokens != before[at]
+        )
 
     def replays(self) -> list[int]:
         """How many replays each engine was asked for."""
         return [sim.engine.kv_events.ranks[0].counts["replays"] for sim in self.sims]
 
     async def heard(self, replays: int) -> None:
-        """Wait until both workers serve and have the events of all engines, each of which was asked for so many replays."""
+        """Wait until both workers serve and have the events of all engines, each of which was asked
+        for so many replays.
+        """
         async with asyncio.timeout(PATIENCE):
             while (
-                await self.served.metric("pdproxy_workers") != 2 or min(self.replays()) < replays or self._replaying()
+                await self.served.metric("pdproxy_workers") != 2
+                or min(self.replays()) < replays
+                or self._replaying()
             ):
                 await asyncio.sleep(0.02)
             while await self.served.metric("pdproxy_kv_event_backlog_bytes"):
@@ -68,10 +85,14 @@ class Run:
     def _replaying(self) -> bool:
         ends = [sim.engine.kv_events.ranks[0].config for sim in self.sims]
         try:
-            asking = [self.served.connected(_port(end.replay_endpoint), is_theirs=False) for end in ends]
+            asking = [
+                self.served.connected(_port(end.replay_endpoint), is_theirs=False) for end in ends
+            ]
             if self.events is not None:
                 return any(asking) or not self.served.connected(self.events, is_theirs=True)
-            listening = [set(self.served.connected(_port(end.endpoint), is_theirs=False)) for end in ends]
+            listening = [
+                set(self.served.connected(_port(end.endpoint), is_theirs=False)) for end in ends
+            ]
         except FileNotFoundError:
             return True  # a worker has just closed a file
         return any(asking) or any(one != set(self.served.workers()) for one in listening)
@@ -80,7 +101,8 @@ class Run:
         """Whether each message was counted once, of all that engines have published."""
         sent = sum(sim.engine.kv_events.ranks[0].counts["sent"] for sim in self.sims)
         counted = [
-            await self.served.metric("pdproxy_kv_event_messages_total", result=how) for how in ("live", "replayed")
+            await self.served.metric("pdproxy_kv_event_messages_total", result=how)
+            for how in ("live", "replayed")
         ]
         return sum(counted) == sent
 
@@ -98,7 +120,9 @@ class Run:
 
 @asynccontextmanager
 async def running(tmp_path: Path, events: int | None = None) -> AsyncIterator[Run]:
-    """Run `pdproxy serve`. It ends with 0. `events`: a port to which engines connect with their KV events."""
+    """Run `pdproxy serve`. It ends with 0. `events`: a port to which engines connect with their KV
+    events.
+    """
     async with AsyncExitStack() as stack:
         sims = []
         for number in range(ENGINES):
@@ -110,9 +134,11 @@ async def running(tmp_path: Path, events: int | None = None) -> AsyncIterator[Ru
         port, admin = free_port(), free_port()
         path = tmp_path / "pdproxy.yaml"
         path.write_text(
-            f"listen: {{port: {port}, workers: 2, admin: '127.0.0.1:{admin}'}}\ndeadlines: {{drain: 5}}\npools:\n"
+            f"listen: {{port: {port}, workers: 2, admin: '127.0.0.1:{admin}'}}\ndeadlines: "
+            f"{{drain: 5}}\npools:\n"
             "- policy: {placement: auto}\n  profile: h200-8b\n  kv_events: {enabled: true"
-            f"{host}}}\n  nodes:\n" + "".join(f"  - {{url: '{sim.url}', role: aggregated}}\n" for sim in sims)
+            f"{host}}}\n  nodes:\n"
+            + "".join(f"  - {{url: '{sim.url}', role: aggregated}}\n" for sim in sims)
         )
         log = stack.enter_context((tmp_path / "log").open("wb"))
         process = forked.command("serve", "--config", str(path), env=ENVIRONMENT, stderr=log)
@@ -142,8 +168,12 @@ def _port(endpoint: str | None) -> int:
     return int(endpoint.rpartition(":")[2])
 
 
-async def test_what_engines_have_cached_is_known_to_all_workers_and_their_successors(tmp_path: Path) -> None:
-    """Each worker reads the events by itself: whoever leads and is killed, the other goes on. Its successor asks for a replay."""
+async def test_what_engines_have_cached_is_known_to_all_workers_and_their_successors(
+    tmp_path: Path,
+) -> None:
+    """Each worker reads the events by itself: whoever leads and is killed, the other goes on. Its
+    successor asks for a replay.
+    """
     async with running(tmp_path) as run:
         at = [await run.ask(number) for number in range(2)]
         await run.heard(2)
@@ -152,7 +182,9 @@ async def test_what_engines_have_cached_is_known_to_all_workers_and_their_succes
         await until(partial(run.replaced, pid), PATIENCE)
         at.append(await run.ask(2))
         await run.heard(3)
-        assert [await run.ask(number % 3) for number in range(12)] == [at[number % 3] for number in range(12)]
+        assert [await run.ask(number % 3) for number in range(12)] == [
+            at[number % 3] for number in range(12)
+        ]
         found = await run.decisions()
         assert [one["reason"] for one in found[:12]] == ["cached"] * 12
         assert [one["age_s"] for one in found] == sorted(one["age_s"] for one in found)
@@ -160,7 +192,9 @@ async def test_what_engines_have_cached_is_known_to_all_workers_and_their_succes
 
 
 async def test_engines_that_connect_to_one_worker_are_known_to_all(tmp_path: Path) -> None:
-    """The worker that has connections is killed: its engines go to the other one. Each message is counted once."""
+    """The worker that has connections is killed: its engines go to the other one. Each message is
+    counted once.
+    """
     events = free_port()
     async with running(tmp_path, events) as run:
         at = [await run.ask(number) for number in range(2)]
@@ -173,7 +207,9 @@ async def test_engines_that_connect_to_one_worker_are_known_to_all(tmp_path: Pat
         await until(partial(run.replaced, pid), PATIENCE)
         at.append(await run.ask(2))
         await run.heard(3)
-        assert [await run.ask(number % 3) for number in range(12)] == [at[number % 3] for number in range(12)]
+        assert [await run.ask(number % 3) for number in range(12)] == [
+            at[number % 3] for number in range(12)
+        ]
         found = await run.decisions()
         assert [one["reason"] for one in found[:12]] == ["cached"] * 12
 
@@ -182,7 +218,10 @@ def by_prediction(settings: Settings) -> Settings:
     """Predicted times choose engines of role any."""
     (pool,) = settings.pools
     chosen = msgspec.structs.replace(
-        pool, policy=PoolPolicy(placement="auto"), profile="h200-8b", slo=PoolSlo(ttft=0.5, tpot=0.015)
+        pool,
+        policy=PoolPolicy(placement="auto"),
+        profile="h200-8b",
+        slo=PoolSlo(ttft=0.5, tpot=0.015),
     )
     return msgspec.structs.replace(settings, pools=(chosen,))
 
@@ -193,7 +232,9 @@ async def _ends(reply: Reply) -> None:
 
 
 async def _spread(workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
-    """Have eight streams come, each on a connection of its own. Return how many each engine has, as all workers see it."""
+    """Have eight streams come, each on a connection of its own. Return how many each engine has, as
+    all workers see it.
+    """
     monkeypatch.setattr(several, "WORKERS", workers)
     async with world(0, 0, 4, adjust=by_prediction) as w:
         placements = [worker.ledger.placement for worker in w.workers]
@@ -206,12 +247,17 @@ async def _spread(workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, .
 
         def seen() -> set[tuple[int, ...]]:
             loads = [placement._loads for placement in placements if isinstance(placement, Auto)]
-            return {tuple(one[engine.url].expected + one[engine.url].decoding for engine in w.engines) for one in loads}
+            return {
+                tuple(one[engine.url].expected + one[engine.url].decoding for engine in w.engines)
+                for one in loads
+            }
 
         clients = []
         for number in range(1, 9):
             clients.append(await w.client())
-            clients[-1].send(request("POST", COMPLETIONS, completion(stream=True, prompt=prompt(number))))
+            clients[-1].send(
+                request("POST", COMPLETIONS, completion(stream=True, prompt=prompt(number)))
+            )
             await until(partial(lambda number: sum(map(has, range(4))) == number, number))
         found = has(0), has(1), has(2), has(3)
         await until(lambda: seen() == {found})
@@ -226,6 +272,8 @@ async def _spread(workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, .
 
 
 async def test_streams_of_all_workers_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sees where all of them are, until they end. In tests/auto, with its clock, one process spreads them so, too."""
+    """Each sees where all of them are, until they end. In tests/auto, with its clock, one process
+    spreads them so, too.
+    """
     for workers in (3, 1):
         assert sum(await _spread(workers, monkeypatch)) == 8

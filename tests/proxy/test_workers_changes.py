@@ -1,4 +1,6 @@
-"""Two workers in one event loop: engines that come and go by the admin API under clients, and what one of two refuses."""
+"""Two workers in one event loop: engines that come and go by the admin API under clients, and what
+one of two refuses.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ async def test_an_engine_that_one_worker_refuses_comes_to_none() -> None:
         for _ in range(4):
             refused = await api.post("/engines", fields(new))
             assert (refused.status, refused.json["error"]["owner"]) == (409, name)
-            assert f"{new.url} was added by {name}, with other settings" in refused.json["error"]["message"]
+            assert (
+                f"{new.url} was added by {name}, with other settings"
+                in refused.json["error"]["message"]
+            )
             await until(lambda: _in(w, new) == [False, True])
         w.workers[1].membership.remove(new.url, name, at_once=True)
         assert (await api.post("/engines", fields(new))).status == 201
@@ -66,7 +71,9 @@ async def test_an_engine_that_one_worker_wanted_already_stays_there() -> None:
         new = await started(w, "decode")
         engine, name = ConfiguredEngine(url=new.url, role="decode"), "dns://decode:1"
         w.workers[0].membership.add(engine, name)
-        w.workers[1].membership.add(ConfiguredEngine(url=new.url, role="decode", labels={"a": "b"}), "other")
+        w.workers[1].membership.add(
+            ConfiguredEngine(url=new.url, role="decode", labels={"a": "b"}), "other"
+        )
         assert (await api.post("/engines", fields(new))).status == 409
         await until(lambda: not w.workers[0].membership.members[new.url].heirs)
         assert w.workers[0].membership.members[new.url].source == name
@@ -74,7 +81,9 @@ async def test_an_engine_that_one_worker_wanted_already_stays_there() -> None:
 
 
 async def test_an_engine_is_gone_once_it_is_gone_in_all() -> None:
-    """One worker still waits for the release of KV there: until then the engine is shown, and can be had again."""
+    """One worker still waits for the release of KV there: until then the engine is shown, and can
+    be had again.
+    """
     async with world() as w, admin(w) as api:
         new = await started(w, "decode")
         await api.post("/engines", fields(new))
@@ -99,10 +108,15 @@ async def test_an_engine_is_gone_once_it_is_gone_in_all() -> None:
 
 
 async def test_a_fleet_that_changes_by_two_workers_under_streaming_clients() -> None:
-    """As with one: no request fails, no stream is cut, both workers have the same engines, and nothing is left of who went."""
+    """As with one: no request fails, no stream is cut, both workers have the same engines, and
+    nothing is left of who went.
+    """
     facts = {"hardware": Hardware(speed=5)}
     async with world(prefill=3, decode=3, facts=facts) as w, admin(w) as api:
-        chance, spare = random.Random(23), [await started(w, role, **facts) for role in ("prefill", "decode") * 2]
+        chance, spare = (
+            random.Random(23),
+            [await started(w, role, **facts) for role in ("prefill", "decode") * 2],
+        )
         went, statuses = set(), set()
 
         async def operate(engine: FakeEngine) -> None:
@@ -111,7 +125,10 @@ async def test_a_fleet_that_changes_by_two_workers_under_streaming_clients() -> 
 
         async def change(engine: FakeEngine) -> None:
             await asyncio.sleep(chance.random() * 0.02)
-            path, member = f"/engines/{engine_id(engine.url)}", w.proxy.membership.members.get(engine.url)
+            path, member = (
+                f"/engines/{engine_id(engine.url)}",
+                w.proxy.membership.members.get(engine.url),
+            )
             if member is None:
                 answer = await api.post("/engines", fields(engine))
             elif member.drain is not None and chance.random() < 0.5:
@@ -137,13 +154,27 @@ async def test_a_fleet_that_changes_by_two_workers_under_streaming_clients() -> 
             if any(_in(w, engine)):
                 assert (await api.delete(f"/engines/{engine_id(engine.url)}")).status == 202
         await until(lambda: not any(any(_in(w, engine)) for engine in spare))
-        await until(lambda: not any(one.url in worker.engines.known for one in spare for worker in w.workers))
+        await until(
+            lambda: (
+                not any(one.url in worker.engines.known for one in spare for worker in w.workers)
+            )
+        )
         urls = [engine.url for engine in spare]
-        await until(lambda: not [task for task in asyncio.all_tasks() if any(url in task.get_name() for url in urls)])
+        await until(
+            lambda: (
+                not [
+                    task
+                    for task in asyncio.all_tasks()
+                    if any(url in task.get_name() for url in urls)
+                ]
+            )
+        )
         for worker in w.workers:
             worker.share._shown.report()  # type: ignore[union-attr]  # the parent keeps the last one of each
         await asyncio.sleep(0)  # callbacks of tasks that are done run in the next turn
         names = [url.removeprefix("http://") for url in urls]
         kept = (w._recorder,)
         assert [found for worker in w.workers for found in remains(worker, names, kept)] == []
-        assert ADMIN not in {one.source for worker in w.workers for one in worker.membership.members.values()}
+        assert ADMIN not in {
+            one.source for worker in w.workers for one in worker.membership.members.values()
+        }

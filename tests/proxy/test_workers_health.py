@@ -1,4 +1,6 @@
-"""What workers know of engines' health exists once: one probes and judges, and what any of them finds holds for all at once."""
+"""What workers know of engines' health exists once: one probes and judges, and what any of them
+finds holds for all at once.
+"""
 
 # Three workers in one event loop; `test_workers_leader` has processes.
 
@@ -69,7 +71,9 @@ async def _ends(w: World) -> None:
 
 
 async def test_one_worker_probes_and_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of models, versions and KV blocks come from one probe; a follower asks nothing, also when it wants a probe."""
+    """Names of models, versions and KV blocks come from one probe; a follower asks nothing, also
+    when it wants a probe.
+    """
     asked: list[str] = []
 
     def before(w: World) -> None:
@@ -103,7 +107,9 @@ async def test_each_change_is_logged_by_one_worker(monkeypatch: pytest.MonkeyPat
         (change,) = w.events(NodeChanged)
         assert (change.node, change.up) == (w.decode[0].url, False)
         told = [one for one in w._recorder.events if isinstance(one, NodeChanged) and one.elsewhere]
-        assert [(one.node, one.up, one.reason) for one in told] == 2 * [(change.node, False, change.reason)]
+        assert [(one.node, one.up, one.reason) for one in told] == 2 * [
+            (change.node, False, change.reason)
+        ]
 
 
 async def test_the_next_worker_probes_when_the_leader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +127,12 @@ async def test_the_next_worker_probes_when_the_leader_ends(monkeypatch: pytest.M
         assert len(why_down(w, w.decode[0])) == 1
 
 
-async def test_an_engine_that_refuses_a_connection_is_down_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever worker's request has found it: the others do not try it, and the leader probes it."""
+async def test_an_engine_that_refuses_a_connection_is_down_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever worker's request has found it: the others do not try it, and the leader probes
+    it.
+    """
     async with workers(monkeypatch, decode=2) as w:
         follower, bad = w.others[1], w.decode[0]
         asked = count_probes(w)
@@ -135,7 +145,9 @@ async def test_an_engine_that_refuses_a_connection_is_down_for_all(monkeypatch: 
 
 
 async def test_a_state_from_before_a_change_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader's good probe was on its way when a worker's request has found the engine down: all end with one state."""
+    """The leader's good probe was on its way when a worker's request has found the engine down: all
+    end with one state.
+    """
     async with workers(monkeypatch) as w:
         url = w.decode[0].url
         w.proxy.pools[0].watching.findings._post(url)  # type: ignore[union-attr]
@@ -146,8 +158,12 @@ async def test_a_state_from_before_a_change_is_ignored(monkeypatch: pytest.Monke
         assert why_down(w, w.decode[0]) == {"connection refused"}
 
 
-async def test_what_is_found_waits_while_too_much_is_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor stands still. Of each engine one state waits; all know it once the supervisor reads again."""
+async def test_what_is_found_waits_while_too_much_is_to_be_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The supervisor stands still. Of each engine one state waits; all know it once the supervisor
+    reads again.
+    """
     async with workers(monkeypatch) as w:
         own = w.others[0].pools[0].watching.findings
         assert own is not None
@@ -176,7 +192,9 @@ async def test_two_workers_find_different_things_at_once(monkeypatch: pytest.Mon
 
 
 async def test_two_leaders_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was stopped goes on and still believes to lead: what it sends is old, and is not taken for news."""
+    """One that was stopped goes on and still believes to lead: what it sends is old, and is not
+    taken for news.
+    """
     async with workers(monkeypatch) as w:
         url = w.decode[0].url
         await _ends(w)
@@ -188,7 +206,9 @@ async def test_two_leaders_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None
         assert why_down(w, w.decode[0]) == {"found meanwhile"}
 
 
-async def test_a_worker_that_starts_again_knows_what_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_starts_again_knows_what_others_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without a probe of its own; also that an engine is down, stalled, and not paired."""
     async with workers(monkeypatch, prefill=2, decode=2) as w:
         asked = count_probes(w)
@@ -236,7 +256,9 @@ async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
         assert len(lost) == 3
 
 
-async def test_what_the_leader_was_never_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_leader_was_never_told_is_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else a worker would keep what it has found, and never hear the leader."""
     async with workers(monkeypatch) as w:
         follower, url = w.others[0], w.decode[0].url
@@ -246,7 +268,11 @@ async def test_what_the_leader_was_never_told_is_told_again(monkeypatch: pytest.
         follower.ledger.mark_down(url, "connection refused", 0.0)
         await w.told()
         share.siblings._send = send
-        assert [engine.down_because for engine in nodes(w, w.decode[0])] == [None, "connection refused", None]
+        assert [engine.down_because for engine in nodes(w, w.decode[0])] == [
+            None,
+            "connection refused",
+            None,
+        ]
         await w.proxy.prober.probe(w.proxy.engines[url], scrape=True)
         await w.told()
         assert why_down(w, w.decode[0]) == {"connection refused"}
@@ -254,7 +280,9 @@ async def test_what_the_leader_was_never_told_is_told_again(monkeypatch: pytest.
         assert why_down(w, w.decode[0]) == {None}
 
 
-async def test_an_engine_that_a_follower_adds_later_is_known_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_a_follower_adds_later_is_known_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Files are read at different moments: what came before it had the engine was lost."""
     async with workers(monkeypatch) as w:
         follower, url = w.others[0], w.decode[0].url
@@ -267,7 +295,9 @@ async def test_an_engine_that_a_follower_adds_later_is_known_to_it(monkeypatch: 
         assert follower.engines[url].in_ledger.up
 
 
-async def test_failures_of_all_workers_open_a_breaker_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failures_of_all_workers_open_a_breaker_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Eight clients, wherever they land: the engine gets as many requests as with one process."""
     limits = {"breaker_failures": 3, "breaker_cooldown": 60.0}
     async with workers(monkeypatch, prefill=2, limits=limits) as w:
@@ -282,11 +312,17 @@ async def test_failures_of_all_workers_open_a_breaker_in_all(monkeypatch: pytest
         assert {engine.state(now) for engine in nodes(w, bad)} == {"excluded"}
 
 
-async def test_an_outlier_of_all_workers_together_is_excluded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has seen fewer requests than any engine is judged by. The reason, and how often, is known to the next leader."""
+async def test_an_outlier_of_all_workers_together_is_excluded_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has seen fewer requests than any engine is judged by. The reason, and how often, is
+    known to the next leader.
+    """
 
     def adjust(settings: Settings) -> Settings:
-        return msgspec.structs.replace(settings, outliers=OutlierSettings(min_requests=9, exclude_for=30.0))
+        return msgspec.structs.replace(
+            settings, outliers=OutlierSettings(min_requests=9, exclude_for=30.0)
+        )
 
     async with workers(monkeypatch, decode=2, adjust=adjust) as w:
         bad, good = (w.proxy.engines[engine.url] for engine in w.decode)
@@ -298,7 +334,9 @@ async def test_an_outlier_of_all_workers_together_is_excluded_in_all(monkeypatch
                 watching.outliers.ended(good.url, good.in_ledger.role, now, failed=False)
         exclusions = w.proxy.pools[0].watching.exclusions
         w.proxy.exclusions.compare()
-        assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[0])} == {"up"}, "too few of its own"
+        assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[0])} == {"up"}, (
+            "too few of its own"
+        )
         exclusions.compare(await exclusions._elsewhere())
         await w.told()
         for one in w.others:
@@ -308,11 +346,15 @@ async def test_an_outlier_of_all_workers_together_is_excluded_in_all(monkeypatch
         assert {ledger_engine.excluded_because for ledger_engine in nodes(w, w.decode[0])} == {
             "75 % of its requests failed"
         }
-        assert [one.pools[0].watching.outliers.counted(now) for one in w.workers][1][0].url == good.url
+        assert [one.pools[0].watching.outliers.counted(now) for one in w.workers][1][
+            0
+        ].url == good.url
         assert len({one.pools[0].watching.outliers.left_out(bad.url) for one in w.workers}) == 1
 
 
-async def test_a_pair_that_one_worker_ejects_is_ejected_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pair_that_one_worker_ejects_is_ejected_by_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with workers(monkeypatch) as w:
         follower, (p,), (d,) = w.others[1], w.prefill, w.decode
         follower.pools[0].watching.auditor.compared(p.url, d.url, 10, 11)
@@ -321,8 +363,12 @@ async def test_a_pair_that_one_worker_ejects_is_ejected_by_all(monkeypatch: pyte
         assert [engine.ejected for engine in nodes(w, d)] == [{p.url}] * COUNT
 
 
-async def test_an_engine_that_stands_still_is_out_of_use_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower finds it; the leader lets it in, and the next request of any worker is its only one."""
+async def test_an_engine_that_stands_still_is_out_of_use_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A follower finds it; the leader lets it in, and the next request of any worker is its only
+    one.
+    """
     async with workers(monkeypatch, decode=2) as w:
         url = w.decode[0].url
         seen: list[Event] = w._recorder.events
@@ -336,7 +382,11 @@ async def test_an_engine_that_stands_still_is_out_of_use_for_all(monkeypatch: py
         now = time.monotonic()
         assert [engine.state(now) for engine in nodes(w, w.decode[0])] == ["half_open"] * COUNT
         assert len({engine.trial_number for engine in nodes(w, w.decode[0])}) == 1
-        told = [one for one in seen if isinstance(one, NodeChanged) and one.node == url and one.elsewhere]
+        told = [
+            one
+            for one in seen
+            if isinstance(one, NodeChanged) and one.node == url and one.elsewhere
+        ]
         assert len(told) >= 4
 
 

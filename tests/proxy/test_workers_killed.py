@@ -1,4 +1,6 @@
-"""kill -9 of a worker with streams, by chance: the others don't notice, its KV is released, its load counts no more."""
+"""kill -9 of a worker with streams, by chance: the others don't notice, its KV is released, its
+load counts no more.
+"""
 
 # PDPROXY_TEST_KILLS: how many times, 50 in `.ci/full`.
 
@@ -45,14 +47,18 @@ async def _stream(port: int) -> Answer | None:
 
 
 def _scripted(proxy: Served, go: asyncio.Event, chance: random.Random) -> None:
-    """Let requests stop at every stage until the test goes on: in their prefill, before the first token, in their stream."""
+    """Let requests stop at every stage until the test goes on: in their prefill, before the first
+    token, in their stream.
+    """
 
     proxy.prefill.scripts.clear()
     proxy.decode.scripts.clear()
     for _ in range(STREAMS):
         proxy.prefill.script(scripts.gate(go, serve) if chance.random() < 0.2 else serve)
         proxy.decode.script(
-            chance.choice([scripts.gate(go, serve), scripts.after_word(go, scripts.one_more_word), serve])
+            chance.choice(
+                [scripts.gate(go, serve), scripts.after_word(go, scripts.one_more_word), serve]
+            )
         )
 
 
@@ -72,7 +78,8 @@ async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
                 _scripted(proxy, go, chance)
                 streams = [asyncio.create_task(_stream(proxy.port)) for _ in range(STREAMS)]
                 await asyncio.sleep(chance.random() * chance.choice([0.1, 1.0]))
-                if number == 0:  # one moment at which KV is held for sure, however slow the machine is
+                # one moment at which KV is held for sure, however slow the machine is
+                if number == 0:
                     await until(lambda: _asked(proxy), PATIENCE)
                 pids = proxy.workers()
                 killed = chance.choice(pids)
@@ -90,7 +97,10 @@ async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
                 assert len(workers) <= 1, workers
                 assert all(one.status == 200 for one in parts)
                 broken += STREAMS - len(whole)
-                await until(lambda: killed not in proxy.workers() and len(proxy.workers()) == 2, PATIENCE)  # noqa: B023
+                await until(
+                    lambda: killed not in proxy.workers() and len(proxy.workers()) == 2,  # noqa: B023
+                    PATIENCE,
+                )
                 freed += len(held - await _freed(proxy, read))
                 async with asyncio.timeout(PATIENCE):
                     while await _load(proxy) or await proxy.metric("pdproxy_node_inflight"):
@@ -111,8 +121,9 @@ def _asked(proxy: Served) -> list[str]:
 def _killed(proxy: Served, worker: int) -> set[str]:
     """Kill a worker. Return the ids of all prefill requests so far whose answers were read.
 
-    The engines are in this process, so between the stop and the end nothing is sent. An answer is read if the engine has sent
-    it, and no byte of it is left in the system's memory of the worker's connection.
+    The engines are in this process, so between the stop and the end nothing is sent. An answer is
+    read if the engine has sent it, and no byte of it is left in the system's memory of the worker's
+    connection.
     """
     os.kill(worker, signal.SIGSTOP)
     while Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
@@ -120,7 +131,9 @@ def _killed(proxy: Served, worker: int) -> set[str]:
     sim = proxy.prefill.sim
     ports = {one.number: one.wire.get_extra_info("peername")[1] for one in sim._open()}
     waiting = {port for port, size in _received(sim.port).items() if size}
-    read = {one.ident for one in sim.requests if one.over and ports.get(one.connection) not in waiting}
+    read = {
+        one.ident for one in sim.requests if one.over and ports.get(one.connection) not in waiting
+    }
     os.kill(worker, signal.SIGKILL)
     return read
 
@@ -133,22 +146,27 @@ def _received(port: int) -> dict[int, int]:
 
 
 async def _freed(proxy: Served, read: set[str]) -> set[str]:
-    """Wait until no KV is held but that of answers which the killed worker had not processed. Free that; return its handles.
+    """Wait until no KV is held but that of answers which the killed worker had not processed. Free
+    that; return its handles.
 
-    Only a prefill engine's answer names its KV: one that the engine had not sent, or that was on its way, names it to nobody.
-    Engines may also make KV behind the kill, for requests that they had not read before.
+    Only a prefill engine's answer names its KV: one that the engine had not sent, or that was on
+    its way, names it to nobody. Engines may also make KV behind the kill, for requests that they
+    had not read before.
     """
 
     def known() -> list[str]:
         """Handles of answers that were processed, and those that a decode engine was asked with."""
         asked = _asked(proxy)
-        return [name for name in proxy.books.held() if name in asked or any(one in name for one in read)]
+        return [
+            name for name in proxy.books.held() if name in asked or any(one in name for one in read)
+        ]
 
     try:
         await until(lambda: not known(), PATIENCE)
     except TimeoutError:
         raise AssertionError({name: proxy.books.history[name] for name in known()}) from None
-    async with asyncio.timeout(PATIENCE):  # requests that were under way elsewhere are completed within a second or two
+    # requests that were under way elsewhere are completed within a second or two
+    async with asyncio.timeout(PATIENCE):
         for _ in range(60):
             if not proxy.books.held():
                 return set()
@@ -166,7 +184,9 @@ def _scripted_text() -> str:
 
 
 async def test_a_worker_killed_with_a_handle_has_it_released_by_another(tmp_path: Path) -> None:
-    """A decode engine has been asked and has shown nothing: the other worker has the KV released, by a request of its own."""
+    """A decode engine has been asked and has shown nothing: the other worker has the KV released,
+    by a request of its own.
+    """
     with (tmp_path / "log").open("wb") as log:
         async with served(log, workers=2, facts={"lease": LEASE}) as proxy:
             proxy.decode.script(scripts.stall)
@@ -179,6 +199,8 @@ async def test_a_worker_killed_with_a_handle_has_it_released_by_another(tmp_path
             await until(lambda: not proxy.books.held(), PATIENCE)
             assert await asking is None
             assert "released" in proxy.books.history[held]
-            assert next(one.kv["remote_request_id"] for one in proxy.decode.releases if one.kv) == held
+            assert (
+                next(one.kv["remote_request_id"] for one in proxy.decode.releases if one.kv) == held
+            )
             assert await _load(proxy) == 0
             assert (await exchange(proxy.decode.port, request("GET", "/health", b""))).status == 200

@@ -1,4 +1,6 @@
-"""The worker process that probes is killed, or stopped: another one goes on, and what it finds holds for all."""
+"""The worker process that probes is killed, or stopped: another one goes on, and what it finds
+holds for all.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,28 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def _by_lead(proxy: Served) -> tuple[int, int]:
-    """The worker that follows, and the one that probes: it alone has connections to an engine that serves nobody yet."""
+    """The worker that follows, and the one that probes: it alone has connections to an engine that
+    serves nobody yet.
+    """
     (leads,) = proxy.connected(proxy.decode.port, is_theirs=False)
     (follows,) = set(proxy.workers()) - {leads}
     return follows, leads
 
 
 async def test_a_killed_worker_leaves_its_probes_to_another(tmp_path: Path) -> None:
-    """First the one that follows, then the one that leads. A successor knows all engines without a probe of its own."""
+    """First the one that follows, then the one that leads. A successor knows all engines without a
+    probe of its own.
+    """
     with (tmp_path / "log").open("wb") as log:
         async with served(log, workers=2, interval=0.2) as proxy:
             for pid in _by_lead(proxy):
                 probes = Probes(proxy.decode)
                 os.kill(pid, signal.SIGKILL)
                 await until(lambda: probes.count >= 2, PATIENCE)  # noqa: B023
-                await until(lambda: len(proxy.workers()) == 2 and pid not in proxy.workers(), PATIENCE)  # noqa: B023
+                await until(
+                    lambda: len(proxy.workers()) == 2 and pid not in proxy.workers(),  # noqa: B023
+                    PATIENCE,
+                )
                 async with asyncio.timeout(PATIENCE):
                     while await proxy.metric("pdproxy_workers") != 2:
                         await asyncio.sleep(0.05)
@@ -69,7 +78,9 @@ async def test_a_killed_worker_leaves_its_probes_to_another(tmp_path: Path) -> N
 
 
 async def test_a_stopped_worker_leaves_its_probes_to_another(tmp_path: Path) -> None:
-    """Each stands still for a while, first the one that follows. When it goes on, it hears what was found meanwhile."""
+    """Each stands still for a while, first the one that follows. When it goes on, it hears what was
+    found meanwhile.
+    """
     with (tmp_path / "log").open("wb") as log:
         async with served(log, workers=2, interval=0.2) as proxy:
             pids = _by_lead(proxy)

@@ -1,4 +1,6 @@
-"""Bounds per engine with several workers: one number for all of them, whoever learns it, and whoever is killed."""
+"""Bounds per engine with several workers: one number for all of them, whoever learns it, and
+whoever is killed.
+"""
 
 # Three workers in one event loop; the last test has processes.
 
@@ -28,7 +30,9 @@ from tests.fakes.world import COMPLETIONS, World, completion, leads, until, worl
 
 COUNT = 3
 FULL = (4, 5)
-"""Requests that an engine has which may have four: two workers may both take the last place at the same moment."""
+"""Requests that an engine has which may have four: two workers may both take the last place at the
+same moment.
+"""
 
 
 @asynccontextmanager
@@ -80,8 +84,12 @@ async def posted(w: World, count: int, **fields: Any) -> list[Client]:
     return clients
 
 
-async def test_a_number_of_requests_per_engine_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven requests at three workers: the seventh waits, wherever it came. An engine that goes down takes its part from all."""
+async def test_a_number_of_requests_per_engine_is_one_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seven requests at three workers: the seventh waits, wherever it came. An engine that goes
+    down takes its part from all.
+    """
     async with workers(monkeypatch, limits={"engine_requests": 3}) as w:
         assert places(w) == [6] * COUNT
         go = asyncio.Event()
@@ -99,8 +107,12 @@ async def test_a_number_of_requests_per_engine_is_one_for_all(monkeypatch: pytes
 
 
 async def test_tokens_per_engine_are_one_number_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two requests that need more than half each, one waits, also where they come to two workers."""
-    async with workers(monkeypatch, limits={"engine_tokens": 1500, "max_inflight_tokens": 4000}) as w:
+    """Of two requests that need more than half each, one waits, also where they come to two
+    workers.
+    """
+    async with workers(
+        monkeypatch, limits={"engine_tokens": 1500, "max_inflight_tokens": 4000}
+    ) as w:
         assert [one.admission._queue.max_size for one in w.workers] == [3000] * COUNT
         go = asyncio.Event()
         w.prefill[0].script(*[scripts.gate(go, serve)] * 4)
@@ -113,7 +125,9 @@ async def test_tokens_per_engine_are_one_number_for_all(monkeypatch: pytest.Monk
 
 
 async def test_what_one_has_learned_holds_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the requests of all; once for each report; and a worker that begins to lead goes on from there."""
+    """By the requests of all; once for each report; and a worker that begins to lead goes on from
+    there.
+    """
     async with workers(monkeypatch, limits={"engine_requests": "auto"}) as w:
         go = asyncio.Event()
         for engine in w.decode:
@@ -124,7 +138,9 @@ async def test_what_one_has_learned_holds_for_all(monkeypatch: pytest.MonkeyPatc
             for index in (0, 1):
                 report(w, index, 3.0)
         await w.told()
-        assert places(w) == [4] * COUNT, "four of each engine, less the three that wait, but no less than half"
+        assert places(w) == [4] * COUNT, (
+            "four of each engine, less the three that wait, but no less than half"
+        )
         late = await posted(w, 1)
         await until(lambda: w.waiting == 1)
         w.proxy.share.several.lead.leave()  # type: ignore[union-attr]
@@ -144,7 +160,9 @@ async def test_what_one_has_learned_holds_for_all(monkeypatch: pytest.MonkeyPatc
 async def test_a_refusal_that_a_worker_sees_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is: an engine with many requests says that its queue is full."""
     async with workers(monkeypatch, limits={"engine_requests": "auto"}) as w:
-        refusal = scripts.whole(b'{"error":{"message":"full","type":"ServiceUnavailableError","code":503}}', 503)
+        refusal = scripts.whole(
+            b'{"error":{"message":"full","type":"ServiceUnavailableError","code":503}}', 503
+        )
         go = asyncio.Event()
         for engine in w.decode:
             engine.default = scripts.gate(go, engine.default)
@@ -171,7 +189,9 @@ async def test_a_refusal_that_a_worker_sees_counts_for_all(monkeypatch: pytest.M
         assert [(await client.answer()).status for client in clients] == [200] * 21
 
 
-async def test_an_engine_that_goes_down_is_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_goes_down_is_forgotten_by_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It comes back without a window, whoever has found it down."""
     async with workers(monkeypatch, limits={"engine_requests": "auto"}) as w:
         url = w.decode[0].url
@@ -186,7 +206,9 @@ async def test_an_engine_that_goes_down_is_forgotten_by_all(monkeypatch: pytest.
         finder.ledger.let_in(url, 0.0)
 
 
-async def test_streams_of_a_draining_engine_take_no_places_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_of_a_draining_engine_take_no_places_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whoever has them: each worker counts the requests that are left in any of them."""
     async with workers(monkeypatch, limits={"engine_requests": 4}) as w:
         go = asyncio.Event()
@@ -207,14 +229,17 @@ async def test_streams_of_a_draining_engine_take_no_places_of_others(monkeypatch
 
 
 async def test_no_place_is_lost_with_a_killed_worker(tmp_path: Path) -> None:
-    """As processes: never more than the engine may have, and all of it once the worker with the streams is gone."""
+    """As processes: never more than the engine may have, and all of it once the worker with the
+    streams is gone.
+    """
     books = Books()
     engines = [FakeEngine(role, books) for role in ("prefill", "decode")]
     decode = engines[1]
 
     def settings(port: int, admin: int) -> str:
         return (
-            f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5}}\nlimits: {{engine_requests: 4}}\n"
+            f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5}}\nlimits: "
+            f"{{engine_requests: 4}}\n"
             f"pools:\n- connector: nixl\n{nodes(engines)}"
         )
 
@@ -251,7 +276,9 @@ async def test_no_place_is_lost_with_a_killed_worker(tmp_path: Path) -> None:
         late = await posted(8)
         await holds(lambda waiting: waiting >= 8 - FULL[-1])
         go.set()
-        ends = await asyncio.gather(*(client.answer() for client in (*clients, *late)), return_exceptions=True)
+        ends = await asyncio.gather(
+            *(client.answer() for client in (*clients, *late)), return_exceptions=True
+        )
         whole = [one for one in ends if not isinstance(one, BaseException) and one.ended]
         assert {one.body for one in whole} == {WORD + WORD + answers.end()}
         assert len(whole) >= 8, "at least all of the late ones"

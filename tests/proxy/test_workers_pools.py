@@ -1,4 +1,6 @@
-"""Two pools and two workers, as processes: loads, KV, the settings file and the admin API know which pool an engine is in."""
+"""Two pools and two workers, as processes: loads, KV, the settings file and the admin API know
+which pool an engine is in.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ def _body(model: str, *, stream: bool = False) -> dict[str, object]:
 
 @asynccontextmanager
 async def _running(tmp_path: Path) -> AsyncIterator[tuple[Run, list[list[FakeEngine]]]]:
-    """Run two pools with a prefill and two decode engines each, and one decode engine of each model that no pool has."""
+    """Run two pools with a prefill and two decode engines each, and one decode engine of each model
+    that no pool has.
+    """
     books = Books()
     roles = ("prefill", "decode", "decode", "decode")
-    engines = [[FakeEngine(role, books, lease=3600.0, model=model) for role in roles] for model in MODELS]
+    engines = [
+        [FakeEngine(role, books, lease=3600.0, model=model) for role in roles] for model in MODELS
+    ]
     async with serving(
         tmp_path,
         [one for pool in engines for one in pool],
@@ -45,14 +51,19 @@ async def _running(tmp_path: Path) -> AsyncIterator[tuple[Run, list[list[FakeEng
 
 def _settings(port: int, admin: int, pools: Sequence[Sequence[FakeEngine]]) -> str:
     """A file with these engines in each pool."""
-    text = f"listen: {{port: {port}, workers: 2, admin: '127.0.0.1:{admin}'}}\ndeadlines: {{drain: 5}}\npools:\n"
+    text = (
+        f"listen: {{port: {port}, workers: 2, admin: '127.0.0.1:{admin}'}}\ndeadlines: {{drain: "
+        f"5}}\npools:\n"
+    )
     for name, pool in zip(MODELS, pools, strict=True):
         text += f"- name: {name}\n  connector: nixl\n  policy: least_load\n{nodes(pool)}"
     return text
 
 
 async def test_each_pool_has_its_loads(tmp_path: Path) -> None:
-    """Streams that all workers have count in their pool: each of its engines has as many, whichever workers serve them."""
+    """Streams that all workers have count in their pool: each of its engines has as many, whichever
+    workers serve them.
+    """
     async with _running(tmp_path) as (run, engines):
         go, clients = asyncio.Event(), list[tuple[Client, Answer]]()
         for one in (one for pool in engines for one in pool if one.role == "decode"):
@@ -78,7 +89,9 @@ async def test_each_pool_has_its_loads(tmp_path: Path) -> None:
 
 
 async def test_kv_of_the_second_pool_is_released_there(tmp_path: Path) -> None:
-    """By the other worker, when the one that had the handle is killed; the first pool is asked nothing."""
+    """By the other worker, when the one that had the handle is killed; the first pool is asked
+    nothing.
+    """
     async with _running(tmp_path) as (run, engines):
         first, second = engines
         for decode in second[1:3]:
@@ -97,7 +110,13 @@ async def test_kv_of_the_second_pool_is_released_there(tmp_path: Path) -> None:
         os.kill(run.proxy.serves_client(), signal.SIGKILL)
         await until(lambda: "released" in books.history[held] or not books.held(), PATIENCE)
         books.free = free  # type: ignore[method-assign]
-        released = [one.kv["remote_request_id"] for pool in engines for d in pool for one in d.releases if one.kv]
+        released = [
+            one.kv["remote_request_id"]
+            for pool in engines
+            for d in pool
+            for one in d.releases
+            if one.kv
+        ]
         assert held in released
         assert not any(one.kv for decode in first for one in decode.releases)
         assert len(first[0].requests) == before
@@ -108,27 +127,43 @@ async def test_kv_of_the_second_pool_is_released_there(tmp_path: Path) -> None:
 
 
 async def test_engines_of_pools_come_and_go(tmp_path: Path) -> None:
-    """By the file and by the admin API, in all workers, also in one that is killed meanwhile; one moves to another pool."""
+    """By the file and by the admin API, in all workers, also in one that is killed meanwhile; one
+    moves to another pool.
+    """
     async with _running(tmp_path) as (run, engines):
         admin, port = run.api.port, run.proxy.port
         new = run.spare[1]
         run.config.write_text(_settings(port, admin, [engines[0][:3], [*engines[1][:2], new]]))
         run.proxy.process.send_signal(signal.SIGHUP)
         gone = engines[1][2]
-        shown = await run.all_say("/engines", lambda one: new.url in states(one) and gone.url not in states(one))
+        shown = await run.all_say(
+            "/engines", lambda one: new.url in states(one) and gone.url not in states(one)
+        )
         assert {one["pool"] for one in shown["engines"] if one["url"] == new.url} == {"other"}
         await run.kill(run.proxy.workers()[0])
-        await run.all_say("/engines", lambda one: new.url in states(one) and gone.url not in states(one))
+        await run.all_say(
+            "/engines", lambda one: new.url in states(one) and gone.url not in states(one)
+        )
         assert await run.proxy.metric("pdproxy_node_up", node=new.url) == 1
 
         unnamed = await run.ask("POST", "/engines", fields(gone))
-        assert (unnamed.status, "there are several pools" in unnamed.json["error"]["message"]) == (400, True)
+        assert (unnamed.status, "there are several pools" in unnamed.json["error"]["message"]) == (
+            400,
+            True,
+        )
         assert (await run.ask("POST", "/engines", fields(gone, pool="tiny"))).status == 201
         elsewhere = await run.ask("POST", "/engines", fields(gone, pool="other"))
-        assert (elsewhere.status, "is an engine of pool tiny" in elsewhere.json["error"]["message"]) == (409, True)
-        assert (await run.ask("DELETE", f"/engines/{engine_id(gone.url)}?at_once=true")).status == 200
+        assert (
+            elsewhere.status,
+            "is an engine of pool tiny" in elsewhere.json["error"]["message"],
+        ) == (409, True)
+        assert (
+            await run.ask("DELETE", f"/engines/{engine_id(gone.url)}?at_once=true")
+        ).status == 200
         async with asyncio.timeout(PATIENCE):
-            while (moved := await run.ask("POST", "/engines", fields(gone, pool="other"))).status == 400:
+            while (
+                moved := await run.ask("POST", "/engines", fields(gone, pool="other"))
+            ).status == 400:
                 await asyncio.sleep(0.05)  # it is still leaving the other pool
         assert moved.status == 201, moved.body
         for pid in run.proxy.workers():

@@ -1,4 +1,6 @@
-"""Policy `prefix` with several workers: what one has sent to an engine draws the others' requests there."""
+"""Policy `prefix` with several workers: what one has sent to an engine draws the others' requests
+there.
+"""
 
 # Workers in one event loop; the last test has processes.
 
@@ -29,8 +31,12 @@ def by_prefix(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, policy=policy),))
 
 
-async def test_requests_of_all_workers_go_where_one_has_sent_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, each worker would choose engines in turn: after a few requests all four would have computed the prompt."""
+async def test_requests_of_all_workers_go_where_one_has_sent_their_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Alone, each worker would choose engines in turn: after a few requests all four would have
+    computed the prompt.
+    """
     monkeypatch.setattr(several, "WORKERS", 3)
     async with world(prefill=4, adjust=by_prefix, leaves=True) as w:
         knows = [one.prefixes.knowledge for one in w.workers if one.prefixes is not None]
@@ -47,7 +53,9 @@ async def test_requests_of_all_workers_go_where_one_has_sent_their_beginning(mon
 
 
 async def test_a_worker_that_ends_tells_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its timer is gone with it. (That a worker which starts asks others for what they know is put aside here.)"""
+    """Its timer is gone with it. (That a worker which starts asks others for what they know is put
+    aside here.)
+    """
 
     async def alone(*_: object) -> None:
         """Ask nobody."""
@@ -68,7 +76,9 @@ async def test_a_worker_that_ends_tells_nothing_more(monkeypatch: pytest.MonkeyP
         assert other == known
 
 
-async def test_a_worker_that_starts_gets_what_the_leader_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_starts_gets_what_the_leader_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of all engines, in the order of their use."""
     monkeypatch.setattr(several, "WORKERS", 2)
     async with world(prefill=2, adjust=by_prefix, leaves=True) as w:
@@ -76,7 +86,9 @@ async def test_a_worker_that_starts_gets_what_the_leader_knows(monkeypatch: pyte
         assert leader is not None
         assert late is not None
         for number in range(6):
-            assert (await w.ask(COMPLETIONS, completion(prompt=f"{number} {4 * PROMPT}"))).status == 200
+            assert (
+                await w.ask(COMPLETIONS, completion(prompt=f"{number} {4 * PROMPT}"))
+            ).status == 200
             if number == 0:
                 of_one = max(len(one.knowledge.routing) for one in (leader, late))
         await until(lambda: all(len(one.knowledge.routing) == 6 * of_one for one in (leader, late)))
@@ -91,16 +103,24 @@ async def test_a_worker_that_starts_gets_what_the_leader_knows(monkeypatch: pyte
 
 
 def _successor_knows(log: Path, pid: int) -> bool:
-    """Return whether the worker that follows a killed one has said that it knows what others know."""
+    """Return whether the worker that follows a killed one has said that it knows what others
+    know.
+    """
     text = log.read_text()
     killed = re.search(rf"worker (\d+) \(process {pid}\) was killed", text)
     return killed is not None and bool(
-        re.search(rf"knows what another worker knew .* worker={killed[1]}$", text[killed.end() :], re.MULTILINE)
+        re.search(
+            rf"knows what another worker knew .* worker={killed[1]}$",
+            text[killed.end() :],
+            re.MULTILINE,
+        )
     )
 
 
 async def test_knowledge_outlives_each_worker(tmp_path: Path) -> None:
-    """As processes: both are killed, one after the other. Their successors know what was sent before."""
+    """As processes: both are killed, one after the other. Their successors know what was sent
+    before.
+    """
     books = Books()
     engines = [FakeEngine(role, books) for role in ("prefill", "decode")]
 
@@ -112,7 +132,9 @@ async def test_knowledge_outlives_each_worker(tmp_path: Path) -> None:
 
     async with serving(tmp_path, engines, settings) as run:
         for number in range(8):
-            answer = await run.proxy.ask("POST", COMPLETIONS, completion(prompt=f"{number} {4 * PROMPT}"))
+            answer = await run.proxy.ask(
+                "POST", COMPLETIONS, completion(prompt=f"{number} {4 * PROMPT}")
+            )
             assert answer.status == 200
             if number == 0:
                 of_one = await run.proxy.metric("pdproxy_prefix_blocks", **{"from": "routing"})
@@ -120,10 +142,14 @@ async def test_knowledge_outlives_each_worker(tmp_path: Path) -> None:
 
         async def all_known() -> None:
             async with asyncio.timeout(PATIENCE):
-                while await run.proxy.metric("pdproxy_prefix_blocks", **{"from": "routing"}) != 8 * of_one:
+                while (
+                    await run.proxy.metric("pdproxy_prefix_blocks", **{"from": "routing"})
+                    != 8 * of_one
+                ):
                     await asyncio.sleep(0.05)
 
-        await all_known()  # by one of them at least: what the other has sent is known a moment later
+        # by one of them at least: what the other has sent is known a moment later
+        await all_known()
         await asyncio.sleep(50 * SEND_EVERY)
         for pid in run.proxy.workers():
             await run.kill(pid)

@@ -1,4 +1,6 @@
-"""Two workers of one of two replicas, as processes: what both have at an engine stands for what the other replica has."""
+"""Two workers of one of two replicas, as processes: what both have at an engine stands for what the
+other replica has.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ NAME, STREAMS = "replicas.example", 24
 
 
 async def test_workers_know_of_other_replicas(tmp_path: Path) -> None:
-    """DNS says how many there are. The requests of both workers count once more, and those of a killed one no more."""
+    """DNS says how many there are. The requests of both workers count once more, and those of a
+    killed one no more.
+    """
     books = Books()
     engines = [FakeEngine(role, books) for role in ("prefill", "decode")]
     decode = engines[1]
@@ -31,7 +35,8 @@ async def test_workers_know_of_other_replicas(tmp_path: Path) -> None:
 
         def settings(port: int, admin: int) -> str:
             return (
-                f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5}}\nprobes: {{interval: 3600}}\n"
+                f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5}}\nprobes: "
+                f"{{interval: 3600}}\n"
                 f"dns: {{servers: ['{server.address}'], min_ttl: 0.05, max_ttl: 0.1}}\n"
                 f"replicas: {{count: auto, name: {NAME}}}\n"
                 f"pools:\n- connector: nixl\n{nodes(engines)}"
@@ -52,7 +57,8 @@ async def test_workers_know_of_other_replicas(tmp_path: Path) -> None:
 
             await holds("pdproxy_workers", 2)
             await holds("pdproxy_replicas", 2)
-            # The engine says that it serves nothing: a worker that begins to probe would believe it.
+            # The engine says that it serves nothing: a worker that begins to probe would believe
+            # it.
             (leads,) = proxy.connected(urlsplit(decode.url).port, is_theirs=False)
             go, clients = asyncio.Event(), list[tuple[Client, Answer]]()
             for _ in range(STREAMS):
@@ -64,7 +70,9 @@ async def test_workers_know_of_other_replicas(tmp_path: Path) -> None:
             assert await proxy.metric("pdproxy_node_inflight", node=decode.url) == STREAMS
             (killed,) = set(proxy.workers()) - {leads}
             os.kill(killed, signal.SIGKILL)
-            await until(lambda: killed not in proxy.workers() and len(proxy.workers()) == 2, PATIENCE)
+            await until(
+                lambda: killed not in proxy.workers() and len(proxy.workers()) == 2, PATIENCE
+            )
             await holds("pdproxy_workers", 2)
             left = await proxy.metric("pdproxy_node_inflight", node=decode.url)
             assert left < STREAMS
@@ -73,7 +81,9 @@ async def test_workers_know_of_other_replicas(tmp_path: Path) -> None:
             await holds("pdproxy_replicas", 3)
             await holds("pdproxy_node_other_requests", 2 * left, node=decode.url)
             go.set()
-            ends = await asyncio.gather(*(client.rest(head) for client, head in clients), return_exceptions=True)
+            ends = await asyncio.gather(
+                *(client.rest(head) for client, head in clients), return_exceptions=True
+            )
             whole = [one for one in ends if isinstance(one, Answer) and one.ended]
             assert {one.body for one in whole} == {WORD + WORD + answers.end()}
             assert len(whole) == left, "all but those of the killed worker"

@@ -1,4 +1,6 @@
-"""A proxy with two workers, as processes, that follows the file of its settings and a name in DNS."""
+"""A proxy with two workers, as processes, that follows the file of its settings and a name in
+DNS.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def _serving(path: Path, port: int, engines: list[FakeEngine]) -> AsyncIte
 
 
 async def _until(proxy: Served, holds: Callable[[str], bool]) -> None:
-    """Wait until this holds for what `/ready` answers, several times in a row: any worker may answer."""
+    """Wait until this holds for what `/ready` answers, several times in a row: any worker may
+    answer.
+    """
     async with asyncio.timeout(PATIENCE):
         good = 0
         while good < 4:
@@ -47,16 +51,21 @@ async def _until(proxy: Served, holds: Callable[[str], bool]) -> None:
 
 
 async def test_two_workers_follow_their_file_and_a_name(tmp_path: Path) -> None:
-    """Each finds the engine that the name stands for, and the one that comes later; a changed limit holds for all of them."""
+    """Each finds the engine that the name stands for, and the one that comes later; a changed limit
+    holds for all of them.
+    """
     path, port, books = tmp_path / "pdproxy.yaml", free_port(), Books()
-    prefill, first, second = engines = [FakeEngine(role, books) for role in ("prefill", "decode", "decode")]
+    prefill, first, second = engines = [
+        FakeEngine(role, books) for role in ("prefill", "decode", "decode")
+    ]
     async with name_server() as server:
 
         def write(limits: str) -> None:
             path.write_text(
                 f"listen: {{port: {port}, workers: {3 if limits else 2}}}\n"
                 f"dns: {{servers: ['{server.address}'], min_ttl: 0.05, max_ttl: 0.1}}\n{limits}"
-                f"pools:\n- connector: nixl\n  nodes:\n  - {{url: '{prefill.url}', role: prefill}}\n"
+                f"pools:\n- connector: nixl\n  nodes:\n  - {{url: '{prefill.url}', role: "
+                f"prefill}}\n"
                 f"  - {{url: 'srv://{NAME}', role: decode}}\n"
             )
 
@@ -87,7 +96,10 @@ async def test_two_workers_follow_their_file_and_a_name(tmp_path: Path) -> None:
             assert await proxy.metric("pdproxy_places") == 1024
             write("limits: {max_inflight: 7}\n")
             proxy.process.send_signal(signal.SIGHUP)
-            await _until(proxy, lambda body: "need a restart: listen.workers" in body and '"worker ' not in body)
+            await _until(
+                proxy,
+                lambda body: "need a restart: listen.workers" in body and '"worker ' not in body,
+            )
             assert await proxy.metric("pdproxy_places") == 7
             assert await proxy.metric("pdproxy_settings_reloads_total", result="applied") == 1
             assert len(proxy.workers()) == 2
@@ -95,13 +107,17 @@ async def test_two_workers_follow_their_file_and_a_name(tmp_path: Path) -> None:
         engine.stop()
 
 
-async def test_a_worker_that_starts_again_begins_with_the_settings_of_the_others(tmp_path: Path) -> None:
+async def test_a_worker_that_starts_again_begins_with_the_settings_of_the_others(
+    tmp_path: Path,
+) -> None:
     """Not with those of the supervisor's start: an engine that was taken out gets nothing.
 
     Where the file can't be used it waits, and the others get all connections: none waits for it.
     """
     path, port, books = tmp_path / "pdproxy.yaml", free_port(), Books()
-    prefill, former, present = engines = [FakeEngine(role, books) for role in ("prefill", "decode", "decode")]
+    prefill, former, present = engines = [
+        FakeEngine(role, books) for role in ("prefill", "decode", "decode")
+    ]
     for engine in engines:
         await engine.listen()
 
@@ -134,7 +150,8 @@ async def test_a_worker_that_starts_again_begins_with_the_settings_of_the_others
         await serves()
         path.write_text("pools: 1\n")
         os.kill(before[1], signal.SIGKILL)
-        while await _restarts(proxy) < 4:  # its pauses are 0, 1, 2 and 4 s: now it waits, and its socket is closed
+        # its pauses are 0, 1, 2 and 4 s: now it waits, and its socket is closed
+        while await _restarts(proxy) < 4:
             await asyncio.sleep(0.05)
         await serves()
         assert await proxy.metric("pdproxy_workers") == 1
@@ -150,7 +167,9 @@ async def test_a_worker_that_starts_again_begins_with_the_settings_of_the_others
 
 
 async def _restarts(proxy: Served) -> float:
-    """How often workers were started again, asked of whom answers: a connection that waits for a dead one is given up."""
+    """How often workers were started again, asked of whom answers: a connection that waits for a
+    dead one is given up.
+    """
     try:
         async with asyncio.timeout(0.5):
             return await proxy.metric("pdproxy_worker_restarts_total")

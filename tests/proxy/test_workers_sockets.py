@@ -1,4 +1,6 @@
-"""Two workers, as processes, whose engines send them notices, or register: any worker has the connections, and one is killed."""
+"""Two workers, as processes, whose engines send them notices, or register: any worker has the
+connections, and one is killed.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,16 @@ def _facts(connector: str, role: str, **more: Any) -> SimFacts:
 
 
 @asynccontextmanager
-async def _serving(tmp_path: Path, settings: Mapping[str, Any], sims: Sequence[SimServer]) -> AsyncIterator[Served]:
+async def _serving(
+    tmp_path: Path, settings: Mapping[str, Any], sims: Sequence[SimServer]
+) -> AsyncIterator[Served]:
     """Run the proxy with two workers until the block ends."""
     path, port = tmp_path / "pdproxy.yaml", free_port()
-    path.write_text(json.dumps({"listen": {"port": port, "workers": 2}, "deadlines": {"kv_ready": WAIT}, **settings}))
+    path.write_text(
+        json.dumps(
+            {"listen": {"port": port, "workers": 2}, "deadlines": {"kv_ready": WAIT}, **settings}
+        )
+    )
     with (tmp_path / "log").open("wb") as log:
         process = forked.command("serve", "--config", str(path), env=ENVIRONMENT, stderr=log)
         served = Served(process, port, [SimpleNamespace(books=None), None])  # type: ignore[list-item]
@@ -78,7 +86,9 @@ async def _is_ready(served: Served, tmp_path: Path) -> None:
 
 async def _statuses(served: Served) -> list[int]:
     """Ask on connections of their own, which the system spreads over the workers."""
-    answers = await asyncio.gather(*(served.ask("POST", COMPLETIONS, BODY) for _ in range(REQUESTS)))
+    answers = await asyncio.gather(
+        *(served.ask("POST", COMPLETIONS, BODY) for _ in range(REQUESTS))
+    )
     return [answer.status for answer in answers]
 
 
@@ -91,15 +101,22 @@ def _lmcache(zmq_port: int, sims: Sequence[SimServer]) -> Mapping[str, Any]:
     p, d = sims
     init, alloc = d.engine.receiver_ports
     receiver = {"init_ports": list(init), "alloc_ports": list(alloc)}
-    engines = [{"url": p.url, "role": "prefill"}, {"url": d.url, "role": "decode", "receiver": receiver}]
+    engines = [
+        {"url": p.url, "role": "prefill"},
+        {"url": d.url, "role": "decode", "receiver": receiver},
+    ]
     return {
         "kv_ready": {"port": zmq_port, "on_timeout": "fail"},
         "pools": [{"connector": "lmcache-pd", "lmcache": {"chunk_size": CHUNK}, "nodes": engines}],
     }
 
 
-async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_killed(tmp_path: Path) -> None:
-    """All come over one connection, to one worker. While it stands still, prompts of the other one end by their deadline."""
+async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    """All come over one connection, to one worker. While it stands still, prompts of the other one
+    end by their deadline.
+    """
     zmq_port = free_port()
     sim: dict[str, Any] = {"chunk_size": CHUNK}
     d_sim = sim | {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
@@ -110,15 +127,23 @@ async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_k
         lmcache=LMCacheFacts(**sim),
         enable_prefix_caching=False,
     )
-    d_facts = _facts("lmcache-pd", "decode", lmcache=LMCacheFacts(**d_sim), enable_prefix_caching=False)
-    async with _sims(p_facts, d_facts) as sims, _serving(tmp_path, _lmcache(zmq_port, sims), sims) as served:
+    d_facts = _facts(
+        "lmcache-pd", "decode", lmcache=LMCacheFacts(**d_sim), enable_prefix_caching=False
+    )
+    async with (
+        _sims(p_facts, d_facts) as sims,
+        _serving(tmp_path, _lmcache(zmq_port, sims), sims) as served,
+    ):
         assert set(await _statuses(served)) == {200}
         (reads,) = served.connected(zmq_port, is_theirs=True)
         (other,) = set(served.workers()) - {reads}
-        async with asyncio.timeout(PATIENCE):  # of a worker that is slow to answer, a page has its last report
+        # of a worker that is slow to answer, a page has its last report
+        async with asyncio.timeout(PATIENCE):
             while (sent := await served.metric("pdproxy_kv_notices_total")) < REQUESTS:
                 await asyncio.sleep(0.1)
-        assert sent == await served.metric("pdproxy_kv_notices_total", event="ready", result="awaited")
+        assert sent == await served.metric(
+            "pdproxy_kv_notices_total", event="ready", result="awaited"
+        )
         await _killed(served, reads)
         await until(lambda: served.connected(zmq_port, is_theirs=True), PATIENCE)
         await _is_ready(served, tmp_path)
@@ -127,7 +152,9 @@ async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_k
         (other,) = set(served.workers()) - {reads}
         os.kill(reads, signal.SIGSTOP)
         try:
-            asked = [asyncio.create_task(served.ask("POST", COMPLETIONS, BODY)) for _ in range(REQUESTS)]
+            asked = [
+                asyncio.create_task(served.ask("POST", COMPLETIONS, BODY)) for _ in range(REQUESTS)
+            ]
             done, late = await asyncio.wait(asked, timeout=WAIT + 1)
             assert {task.result().status for task in done} == {504}
         finally:
@@ -138,26 +165,44 @@ async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_k
 
 
 @pytest.mark.parametrize("holds", [True, False])
-async def test_registrations_outlive_the_worker_that_has_read_them(holds: bool, tmp_path: Path) -> None:
-    """One worker is killed, with engines' connections or without. Its successor knows who has registered when it serves."""
+async def test_registrations_outlive_the_worker_that_has_read_them(
+    holds: bool, tmp_path: Path
+) -> None:
+    """One worker is killed, with engines' connections or without. Its successor knows who has
+    registered when it serves.
+    """
     port = free_port()
-    register = {"register": f"tcp://127.0.0.1:{port}", "registration_interval": 0.3, "randomize_request_ids": False}
+    register = {
+        "register": f"tcp://127.0.0.1:{port}",
+        "registration_interval": 0.3,
+        "randomize_request_ids": False,
+    }
     facts = [_facts("p2p-nccl", role, **register) for role in ("prefill", "decode")]
     async with _sims(*facts) as sims:
-        engines = [{"url": one.url, "role": role} for one, role in zip(sims, ("prefill", "decode"), strict=True)]
+        engines = [
+            {"url": one.url, "role": role}
+            for one, role in zip(sims, ("prefill", "decode"), strict=True)
+        ]
         registration = {"port": port, "timeout": 60}
-        settings = {"registration": registration, "pools": [{"connector": "p2p-nccl", "nodes": engines}]}
+        settings = {
+            "registration": registration,
+            "pools": [{"connector": "p2p-nccl", "nodes": engines}],
+        }
         async with _serving(tmp_path, settings, sims) as served:
             assert set(await _statuses(served)) == {200}
             reads = served.connected(port, is_theirs=True)
-            pid = next(one for one in served.workers() if (one in reads) is holds or len(reads) == 2)
+            pid = next(
+                one for one in served.workers() if (one in reads) is holds or len(reads) == 2
+            )
             await _killed(served, pid)
             await _is_ready(served, tmp_path)
             assert set(await _statuses(served)) == {200}
             await until(lambda: served.connected(port, is_theirs=True), PATIENCE)
             before = await served.metric("pdproxy_registrations_total", result="known")
             async with asyncio.timeout(PATIENCE):
-                while await served.metric("pdproxy_registrations_total", result="known") < before + 2:
+                while (
+                    await served.metric("pdproxy_registrations_total", result="known") < before + 2
+                ):
                     await asyncio.sleep(0.05)
             assert await served.metric("pdproxy_registrations_total", result="expired") == 0
             assert await served.metric("pdproxy_registrations_total", result="contested") == 0
@@ -166,8 +211,13 @@ async def test_registrations_outlive_the_worker_that_has_read_them(holds: bool, 
 async def test_a_port_that_is_taken_is_said_before_any_worker_begins(tmp_path: Path) -> None:
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    engines = [{"url": f"http://127.0.0.1:{free_port()}", "role": role} for role in ("prefill", "decode")]
-    settings: dict[str, Any] = {"listen": {"port": free_port(), "workers": 2}, "registration": {"port": port}}
+    engines = [
+        {"url": f"http://127.0.0.1:{free_port()}", "role": role} for role in ("prefill", "decode")
+    ]
+    settings: dict[str, Any] = {
+        "listen": {"port": free_port(), "workers": 2},
+        "registration": {"port": port},
+    }
     path = tmp_path / "pdproxy.yaml"
     path.write_text(json.dumps(settings | {"pools": [{"connector": "moriio", "nodes": engines}]}))
     process = await piped("serve", "--config", str(path), env=ENVIRONMENT)
@@ -175,6 +225,7 @@ async def test_a_port_that_is_taken_is_said_before_any_worker_begins(tmp_path: P
     server.close()
     assert process.returncode == 2
     assert (
-        f"can't bind registration.host:registration.port = 127.0.0.1:{port}: Address already in use" in lines.decode()
+        f"can't bind registration.host:registration.port = 127.0.0.1:{port}: Address already in use"
+        in lines.decode()
     )
     assert len(lines.decode().strip().split("\n")) == 1

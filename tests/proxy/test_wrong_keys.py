@@ -1,4 +1,6 @@
-"""Wrong keys are counted, and answered with 429 where an address sends too many, while right ones are always served."""
+"""Wrong keys are counted, and answered with 429 where an address sends too many, while right ones
+are always served.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ WRONG = UnauthorizedError("wrong", code="invalid_api_key")
 
 
 async def test_too_many_wrong_keys_of_an_address() -> None:
-    """On all routes together; a right key of the same address is served, and no key at all is told so."""
+    """On all routes together; a right key of the same address is served, and no key at all is told
+    so.
+    """
     async with world(auth={"api_keys": ("right",)}) as w:
         for at in range(AT_ONCE + 3):
             path = (COMPLETIONS, "/v1/embeddings", "/v1/models")[at % 3]
-            answer = await w.ask(path, completion(), bearer(f"wrong-{at}"), method="GET" if at % 3 == 2 else "POST")
+            answer = await w.ask(
+                path, completion(), bearer(f"wrong-{at}"), method="GET" if at % 3 == 2 else "POST"
+            )
             assert answer.status == (401 if at < AT_ONCE else 429), at
         assert answer.json["error"]["reason"] == "wrong_keys"
         assert 1 <= int(answer.header("retry-after") or 0) <= 1 / PER_SECOND
@@ -35,10 +41,18 @@ async def test_too_many_wrong_keys_of_an_address() -> None:
 
 
 async def test_wrong_keys_of_the_admin_api(caplog: pytest.LogCaptureFixture) -> None:
-    """They have no line of a change, nor has what anybody may ask for: so nobody can fill the log."""
+    """They have no line of a change, nor has what anybody may ask for: so nobody can fill the
+    log.
+    """
     caplog.set_level(logging.INFO)
-    async with world(auth={"api_keys": ("right",), "admin_keys": ("operator",)}) as w, admin(w) as api:
-        found = [(await api.ask("POST", f"{BASE}/engines", b"", bearer("x"))).status for _ in range(AT_ONCE + 1)]
+    async with (
+        world(auth={"api_keys": ("right",), "admin_keys": ("operator",)}) as w,
+        admin(w) as api,
+    ):
+        found = [
+            (await api.ask("POST", f"{BASE}/engines", b"", bearer("x"))).status
+            for _ in range(AT_ONCE + 1)
+        ]
         assert found == [401] * AT_ONCE + [429]
         assert (await api.ask("POST", "/docs", b"")).status == 405
         assert not [one for one in caplog.records if one.getMessage().startswith("POST")]

@@ -32,10 +32,14 @@ class Watched:
 
     @property
     def stalled(self) -> list[str]:
-        return [engine.url for engine in self.world.proxy.ledger.engines if engine.stalled is not None]
+        return [
+            engine.url for engine in self.world.proxy.ledger.engines if engine.stalled is not None
+        ]
 
     async def pass_(self, seconds: float) -> None:
-        """Let time pass look by look. Engines that can answer what they are asked do so in between."""
+        """Let time pass look by look. Engines that can answer what they are asked do so in
+        between.
+        """
         for _ in range(round(seconds / LOOK)):
             await self.clock.advance(LOOK)
             for _ in range(200):
@@ -55,8 +59,12 @@ class Watched:
             if not task.done() and not (url in cores and name.startswith("canary"))
         ]
 
-    async def frozen_by(self, role: str, moment: str, body: dict[str, Any]) -> tuple[SimServer, asyncio.Future[Answer]]:
-        """Have a request's engine of a role stop at a moment. Return that engine and the request."""
+    async def frozen_by(
+        self, role: str, moment: str, body: dict[str, Any]
+    ) -> tuple[SimServer, asyncio.Future[Answer]]:
+        """Have a request's engine of a role stop at a moment. Return that engine and the
+        request.
+        """
         fault = f"core_freeze@{moment}"
         mine = [sim for sim in self.sims if sim.facts.role == role]
         for sim in mine:
@@ -70,7 +78,9 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(connector: str = "nixl", canary_timeout: float = 60.0, **more: Any) -> AsyncIterator[Watched]:
+async def watched(
+    connector: str = "nixl", canary_timeout: float = 60.0, **more: Any
+) -> AsyncIterator[Watched]:
     """Run one. `more`: as of `pool`. At the end engines that stand still go on."""
     clock = ManualClock()
     health = {"stalled_after": AFTER, "canary_timeout": canary_timeout}

@@ -11,4 +11,7 @@ from pdproxy.web.admin.app import create_admin_app
 
 def page() -> str:
     """Return the document. The routes do not ask their service for it."""
-    return json.dumps(create_admin_app(cast("AdminApi", None)).openapi(), indent=2, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(create_admin_app(cast("AdminApi", None)).openapi(), indent=2, ensure_ascii=False)
+        + "\n"
+    )

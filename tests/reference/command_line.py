@@ -31,7 +31,9 @@ def commands(of: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
 
 def options(of: argparse.ArgumentParser) -> set[str]:
     """Return the long options of a command."""
-    return {name for action in of._actions for name in action.option_strings if name.startswith("--")}
+    return {
+        name for action in of._actions for name in action.option_strings if name.startswith("--")
+    }
 
 
 def _choices(action: argparse.Action) -> dict[str, argparse.ArgumentParser]:
@@ -56,7 +58,9 @@ def _section(of: argparse.ArgumentParser) -> str:
     parts = [f"## {of.prog}", cell(of.description or ""), f"```text\n{usage}\n```"]
     for group in of._action_groups:
         shown = [action for action in group._group_actions if action.help is not argparse.SUPPRESS]
-        rows = [_row(of, action) for action in shown if not isinstance(action, argparse._HelpAction)]
+        rows = [
+            _row(of, action) for action in shown if not isinstance(action, argparse._HelpAction)
+        ]
         if rows:
             own = group.title not in ("options", "positional arguments")
             parts += [f"**{cell(group.title)}**"] if own and group.title else []

@@ -1,4 +1,6 @@
-"""Makes the files that come from the code, most of them pages of docs/reference: `python -m tests.reference.generate`."""
+"""Makes the files that come from the code, most of them pages of docs/reference: `python -m
+tests.reference.generate`.
+"""
 
 from __future__ import annotations
 

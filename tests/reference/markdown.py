@@ -16,10 +16,15 @@ NOTE = f"<!-- made by `{COMMAND}`: edit the code that it is made from -->"
 
 
 def cell(text: str) -> str:
-    """Return a text on one line as Markdown that shows it as it is, but for code in backticks. It may stand in a table."""
+    """Return a text on one line as Markdown that shows it as it is, but for code in backticks. It
+    may stand in a table.
+    """
     parts = " ".join(text.split()).split("`")
     if len(parts) % 2:
-        parts[::2] = (_SPECIAL.sub(r"\\\g<0>", part).replace("&", "&amp;").replace("<", "&lt;") for part in parts[::2])
+        parts[::2] = (
+            _SPECIAL.sub(r"\\\g<0>", part).replace("&", "&amp;").replace("<", "&lt;")
+            for part in parts[::2]
+        )
     return "`".join(parts).replace("|", "\\|")
 
 

@@ -38,6 +38,8 @@ def _section(one: Description) -> str:
 
 def page() -> str:
     """Return the page."""
-    overview = table(("metric", "type", "unit", "labels", "workers", "counts"), [_row(one) for one in METRICS])
+    overview = table(
+        ("metric", "type", "unit", "labels", "workers", "counts"), [_row(one) for one in METRICS]
+    )
     sections = "\n".join(_section(one) for one in METRICS if one.labels)
     return f"{_HEAD}\n{overview}\n## Labels\n\n{sections}"

@@ -1,4 +1,6 @@
-"""The reference file `configs/reference.yaml`: every setting with its default, and above it what it means."""
+"""The reference file `configs/reference.yaml`: every setting with its default, and above it what it
+means.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import fields_of, is_section
 from tests.reference.texts import item_of, spelled, texts
 
-_WIDTH = 130
-_EXAMPLES = {"url": ("http://127.0.0.1:8200", "http://127.0.0.1:8300"), "role": ("prefill", "decode")}
+_WIDTH = 100
+_EXAMPLES = {
+    "url": ("http://127.0.0.1:8200", "http://127.0.0.1:8300"),
+    "role": ("prefill", "decode"),
+}
 """What the two engines have of the settings without a default."""
 _HEAD = """\
 Every setting of pdproxy with its default: a setting that you leave out has the value in this file.
@@ -49,9 +54,14 @@ def _section(kind: Any, path: str, indent: str) -> Iterator[str]:
             lines = [*_section(item, f"{here}{suffix}.", inner)]
             yield from _as_item(lines) if suffix else lines
             if any(one.required for one in fields_of(item)):
-                yield from _as_item([f"{inner}{name}: {second}" for name, (_, second) in _EXAMPLES.items()])
+                yield from _as_item(
+                    [f"{inner}{name}: {second}" for name, (_, second) in _EXAMPLES.items()]
+                )
         else:
-            yield f"{indent}{field.name}: {_EXAMPLES[field.name][0] if field.required else spelled(field.default)}"
+            yield (
+                f"{indent}{field.name}: "
+                f"{_EXAMPLES[field.name][0] if field.required else spelled(field.default)}"
+            )
 
 
 def _as_item(lines: list[str]) -> list[str]:
@@ -70,6 +80,8 @@ def _comment(lines: list[str], indent: str) -> Iterator[str]:
             paragraph.append(line)
             continue
         width = _WIDTH - len(indent) - 2
-        wrapped = textwrap.wrap(" ".join(paragraph), width, break_long_words=False, break_on_hyphens=False)
+        wrapped = textwrap.wrap(
+            " ".join(paragraph), width, break_long_words=False, break_on_hyphens=False
+        )
         yield from (f"{indent}# {one}" for one in (*wrapped, *([line] if line else [])))
         paragraph = []

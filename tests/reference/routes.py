@@ -14,7 +14,8 @@ def page() -> str:
     before, header, rest = PAGE.read_text().partition(HEADER)
     _, end, after = rest.partition("\n\n")
     rows = (
-        (code(one.path), ", ".join(one.methods), one.kind.value, one.audience.value, cell(one.why)) for one in TABLE
+        (code(one.path), ", ".join(one.methods), one.kind.value, one.audience.value, cell(one.why))
+        for one in TABLE
     )
     made = table(("path", "methods", "kind", "for whom", "what for"), rows)
     return f"{before}{made}\n{after}" if header and end else f"{before}\n{made}"

@@ -80,8 +80,15 @@ def _accepts(kind: Any) -> str:
 def _flags() -> dict[str, str]:
     """Return the options that set a setting, by its path."""
     serve = command_line.commands(command_line.parser())["serve"]
-    shown = (action for action in serve._actions if "." in action.dest and action.help is not argparse.SUPPRESS)
-    return {re.sub(r"\[\d*\]", "[]", one.dest): ", ".join(code(name) for name in one.option_strings) for one in shown}
+    shown = (
+        action
+        for action in serve._actions
+        if "." in action.dest and action.help is not argparse.SUPPRESS
+    )
+    return {
+        re.sub(r"\[\d*\]", "[]", one.dest): ", ".join(code(name) for name in one.option_strings)
+        for one in shown
+    }
 
 
 def _change(field: Field) -> str:

@@ -23,9 +23,14 @@ def test_every_command_and_option_is_there() -> None:
     found = 0
     for of in _ends(command_line.parser()):
         section = page.partition(f"\n## {of.prog}\n")[2].partition("\n## ")[0]
-        shown = (one for one in of._actions if one.help is not argparse.SUPPRESS and one.dest != "help")
+        shown = (
+            one for one in of._actions if one.help is not argparse.SUPPRESS and one.dest != "help"
+        )
         for name in (name for one in shown for name in one.option_strings):
-            assert f"{name} " in section or f"{name}`" in section or f"{name}," in section, (of.prog, name)
+            assert f"{name} " in section or f"{name}`" in section or f"{name}," in section, (
+                of.prog,
+                name,
+            )
             found += 1
     assert found > 200
 
@@ -67,13 +72,17 @@ def test_texts_belong_to_the_fields_above_them() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["pdproxy_requests_total", "pdproxy_node_up", "pdproxy_tokenize_agrees"])
+@pytest.mark.parametrize(
+    "name", ["pdproxy_requests_total", "pdproxy_node_up", "pdproxy_tokenize_agrees"]
+)
 def test_metrics_of_all_kinds_are_there(name: str) -> None:
     """Counts of events, gauges, and those of parts that not every proxy has."""
     assert f"| `{name}` |" in made("metrics.md")
 
 
-def test_routes_keep_their_text_and_get_their_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_routes_keep_their_text_and_get_their_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     page = tmp_path / "routes.md"
     page.write_text(f"# Routes\n\nBefore.\n\n{routes.HEADER}| -- | -- |\n| old | row |\n\nAfter.\n")
     monkeypatch.setattr(routes, "PAGE", page)

@@ -1,4 +1,6 @@
-"""What settings mean: the docstrings of their fields and sections, as lines. Python has them in the source only. And defaults."""
+"""What settings mean: the docstrings of their fields and sections, as lines. Python has them in the
+source only. And defaults.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ AS_THE_POOLS = ["As the pool's."]
 def texts() -> dict[str, list[str]]:
     """Return the text of each setting and section by its path: `pools[].nodes[].url`.
 
-    A line that begins with two blanks is an item of a list, all others are one paragraph. A section without a docstring at its
-    field has that of its class.
+    A line that begins with two blanks is an item of a list, all others are one paragraph. A section
+    without a docstring at its field has that of its class.
     """
     found: dict[str, list[str]] = {}
     _collect(Settings, "", found, {Settings})
@@ -39,7 +41,11 @@ def item_of(field: Field) -> tuple[Any, str]:
 def spelled(value: object) -> str:
     """Return the value of a setting as YAML on one line."""
     value = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=1000)
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )
 
 
 def _collect(kind: Any, path: str, found: dict[str, list[str]], seen: set[Any]) -> None:
@@ -58,11 +64,17 @@ def _collect(kind: Any, path: str, found: dict[str, list[str]], seen: set[Any]) 
 
 
 def docstrings(source: str) -> dict[str, list[str]]:
-    """Return the docstrings of a class's fields by their names, and under the empty name that of the class."""
+    """Return the docstrings of a class's fields by their names, and under the empty name that of
+    the class.
+    """
     body = ast.parse(textwrap.dedent(source)).body[0].body  # type: ignore[attr-defined]
     found: dict[str, list[str]] = {}
     for before, one in zip([None, *body], body, strict=False):
-        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
+        if (
+            isinstance(one, ast.Expr)
+            and isinstance(one.value, ast.Constant)
+            and isinstance(one.value.value, str)
+        ):
             if before is None:
                 found[""] = _lines(one.value.value)
             elif isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):

@@ -1,4 +1,5 @@
-"""Prints the flags of `vllm serve` and vLLM's variables, one per line, with the Python of an engine's environment.
+"""Prints the flags of `vllm serve` and vLLM's variables, one per line, with the Python of an
+engine's environment.
 
     .engines/venv/bin/python tests/reference/vllm_names.py > tests/reference/vllm_names.txt
 
@@ -15,5 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 if __name__ == "__main__":
     actions = make_arg_parser(FlexibleArgumentParser())._actions
     flags = {name for action in actions for name in action.option_strings if name.startswith("--")}
-    names = sorted(flags) + sorted(name for name in environment_variables if name.startswith("VLLM_"))
+    names = sorted(flags) + sorted(
+        name for name in environment_variables if name.startswith("VLLM_")
+    )
     sys.stdout.write(f"# vLLM {vllm.__version__}\n" + "".join(f"{name}\n" for name in names))

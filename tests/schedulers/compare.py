@@ -1,4 +1,6 @@
-"""Run scripts through a connector scheduler of vLLM and through the simulator, and compare step by step."""
+"""Run scripts through a connector scheduler of vLLM and through the simulator, and compare step by
+step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def followed(program: str, question: object) -> list[list[dict[str, Any]]]:
     """
     built = ensure()
     command, env = [built.python, HERE / program], os.environ | built.environment()
-    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run(
+        command, input=json.dumps(question), capture_output=True, text=True, timeout=300, env=env
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     answer: list[list[dict[str, Any]]] = json.loads(done.stdout)
     return answer
@@ -58,11 +62,15 @@ class Comparison:
         self.leases = {}
 
     def asked(self, meta: dict[str, Any]) -> list[Any] | None:
-        """Say what vLLM's metadata of a step have the workers ask other engines for; None: a worker dies of it."""
+        """Say what vLLM's metadata of a step have the workers ask other engines for; None: a worker
+        dies of it.
+        """
         raise NotImplementedError
 
     def state(self, meta: dict[str, Any], now: float) -> dict[str, Any]:
-        """Say what else is to be compared after a step. `leases`: request ids to the seconds that are left."""
+        """Say what else is to be compared after a step. `leases`: request ids to the seconds that
+        are left.
+        """
         self.leases |= meta.get("reqs_to_send", {})
         self.leases = {name: end for name, end in self.leases.items() if end > now}
         return {"leases": {name: round(end - now, 3) for name, end in self.leases.items()}}
@@ -73,13 +81,25 @@ class Comparison:
         for script, real in zip(scripts, self._real(scripts), strict=True):
             self.begin()
             theirs = [self._read(step, one) for step, one in zip(script, real, strict=False)]
-            cut = next((place + 1 for place, one in enumerate(theirs) if one == {"died": True}), len(theirs))
+            cut = next(
+                (place + 1 for place, one in enumerate(theirs) if one == {"died": True}),
+                len(theirs),
+            )
             ours = self._simulated().follow(script)
             if theirs[:cut] != ours:
-                place = next((n for n, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other), -1)
+                place = next(
+                    (
+                        n
+                        for n, (one, other) in enumerate(zip(theirs, ours, strict=False))
+                        if one != other
+                    ),
+                    -1,
+                )
                 steps = "\n".join(f"  {step}" for step in script[: place + 1])
                 died = real[place].get("died", "")
-                found.append(f"vLLM      {theirs[place]} {died}\nsimulated {ours[place]}\nafter\n{steps}")
+                found.append(
+                    f"vLLM      {theirs[place]} {died}\nsimulated {ours[place]}\nafter\n{steps}"
+                )
         return found
 
     def _read(self, step: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:

@@ -27,17 +27,26 @@ class SimulatedMooncake(Simulated):
 
     def state(self, now: float) -> dict[str, Any]:
         transfers: dict[str, Any] = self.connector.transfers  # type: ignore[attr-defined]
-        return {"transfers": {name: list(one.blocks) if one.ready else None for name, one in transfers.items()}}
+        return {
+            "transfers": {
+                name: list(one.blocks) if one.ready else None for name, one in transfers.items()
+            }
+        }
 
 
 class Moves(Comparison):
     """vLLM's side."""
 
     connector = "MooncakeConnector"
-    scheduler = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector:MooncakeConnectorScheduler"
+    scheduler = (
+        "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector:"
+        "MooncakeConnectorScheduler"
+    )
 
     def __init__(self, role: KVRole) -> None:
-        super().__init__(lambda: SimulatedMooncake(SimFacts(connector="mooncake", role="prefill", kv_role=role)))
+        super().__init__(
+            lambda: SimulatedMooncake(SimFacts(connector="mooncake", role="prefill", kv_role=role))
+        )
         self.role = role
         self._transfers: dict[str, list[int] | None] = {}
 
@@ -50,7 +59,11 @@ class Moves(Comparison):
         for requests in meta["reqs_to_recv"].values():
             for request_id, one in requests.items():
                 blocks = one["local_block_ids"][0] if one["local_block_ids"] else []
-                where = [str(one["transfer_id"]), str(one["remote_engine_id"]), str(one["remote_bootstrap_addr"])]
+                where = [
+                    str(one["transfer_id"]),
+                    str(one["remote_engine_id"]),
+                    str(one["remote_bootstrap_addr"]),
+                ]
                 found.append(["receive", request_id, *where, len(blocks)])
         return found
 

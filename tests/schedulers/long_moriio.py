@@ -1,9 +1,12 @@
-"""vLLM's MoRIIOConnectorScheduler and the simulator's `moriio` decide the same, READ and WRITE, P and D."""
+"""vLLM's MoRIIOConnectorScheduler and the simulator's `moriio` decide the same, READ and WRITE, P
+and D.
+"""
 
-# vLLM's worker needs `mori` and a GPU. Without them, these are not compared: handshakes, reads and writes themselves, what the
-# KV is afterwards, and how long the whole engine waits for them. Which of the worker's methods run without them is in
-# `long_moriio_reports`. The simulator knows nothing of `remote_hosts` (ranks of one engine on several machines), of hybrid
-# models, and of a `transfer_id` that is null (vLLM makes one up and uses it in some places only).
+# vLLM's worker needs `mori` and a GPU. Without them, these are not compared: handshakes, reads and
+# writes themselves, what the KV is afterwards, and how long the whole engine waits for them. Which
+# of the worker's methods run without them is in `long_moriio_reports`. The simulator knows nothing
+# of `remote_hosts` (ranks of one engine on several machines), of hybrid models, and of a
+# `transfer_id` that is null (vLLM makes one up and uses it in some places only).
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ SILENT = ("send_notify_block", "_send_transfer_release")
 def of_moriio(role: str, mode: Literal["READ", "WRITE"], **more: Any) -> SimFacts:
     """Return the facts of an engine."""
     return SimFacts(
-        connector="moriio", role="decode" if role == "kv_consumer" else "prefill", transfer_mode=mode, **more
+        connector="moriio",
+        role="decode" if role == "kv_consumer" else "prefill",
+        transfer_mode=mode,
+        **more,
     )
 
 
@@ -68,11 +74,15 @@ class SimulatedMoriio(Simulated):
     def finish(self, step: dict[str, Any]) -> dict[str, Any]:
         found = super().finish(step)
         if found["handle"] is not None:
-            found["handle"] = {key: value for key, value in found["handle"].items() if key not in ADDRESSES}
+            found["handle"] = {
+                key: value for key, value in found["handle"].items() if key not in ADDRESSES
+            }
         return found
 
     def state(self, now: float) -> dict[str, Any]:
-        new = {name: one for name, one in self.connector._to_write.items() if name not in self._written}
+        new = {
+            name: one for name, one in self.connector._to_write.items() if name not in self._written
+        }
         self._written |= new.keys()
         saves = {name: [one.place.host, one.place.port, one.blocks] for name, one in new.items()}
         held = {name: round(left, 3) for name, left in self.connector.leases(now).items()}
@@ -83,22 +93,35 @@ class Moves(Comparison):
     """vLLM's side."""
 
     connector = "MoRIIOConnector"
-    scheduler = "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector:MoRIIOConnectorScheduler"
+    scheduler = (
+        "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector:"
+        "MoRIIOConnectorScheduler"
+    )
     silent = SILENT
 
     def __init__(self, role: str, mode: Literal["READ", "WRITE"]) -> None:
         facts = of_moriio(role, mode)
         super().__init__(lambda: SimulatedMoriio(facts))
         self.role = role
-        ports = {"proxy_port": "1", "proxy_ping_port": "2", "http_port": "3", "handshake_port": "4", "notify_port": "5"}
+        ports = {
+            "proxy_port": "1",
+            "proxy_ping_port": "2",
+            "http_port": "3",
+            "handshake_port": "4",
+            "notify_port": "5",
+        }
         self.extra = {"proxy_ip": "127.0.0.1", **ports, "read_mode": mode == "READ"}  # type: ignore[misc]
 
     def asked(self, meta: dict[str, Any]) -> list[Any] | None:
         found: list[Any] = []
-        received = {} if self.role == "kv_producer" else meta["reqs_to_recv"]  # a producer's workers don't look at it
+        # a producer's workers don't look at it
+        received = {} if self.role == "kv_producer" else meta["reqs_to_recv"]
         for request_id, one in received.items():
             try:
-                where = [one["remote_host"], one["remote_notify_port"] + int(one["remote_dp_rank"]) * one["tp_size"]]
+                where = [
+                    one["remote_host"],
+                    one["remote_notify_port"] + int(one["remote_dp_rank"]) * one["tp_size"],
+                ]
             except TypeError:  # `_read_blocks`
                 return None
             blocks = one["local_block_ids"][0]
@@ -116,21 +139,29 @@ class Moves(Comparison):
         return found
 
     def state(self, meta: dict[str, Any], now: float) -> dict[str, Any]:
-        saves = meta["reqs_to_save"].values() if self.role == "kv_producer" else ()  # a consumer's workers don't
+        # a consumer's workers don't
+        saves = meta["reqs_to_save"].values() if self.role == "kv_producer" else ()
         return {
             "saves": {
-                one["transfer_id"]: [one["remote_host"], one["remote_notify_port"], one["local_block_ids"][0]]
+                one["transfer_id"]: [
+                    one["remote_host"],
+                    one["remote_notify_port"],
+                    one["local_block_ids"][0],
+                ]
                 for one in saves
             },
             "held": {
-                name: round(left, 3) if self.role == "kv_producer" else inf for name, left in meta["deferred"].items()
+                name: round(left, 3) if self.role == "kv_producer" else inf
+                for name, left in meta["deferred"].items()
             },
         }
 
     def _read(self, step: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
         found = super()._read(step, seen)
         if found.get("handle"):
-            found["handle"] = {key: value for key, value in found["handle"].items() if key not in ADDRESSES}
+            found["handle"] = {
+                key: value for key, value in found["handle"].items() if key not in ADDRESSES
+            }
         return found
 
 
@@ -143,8 +174,14 @@ def name_of(chance: random.Random) -> str:
 
 
 def named(params: Params) -> Params:
-    """Return parameters without a `transfer_id` of None, for which vLLM makes one up and then does not use it everywhere."""
-    return {k: v for k, v in params.items() if k != "transfer_id" or v is not None} if params else params
+    """Return parameters without a `transfer_id` of None, for which vLLM makes one up and then does
+    not use it everywhere.
+    """
+    return (
+        {k: v for k, v in params.items() if k != "transfer_id" or v is not None}
+        if params
+        else params
+    )
 
 
 def params_of(chance: random.Random, role: str) -> Params:
@@ -160,7 +197,11 @@ def params_of(chance: random.Random, role: str) -> Params:
         "remote_tp_size": 1,
     }
     if chance.random() < 0.2:
-        to_prefill |= {"remote_host": "10.0.0.8", "remote_notify_port": 61008, "remote_handshake_port": 6308}
+        to_prefill |= {
+            "remote_host": "10.0.0.8",
+            "remote_notify_port": 61008,
+            "remote_handshake_port": 6308,
+        }
     count = chance.choice([1, 4, 7, 19, 20])
     to_decode = {
         "do_remote_decode": False,
@@ -173,27 +214,49 @@ def params_of(chance: random.Random, role: str) -> Params:
         "tp_size": 1,
     }
     own = {"remote_host": "10.0.0.7", "remote_notify_port": 61007, "remote_handshake_port": "6307"}
-    answered = own | {"remote_dp_rank": 0, "remote_dp_rank_override": True, "remote_dp_size_local": 1}
+    answered = own | {
+        "remote_dp_rank": 0,
+        "remote_dp_rank_override": True,
+        "remote_dp_size_local": 1,
+    }
     ranks = {
         "remote_dp_rank": chance.randrange(3),
         "remote_dp_size": 4,
         "remote_dp_size_local": chance.choice([0, 2, 4]),
     }
-    others = [to_decode, to_decode, to_decode | {"remote_block_ids": None}, to_decode | own, to_decode | answered]
-    others += [to_decode | ranks, to_decode | ranks | {"remote_dp_rank_override": chance.random() < 0.5}]
+    others = [
+        to_decode,
+        to_decode,
+        to_decode | {"remote_block_ids": None},
+        to_decode | own,
+        to_decode | answered,
+    ]
+    others += [
+        to_decode | ranks,
+        to_decode | ranks | {"remote_dp_rank_override": chance.random() < 0.5},
+    ]
     others += [to_decode | ranks | {"is_request_leader": chance.random() < 0.5}]
-    others += [to_decode | {"remote_block_ids": chance.choice([[], [[]], [[101], [201]], [[101, 102]]])}]
+    others += [
+        to_decode | {"remote_block_ids": chance.choice([[], [[]], [[101], [201]], [[101, 102]]])}
+    ]
     wrong = [spoiled(chance, to_decode, 1.0), spoiled(chance, to_decode | answered, 1.0)]
-    for_decode, for_prefill = [*others, *wrong], [to_prefill, to_prefill, spoiled(chance, to_prefill, 1.0)]
+    for_decode, for_prefill = (
+        [*others, *wrong],
+        [to_prefill, to_prefill, spoiled(chance, to_prefill, 1.0)],
+    )
     if role == "kv_producer":
-        return named(chance.choice([None, {}, *for_prefill, *for_prefill, chance.choice(for_decode)]))
+        return named(
+            chance.choice([None, {}, *for_prefill, *for_prefill, chance.choice(for_decode)])
+        )
     return named(chance.choice([None, {}, *for_decode, *for_decode, chance.choice(for_prefill)]))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["READ", "WRITE"])
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_the_simulator_decides_as_vllm_s_scheduler(role: str, mode: Literal["READ", "WRITE"]) -> None:
+def test_the_simulator_decides_as_vllm_s_scheduler(
+    role: str, mode: Literal["READ", "WRITE"]
+) -> None:
     scripts = [script(number, partial(params_of, role=role), name_of) for number in range(SCRIPTS)]
     found = Moves(role, mode).run(scripts)
     assert not found, "\n\n".join([f"{len(found)} scripts differ:", *found[:3]])

@@ -1,8 +1,11 @@
-"""Engines with MoRIIO report the same to each other with vLLM's scheduler, worker, writer and listener as in the simulator."""
+"""Engines with MoRIIO report the same to each other with vLLM's scheduler, worker, writer and
+listener as in the simulator.
+"""
 
-# P in both modes and D in WRITE mode: what ends the wait of a request, what frees blocks and when, what is written, and which
-# message ends a listener. That a transfer was written is reported once, as P's writer does it: the second time, D's core would
-# die. A D that reads needs `mori` for every step of its worker: only its scheduler is compared, in `long_moriio`.
+# P in both modes and D in WRITE mode: what ends the wait of a request, what frees blocks and when,
+# what is written, and which message ends a listener. That a transfer was written is reported once,
+# as P's writer does it: the second time, D's core would die. A D that reads needs `mori` for every
+# step of its worker: only its scheduler is compared, in `long_moriio`.
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ Mode = Literal["READ", "WRITE"]
 
 
 def reports(number: int, *, prefill: bool, write: bool) -> Script:
-    """Return a random script of one engine; at its end all requests are over, and `defer_timeout` has passed once."""
+    """Return a random script of one engine; at its end all requests are over, and `defer_timeout`
+    has passed once.
+    """
     chance = random.Random(number)
     now, used = 1000.0, 1
     steps: Script = []
@@ -36,27 +41,53 @@ def reports(number: int, *, prefill: bool, write: bool) -> Script:
     kinds = ["release", "release", "remote_blocks"] if prefill else ["write_done"]
     for place in range(chance.randint(6, 24)):
         now += chance.choice([0.0, 0.01, 1.0])
-        what = chance.choice(["new", "schedule", "schedule", "finish", "report", "report", "wait", "abort"])
+        what = chance.choice(
+            ["new", "schedule", "schedule", "finish", "report", "report", "wait", "abort"]
+        )
         if what == "new":
             name = f"cmpl-{number}-{place}-{named_always(chance)}-0-{chance.getrandbits(32):08x}"
             transfer = f"tx-{chance.getrandbits(32):08x}"
             waiting[name] = transfers[transfer] = chance.choice([1, 16, 17, 100])
-            params = {"do_remote_decode": prefill, "do_remote_prefill": not prefill, "transfer_id": transfer}
+            params = {
+                "do_remote_decode": prefill,
+                "do_remote_prefill": not prefill,
+                "transfer_id": transfer,
+            }
             params |= {"remote_engine_id": None, "remote_block_ids": None}
-            steps.append({"do": "new", "now": now, "id": name, "prompt": waiting[name], "params": params})
+            steps.append(
+                {"do": "new", "now": now, "id": name, "prompt": waiting[name], "params": params}
+            )
         elif what == "schedule" and waiting:
             name = chance.choice(sorted(waiting))
             length = running[name] = waiting.pop(name)
             blocks = list(range(used, used + -(-length // BLOCK)))
             used += len(blocks)
-            steps.append({"do": "schedule", "now": now, "id": name, "computed": 0, "blocks": blocks})
+            steps.append(
+                {"do": "schedule", "now": now, "id": name, "computed": 0, "blocks": blocks}
+            )
         elif what == "finish" and running and (prefill or not write):
             name = chance.choice(sorted(running))
             reason = chance.choice(["length", "length", "stop", "error"])
-            steps.append({"do": "finish", "now": now, "id": name, "reason": reason, "computed": running.pop(name)})
+            steps.append(
+                {
+                    "do": "finish",
+                    "now": now,
+                    "id": name,
+                    "reason": reason,
+                    "computed": running.pop(name),
+                }
+            )
         elif what == "abort" and running and not prefill:
             name = chance.choice(sorted(running))
-            steps.append({"do": "finish", "now": now, "id": name, "reason": "abort", "computed": running.pop(name)})
+            steps.append(
+                {
+                    "do": "finish",
+                    "now": now,
+                    "id": name,
+                    "reason": "abort",
+                    "computed": running.pop(name),
+                }
+            )
         elif what == "report":
             transfer = chance.choice([*transfers, "tx-unknown"])
             kind = chance.choice(kinds)
@@ -67,7 +98,9 @@ def reports(number: int, *, prefill: bool, write: bool) -> Script:
             written |= {transfer} if kind == "write_done" else set()
             count = -(-transfers.get(transfer, 1) // BLOCK) + chance.choice([0, 0, 0, 0, -1, 2])
             theirs = list(range(500, 500 + max(count, 0)))
-            steps.append({"do": "report", "now": now, "kind": kind, "transfer": transfer, "blocks": theirs})
+            steps.append(
+                {"do": "report", "now": now, "kind": kind, "transfer": transfer, "blocks": theirs}
+            )
         elif what == "wait":
             steps.append({"do": "wait", "now": now})
     for name, length in running.items():
@@ -77,7 +110,13 @@ def reports(number: int, *, prefill: bool, write: bool) -> Script:
     for transfer in sorted(transfers.keys() - written):
         kind = chance.choice(kinds)
         steps.append(
-            {"do": "report", "now": now + TIMEOUT + 2, "kind": kind, "transfer": transfer, "blocks": [500] * 7}
+            {
+                "do": "report",
+                "now": now + TIMEOUT + 2,
+                "kind": kind,
+                "transfer": transfer,
+                "blocks": [500] * 7,
+            }
         )
     return steps
 
@@ -121,7 +160,9 @@ class SimulatedReports(Simulated):
         if step["kind"] == "write_done":
             self.connector.written(step["transfer"], (), ())
         else:
-            self.connector.reported(step["kind"].removeprefix("remote_"), step["transfer"], step["blocks"])
+            self.connector.reported(
+                step["kind"].removeprefix("remote_"), step["transfer"], step["blocks"]
+            )
         return {}
 
     def asked(self, command: Any) -> list[Any]:
@@ -159,15 +200,29 @@ class Reports(Comparison):
 
     connector = "MoRIIOConnector"
     program = "real_moriio.py"
-    scheduler = "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector:MoRIIOConnectorScheduler"
+    scheduler = (
+        "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector:"
+        "MoRIIOConnectorScheduler"
+    )
     silent = SILENT
 
     def __init__(self, role: str, mode: Mode) -> None:
         facts = of_moriio(role, mode, defer_timeout=TIMEOUT)
         super().__init__(lambda: SimulatedReports(facts))
         self.role = role
-        ports = {"proxy_port": "1", "proxy_ping_port": "2", "http_port": "3", "handshake_port": "4", "notify_port": "5"}
-        self.extra = {"proxy_ip": "127.0.0.1", **ports, "read_mode": mode == "READ", "defer_timeout": TIMEOUT}  # type: ignore[misc]
+        ports = {
+            "proxy_port": "1",
+            "proxy_ping_port": "2",
+            "http_port": "3",
+            "handshake_port": "4",
+            "notify_port": "5",
+        }
+        self.extra = {  # type: ignore[misc]
+            "proxy_ip": "127.0.0.1",
+            **ports,
+            "read_mode": mode == "READ",
+            "defer_timeout": TIMEOUT,
+        }
 
     def begin(self) -> None:
         self._kept: set[str] = set()
@@ -196,6 +251,8 @@ class Reports(Comparison):
     ("role", "mode"), [("kv_producer", "READ"), ("kv_producer", "WRITE"), ("kv_consumer", "WRITE")]
 )
 def test_the_simulator_does_with_reports_what_vllm_does(role: str, mode: Mode) -> None:
-    scripts = [reports(n, prefill=role == "kv_producer", write=mode == "WRITE") for n in range(SCRIPTS)]
+    scripts = [
+        reports(n, prefill=role == "kv_producer", write=mode == "WRITE") for n in range(SCRIPTS)
+    ]
     found = Reports(role, mode).run(scripts)
     assert not found, "\n\n".join([f"{len(found)} scripts differ:", *found[:3]])

@@ -1,4 +1,6 @@
-"""vLLM's NixlPullConnectorScheduler with `bidirectional_kv_xfer`, and without it on requests of engines with it."""
+"""vLLM's NixlPullConnectorScheduler with `bidirectional_kv_xfer`, and without it on requests of
+engines with it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ class BothWays(Pulls):
     """vLLM's side."""
 
     def __init__(self, *, threshold: int, both: bool) -> None:
-        facts = SimFacts(bidirectional_kv_xfer=both, decoder_kv_blocks_ttl=float(TTL), kv_recompute_threshold=threshold)
+        facts = SimFacts(
+            bidirectional_kv_xfer=both,
+            decoder_kv_blocks_ttl=float(TTL),
+            kv_recompute_threshold=threshold,
+        )
         super().__init__(lambda: SimulatedPull(facts))
         self.extra = {  # type: ignore[misc]
             "bidirectional_kv_xfer": both,

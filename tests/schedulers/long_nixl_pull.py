@@ -30,7 +30,13 @@ class SimulatedPull(Simulated):
             case Pull():
                 peer = command.peer
                 where = [peer.engine_id, peer.host, peer.port]
-                return ["pull", command.request_id, *where, command.remote_request_id, list(command.blocks)]
+                return [
+                    "pull",
+                    command.request_id,
+                    *where,
+                    command.remote_request_id,
+                    list(command.blocks),
+                ]
             case PeerNotice(kind="heartbeat"):
                 return ["heartbeat", command.peer.engine_id, sorted(command.request_ids)]
             case PeerNotice():
@@ -43,10 +49,15 @@ class Pulls(Comparison):
     """vLLM's side."""
 
     connector = "NixlConnector"
-    scheduler = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler:NixlPullConnectorScheduler"
+    scheduler = (
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler:"
+        "NixlPullConnectorScheduler"
+    )
 
     def asked(self, meta: dict[str, Any]) -> list[Any] | None:
-        """A worker with more blocks than the handle dies (`_apply_prefix_caching`); it reads the end of the handle's."""
+        """A worker with more blocks than the handle dies (`_apply_prefix_caching`); it reads the
+        end of the handle's.
+        """
         found: list[Any] = []
         for request_id, one in meta["reqs_to_recv"].items():
             remote = one["remote"]
@@ -58,8 +69,12 @@ class Pulls(Comparison):
             theirs = remote["block_ids"][0]
             if len(blocks) > len(theirs):
                 return None
-            found.append(["pull", request_id, *where, str(remote["request_id"]), theirs[-len(blocks) :]])
-        found += [["heartbeat", name, one["req_ids"]] for name, one in meta["heartbeat_by_engine"].items()]
+            found.append(
+                ["pull", request_id, *where, str(remote["request_id"]), theirs[-len(blocks) :]]
+            )
+        found += [
+            ["heartbeat", name, one["req_ids"]] for name, one in meta["heartbeat_by_engine"].items()
+        ]
         return found
 
 
@@ -80,12 +95,19 @@ def handle(chance: random.Random) -> dict[str, Any]:
 
 
 def params_of(chance: random.Random) -> Params:
-    """Return what requests to P and to D carry. A handle of D for P is another connector's: both transfer both ways."""
+    """Return what requests to P and to D carry. A handle of D for P is another connector's: both
+    transfer both ways.
+    """
     return chance.choice(
         [
             None,
             {"do_remote_decode": True, "do_remote_prefill": False},
-            {"do_remote_decode": True, "remote_block_ids": None, "remote_engine_id": None, "remote_host": None},
+            {
+                "do_remote_decode": True,
+                "remote_block_ids": None,
+                "remote_engine_id": None,
+                "remote_host": None,
+            },
             {"do_remote_decode": False, "do_remote_prefill": False},
             {},
             spoiled(chance, handle(chance)),
@@ -98,5 +120,7 @@ def params_of(chance: random.Random) -> Params:
 
 @pytest.mark.timeout(300)
 def test_the_simulator_decides_as_vllm_s_scheduler() -> None:
-    found = Pulls(lambda: SimulatedPull(SimFacts())).run([script(number, params_of) for number in range(SCRIPTS)])
+    found = Pulls(lambda: SimulatedPull(SimFacts())).run(
+        [script(number, params_of) for number in range(SCRIPTS)]
+    )
     assert not found, "\n\n".join([f"{len(found)} scripts differ:", *found[:3]])

@@ -1,4 +1,6 @@
-"""vLLM's NixlPushConnectorScheduler, how NixlPushConnectorWorker matches requests, and the simulator's `nixl-push`."""
+"""vLLM's NixlPushConnectorScheduler, how NixlPushConnectorWorker matches requests, and the
+simulator's `nixl-push`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class SimulatedPush(Simulated):
 
     def state(self, now: float) -> dict[str, Any]:
         return super().state(now) | {
-            "finished": {name: list(blocks) for name, blocks in self.connector.finished_blocks.items()}
+            "finished": {
+                name: list(blocks) for name, blocks in self.connector.finished_blocks.items()
+            }
         }
 
 
@@ -48,7 +52,10 @@ class Pushes(Comparison):
     """vLLM's side."""
 
     connector = "NixlPushConnector"
-    scheduler = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler:NixlPushConnectorScheduler"
+    scheduler = (
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler:"
+        "NixlPushConnectorScheduler"
+    )
 
     def __init__(self, *, tensor_parallel_size: int) -> None:
         facts = SimFacts(connector="nixl-push", tensor_parallel_size=tensor_parallel_size)
@@ -62,17 +69,32 @@ class Pushes(Comparison):
         assert waits == meta["push_registrations"].keys()
         found: list[Any] = []
         for request_id, one in meta["push_registrations"].items():
-            mine = [one["decode_engine_id"], one["decode_host"], one["decode_port"], one["decode_tp_size"]]
+            mine = [
+                one["decode_engine_id"],
+                one["decode_host"],
+                one["decode_port"],
+                one["decode_tp_size"],
+            ]
             found.append(
-                ["register", request_id, str(one["remote_engine_id"]), *mine, one["local_block_ids"][0]],
+                [
+                    "register",
+                    request_id,
+                    str(one["remote_engine_id"]),
+                    *mine,
+                    one["local_block_ids"][0],
+                ],
             )
-        found += [["heartbeat", name, one["req_ids"]] for name, one in meta["heartbeat_by_engine"].items()]
+        found += [
+            ["heartbeat", name, one["req_ids"]] for name, one in meta["heartbeat_by_engine"].items()
+        ]
         return found
 
     def state(self, meta: dict[str, Any], now: float) -> dict[str, Any]:
         found = super().state(meta, now)
         self._finished |= {name: blocks[0] for name, blocks in meta["push_finished_blocks"].items()}
-        self._finished = {name: blocks for name, blocks in self._finished.items() if name in self.leases}
+        self._finished = {
+            name: blocks for name, blocks in self._finished.items() if name in self.leases
+        }
         return found | {"finished": dict(self._finished)}
 
 
@@ -98,8 +120,16 @@ def params_of(chance: random.Random) -> Params:
             None,
             {"do_remote_decode": True, "do_remote_prefill": False},
             {"do_remote_decode": True, "do_remote_prefill": False},
-            {"do_remote_decode": True, "remote_block_ids": None, "remote_engine_id": None, "remote_host": None},
-            {"do_remote_decode": True, **{k: v for k, v in promise(chance).items() if k.startswith("remote")}},
+            {
+                "do_remote_decode": True,
+                "remote_block_ids": None,
+                "remote_engine_id": None,
+                "remote_host": None,
+            },
+            {
+                "do_remote_decode": True,
+                **{k: v for k, v in promise(chance).items() if k.startswith("remote")},
+            },
             {},
             spoiled(chance, promise(chance)),
             spoiled(chance, promise(chance)),
@@ -119,7 +149,9 @@ def test_the_simulator_decides_as_vllm_s_scheduler(workers: int) -> None:
 
 
 def meetings(number: int) -> Script:
-    """Return finished prompts of P, registrations of D and ends of leases, of ids that are alike."""
+    """Return finished prompts of P, registrations of D and ends of leases, of ids that are
+    alike.
+    """
     chance = random.Random(number)
     endings = [
         "-0-aaaaaaaa",
@@ -131,14 +163,20 @@ def meetings(number: int) -> Script:
         "-0",
         "-0-aaaaaaaa-bbbbbbbb",
     ]
-    ids = [f"{kind}-{name}{end}" for kind in ("cmpl", "chatcmpl") for name in "ab" for end in endings]
+    ids = [
+        f"{kind}-{name}{end}" for kind in ("cmpl", "chatcmpl") for name in "ab" for end in endings
+    ]
     steps: Script = [{"do": "finished", "id": name} for name in chance.sample(ids, 12)]
     steps += [{"do": "registered", "id": name} for name in chance.sample(ids, 12)]
     chance.shuffle(steps)
     for _ in range(4):
         place = chance.randint(1, len(steps))
         over = {step["id"] for step in steps if step["do"] == "expired"}
-        finished = [step["id"] for step in steps[:place] if step["do"] == "finished" and step["id"] not in over]
+        finished = [
+            step["id"]
+            for step in steps[:place]
+            if step["do"] == "finished" and step["id"] not in over
+        ]
         if finished:
             steps.insert(place, {"do": "expired", "id": chance.choice(finished)})
     return steps
@@ -163,7 +201,9 @@ def met(steps: Script) -> list[dict[str, Any]]:
         sim.connector.outbox.clear()
         found.append(
             {
-                "pushes": [[one.request_id, list(one.blocks), one.remote_request_id] for one in pushes],
+                "pushes": [
+                    [one.request_id, list(one.blocks), one.remote_request_id] for one in pushes
+                ],
                 "finished": list(sim.connector.finished_blocks),
                 "registered": list(sim.connector.registered),
             }

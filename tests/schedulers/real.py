@@ -1,12 +1,15 @@
-"""Follow scripts with a connector scheduler of vLLM: `python real.py < question > answer`, in the engines' environment.
+"""Follow scripts with a connector scheduler of vLLM: `python real.py < question > answer`, in the
+engines' environment.
 
-The question is JSON: `scheduler` ("module:class"), `connector`, `role` and `extra` (kv_connector, kv_role and
-kv_connector_extra_config), `tensor_parallel_size`, `block_size`, `silent` (methods that would send: their calls become part of
-the metadata), and `scripts`, lists of steps (tests/schedulers/scripts.py).
-The answer is a list per script, with an object per step: what the scheduler returned, and its metadata for the workers as plain
-values. An exception is a death: the script ends there.
+The question is JSON: `scheduler` ("module:class"), `connector`, `role` and `extra` (kv_connector,
+kv_role and kv_connector_extra_config), `tensor_parallel_size`, `block_size`, `silent` (methods that
+would send: their calls become part of the metadata), and `scripts`, lists of steps
+(tests/schedulers/scripts.py).
+The answer is a list per script, with an object per step: what the scheduler returned, and its
+metadata for the workers as plain values. An exception is a death: the script ends there.
 
-The scheduler is called as `vllm/v1/core/sched/scheduler.py` calls it. Only the configuration is made up.
+The scheduler is called as `vllm/v1/core/sched/scheduler.py` calls it. Only the configuration is
+made up.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "CRITICAL",
 }
 
-# MoRIIO's modules import it for their sockets, which are not opened here; the engines' environment does not have it.
+# MoRIIO's modules import it for their sockets, which are not opened here; the engines' environment
+# does not have it.
 sys.modules.setdefault("msgpack", ModuleType("msgpack"))
 
 import torch  # noqa: E402
@@ -55,7 +59,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Request):
         return value.request_id
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, dict):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (set, frozenset)):
@@ -71,7 +77,9 @@ class Scheduler:
     def __init__(self, question: dict[str, Any]) -> None:
         module, _, name = question["scheduler"].partition(":")
         self._block_size = question["block_size"]
-        spec = FullAttentionSpec(block_size=self._block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=self._block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
+        )
         transfer = KVTransferConfig(
             kv_connector=question["connector"],
             kv_role=question["role"],
@@ -98,7 +106,11 @@ class Scheduler:
             speculative_config=None,
             num_speculative_tokens=0,
         )
-        cache = KVCacheConfig(num_blocks=4096, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        cache = KVCacheConfig(
+            num_blocks=4096,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
         self._scheduler = getattr(importlib.import_module(module), name)(config, "engine", cache)
         self._calls: list[Any] = []
         for method in question["silent"]:
@@ -145,14 +157,21 @@ class Scheduler:
         self._scheduler.update_state_after_alloc(request, KVCacheBlocks((blocks,)), matched)
         scheduled = 0 if later else request.num_prompt_tokens - step["computed"] - matched
         request.num_computed_tokens = step["computed"] + matched
-        return {"matched": [matched, later], "meta": self._metadata({request.request_id: scheduled})}
+        return {
+            "matched": [matched, later],
+            "meta": self._metadata({request.request_id: scheduled}),
+        }
 
     def received(self, step: dict[str, Any]) -> dict[str, Any]:
         """Its KV is here: the request runs, in blocks that it has."""
         request = self._requests[step["id"]]
         if hasattr(self._scheduler, "update_connector_output"):
-            self._scheduler.update_connector_output(KVConnectorOutput(finished_recving={request.request_id}))
-        self._scheduler.update_state_after_alloc(request, KVCacheBlocks((self._blocks[request.request_id],)), 0)
+            self._scheduler.update_connector_output(
+                KVConnectorOutput(finished_recving={request.request_id})
+            )
+        self._scheduler.update_state_after_alloc(
+            request, KVCacheBlocks((self._blocks[request.request_id],)), 0
+        )
         return {"meta": self._metadata()}
 
     def finish(self, step: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +181,8 @@ class Scheduler:
         computed = blocks[: -(-step["computed"] // self._block_size)]
         kept, handle = self._scheduler.request_finished(request, (computed,))
         if handle:
-            # Since vLLM 0.33.0: how often the engine has registered its memory again, which only `/sleep` brings about.
+            # Since vLLM 0.33.0: how often the engine has registered its memory again, which only
+            # `/sleep` brings about.
             handle.pop("remote_registration_generation", None)
         return {"kept": kept, "handle": plain(handle), "meta": self._metadata()}
 
@@ -177,8 +197,12 @@ class Scheduler:
         return found | {"calls": calls, "deferred": self._deferred()}
 
     def _deferred(self) -> dict[str, float]:
-        """MoRIIO: return how long blocks are kept for a transfer: seconds that are left of it. What is over is freed."""
-        kept: dict[str, tuple[float, str]] | None = getattr(self._scheduler, "_deferred_send_deadlines", None)
+        """MoRIIO: return how long blocks are kept for a transfer: seconds that are left of it. What
+        is over is freed.
+        """
+        kept: dict[str, tuple[float, str]] | None = getattr(
+            self._scheduler, "_deferred_send_deadlines", None
+        )
         if kept is None:
             return {}
         self._scheduler.update_connector_output(KVConnectorOutput())

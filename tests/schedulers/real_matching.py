@@ -1,7 +1,9 @@
-"""Match finished prompts and registrations with vLLM's NixlPushConnectorWorker, in the engines' environment.
+"""Match finished prompts and registrations with vLLM's NixlPushConnectorWorker, in the engines'
+environment.
 
-The question is JSON: scripts of steps (`do`: finished, registered or expired; `id`). The answer has for each step what was pushed
-and what waits. What the worker's thread does with its queues is repeated here from `_push_writer_loop`; all else is the worker's.
+The question is JSON: scripts of steps (`do`: finished, registered or expired; `id`). The answer has
+for each step what was pushed and what waits. What the worker's thread does with its queues is
+repeated here from `_push_writer_loop`; all else is the worker's.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Worker(NixlPushConnectorWorker):
     def __del__(self) -> None:
         pass
 
-    def _do_start_push_kv(self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]) -> None:
+    def _do_start_push_kv(
+        self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]
+    ) -> None:
         self.pushes.append([request_id, local_block_ids[0], registration_data["request_id"]])
 
     def finished(self, name: str, block: int) -> None:
@@ -41,7 +45,9 @@ class Worker(NixlPushConnectorWorker):
             self._push_finished_blocks[name] = ([block],)
 
     def registered(self, name: str, block: int) -> None:
-        self._handle_push_reg_notif(PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode({"request_id": name}))
+        self._handle_push_reg_notif(
+            PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode({"request_id": name})
+        )
 
     def expired(self, name: str, block: int) -> None:
         self._push_finished_blocks.pop(name, None)
@@ -60,7 +66,9 @@ def main() -> None:
     found = []
     for script in json.load(sys.stdin):
         worker = Worker()
-        found.append([worker.step(step["do"], step["id"], place) for place, step in enumerate(script)])
+        found.append(
+            [worker.step(step["do"], step["id"], place) for place, step in enumerate(script)]
+        )
     json.dump(found, answer)
 
 

@@ -1,8 +1,9 @@
 """Follow scripts with MoRIIO's scheduler, worker, writer and listener, in the engines' environment.
 
-As `real.py`, with a step more: `report` (kind, transfer, blocks), a message of another engine. After each step the worker does
-what an engine's step has it do. What needs `mori` or a GPU is made up: handshakes have succeeded, writes succeed at once, and
-events of the GPU are over. The writer's thread is run by hand. Reads need both, so a D that reads is not run here.
+As `real.py`, with a step more: `report` (kind, transfer, blocks), a message of another engine.
+After each step the worker does what an engine's step has it do. What needs `mori` or a GPU is made
+up: handshakes have succeeded, writes succeed at once, and events of the GPU are over. The writer's
+thread is run by hand. Reads need both, so a D that reads is not run here.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from typing import Any
 import real
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_common import MoRIIOMode
-from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector import MoRIIOConnectorWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_engine import MoRIIOWrapper, MoRIIOWriter
+from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector import (
+    MoRIIOConnectorWorker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_engine import (
+    MoRIIOWrapper,
+    MoRIIOWriter,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -67,7 +73,9 @@ class Wrapper(MoRIIOWrapper):
 class Worker(MoRIIOConnectorWorker):
     """A worker without memory, sockets and threads."""
 
-    def __init__(self, *, produces: bool, writes: bool, defer_timeout: float, block_size: int) -> None:
+    def __init__(
+        self, *, produces: bool, writes: bool, defer_timeout: float, block_size: int
+    ) -> None:
         self.is_producer, self.mode = produces, MoRIIOMode.WRITE if writes else MoRIIOMode.READ
         self.moriio_config = SimpleNamespace(defer_timeout=defer_timeout, transfer_timeout=30.0)
         self.moriio_wrapper = Wrapper()
@@ -85,7 +93,9 @@ class Worker(MoRIIOConnectorWorker):
         self.tp_rank, self.world_size = 0, 1
         self.kv_caches = {"layer": torch.zeros((2, BLOCKS, block_size, 1, 1), dtype=torch.float16)}
         self.layer_to_spec = {
-            "layer": FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float16)
+            "layer": FullAttentionSpec(
+                block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
+            )
         }
         self.layer_name_to_local_kv_cache_metadata = {"layer": [b""]}
         self._region_session_index = None
@@ -106,7 +116,9 @@ class Worker(MoRIIOConnectorWorker):
         return found
 
     def write(self) -> list[list[Any]]:
-        """Do once what the writer's thread does again and again (`_write_worker_loop`); return what was written."""
+        """Do once what the writer's thread does again and again (`_write_worker_loop`); return what
+        was written.
+        """
         self.writes = []
         writer = self._writer
         writer._process_deferred_tasks()
@@ -160,7 +172,11 @@ class Engine(real.Scheduler):
         sent, received = worker.get_finished()
         found = KVConnectorOutput(finished_sending=sent or None, finished_recving=received or None)
         self._scheduler.update_connector_output(found)
-        return {"writes": writes, "freed": sorted(found.finished_sending or ()), "arrived": sorted(received)}
+        return {
+            "writes": writes,
+            "freed": sorted(found.finished_sending or ()),
+            "arrived": sorted(received),
+        }
 
 
 def main() -> None:

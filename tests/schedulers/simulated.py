@@ -1,6 +1,7 @@
 """Have a connector of the simulator follow a script. It is called as the simulator's core calls it.
 
-All engines that requests name have been met, as handshakes are the worker's part of a real connector.
+All engines that requests name have been met, as handshakes are the worker's part of a real
+connector.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tests.schedulers.scripts import BLOCK, Script, Step
 
 
 class Simulated:
-    """A connector, and the requests of one script. Subclasses make it and say what its commands are called."""
+    """A connector, and the requests of one script. Subclasses make it and say what its commands are
+    called.
+    """
 
     def __init__(self, facts: SimFacts) -> None:
         self.facts = facts
@@ -43,7 +46,9 @@ class Simulated:
 
     def state(self, now: float) -> dict[str, Any]:
         """Say what else is to be compared after a step."""
-        return {"leases": {name: round(left, 3) for name, left in self.connector.leases(now).items()}}
+        return {
+            "leases": {name: round(left, 3) for name, left in self.connector.leases(now).items()}
+        }
 
     def follow(self, script: Script) -> list[dict[str, Any]]:
         """Follow one script to its end or to the first death."""
@@ -63,7 +68,9 @@ class Simulated:
         """Queue a request."""
         params = step["params"]
         sampling = SamplingParams(max_tokens=64)
-        request = EngineRequest(id=step["id"], prompt=tuple(range(step["prompt"])), sampling=sampling)
+        request = EngineRequest(
+            id=step["id"], prompt=tuple(range(step["prompt"])), sampling=sampling
+        )
         one = ActiveRequest(
             request=request,
             attention=Attention(self.pool, 0),

@@ -57,7 +57,9 @@ class Engines(VirtualCluster):
         """Start a request; see what became of it after `run`."""
         run = Run()
         self._count += 1
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos, **sampling)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos, **sampling
+        )
         request = EngineRequest(
             id=id or f"request-{self._count}",
             prompt=prompt,
@@ -74,7 +76,9 @@ class Engines(VirtualCluster):
         self.submit(engine, request, listen)
         return run
 
-    def answer(self, engine: VirtualEngine, prompt: tuple[int, ...] = PROMPT, *args: Any, **more: Any) -> Run:
+    def answer(
+        self, engine: VirtualEngine, prompt: tuple[int, ...] = PROMPT, *args: Any, **more: Any
+    ) -> Run:
         """Run a request, and a second more."""
         run = self.ask(engine, prompt, *args, **more)
         self.run(self.now + 1)

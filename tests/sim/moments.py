@@ -1,4 +1,6 @@
-"""What the tests of faults share: an answer of four words, and how far it has come at each moment."""
+"""What the tests of faults share: an answer of four words, and how far it has come at each
+moment.
+"""
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.sim.facts import SimFacts

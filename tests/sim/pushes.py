@@ -35,7 +35,9 @@ def prefill(engines, p, name, prompt=PROMPT, suffix="aaaaaaaa", **sampling):
 
 
 def decode(engines, p, d, name, prompt=PROMPT, suffix="bbbbbbbb", kv=None, **sampling):
-    return engines.ask(d, prompt, 8, promise(p) if kv is None else kv, id=f"cmpl-{name}-0-{suffix}", **sampling)
+    return engines.ask(
+        d, prompt, 8, promise(p) if kv is None else kv, id=f"cmpl-{name}-0-{suffix}", **sampling
+    )
 
 
 def wait(engines, seconds=1.0):
@@ -43,7 +45,11 @@ def wait(engines, seconds=1.0):
 
 
 def free(engine):
-    return engine.core.pool.usage == 0 and not engine.core.connector.held and not engine.core.connector.expected
+    return (
+        engine.core.pool.usage == 0
+        and not engine.core.connector.held
+        and not engine.core.connector.expected
+    )
 
 
 def meet(engines, p, d):

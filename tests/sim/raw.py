@@ -78,7 +78,10 @@ class Answer:
         if mark and head.startswith(b"HTTP/1.1 "):
             first, *lines = head.decode("latin-1").split("\r\n")
             self.status = int(first.split(" ")[1])
-            self.headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+            self.headers = {
+                name.lower(): value.strip()
+                for name, _, value in (line.partition(":") for line in lines)
+            }
         self.chunks: list[bytes] = []
         self.rest = self.body
         self.complete = False
@@ -119,18 +122,29 @@ class Answer:
             elif value["choices"]:
                 choice = value["choices"][0]
                 delta = choice.get("delta", {})
-                found.append("role" if "role" in delta else delta.get("content", choice.get("text")))
+                found.append(
+                    "role" if "role" in delta else delta.get("content", choice.get("text"))
+                )
         return found
 
 
 def post(path: str, headers: str = "", **body: Any) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: sim\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n{headers}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: sim\r\ncontent-type: application/json\r\ncontent-length: "
+        f"{len(data)}\r\n{headers}\r\n"
+    )
     return head.encode() + data
 
 
 def completion(stream: bool = False, **body: Any) -> bytes:
-    fields = {"prompt": "one two three four", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": stream}
+    fields = {
+        "prompt": "one two three four",
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+    }
     return post(COMPLETIONS, **{**fields, **body})
 
 
@@ -149,7 +163,9 @@ def get(path: str) -> bytes:
 
 
 async def ask(port: int, data: bytes) -> Raw:
-    """Ask, and wait for the whole answer or the end of the connection; the connection stays open."""
+    """Ask, and wait for the whole answer or the end of the connection; the connection stays
+    open.
+    """
     client = await Raw.connect(port)
     client.send(data)
     return await client.whole()

@@ -1,8 +1,9 @@
-"""Whether two answers of engines are alike, words aside: status, headers, keys in their order, types, nulls, values. Pure.
+"""Whether two answers of engines are alike, words aside: status, headers, keys in their order,
+types, nulls, values. Pure.
 
-Everything must be equal but what two models, two tokenizers or two runs cannot have in common: texts, ids, times, counts of
-prompt tokens, numbers of blocks and ports. Those must be of the same kind, and the counts must agree with each other inside an
-answer. Errors are compared byte for byte.
+Everything must be equal but what two models, two tokenizers or two runs cannot have in common:
+texts, ids, times, counts of prompt tokens, numbers of blocks and ports. Those must be of the same
+kind, and the counts must agree with each other inside an answer. Errors are compared byte for byte.
 """
 
 import json
@@ -22,7 +23,8 @@ _HITS = {"cached_tokens", "created_cache_tokens", "remote_prefill_cached_tokens"
 
 @dataclass(frozen=True)
 class Seen:
-    """An answer: its first line, its headers in their order (names in lower case), its body without the chunks' framing.
+    """An answer: its first line, its headers in their order (names in lower case), its body without
+    the chunks' framing.
 
     A recording may not have kept the first line, the headers, or that the answer was a stream.
     """
@@ -44,13 +46,19 @@ class Seen:
 
     @property
     def events(self) -> list[bytes]:
-        """A stream's events as they came, ends included; what follows the last whole one is one more."""
+        """A stream's events as they came, ends included; what follows the last whole one is one
+        more.
+        """
         *whole, rest = self.body.split(b"\n\n")
         return [event + b"\n\n" for event in whole] + ([rest] if rest else [])
 
 
-def differences(wanted: Seen, got: Seen, *, block_size: int, same_prompt: bool = False) -> list[str]:
-    """Return where an answer is unlike another one, a line each; `same_prompt`: both engines count the same prompt tokens."""
+def differences(
+    wanted: Seen, got: Seen, *, block_size: int, same_prompt: bool = False
+) -> list[str]:
+    """Return where an answer is unlike another one, a line each; `same_prompt`: both engines count
+    the same prompt tokens.
+    """
     found = _heads(wanted, got)
     if wanted.streamed or got.streamed:
         found += unlike(stream_view(wanted, same_prompt), stream_view(got, same_prompt))
@@ -80,7 +88,9 @@ def _headers(seen: Seen) -> dict[str, str]:
 
 
 def body_view(seen: Seen, same_prompt: bool = False) -> Any:
-    """A whole body as it must be alike: an error's bytes, JSON as `view` has it, and whether it is written without spaces."""
+    """A whole body as it must be alike: an error's bytes, JSON as `view` has it, and whether it is
+    written without spaces.
+    """
     if seen.status != 200 or not seen.body.startswith(b"{"):
         return seen.body
     return _document(seen.body, same_prompt)
@@ -93,7 +103,11 @@ def stream_view(seen: Seen, same_prompt: bool = False) -> list[Any]:
 
 def event_view(event: bytes, same_prompt: bool = False) -> Any:
     """An event as it must be alike: errors and what is no JSON to the byte."""
-    if not event.startswith(b"data: {") or event.startswith(b'data: {"error"') or not event.endswith(b"\n\n"):
+    if (
+        not event.startswith(b"data: {")
+        or event.startswith(b'data: {"error"')
+        or not event.endswith(b"\n\n")
+    ):
         return event
     return _document(event[6:-2], same_prompt)
 
@@ -111,10 +125,15 @@ def view(value: Any, same_prompt: bool = False, key: str = "") -> Any:
             return {f"token {number}": view(item) for number, item in enumerate(value.values())}
         role = "role" in value and value.get("content") == ""  # a stream's first chunk has no words
         return {
-            name: item if role and name == "content" else view(item, same_prompt, name) for name, item in value.items()
+            name: item if role and name == "content" else view(item, same_prompt, name)
+            for name, item in value.items()
         }
     if isinstance(value, list):
-        if key in ("prompt_token_ids", "tokens") and not same_prompt and all(type(item) is int for item in value):
+        if (
+            key in ("prompt_token_ids", "tokens")
+            and not same_prompt
+            and all(type(item) is int for item in value)
+        ):
             return "token ids"
         if key == "remote_block_ids" and not same_prompt:
             return ["block ids" for _ in value]
@@ -128,12 +147,22 @@ def _scalar(value: Any, key: str, same_prompt: bool) -> Any:
     if isinstance(value, str):
         if key in _WORDS or key == "tokens":
             return "text"
-        return _HEX.sub(lambda found: f"<{len(found[0])} hex>", _UUID.sub("<uuid>", value)) if key in _IDS else value
+        return (
+            _HEX.sub(lambda found: f"<{len(found[0])} hex>", _UUID.sub("<uuid>", value))
+            if key in _IDS
+            else value
+        )
     if isinstance(value, float):
         return "float"
     if key in _HITS:
         return "tokens" if value else 0
-    if key in _ANY_NUMBER or key in ("token_ids", "prompt_token_ids", "text_offset", "remote_block_ids", "tokens"):
+    if key in _ANY_NUMBER or key in (
+        "token_ids",
+        "prompt_token_ids",
+        "text_offset",
+        "remote_block_ids",
+        "tokens",
+    ):
         return "integer"
     return "integer" if key in _OF_PROMPT and not same_prompt else value
 
@@ -146,9 +175,16 @@ def unlike(wanted: Any, got: Any, place: str = "$") -> list[str]:
         return [line for key in wanted for line in unlike(wanted[key], got[key], f"{place}.{key}")]
     if isinstance(wanted, list) and isinstance(got, list):
         if len(wanted) != len(got):
-            return [f"{place}: {len(got)} items, wanted {len(wanted)}: {_short(got)}, wanted {_short(wanted)}"]
+            return [
+                (
+                    f"{place}: {len(got)} items, wanted {len(wanted)}: {_short(got)}, wanted "
+                    f"{_short(wanted)}"
+                )
+            ]
         pairs = enumerate(zip(wanted, got, strict=True))
-        return [line for number, (one, two) in pairs for line in unlike(one, two, f"{place}[{number}]")]
+        return [
+            line for number, (one, two) in pairs for line in unlike(one, two, f"{place}[{number}]")
+        ]
     if type(wanted) is type(got) and wanted == got:
         return []
     return [f"{place}: {_short(got)}, wanted {_short(wanted)}"]
@@ -163,7 +199,11 @@ def inconsistencies(seen: Seen, block_size: int) -> list[str]:
     """Return which counts in an answer contradict each other, a line each."""
     if seen.status != 200 or not (seen.streamed or seen.body.startswith(b"{")):
         return []
-    bodies = [seen.json] if not seen.streamed else [json.loads(event[6:]) for event in seen.events if b"{" in event[:7]]
+    bodies = (
+        [seen.json]
+        if not seen.streamed
+        else [json.loads(event[6:]) for event in seen.events if b"{" in event[:7]]
+    )
     found: list[str] = []
     prompt_ids = 0
     one_choice = all(choice["index"] == 0 for body in bodies for choice in body.get("choices", ()))
@@ -178,16 +218,24 @@ def inconsistencies(seen: Seen, block_size: int) -> list[str]:
             if prompt_ids and one_choice:
                 found += unlike(prompt_ids, prompt, "prompt_tokens")
             if (handle := _handle(body)) and one_choice:
-                found += unlike(prompt + completion - 1, handle["remote_num_tokens"], "remote_num_tokens")
+                found += unlike(
+                    prompt + completion - 1, handle["remote_num_tokens"], "remote_num_tokens"
+                )
         if handle := _handle(body):
             blocks = -(-handle["remote_num_tokens"] // block_size)
-            found += unlike([blocks], [len(group) for group in handle["remote_block_ids"]], "blocks")
+            found += unlike(
+                [blocks], [len(group) for group in handle["remote_block_ids"]], "blocks"
+            )
             hits = handle.get("remote_prefill_cached_tokens", 0)
-            found += unlike(0, hits % block_size, "tokens in part of a block that are said to be cached")
+            found += unlike(
+                0, hits % block_size, "tokens in part of a block that are said to be cached"
+            )
     return found
 
 
 def _handle(body: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what leads to blocks on a prefill engine, as NIXL's handles do and others' parameters don't."""
+    """Return what leads to blocks on a prefill engine, as NIXL's handles do and others' parameters
+    don't.
+    """
     params = body.get("kv_transfer_params")
     return params if params and "remote_block_ids" in params else None

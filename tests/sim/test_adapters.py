@@ -22,13 +22,19 @@ async def test_an_adapter_is_served_while_it_is_loaded() -> None:
     async with SimServer(msgspec.structs.replace(FAST, runtime_lora=True)) as sim:
         (base,) = await names(sim)
         loaded = (await ask(sim.port, post(LOAD, lora_name="poet", lora_path="/a"))).answer
-        assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'poet' added successfully.")
+        assert (loaded.status, loaded.body) == (
+            200,
+            b"Success: LoRA adapter 'poet' added successfully.",
+        )
         card = (await ask(sim.port, get("/v1/models"))).answer.json["data"][1]
         assert (card["id"], card["root"], card["parent"]) == ("poet", "/a", base)
         answer = (await ask(sim.port, completion(model="poet", max_tokens=2))).answer
         assert (answer.status, answer.json["model"]) == (200, "poet")
         removed = (await ask(sim.port, post(UNLOAD, lora_name="poet"))).answer
-        assert (removed.status, removed.body) == (200, b"Success: LoRA adapter 'poet' removed successfully.")
+        assert (removed.status, removed.body) == (
+            200,
+            b"Success: LoRA adapter 'poet' removed successfully.",
+        )
         assert (await ask(sim.port, completion(model="poet"))).answer.status == 404
         await ask(sim.port, post(LOAD, lora_name="poet", lora_path="/a"))
         await sim.engine.stop()

@@ -76,7 +76,10 @@ async def test_the_admin_port_commands_life_and_death(sim):
 
 async def test_the_admin_port_stops_the_core_alone(sim):
     states = [(await admin(sim, post(f"/{order}"))).json for order in ("freeze_core", "thaw_core")]
-    assert [(state["life"], state["core_frozen"]) for state in states] == [("up", True), ("up", False)]
+    assert [(state["life"], state["core_frozen"]) for state in states] == [
+        ("up", True),
+        ("up", False),
+    ]
     assert (await ask(sim.port, completion())).answer.status == 200
 
 
@@ -86,7 +89,12 @@ async def test_the_admin_port_looks_inside():
         await ask(sim.port, completion(max_tokens=1, kv_transfer_params=params))
         state = (await admin(sim, get("/state"))).json
         assert state["engine_id"] == sim.engine.engine_id
-        assert (state["life"], state["dead"], state["running"], state["waiting"]) == ("up", False, 0, 0)
+        assert (state["life"], state["dead"], state["running"], state["waiting"]) == (
+            "up",
+            False,
+            0,
+            0,
+        )
         ((name, left),) = state["handles"].items()
         assert name.startswith("cmpl-")
         assert 0 < left <= 30

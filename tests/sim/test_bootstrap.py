@@ -19,7 +19,14 @@ PROMPT = {"model": "sim", "prompt": "one two three four", "temperature": 0}
 def facts(role: Any, **more: Any) -> SimFacts:
     timeout = more.pop("timeout", 480.0)
     mooncake = MooncakeFacts(bootstrap_port=0, abort_request_timeout=timeout)
-    return SimFacts(role=role, connector="mooncake", hardware=FAST.hardware, eos_every=0, mooncake=mooncake, **more)
+    return SimFacts(
+        role=role,
+        connector="mooncake",
+        hardware=FAST.hardware,
+        eos_every=0,
+        mooncake=mooncake,
+        **more,
+    )
 
 
 @pytest.fixture
@@ -30,7 +37,10 @@ async def session():
 
 @pytest.fixture
 async def pair():
-    async with SimServer(facts("prefill"), chance=1) as p, SimServer(facts("decode"), chance=2) as d:
+    async with (
+        SimServer(facts("prefill"), chance=1) as p,
+        SimServer(facts("decode"), chance=2) as d,
+    ):
         yield p, d
         assert not p.crashes
         assert not d.crashes
@@ -56,7 +66,9 @@ def to_prefill(transfer_id: str = "xfer-1") -> dict[str, Any]:
 
 
 async def post(session: aiohttp.ClientSession, sim: SimServer, **fields: Any) -> tuple[int, Any]:
-    async with session.post(f"{sim.url}/v1/completions", json={**PROMPT, "max_tokens": 6, **fields}) as answer:
+    async with session.post(
+        f"{sim.url}/v1/completions", json={**PROMPT, "max_tokens": 6, **fields}
+    ) as answer:
         return answer.status, await answer.json()
 
 
@@ -69,7 +81,12 @@ async def test_a_query_shows_the_worker_of_each_rank(session):
     assert found["0"]["engine_id"] == sim.engine.engine_id
     worker = found["0"]["worker_addr"]["0"]["0"]
     assert worker.startswith("tcp://127.0.0.1:")
-    assert found == {"0": {"engine_id": sim.engine.engine_id, "worker_addr": {"0": {"0": worker}, "1": {"0": worker}}}}
+    assert found == {
+        "0": {
+            "engine_id": sim.engine.engine_id,
+            "worker_addr": {"0": {"0": worker}, "1": {"0": worker}},
+        }
+    }
 
 
 async def test_a_consumer_has_no_bootstrap_server():
@@ -85,7 +102,10 @@ async def test_a_bootstrap_server_that_is_gone_fails_after_three_attempts() -> N
 
 
 async def test_each_data_parallel_rank_has_an_id_and_a_worker_of_its_own(session):
-    async with SimServer(facts("prefill", data_parallel_size=2)) as sim, session.get(f"{address(sim)}/query") as answer:
+    async with (
+        SimServer(facts("prefill", data_parallel_size=2)) as sim,
+        session.get(f"{address(sim)}/query") as answer,
+    ):
         found = await answer.json()
     assert {rank: one["engine_id"] for rank, one in found.items()} == {
         "0": f"{sim.engine.engine_id}_dp0",
@@ -128,7 +148,10 @@ async def test_both_legs_at_once_give_the_right_answer(session, pair):
     assert answer[0] == 200
     assert answer[1]["choices"][0]["finish_reason"] == right["choices"][0]["finish_reason"]
     await until(lambda: not p.engine.handles and not d.engine.stats.waiting)
-    assert d.engine.stats.prompt_tokens_by_source["external_kv_transfer"] == answer[1]["usage"]["prompt_tokens"]
+    assert (
+        d.engine.stats.prompt_tokens_by_source["external_kv_transfer"]
+        == answer[1]["usage"]["prompt_tokens"]
+    )
 
 
 async def test_a_completion_with_max_tokens_0_frees_prefills_blocks(session, pair):
@@ -150,7 +173,10 @@ async def test_an_engine_that_starts_again_has_another_id_and_another_worker(ses
 
 
 async def test_decode_waits_longer_than_prefill_for_a_worker_that_is_gone(session, monkeypatch):
-    async with SimServer(facts("prefill"), chance=1) as p, SimServer(facts("decode", timeout=0.1), chance=2) as d:
+    async with (
+        SimServer(facts("prefill"), chance=1) as p,
+        SimServer(facts("decode", timeout=0.1), chance=2) as d,
+    ):
         await post(session, p, max_tokens=1, kv_transfer_params=to_prefill())
         status, _ = await post(session, d, kv_transfer_params=to_decode(p))
         assert status == 200
@@ -170,7 +196,9 @@ async def test_a_fault_fails_the_next_load(session, pair):
     assert status == 500
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b'{"0":{}}', b'{"0":{"engine_id":"x","worker_addr":{}}}', b'{"x":{}}'])
+@pytest.mark.parametrize(
+    "answer", [b"", b"[]", b'{"0":{}}', b'{"0":{"engine_id":"x","worker_addr":{}}}', b'{"x":{}}']
+)
 async def test_an_answer_that_names_no_worker_fails_the_load(session, pair, answer):
     p, d = pair
     assert p.engine.bootstrap is not None

@@ -1,4 +1,6 @@
-"""The simulated core schedules, caches and samples as vLLM does: tokens depend on prompt and weights alone, time on the work."""
+"""The simulated core schedules, caches and samples as vLLM does: tokens depend on prompt and
+weights alone, time on the work.
+"""
 
 from typing import Any
 
@@ -79,39 +81,53 @@ def test_a_cache_salt_keeps_prefixes_apart():
 def test_requests_run_together_and_say_what_they_say_alone():
     engines = Engines()
     engine = engines.add(SimFacts())
-    runs = [engines.ask(engine, tuple(range(300 + number, 380 + number)), 20) for number in range(20)]
+    runs = [
+        engines.ask(engine, tuple(range(300 + number, 380 + number)), 20) for number in range(20)
+    ]
     engines.run()
-    assert [run.tokens for run in runs] == [plain(tuple(range(300 + n, 380 + n)), 20) for n in range(20)]
+    assert [run.tokens for run in runs] == [
+        plain(tuple(range(300 + n, 380 + n)), 20) for n in range(20)
+    ]
     assert engine.core.pool.usage == 0
 
 
 def test_out_of_blocks_the_youngest_is_preempted_and_loses_no_token():
     engines = Engines()
     engine = engines.add(SimFacts(**SMALL, enable_prefix_caching=False))
-    runs = [engines.ask(engine, tuple(range(300 + number, 350 + number)), 60) for number in range(5)]
+    runs = [
+        engines.ask(engine, tuple(range(300 + number, 350 + number)), 60) for number in range(5)
+    ]
     engines.run()
     assert engine.stats.preemptions > 0
     assert max(pace(engines, runs[0])) < 0.02, "the oldest is never thrown out"
-    assert [run.tokens for run in runs] == [plain(tuple(range(300 + n, 350 + n)), 60) for n in range(5)]
+    assert [run.tokens for run in runs] == [
+        plain(tuple(range(300 + n, 350 + n)), 60) for n in range(5)
+    ]
     assert engine.core.pool.usage == 0
 
 
 def test_a_prompt_begins_only_if_all_of_it_fits():
-    """vLLM's `scheduler_reserve_full_isl`: two prompts that are cut never take each other's blocks."""
+    """vLLM's `scheduler_reserve_full_isl`: two prompts that are cut never take each other's
+    blocks.
+    """
     engines = Engines()
     engine = engines.add(SimFacts(**SMALL, max_num_batched_tokens=32, enable_prefix_caching=False))
-    first, second = (engines.ask(engine, tuple(range(300 + n, 500 + n)), 2) for n in range(2))  # 13 of 19 blocks each
+    # 13 of 19 blocks each
+    first, second = (engines.ask(engine, tuple(range(300 + n, 500 + n)), 2) for n in range(2))
     engines.run()
     assert engine.stats.preemptions == 0
     assert first.times[-1] < second.times[0]
-    assert [run.tokens for run in (first, second)] == [plain(tuple(range(300 + n, 500 + n)), 2) for n in range(2)]
+    assert [run.tokens for run in (first, second)] == [
+        plain(tuple(range(300 + n, 500 + n)), 2) for n in range(2)
+    ]
 
 
 def test_no_more_requests_run_than_allowed():
     engines = Engines()
     engine = engines.add(SimFacts(max_num_seqs=2))
     runs = [engines.ask(engine, max_tokens=5) for _ in range(4)]
-    assert (engine.stats.running, engine.stats.waiting) == (1, 3)  # the others came during the first step
+    # the others came during the first step
+    assert (engine.stats.running, engine.stats.waiting) == (1, 3)
     engines.run()
     assert all(run.over == "length" for run in runs)
     assert runs[0].times[-1] < runs[2].times[0]
@@ -171,7 +187,10 @@ def test_the_context_length_ends_a_request():
 def test_a_seed_repeats_and_no_seed_does_not():
     engines = Engines()
     engine = engines.add(SimFacts())
-    texts = [tuple(engines.answer(engine, temperature=1.0, seed=seed).tokens) for seed in (1, 1, 2, None, None)]
+    texts = [
+        tuple(engines.answer(engine, temperature=1.0, seed=seed).tokens)
+        for seed in (1, 1, 2, None, None)
+    ]
     assert texts[0] == texts[1]
     assert len(set(texts)) == 4
 
@@ -183,7 +202,9 @@ def test_log_probabilities_are_ordered_and_hold_the_chosen_token():
     for output in run.outputs:
         (token,) = output.tokens
         assert [c.rank for c in token.top] == [1, 2, 3]
-        assert sorted((c.logprob for c in token.top), reverse=True) == [c.logprob for c in token.top]
+        assert sorted((c.logprob for c in token.top), reverse=True) == [
+            c.logprob for c in token.top
+        ]
         assert (token.top[0].token, token.top[0].logprob) == (token.id, token.logprob)
     prompt = run.outputs[0].prompt_logprobs
     assert prompt is not None
@@ -225,7 +246,9 @@ def pace(engines, run):
 
 def test_decoding_is_slowed_by_the_batch_and_by_prefill_that_runs_along():
     engines = Engines()
-    engine = engines.add(SimFacts(hardware=Hardware(decode_step_s=0.01, decode_step_per_seq_s=0.001)))
+    engine = engines.add(
+        SimFacts(hardware=Hardware(decode_step_s=0.01, decode_step_per_seq_s=0.001))
+    )
     run = engines.ask(engine, max_tokens=30)
     engines.run(0.055)
     others = [engines.ask(engine, tuple(range(400 + n, 450 + n)), 30) for n in range(9)]
@@ -243,7 +266,9 @@ def test_speed_scales_time_and_zero_takes_none():
     times = {}
     for speed in (1.0, 10.0, 0.0):
         engines = Engines()
-        times[speed] = engines.ask(engines.add(SimFacts(hardware=Hardware(speed=speed))), max_tokens=20).times
+        times[speed] = engines.ask(
+            engines.add(SimFacts(hardware=Hardware(speed=speed))), max_tokens=20
+        ).times
         engines.run()
     assert times[10.0] == pytest.approx([time / 10 for time in times[1.0]])
     assert times[0.0] == [0.0] * 20
@@ -253,7 +278,10 @@ def test_equal_inputs_give_equal_runs():
     def run():
         engines = Engines(chance=3)
         engine = engines.add(SimFacts(**SMALL))
-        runs = [engines.ask(engine, tuple(range(300 + n, 340 + n)), 40, temperature=1.0) for n in range(8)]
+        runs = [
+            engines.ask(engine, tuple(range(300 + n, 340 + n)), 40, temperature=1.0)
+            for n in range(8)
+        ]
         engines.run()
         return [(one.tokens, one.times) for one in runs]
 

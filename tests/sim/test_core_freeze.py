@@ -36,7 +36,9 @@ async def test_with_a_frozen_core_the_api_server_answers_and_no_metric_moves(sim
 
 
 def _to_rank(rank):
-    return completion().replace(b"\r\n\r\n", f"\r\nx-data-parallel-rank: {rank}\r\n\r\n".encode(), 1)
+    return completion().replace(
+        b"\r\n\r\n", f"\r\nx-data-parallel-rank: {rank}\r\n\r\n".encode(), 1
+    )
 
 
 def _of_the_core(page):

@@ -1,4 +1,6 @@
-"""What vLLM's CPUConnector does on P and on D, each case of it, in virtual time and over sockets."""
+"""What vLLM's CPUConnector does on P and on D, each case of it, in virtual time and over
+sockets.
+"""
 
 import asyncio
 import json
@@ -80,7 +82,9 @@ def test_split_says_what_one_engine_says(length, block_size, budget):
     assert pair.split(prompt) == plain(prompt)
     whole = length // block_size * block_size
     assert pair.external == whole
-    assert pair.held == (0 if whole else length), "a prompt under a block is pushed, and never loaded"
+    assert pair.held == (0 if whole else length), (
+        "a prompt under a block is pushed, and never loaded"
+    )
     assert pair.unsent == 0
     assert pair.d.core.pool.usage == pair.p.core.pool.usage == 0
 
@@ -91,7 +95,9 @@ def test_the_answer_names_the_request_and_nothing_is_kept(pair):
     assert pair.p.core.pool.usage == 0
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"prefill_request_id": "x"}])
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_decode": True}, {"prefill_request_id": "x"}]
+)
 def test_p_pushes_whatever_it_is_asked(pair, params):
     run = pair.prefill(kv=params)
     assert run.handle == {"prefill_request_id": "cmpl-a-0"}
@@ -136,7 +142,9 @@ def test_a_push_that_comes_after_an_abort_is_reported_to_nobody(pair):
     pair.abort(pair.d, "cmpl-a-0-00000002")
     params = pair.prefill().handle
     pair.answer(pair.d, OTHER, 1)
-    assert pair.decode(params, suffix="-00000003").outputs == [], "it was reported before, and is not again"
+    assert pair.decode(params, suffix="-00000003").outputs == [], (
+        "it was reported before, and is not again"
+    )
     assert pair.held == len(PROMPT)
 
 
@@ -290,7 +298,9 @@ async def test_a_pair_over_sockets_and_a_d_that_is_restarted():
         client.send(completion(prompt=TEXT, request_id="two", kv_transfer_params=params))
         await until(lambda: d.engine.stats.waiting == 1)
         await asyncio.sleep(0.05)
-        assert d.engine.stats.waiting == 1, "P writes to the memory of the engine of its handshake, for ever"
+        assert d.engine.stats.waiting == 1, (
+            "P writes to the memory of the engine of its handshake, for ever"
+        )
         client.leave()
         await until(lambda: d.engine.stats.kv_cache_usage == 0)
         assert cpu(p.engine._core).sending > 0

@@ -15,7 +15,9 @@ from tests.sim.raw import ask, post
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})], ids=["tokenize", "detokenize"]
+    ("path", "body"),
+    [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})],
+    ids=["tokenize", "detokenize"],
 )
 async def test_prompts_are_not_tokenized_by_a_dead_engine(sim, path, body):
     sim.engine.kill_core()

@@ -1,4 +1,6 @@
-"""Routes that vLLM has by default beside those of OpenAI: batches, invocations, scores, the load, the tokenizer."""
+"""Routes that vLLM has by default beside those of OpenAI: batches, invocations, scores, the load,
+the tokenizer.
+"""
 
 import asyncio
 import math
@@ -12,7 +14,11 @@ from tests.sim.moments import FAST
 from tests.sim.raw import Raw, ask, chat, completion, get, post, until
 
 BATCH = "/v1/chat/completions/batch"
-SCORING: dict[str, Any] = {"query": "one two", "items": ["three", "four"], "label_token_ids": [300, 301]}
+SCORING: dict[str, Any] = {
+    "query": "one two",
+    "items": ["three", "four"],
+    "label_token_ids": [300, 301],
+}
 
 
 def user(text):
@@ -28,16 +34,22 @@ async def told(sim: SimServer, path: str, **body: Any) -> tuple[int | None, str]
 async def test_a_batch_has_the_choices_of_its_chats(sim):
     texts = ["one two", "three", "four five six"]
     fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    batch = (await ask(sim.port, post(BATCH, messages=[user(text) for text in texts], **fields))).answer.json
+    batch = (
+        await ask(sim.port, post(BATCH, messages=[user(text) for text in texts], **fields))
+    ).answer.json
     chats = [(await ask(sim.port, chat(messages=user(text)))).answer.json for text in texts]
-    assert batch["choices"] == [{**one["choices"][0], "index": index} for index, one in enumerate(chats)]
+    assert batch["choices"] == [
+        {**one["choices"][0], "index": index} for index, one in enumerate(chats)
+    ]
     assert list(batch) == list(chats[0])
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert batch["usage"][name] == sum(one["usage"][name] for one in chats)
 
 
 async def test_a_batch_reports_nothing_of_single_prompts(sim):
-    body = (await ask(sim.port, post(BATCH, messages=[user("a")], return_token_ids=True, max_tokens=2))).answer.json
+    body = (
+        await ask(sim.port, post(BATCH, messages=[user("a")], return_token_ids=True, max_tokens=2))
+    ).answer.json
     assert len(body["choices"][0]["token_ids"]) == 2
     assert body["prompt_token_ids"] is None
 
@@ -45,19 +57,38 @@ async def test_a_batch_reports_nothing_of_single_prompts(sim):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"n": 2}, "Batch chat completions do not support `n > 1`. Please set `n` to 1. (parameter=n, value=2)"),
+        (
+            {"n": 2},
+            (
+                "Batch chat completions do not support `n > 1`. Please set `n` to 1. (parameter=n, "
+                "value=2)"
+            ),
+        ),
         (
             {"use_beam_search": True},
-            "Batch chat completions do not support beam search. Please set `use_beam_search` to False. (parameter=use_b",
+            (
+                "Batch chat completions do not support beam search. Please set `use_beam_search` "
+                "to "
+                "False. (parameter=use_b"
+            ),
         ),
-        ({"tool_choice": "auto"}, "1 validation error:\n  {'type': 'literal_error', 'loc': 'body.tool_choice'"),
-        ({"messages": [[]]}, "1 validation error:\n  {'type': 'too_short', 'loc': 'body.messages.0'"),
+        (
+            {"tool_choice": "auto"},
+            "1 validation error:\n  {'type': 'literal_error', 'loc': 'body.tool_choice'",
+        ),
+        (
+            {"messages": [[]]},
+            "1 validation error:\n  {'type': 'too_short', 'loc': 'body.messages.0'",
+        ),
         ({"messages": []}, "1 validation error:\n  {'type': 'too_short', 'loc': 'body.messages'"),
         (
             {"kv_transfer_params": {"prompt_token_ids": [1]}},
             "Batch chat completions do not support `kv_transfer_params['prompt_token_ids']`",
         ),
-        ({"continue_final_message": True}, "Cannot set both `continue_final_message` and `add_generation_prompt`"),
+        (
+            {"continue_final_message": True},
+            "Cannot set both `continue_final_message` and `add_generation_prompt`",
+        ),
     ],
 )
 async def test_what_a_batch_refuses(sim, fields, said):
@@ -76,7 +107,9 @@ async def test_an_invocation_is_what_its_body_is(sim):
 
 
 async def test_an_invocations_model_is_that_of_its_header(sim):
-    answer = (await ask(sim.port, post("/invocations", model="nope", prompt="a", max_tokens=1))).answer
+    answer = (
+        await ask(sim.port, post("/invocations", model="nope", prompt="a", max_tokens=1))
+    ).answer
     assert (answer.status, answer.json["model"]) == (200, "sim")
     header = "X-Amzn-SageMaker-Adapter-Identifier: nope\r\n"
     assert (await ask(sim.port, post("/invocations", header, prompt="a"))).answer.status == 404
@@ -88,7 +121,10 @@ async def test_an_invocations_model_is_that_of_its_header(sim):
         ({}, "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"),
         (
             {"prompt": {"a": 1}},
-            "Cannot find suitable handler for request. Expected one of: ['ChatCompletionRequest', 'CompletionRequest']",
+            (
+                "Cannot find suitable handler for request. Expected one of: "
+                "['ChatCompletionRequest', 'CompletionRequest']"
+            ),
         ),
         ({"requestType": "NEW_SESSION"}, "Invalid payload. stateful sessions not enabled"),
     ],
@@ -100,7 +136,11 @@ async def test_an_invocation_of_no_kind(sim, body, said):
 async def test_scores_are_probabilities(sim):
     both = []
     for labels in ([300, 301], [301, 300]):
-        answer = (await ask(sim.port, post("/generative_scoring", **{**SCORING, "label_token_ids": labels}))).answer
+        answer = (
+            await ask(
+                sim.port, post("/generative_scoring", **{**SCORING, "label_token_ids": labels})
+            )
+        ).answer
         assert answer.status == 200
         both.append([one["score"] for one in answer.json["data"]])
         assert answer.json["usage"]["completion_tokens"] == 2
@@ -115,7 +155,10 @@ async def test_scores_are_probabilities(sim):
         ({"label_token_ids": []}, "label_token_ids must contain at least one token ID."),
         (
             {"label_token_ids": [10**9]},
-            "label_token_id 1000000000 is out of vocabulary range [0, 4096). Please provide valid token IDs.",
+            (
+                "label_token_id 1000000000 is out of vocabulary range [0, 4096). Please provide "
+                "valid token IDs."
+            ),
         ),
         ({"label_token_ids": list(range(129))}, "Requested logprob_token_ids of length 129"),
     ],
@@ -143,7 +186,9 @@ async def test_the_load_is_counted_only_with_the_flag():
 
 async def test_the_tokenizer_is_described_only_with_the_flag(sim):
     assert (await ask(sim.port, get("/tokenizer_info"))).answer.status == 404
-    async with SimServer(msgspec.structs.replace(FAST, enable_tokenizer_info_endpoint=True)) as other:
+    async with SimServer(
+        msgspec.structs.replace(FAST, enable_tokenizer_info_endpoint=True)
+    ) as other:
         answer = (await ask(other.port, get("/tokenizer_info"))).answer
         assert (answer.status, answer.json["tokenizer_class"]) == (200, "Tokenizer")
 

@@ -110,7 +110,13 @@ async def test_a_frozen_prefill_engine_is_waited_for_without_end_once_it_is_know
         if number:
             p.freeze()
         running = asyncio.ensure_future(
-            answer(d, 8, prefilled.kv_transfer_params, prompt=tuple(range(300 + number, 400 + number)), id=f"d{number}")
+            answer(
+                d,
+                8,
+                prefilled.kv_transfer_params,
+                prompt=tuple(range(300 + number, 400 + number)),
+                id=f"d{number}",
+            )
         )
         if not number:
             await running

@@ -1,4 +1,6 @@
-"""The engine's times in its steps: context, attention, KV pulls, transfers in line, and what surrounds the engine."""
+"""The engine's times in its steps: context, attention, KV pulls, transfers in line, and what
+surrounds the engine.
+"""
 
 import asyncio
 from itertools import pairwise
@@ -13,7 +15,12 @@ from pdproxy_lab.sim.receiving_line import ReceivingLine
 from pdproxy_lab.sim.request import EngineRequest, SamplingParams
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines
 
-NOTHING = {"prefill_tokens_per_s": 1e12, "decode_step_s": 0.0, "decode_step_per_seq_s": 0.0, "transfer_latency_s": 0.0}
+NOTHING = {
+    "prefill_tokens_per_s": 1e12,
+    "decode_step_s": 0.0,
+    "decode_step_per_seq_s": 0.0,
+    "transfer_latency_s": 0.0,
+}
 MORE = tuple(range(500, 600))
 
 
@@ -35,7 +42,9 @@ def test_each_token_makes_the_next_step_longer_by_its_context():
 @pytest.mark.parametrize("budget", [7, 50, 2048])
 def test_a_prompt_in_chunks_attends_to_as_many_pairs(budget):
     engines = Engines()
-    engine = engines.add(SimFacts(max_num_batched_tokens=budget, hardware=hardware(attention_s=1e-4)))
+    engine = engines.add(
+        SimFacts(max_num_batched_tokens=budget, hardware=hardware(attention_s=1e-4))
+    )
     run = engines.answer(engine, PROMPT, 1)
     assert run.times == pytest.approx([1e-4 * 100 * 50], rel=0.01)
 
@@ -43,7 +52,9 @@ def test_a_prompt_in_chunks_attends_to_as_many_pairs(budget):
 def pair(**more):
     engines = Engines()
     p, d = engines.add(SimFacts()), engines.add(SimFacts(hardware=hardware(**more)))
-    met = engines.handle(p, tuple(range(700, 800)))  # the first pull of a pair waits for a handshake
+    met = engines.handle(
+        p, tuple(range(700, 800))
+    )  # the first pull of a pair waits for a handshake
     engines.answer(d, tuple(range(700, 800)), 1, met)
     return engines, p, d
 
@@ -75,18 +86,26 @@ def test_two_pulls_of_one_step_take_the_first_and_the_further_time():
     engines, p, d = pair(pull_s=0.5, further_pull_s=0.125)
     handles, begin = [engines.handle(p), engines.handle(p, OTHER)], engines.now
     engines.ask(d, MORE, 1)  # both wait behind this one's step
-    runs = [engines.ask(d, prompt, 1, handle) for prompt, handle in zip((PROMPT, OTHER), handles, strict=True)]
+    runs = [
+        engines.ask(d, prompt, 1, handle)
+        for prompt, handle in zip((PROMPT, OTHER), handles, strict=True)
+    ]
     engines.run()
     assert runs[1].times[0] - begin == pytest.approx(0.625, abs=1e-6)
 
 
 def test_pulls_take_time_for_each_of_their_tokens():
-    """PROMPT and OTHER have 100 tokens each. A cache has the first blocks of the last one: they are not pulled."""
+    """PROMPT and OTHER have 100 tokens each. A cache has the first blocks of the last one: they are
+    not pulled.
+    """
     terms = {"pull_s": 0.5, "further_pull_s": 0.125, "pull_token_s": 0.001}
     engines, p, d = pair(**terms)
     handles, begin = [engines.handle(p), engines.handle(p, OTHER)], engines.now
     running = engines.ask(d, MORE, 1)  # both wait behind this one's step
-    runs = [engines.ask(d, prompt, 1, handle) for prompt, handle in zip((PROMPT, OTHER), handles, strict=True)]
+    runs = [
+        engines.ask(d, prompt, 1, handle)
+        for prompt, handle in zip((PROMPT, OTHER), handles, strict=True)
+    ]
     engines.run()
     assert running.over == "length"
     assert runs[1].times[0] - begin == pytest.approx(0.625 + 0.2, abs=1e-6)
@@ -109,10 +128,16 @@ def test_the_time_per_pulled_token_stops_the_sequences_of_the_decode_engine():
 
 
 def test_a_prompt_adds_to_its_first_step_alone():
-    """And so does each of two prompts that begin in one step; a request whose KV comes from elsewhere adds nothing."""
+    """And so does each of two prompts that begin in one step; a request whose KV comes from
+    elsewhere adds nothing.
+    """
     engines = Engines()
     engine = engines.add(
-        SimFacts(max_num_batched_tokens=64, enable_prefix_caching=False, hardware=hardware(prompt_begin_s=0.5))
+        SimFacts(
+            max_num_batched_tokens=64,
+            enable_prefix_caching=False,
+            hardware=hardware(prompt_begin_s=0.5),
+        )
     )
     begin = engines.now
     run = engines.ask(engine, PROMPT, 1)  # 100 tokens: two steps
@@ -132,7 +157,8 @@ def test_a_prompt_adds_to_its_first_step_alone():
 
 def test_pulls_cost_nothing_where_the_other_engine_pushes():
     engines = Engines()
-    p, d = (engines.add(SimFacts(connector="nixl-push", role=role, engine_id=role, hardware=hardware(pull_s=9.0)))
+    p, d = (engines.add(SimFacts(connector="nixl-push", role=role, engine_id=role,
+        hardware=hardware(pull_s=9.0)))
             for role in ("prefill", "decode"))  # fmt: skip
     assert not p.core.connector.pulls_in_step
     assert not d.core.connector.pulls_in_step
@@ -147,10 +173,14 @@ def test_transfers_take_turns_where_the_hardware_has_it_so(in_line, ends):
 
 def test_posting_is_part_of_a_transfer_and_speed_divides_both():
     for speed in (1.0, 4.0):
-        line = ReceivingLine(Hardware(speed=speed, transfer_latency_s=1.0, pull_s=0.5, further_pull_s=0.25))
+        line = ReceivingLine(
+            Hardware(speed=speed, transfer_latency_s=1.0, pull_s=0.5, further_pull_s=0.25)
+        )
         found = [line.add(0.0, 0) * speed, line.add(0.0, 0) * speed]
         assert found == pytest.approx([1.5, 1.75])
-        line = ReceivingLine(Hardware(speed=speed, transfer_latency_s=1.0, pull_token_s=0.25, link_bytes_per_s=1e15))
+        line = ReceivingLine(
+            Hardware(speed=speed, transfer_latency_s=1.0, pull_token_s=0.25, link_bytes_per_s=1e15)
+        )
         found = [line.add(0.0, 2) * speed, line.add(0.0, 4) * speed]
         assert found == pytest.approx([1.5, 2.5])
     assert ReceivingLine(Hardware(speed=0, pull_s=5, pull_token_s=1)).add(0.0, 1000) == 0
@@ -202,9 +232,15 @@ async def test_a_request_waits_before_it_is_queued():
     engine = await engine_with(request_overhead_s=1000.0)
     try:
         waiting = asyncio.create_task(first_of(engine.generate(request("a"))))
-        handed_over = [one async for one in engine.generate(request("b", {"do_remote_prefill": True}))]
+        handed_over = [
+            one async for one in engine.generate(request("b", {"do_remote_prefill": True}))
+        ]
         assert len(handed_over) == 2  # a decode engine's leg has its own overhead: none here
-        assert (engine.stats.waiting, engine.stats.running, engine.stats.finished["length"]) == (0, 0, 1)
+        assert (engine.stats.waiting, engine.stats.running, engine.stats.finished["length"]) == (
+            0,
+            0,
+            1,
+        )
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -215,7 +251,9 @@ async def test_a_request_waits_before_it_is_queued():
 async def test_a_decode_leg_waits_for_its_own_overhead():
     engine = await engine_with(handoff_overhead_s=1000.0)
     try:
-        waiting = asyncio.create_task(first_of(engine.generate(request("a", {"do_remote_prefill": True}))))
+        waiting = asyncio.create_task(
+            first_of(engine.generate(request("a", {"do_remote_prefill": True})))
+        )
         assert len([one async for one in engine.generate(request("b", dict(PREFILL)))]) == 2
         assert engine.stats.finished["length"] == 1
         waiting.cancel()

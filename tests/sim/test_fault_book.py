@@ -28,7 +28,9 @@ def test_a_spec_says_all_that_a_fault_can():
         args={"status": 503},
     )
     assert parse("reset@mid_stream:rate=0.1").rate == 0.1
-    assert fault_of({"kind": "status", "args": {"status": 503}}) == fault_of({"kind": "status", "status": 503})
+    assert fault_of({"kind": "status", "args": {"status": 503}}) == fault_of(
+        {"kind": "status", "status": 503}
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,12 @@ def test_a_fault_that_does_not_fit_stays_armed(spec, at, now):
 
 def test_filters_let_through_what_they_name():
     book = FaultBook()
-    for spec in ("reset:path=/health", "reset:releases=true", "reset:stream=true", "reset@mid_stream:events=1"):
+    for spec in (
+        "reset:path=/health",
+        "reset:releases=true",
+        "reset:stream=true",
+        "reset@mid_stream:events=1",
+    ):
         book.add(spec)
     assert list(book.due("queued", situation("/health")))
     assert list(book.due("queued", situation(release=True)))

@@ -15,7 +15,9 @@ from tests.sim.raw import Raw, ask, chat, completion, get, until
 # -- bytes that are wrong
 
 
-@pytest.mark.parametrize("at", ["before_first_token", "mid_stream", "last_chunk", "before_done", "head"])
+@pytest.mark.parametrize(
+    "at", ["before_first_token", "mid_stream", "last_chunk", "before_done", "head"]
+)
 async def test_a_stream_is_cut_inside_a_chunk(sim, at):
     sim.faults.add(f"half_chunk@{at}")
     seen = await (await ask(sim.port, completion(stream=True))).end()
@@ -147,7 +149,9 @@ async def test_a_stream_that_ends_well_without_its_end_mark(sim, at):
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("make", [completion, chat])
 async def test_a_stream_that_was_given_up_before_its_first_token(sim, make, usage):
-    """vLLM sends nothing of the choice, not even that it was aborted (chat_completion/serving.py, "Chunked prefill case")."""
+    """vLLM sends nothing of the choice, not even that it was aborted (chat_completion/serving.py,
+    "Chunked prefill case").
+    """
     sim.faults.add("abort_finish@before_first_token")
     options = {"stream_options": {"include_usage": True}} if usage else {}
     answer = (await ask(sim.port, make(stream=True, **options))).answer
@@ -155,7 +159,9 @@ async def test_a_stream_that_was_given_up_before_its_first_token(sim, make, usag
     *events, end = answer.chunks
     assert end == b"data: [DONE]\n\n"
     choices = [json.loads(event.removeprefix(b"data: "))["choices"] for event in events]
-    assert [one[0]["delta"]["role"] for one in choices if one] == (["assistant"] if make is chat else [])
+    assert [one[0]["delta"]["role"] for one in choices if one] == (
+        ["assistant"] if make is chat else []
+    )
     assert choices.count([]) == usage
 
 
@@ -262,4 +268,5 @@ async def test_slow_waits_before_every_write_from_its_moment_on(sim, spec, write
     sim.faults.add(f"{spec}:delay=0.004")
     monkeypatch.setattr(writing, "sleep", sleep)
     assert (await ask(sim.port, completion(stream=True))).answer.complete
-    assert waits == [0.004] * (writes - spec.endswith("queued"))  # its first wait is the request's own
+    # its first wait is the request's own
+    assert waits == [0.004] * (writes - spec.endswith("queued"))

@@ -11,7 +11,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "simulator.md"
 def rows(header: str) -> list[list[str]]:
     """The cells of the table with this header, a list per row."""
     table = PAGE.read_text().partition(f"{header}\n")[2].partition("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]
+    ]
 
 
 def test_every_moment_is_described_in_order():

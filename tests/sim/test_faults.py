@@ -9,11 +9,16 @@ from tests.sim.moments import STREAM_MOMENTS, WORDS
 from tests.sim.raw import COMPLETIONS, PATIENCE, Raw, ask, completion, get, post, turns, until
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+LONG = (
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen"
+)
 
 
 async def handle(p):
-    answer = (await ask(p.port, completion(prompt=LONG, max_tokens=1, kv_transfer_params=PREFILL))).answer
+    answer = (
+        await ask(p.port, completion(prompt=LONG, max_tokens=1, kv_transfer_params=PREFILL))
+    ).answer
     return answer.json["kv_transfer_params"]
 
 
@@ -45,7 +50,9 @@ async def test_a_request_gets_no_byte(sim, kind, stream):
 
 
 @pytest.mark.parametrize("kind", ["reset", "eof"])
-@pytest.mark.parametrize(("at", "head"), [("prefilling", False), ("last_chunk", False), ("head", True)])
+@pytest.mark.parametrize(
+    ("at", "head"), [("prefilling", False), ("last_chunk", False), ("head", True)]
+)
 async def test_a_whole_answer_is_cut_at_its_moment(sim, kind, at, head):
     sim.faults.add(f"{kind}@{at}")
     seen = await ask(sim.port, completion())
@@ -258,13 +265,16 @@ async def test_handed_over_is_no_moment_of_a_request_without_a_handle(pair):
 
 
 @pytest.mark.parametrize(
-    ("spec", "status"), [("reset", None), ("status:status=503", 503), ("garbage:what=json", 200), ("empty_body", 200)]
+    ("spec", "status"),
+    [("reset", None), ("status:status=503", 503), ("garbage:what=json", 200), ("empty_body", 200)],
 )
 async def test_the_answer_with_the_handle_is_lost(pair, spec, status):
     p, _ = pair
     kind, _, rest = spec.partition(":")
     p.faults.add(f"{kind}@handed_over:{rest}".rstrip(":"))
-    answer = (await ask(p.port, completion(prompt=LONG, max_tokens=1, kv_transfer_params=PREFILL))).answer
+    answer = (
+        await ask(p.port, completion(prompt=LONG, max_tokens=1, kv_transfer_params=PREFILL))
+    ).answer
     assert answer.status == status
     assert len(p.engine.handles) == 1, "the KV waits, and nobody knows its handle"
 
@@ -273,7 +283,9 @@ async def test_the_answer_with_the_handle_is_lost(pair, spec, status):
 async def test_a_load_fails(pair, stream):
     p, d = pair
     d.faults.add("load_failure@handed_over")
-    answer = (await ask(d.port, completion(stream, prompt=LONG, kv_transfer_params=await handle(p)))).answer
+    answer = (
+        await ask(d.port, completion(stream, prompt=LONG, kv_transfer_params=await handle(p)))
+    ).answer
     assert answer.texts == ["error", "[DONE]"] if stream else answer.status == 500
     assert d.engine.stats.failed_transfers == 1
 
@@ -282,7 +294,9 @@ async def test_a_load_fails(pair, stream):
 async def test_decode_ends_while_the_kv_is_on_its_way(pair, kind):
     p, d = pair
     d.faults.add(f"{kind}@handed_over")
-    seen = await (await ask(d.port, completion(True, prompt=LONG, kv_transfer_params=await handle(p)))).end()
+    seen = await (
+        await ask(d.port, completion(True, prompt=LONG, kv_transfer_params=await handle(p)))
+    ).end()
     assert seen.ended == kind
     assert not seen.answer.chunks
     await until(lambda: not p.engine.handles)
@@ -292,7 +306,9 @@ async def test_a_release_uses_up_no_fault(pair):
     p, d = pair
     d.faults.add("reset")
     given = await handle(p)
-    answer = (await ask(d.port, completion(prompt=LONG, max_tokens=0, kv_transfer_params=given))).answer
+    answer = (
+        await ask(d.port, completion(prompt=LONG, max_tokens=0, kv_transfer_params=given))
+    ).answer
     assert answer.status == 400
     assert d.faults.armed
     assert d.releases[-1].kv == given

@@ -1,4 +1,6 @@
-"""The formula of an engine's times: its defaults change nothing, each term adds what it says, and more work never takes less."""
+"""The formula of an engine's times: its defaults change nothing, each term adds what it says, and
+more work never takes less.
+"""
 
 import msgspec
 import pytest
@@ -61,14 +63,27 @@ def test_without_the_further_terms_times_are_those_of_the_first_formula(
         moving = prefill * hardware.kv_bytes_per_token / hardware.link_bytes_per_s
         return (hardware.transfer_latency_s + moving) / hardware.speed
 
-    assert hardware.step_s(prefill, decoding, context, attention, pulls, pulled_tokens=pulled) == step_s()
+    assert (
+        hardware.step_s(prefill, decoding, context, attention, pulls, pulled_tokens=pulled)
+        == step_s()
+    )
     assert hardware.step_s(prefill, decoding) == step_s()
     assert hardware.transfer_s(prefill) == transfer_s()
     assert (hardware.before_engine_s, hardware.between_engines_s, hardware.to_client_s) == (0, 0, 0)
 
 
-@given(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10), TOKENS)
-def test_all_terms_are_those_of_the_measured_engine(prefill, decoding, context, attention, pulls, begun, pulled):
+@given(
+    TOKENS,
+    SEQUENCES,
+    st.integers(0, 10**7),
+    st.floats(0, 1e9),
+    st.integers(0, 10),
+    st.integers(0, 10),
+    TOKENS,
+)
+def test_all_terms_are_those_of_the_measured_engine(
+    prefill, decoding, context, attention, pulls, begun, pulled
+):
     weights = 0.0043 if prefill or decoding else 0.0
     expected = max(weights, 0.0021 + 21e-6 * prefill) if prefill else weights
     expected += 27e-6 * decoding + 33.6e-9 * context + 0.97e-9 * attention
@@ -84,11 +99,21 @@ def test_all_terms_are_those_of_the_measured_engine(prefill, decoding, context, 
 
 
 WORK = st.tuples(
-    TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10), TOKENS
+    TOKENS,
+    SEQUENCES,
+    st.integers(0, 10**7),
+    st.floats(0, 1e9),
+    st.integers(0, 10),
+    st.integers(0, 10),
+    TOKENS,
 )
 
 
-@given(st.sampled_from([Hardware(), H200, msgspec.structs.replace(H200, pull_token_s=3e-6)]), WORK, WORK)
+@given(
+    st.sampled_from([Hardware(), H200, msgspec.structs.replace(H200, pull_token_s=3e-6)]),
+    WORK,
+    WORK,
+)
 def test_more_work_never_takes_less_time(hardware, work, more):
     total = [a + b for a, b in zip(work, more, strict=True)]
     assert hardware.step_s(*total) >= hardware.step_s(*work) >= 0
@@ -97,7 +122,11 @@ def test_more_work_never_takes_less_time(hardware, work, more):
 
 @given(st.floats(0.1, 100), TOKENS, SEQUENCES)
 def test_all_times_are_divided_by_the_speed(speed, prefill, decoding):
-    overheads = {"request_overhead_s": 0.03, "handoff_overhead_s": 0.005, "response_overhead_s": 0.004}
+    overheads = {
+        "request_overhead_s": 0.03,
+        "handoff_overhead_s": 0.005,
+        "response_overhead_s": 0.004,
+    }
     usual = msgspec.structs.replace(H200, pull_token_s=3e-6, **overheads)
     fast = msgspec.structs.replace(usual, speed=speed)
     work = (prefill, decoding, 1000, 1e6, 2, 1, 5000)
@@ -111,11 +140,18 @@ def test_all_times_are_divided_by_the_speed(speed, prefill, decoding):
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 5000))
 def test_a_prompt_in_two_chunks_compares_as_many_tokens_as_in_one(tokens, before, further):
-    assert attended(tokens, before) + attended(further, before + tokens) == attended(tokens + further, before)
+    assert attended(tokens, before) + attended(further, before + tokens) == attended(
+        tokens + further, before
+    )
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in Hardware.__struct_fields__ if not isinstance(getattr(Hardware(), name), bool)]
+    "name",
+    [
+        name
+        for name in Hardware.__struct_fields__
+        if not isinstance(getattr(Hardware(), name), bool)
+    ],
 )
 @pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf")])
 def test_hardware_that_makes_no_sense_is_refused_by_name(name, wrong):

@@ -1,4 +1,6 @@
-"""Engines that publish which KV blocks they have, over real sockets: encoding, order, replays, faults."""
+"""Engines that publish which KV blocks they have, over real sockets: encoding, order, replays,
+faults.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ zmq = pytest.importorskip("zmq")
 DATA = Path(__file__).parents[1] / "data" / "kv_events.jsonl"
 FAST = Hardware(speed=0)
 EVENTS = KvEventsConfig(
-    enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0", topic="t", buffer_steps=8
+    enable_kv_cache_events=True,
+    endpoint="tcp://*:0",
+    replay_endpoint="tcp://*:0",
+    topic="t",
+    buffer_steps=8,
 )
 PROMPT = list(range(300, 400))
 
@@ -44,17 +50,23 @@ class Subscriber:
         self.messages: list[tuple[str, int, list[Any]]] = []
 
     async def subscribed(self, publisher: Any) -> None:
-        """Wait until a publisher has the subscription. ZMQ says nowhere when: messages are sent until one comes, and dropped."""
+        """Wait until a publisher has the subscription. ZMQ says nowhere when: messages are sent
+        until one comes, and dropped.
+        """
         while not self._socket.poll(0):
             publisher.send_multipart([b"t", b"not yet"])
             await asyncio.sleep(0.01)
         publisher.send_multipart([b"t", b"the last"])
-        await until(lambda: self._socket.poll(0) and self._socket.recv_multipart()[1] == b"the last")
+        await until(
+            lambda: self._socket.poll(0) and self._socket.recv_multipart()[1] == b"the last"
+        )
 
     def collect(self) -> list[tuple[str, int, list[Any]]]:
         while self._socket.poll(0):
             topic, number, payload = self._socket.recv_multipart()
-            self.messages.append((topic.decode(), int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)[1]))
+            self.messages.append(
+                (topic.decode(), int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)[1])
+            )
         return self.messages
 
     async def got(self, count: int) -> list[tuple[str, int, list[Any]]]:
@@ -157,13 +169,17 @@ async def test_numbers_begin_at_0_and_blocks_follow_each_other(stack: AsyncExitS
     assert second["token_ids"][:4] == PROMPT[96:]
 
 
-async def test_a_block_that_is_written_again_is_reported_as_removed_before(stack: AsyncExitStack) -> None:
+async def test_a_block_that_is_written_again_is_reported_as_removed_before(
+    stack: AsyncExitStack,
+) -> None:
     sim = await engine(stack, num_gpu_blocks=9, max_model_len=112)
     reader = await subscriber(stack, sim)
     await complete(sim)
     await complete(sim, [7] * 100)
     (_, _, first), (_, _, second) = await reader.got(2)
-    assert [event["type"] for event in second] == ["BlockRemoved"] * (len(second) - 1) + ["BlockStored"]
+    assert [event["type"] for event in second] == ["BlockRemoved"] * (len(second) - 1) + [
+        "BlockStored"
+    ]
     removed = [event["block_hashes"][0] for event in second[:-1]]
     assert set(removed) <= set(first[0]["block_hashes"])
     assert len(removed) == len(set(removed)) >= 5
@@ -181,7 +197,9 @@ async def test_an_emptied_cache_is_reported_with_the_next_step(stack: AsyncExitS
     assert [event["type"] for event in events] == ["AllBlocksCleared", "BlockStored"]
 
 
-async def test_blocks_are_announced_again_only_for_a_request_that_wants_it(stack: AsyncExitStack) -> None:
+async def test_blocks_are_announced_again_only_for_a_request_that_wants_it(
+    stack: AsyncExitStack,
+) -> None:
     sim = await engine(stack)
     reader = await subscriber(stack, sim)
     await complete(sim)
@@ -200,7 +218,9 @@ async def test_the_caches_salt_is_in_the_first_blocks_extra_keys(stack: AsyncExi
     assert event["extra_keys"] == [["s"], *[None] * 5]
 
 
-async def test_a_replay_has_the_last_messages_also_those_that_were_lost(stack: AsyncExitStack) -> None:
+async def test_a_replay_has_the_last_messages_also_those_that_were_lost(
+    stack: AsyncExitStack,
+) -> None:
     sim = await engine(stack)
     reader = await subscriber(stack, sim)
     sim.faults.add("lost_kv_events:next=1")

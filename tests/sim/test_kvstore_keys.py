@@ -1,4 +1,6 @@
-"""Engines with a KV store under keys that requests bring: what is stored, what is found, and what nobody compares."""
+"""Engines with a KV store under keys that requests bring: what is stored, what is found, and what
+nobody compares.
+"""
 
 import json
 from typing import Any
@@ -23,11 +25,19 @@ from tests.sim.raw import ask, post
 
 
 def storing(prompt, key="k"):
-    return {"prefix_prompt_ids": list(prompt), "kvcache_store_keys": [key], "kvcache_load_keys": None}
+    return {
+        "prefix_prompt_ids": list(prompt),
+        "kvcache_store_keys": [key],
+        "kvcache_load_keys": None,
+    }
 
 
 def loading(prompt, key="k"):
-    return {"prefix_prompt_ids": list(prompt), "kvcache_store_keys": None, "kvcache_load_keys": [key]}
+    return {
+        "prefix_prompt_ids": list(prompt),
+        "kvcache_store_keys": None,
+        "kvcache_load_keys": [key],
+    }
 
 
 def facts(role, **more):
@@ -39,7 +49,10 @@ def facts(role, **more):
 def test_split_says_what_one_engine_says(length, block_size, budget):
     prompt = tuple(range(300, 300 + length))
     engines = Engines()
-    p, d = (engines.add(facts(r, block_size=block_size, max_num_batched_tokens=budget)) for r in ("prefill", "decode"))
+    p, d = (
+        engines.add(facts(r, block_size=block_size, max_num_batched_tokens=budget))
+        for r in ("prefill", "decode")
+    )
     first = engines.answer(p, prompt, 1, storing(prompt))
     assert first.outputs[-1].kv_transfer_params is None
     run = engines.answer(d, prompt, 8, loading(prompt))
@@ -86,7 +99,9 @@ def test_only_producers_store_and_only_consumers_load(engines, p, d):
     assert external(p) == 0
 
 
-@pytest.mark.parametrize("more", [{"role": "aggregated"}, {"role": "prefill", "kv_role": "kv_both"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"role": "aggregated"}, {"role": "prefill", "kv_role": "kv_both"}], ids=str
+)
 def test_one_that_is_both_does_both(engines, more):
     both = engines.add(facts(**more, enable_prefix_caching=False))
     engines.answer(both, PROMPT, 1, storing(PROMPT))
@@ -190,11 +205,23 @@ def test_what_kills_a_worker(engines, p, d, role, kv):
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"prefix_prompt_ids": ["a"]}, "prefix_prompt_ids: ['a'] should be a list of integers or None."),
-        ({"prefix_prompt_ids": [[1]]}, "prefix_prompt_ids: [[1]] should be a list of integers or None."),
+        (
+            {"prefix_prompt_ids": ["a"]},
+            "prefix_prompt_ids: ['a'] should be a list of integers or None.",
+        ),
+        (
+            {"prefix_prompt_ids": [[1]]},
+            "prefix_prompt_ids: [[1]] should be a list of integers or None.",
+        ),
         ({"kvcache_load_keys": [1]}, "kvcache_load_keys: [1] should be a list of strings or None."),
-        ({"kvcache_load_keys": "abc"}, "kvcache_load_keys: abc should be a list of strings or None."),
-        ({"kvcache_store_keys": [None]}, "kvcache_store_keys: [None] should be a list of strings or None."),
+        (
+            {"kvcache_load_keys": "abc"},
+            "kvcache_load_keys: abc should be a list of strings or None.",
+        ),
+        (
+            {"kvcache_store_keys": [None]},
+            "kvcache_store_keys: [None] should be a list of strings or None.",
+        ),
         ({"do_remote_decode": True}, "Unexpected keyword argument 'do_remote_decode'"),
     ],
 )
@@ -202,7 +229,9 @@ def test_params_that_are_refused(params, words):
     assert refusal(params) == words
 
 
-@pytest.mark.parametrize("params", [None, {}, storing(PROMPT), loading(PROMPT), {"kvcache_load_keys": []}])
+@pytest.mark.parametrize(
+    "params", [None, {}, storing(PROMPT), loading(PROMPT), {"kvcache_load_keys": []}]
+)
 def test_params_that_are_taken(params):
     assert refusal(params) is None
 
@@ -216,25 +245,40 @@ async def told(port, path, body):
 
 
 async def test_engines_that_share_a_folder(tmp_path):
-    """The contract's bodies move a prompt's KV from one server to the other; a chat's as well as a completion's."""
+    """The contract's bodies move a prompt's KV from one server to the other; a chat's as well as a
+    completion's.
+    """
     more = {"hardware": Hardware(speed=0), "eos_every": 0, "shared_storage_path": str(tmp_path)}
     async with SimServer(facts("prefill", **more)) as p, SimServer(facts("decode", **more)) as d:
         for path, body in (
             ("/v1/completions", {"prompt": "one two three four", "max_tokens": 5}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 5}),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 5},
+            ),
         ):
-            request = parse(Route(path), json.dumps({"model": p.facts.model, "temperature": 0, **body}).encode())
+            request = parse(
+                Route(path), json.dumps({"model": p.facts.model, "temperature": 0, **body}).encode()
+            )
             asked = {name: body[name] for name in ("prompt", "messages") if name in body}
-            ids = json.loads((await told(d.port, "/tokenize", {"model": p.facts.model, **asked})).answer.body)["tokens"]
+            ids = json.loads(
+                (await told(d.port, "/tokenize", {"model": p.facts.model, **asked})).answer.body
+            )["tokens"]
             prompt, dispatch = request.prompts[0], Dispatch(ids=from_numbers(ids))
             before = external(d.engine)
-            stored = await told(p.port, path, json.loads(KVSTORE_KEYS.prefill(request, prompt, dispatch).body))
+            stored = await told(
+                p.port, path, json.loads(KVSTORE_KEYS.prefill(request, prompt, dispatch).body)
+            )
             assert stored.answer.status == 200
             answer = prefill_answer(stored.answer.body)
             assert answer is not None
             handle = KVSTORE_KEYS.handle(request, answer, dispatch)
             assert isinstance(handle, Handle)
-            split = await told(d.port, path, json.loads(KVSTORE_KEYS.decode(request, prompt, handle, dispatch).body))
+            split = await told(
+                d.port,
+                path,
+                json.loads(KVSTORE_KEYS.decode(request, prompt, handle, dispatch).body),
+            )
             assert external(d.engine) - before == len(ids) - 1
             alone = await told(p.port, path, json.loads(alone_body(request, prompt)))
             texts = [json.loads(one.answer.body)["choices"][0] for one in (split, alone)]
@@ -243,8 +287,14 @@ async def test_engines_that_share_a_folder(tmp_path):
 
 async def test_a_refusal_names_the_field():
     async with SimServer(facts("decode", hardware=Hardware(speed=0))) as d:
-        body = {"model": d.facts.model, "prompt": "x", "kv_transfer_params": {"kvcache_load_keys": [5]}}
+        body = {
+            "model": d.facts.model,
+            "prompt": "x",
+            "kv_transfer_params": {"kvcache_load_keys": [5]},
+        }
         refused = await told(d.port, "/v1/completions", body)
         assert refused.answer.status == 400
         assert b"kvcache_load_keys: [5] should be a list of strings or None." in refused.answer.body
-        assert (await told(d.port, "/v1/completions", {"model": d.facts.model, "prompt": "x"})).answer.status == 200
+        assert (
+            await told(d.port, "/v1/completions", {"model": d.facts.model, "prompt": "x"})
+        ).answer.status == 200

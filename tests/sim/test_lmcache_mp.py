@@ -119,5 +119,9 @@ def test_statistics_are_answered_if_asked_for():
     pair = Pair()
     pair.answer(pair.p, PROMPT, 1)
     run = pair.answer(pair.d, PROMPT, 8, {"cached_token_stats": True})
-    stats = {"num_vllm_cached_tokens": 0, "num_lmcache_cached_tokens": 96, "num_lmcache_extra_cached_tokens": 96}
+    stats = {
+        "num_vllm_cached_tokens": 0,
+        "num_lmcache_cached_tokens": 96,
+        "num_lmcache_extra_cached_tokens": 96,
+    }
     assert run.handle == {"cached_token_stats": stats}

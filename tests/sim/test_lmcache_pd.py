@@ -45,7 +45,9 @@ class Pair(Engines):
         self.d = self._add("decode", lmcache, more, dict(d or {}))
 
     def _add(self, role, lmcache, more, own):
-        return self.add(facts(role, lmcache={**(lmcache or {}), **own.pop("lmcache", {})}, **{**more, **own}))
+        return self.add(
+            facts(role, lmcache={**(lmcache or {}), **own.pop("lmcache", {})}, **{**more, **own})
+        )
 
     @property
     def notices(self):
@@ -81,14 +83,21 @@ def pair():
 # -- as it should be
 
 
-@given(st.integers(1, 140), st.sampled_from([32, 64, 256]), st.sampled_from(["async", "sync"]), st.sampled_from([1, 3]))
+@given(
+    st.integers(1, 140),
+    st.sampled_from([32, 64, 256]),
+    st.sampled_from(["async", "sync"]),
+    st.sampled_from([1, 3]),
+)
 @settings(max_examples=60, deadline=None)
 def test_split_says_what_one_engine_says(length, chunk, mode, ranks):
     prompt = tuple(range(300, 300 + length))
     pair = Pair(lmcache={"chunk_size": chunk, "pd_backend_mode": mode}, tensor_parallel_size=ranks)
     assert pair.split(prompt) == plain(prompt)
     assert pair.external == length
-    assert sorted(pair.notices) == [(rank, {"type": "ProxyNotif", "req_id": "r-1"}) for rank in range(ranks)]
+    assert sorted(pair.notices) == [
+        (rank, {"type": "ProxyNotif", "req_id": "r-1"}) for rank in range(ranks)
+    ]
     assert not any(buffer.held for buffer in pair.d.core.connector.buffers)
     assert pair.p.core.pool.usage == pair.d.core.pool.usage == 0
 
@@ -96,7 +105,10 @@ def test_split_says_what_one_engine_says(length, chunk, mode, ranks):
 def test_the_notice_is_the_recorded_one(pair):
     pair.prefill(req_id="rq-77")
     ((_, message),) = pair.notices
-    assert msgspec.msgpack.encode(message).hex() == "82a474797065aa50726f78794e6f746966a67265715f6964a572712d3737"
+    assert (
+        msgspec.msgpack.encode(message).hex()
+        == "82a474797065aa50726f78794e6f746966a67265715f6964a572712d3737"
+    )
 
 
 @pytest.mark.parametrize("kind", ["ProxyNotif", "NixlProxyNotif", "untagged"])
@@ -261,7 +273,14 @@ def test_short_prompts_are_told_of_since_pd_saves_unfilled_chunks(pair):
 
 @pytest.mark.parametrize(
     ("mode", "length", "told"),
-    [("async", 20, 0), ("async", 96, 1), ("async", 100, 0), ("sync", 20, 0), ("sync", 96, 1), ("sync", 100, 1)],
+    [
+        ("async", 20, 0),
+        ("async", 96, 1),
+        ("async", 100, 0),
+        ("sync", 20, 0),
+        ("sync", 96, 1),
+        ("sync", 100, 1),
+    ],
 )
 def test_without_unfilled_chunks(mode, length, told):
     pair = Pair(p={"lmcache": {"discard_partial_chunks": True}}, lmcache={"pd_backend_mode": mode})
@@ -270,7 +289,9 @@ def test_without_unfilled_chunks(mode, length, told):
 
 
 def test_async_several_workers_and_several_steps_break_the_count():
-    """The workers' copy of the request forgets what was pushed: they push it again, and D refuses."""
+    """The workers' copy of the request forgets what was pushed: they push it again, and D
+    refuses.
+    """
     pair = Pair(max_num_batched_tokens=160, tensor_parallel_size=2)
     pair.prefill(LONG)
     assert pair.notices == []
@@ -300,7 +321,9 @@ def kills(pair, kv, **more):
     return pair.p.dead and run.over == "error"
 
 
-@pytest.mark.parametrize("key", ["req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port"])
+@pytest.mark.parametrize(
+    "key", ["req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port"]
+)
 def test_a_missing_key_kills_prefill(pair, key):
     kv = params()
     del kv["disagg_spec"][key]

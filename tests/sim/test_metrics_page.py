@@ -58,7 +58,9 @@ def test_it_is_written_as_prometheus_client_writes_it(facts: dict[str, Any], wor
     text = page(engine)
     assert written_again(text) == text
     families = {family.name: family for family in Parsed(text.decode()).families}
-    assert {sample.labels["model_name"] for sample in families["vllm:prompt_tokens"].samples} == {MODEL}
+    assert {sample.labels["model_name"] for sample in families["vllm:prompt_tokens"].samples} == {
+        MODEL
+    }
     assert len(families["vllm:num_requests_running"].samples) == len(engine.rank_stats)
 
 
@@ -68,10 +70,22 @@ def test_buckets_are_cumulated() -> None:
     engine.stats.queue.observe(1.2)
     engine.stats.queue.observe(1e6)
     family = next(
-        one for one in Parsed(page(engine).decode()).families if one.name == "vllm:request_queue_time_seconds"
+        one
+        for one in Parsed(page(engine).decode()).families
+        if one.name == "vllm:request_queue_time_seconds"
     )
-    found = {sample.labels.get("le", sample.name.rpartition("_")[2]): sample.value for sample in family.samples}
-    assert (found["0.3"], found["0.5"], found["1.0"], found["1.5"], found["7680.0"], found["+Inf"]) == (
+    found = {
+        sample.labels.get("le", sample.name.rpartition("_")[2]): sample.value
+        for sample in family.samples
+    }
+    assert (
+        found["0.3"],
+        found["0.5"],
+        found["1.0"],
+        found["1.5"],
+        found["7680.0"],
+        found["+Inf"],
+    ) == (
         0,
         1,
         1,

@@ -19,7 +19,9 @@ def to_prefill(transfer_id: str = "xfer-1") -> dict[str, Any]:
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
-def to_decode(transfer_id: str = "xfer-1", engine_id: str = "engine-0", bootstrap: str = "1") -> dict[str, Any]:
+def to_decode(
+    transfer_id: str = "xfer-1", engine_id: str = "engine-0", bootstrap: str = "1"
+) -> dict[str, Any]:
     return {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -37,11 +39,15 @@ class Pair(Engines):
         self.p = self.add(SimFacts(role="prefill", connector="mooncake", **facts))
         self.d = self.add(SimFacts(role="decode", connector="mooncake", **facts))
 
-    def prefill(self, prompt: tuple[int, ...] = PROMPT, transfer_id: str = "xfer-1", **more: Any) -> Run:
+    def prefill(
+        self, prompt: tuple[int, ...] = PROMPT, transfer_id: str = "xfer-1", **more: Any
+    ) -> Run:
         """Start P's leg."""
         return self.ask(self.p, prompt, 1, to_prefill(transfer_id), **more)
 
-    def decode(self, prompt: tuple[int, ...] = PROMPT, transfer_id: str = "xfer-1", **more: Any) -> Run:
+    def decode(
+        self, prompt: tuple[int, ...] = PROMPT, transfer_id: str = "xfer-1", **more: Any
+    ) -> Run:
         """Start D's leg."""
         return self.ask(self.d, prompt, 8, to_decode(transfer_id), **more)
 
@@ -70,7 +76,11 @@ def mooncake(engine: VirtualEngine) -> Mooncake:
 # -- how it goes well
 
 
-@given(st.integers(1, 70), st.sampled_from([1, 5, 16, 32]), st.sampled_from(["both", "prefill", "decode"]))
+@given(
+    st.integers(1, 70),
+    st.sampled_from([1, 5, 16, 32]),
+    st.sampled_from(["both", "prefill", "decode"]),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_pair_says_what_one_engine_says_in_whatever_order_it_is_asked(length, block_size, first):
     prompt = tuple(range(300, 300 + length))

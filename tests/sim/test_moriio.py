@@ -1,4 +1,6 @@
-"""MoRIIO as vLLM does it, in both modes: who keeps blocks how long, what kills, and what answers wrongly."""
+"""MoRIIO as vLLM does it, in both modes: who keeps blocks how long, what kills, and what answers
+wrongly.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,9 @@ MODES = pytest.mark.parametrize("mode", ["READ", "WRITE"])
 
 
 def facts(role, mode="READ", **more):
-    return SimFacts(**{"role": role, "connector": "moriio", "transfer_mode": mode, "max_model_len": 500, **more})
+    return SimFacts(
+        **{"role": role, "connector": "moriio", "transfer_mode": mode, "max_model_len": 500, **more}
+    )
 
 
 def name(uid="0"):
@@ -22,18 +26,32 @@ def name(uid="0"):
 
 
 def to_p(uid="0", **more):
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+    }
     return params | {"transfer_id": f"tx-{uid}", **more}
 
 
 def to_d(uid="0"):
-    params = {"do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": None, "remote_block_ids": None}
+    params = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+    }
     return params | {"transfer_id": f"tx-{uid}"}
 
 
 def pair(mode, **more):
     engines = Engines()
-    return engines, engines.add(facts("prefill", mode, **more)), engines.add(facts("decode", mode, **more))
+    return (
+        engines,
+        engines.add(facts("prefill", mode, **more)),
+        engines.add(facts("decode", mode, **more)),
+    )
 
 
 def usage(*engines):
@@ -41,7 +59,11 @@ def usage(*engines):
 
 
 @MODES
-@given(length=st.integers(1, 70), block_size=st.sampled_from([1, 5, 16, 32]), budget=st.sampled_from([8, 8192]))
+@given(
+    length=st.integers(1, 70),
+    block_size=st.sampled_from([1, 5, 16, 32]),
+    budget=st.sampled_from([8, 8192]),
+)
 @settings(max_examples=40, deadline=None)
 def test_split_says_what_one_engine_says(mode, length, block_size, budget):
     """P first, in both modes: in WRITE mode P writes once D has reported its blocks."""
@@ -115,7 +137,9 @@ def test_read_dies_of_a_refused_request_that_names_nobody():
 
 @MODES
 def test_a_request_without_parameters(mode):
-    """A WRITE engine computes it. A READ engine takes what its memory holds, and its answer is wrong."""
+    """A WRITE engine computes it. A READ engine takes what its memory holds, and its answer is
+    wrong.
+    """
     engines, _, d = pair(mode)
     engines.answer(d, OTHER, 4, None, id="cmpl-before") if mode == "WRITE" else None
     run = engines.answer(d, PROMPT, 8, None, id="cmpl-mine")
@@ -167,14 +191,18 @@ def test_d_that_is_aborted_before_it_is_scheduled_reports_that_and_p_writes_noth
 
 
 def test_d_is_over_at_once_where_p_has_written_before_under_that_name():
-    """A transfer that no request waits for is remembered: the next request of its name takes its blocks as written."""
+    """A transfer that no request waits for is remembered: the next request of its name takes its
+    blocks as written.
+    """
     engines, _, d = pair("WRITE")
     d.core.connector.written("tx-0", (), ())
     run = engines.answer(d, PROMPT, 8, to_d(), id=name())
     assert run.over == "length"
 
 
-@pytest.mark.parametrize(("change", "dies"), [(lambda ids: [0, *ids], False), (lambda ids: ids[:-2], True)])
+@pytest.mark.parametrize(
+    ("change", "dies"), [(lambda ids: [0, *ids], False), (lambda ids: ids[:-2], True)]
+)
 def test_read_takes_the_last_of_p_s_blocks(change, dies):
     engines, p, d = pair("READ", block_size=5)
     handle = engines.answer(p, PROMPT, 1, to_p(), id=name()).handle
@@ -187,7 +215,10 @@ def test_read_takes_the_last_of_p_s_blocks(change, dies):
 def test_read_without_a_block_of_a_short_prompt_releases_it_and_answers_from_its_memory():
     engines, p, d = pair("READ", block_size=64)
     handle = engines.answer(p, PROMPT[:20], 1, to_p(), id=name()).handle
-    assert engines.answer(d, PROMPT[:20], 8, handle | {"remote_block_ids": [[]]}, id=name()).over == "length"
+    assert (
+        engines.answer(d, PROMPT[:20], 8, handle | {"remote_block_ids": [[]]}, id=name()).over
+        == "length"
+    )
     assert usage(p, d) == [0, 0]
 
 
@@ -225,7 +256,9 @@ def test_write_dies_of_a_number_that_is_null(role):
 
 def test_write_on_another_rank_than_p_s_reports_nothing_if_the_rank_is_overridden():
     engines, _, d = pair("WRITE")
-    engines.ask(d, PROMPT, 8, to_d() | {"remote_dp_rank": 1, "remote_dp_rank_override": True}, id=name())
+    engines.ask(
+        d, PROMPT, 8, to_d() | {"remote_dp_rank": 1, "remote_dp_rank_override": True}, id=name()
+    )
     assert not d.core.connector.outbox
     assert d.core.pool.usage > 0
 
@@ -252,7 +285,9 @@ def test_write_of_a_prompt_that_was_stopped_is_done_all_the_same():
     assert waits.outputs == []
 
 
-@pytest.mark.parametrize(("role", "kind"), [("prefill", "blocks"), ("decode", "release"), ("decode", "blocks")])
+@pytest.mark.parametrize(
+    ("role", "kind"), [("prefill", "blocks"), ("decode", "release"), ("decode", "blocks")]
+)
 def test_a_message_that_is_not_expected_ends_the_listener(role, kind):
     engines, p, d = pair("WRITE")
     (p if role == "prefill" else d).core.connector.reported(kind, "tx-9", ())

@@ -60,7 +60,9 @@ def test_usage_tells_what_prefill_had_cached(engines, p, d):
     engines.answer(p)
     run = engines.answer(d, PROMPT, 8, engines.handle(p))
     assert run.outputs[-1].num_cached_tokens == 96
-    without = {k: v for k, v in engines.handle(p, OTHER).items() if k != "remote_prefill_cached_tokens"}
+    without = {
+        k: v for k, v in engines.handle(p, OTHER).items() if k != "remote_prefill_cached_tokens"
+    }
     assert engines.answer(d, OTHER, 8, without).outputs[-1].num_cached_tokens == 100
 
 
@@ -80,7 +82,9 @@ def test_a_shorter_prompt_gets_wrong_tokens(engines, p, d):
 
 
 def test_the_right_tokens_behind_another_beginning_give_wrong_tokens(engines, p, d):
-    """A page's KV depends on all that its writer had read before it, not on its own tokens alone."""
+    """A page's KV depends on all that its writer had read before it, not on its own tokens
+    alone.
+    """
     begin, other, end = PROMPT[:16], OTHER[:16], PROMPT[16:48]
     right, wrong = engines.handle(p, begin + end), engines.handle(p, other + end)
     mixed = right["remote_block_ids"][0][:1] + wrong["remote_block_ids"][0][1:]
@@ -145,7 +149,9 @@ def test_freed_pages_stay_in_the_prefix_cache_under_other_ids(engines, p, d):
 
 
 def test_kv_events_follow_freed_pages(engines, d):
-    """What a subscriber believes is what the prefix cache has, whether pages moved or were dropped."""
+    """What a subscriber believes is what the prefix cache has, whether pages moved or were
+    dropped.
+    """
     events = KvEventsConfig(enable_kv_cache_events=True, publisher="zmq")
     p = engines.add(SimFacts(num_gpu_blocks=24, max_model_len=112, kv_events=events))
     believed: set[int] = set()
@@ -155,7 +161,9 @@ def test_kv_events_follow_freed_pages(engines, d):
         engines.answer(d, prompt, 1, engines.handle(p, prompt))
         for event in p.core.kv_events.take():
             assert event["type"] == "BlockStored" or believed.issuperset(event["block_hashes"])
-            (believed.update if event["type"] == "BlockStored" else believed.difference_update)(event["block_hashes"])
+            (believed.update if event["type"] == "BlockStored" else believed.difference_update)(
+                event["block_hashes"]
+            )
         assert believed == {block_hash(key) for key in p.core.pool._cached}
         most = max(most, len(believed))
     assert most > 12
@@ -207,7 +215,9 @@ def test_a_handle_without_blocks_kills_decode(engines, p, d, blocks):
     assert d.dead
 
 
-@pytest.mark.parametrize("key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
+@pytest.mark.parametrize(
+    "key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"]
+)
 def test_with_a_key_missing_the_request_hangs_and_its_abort_kills_decode(engines, p, d, key):
     handle = engines.handle(p)
     del handle[key]
@@ -238,7 +248,9 @@ def test_blocks_are_held_for_the_lease(engines, p):
 
 
 def test_a_request_in_decodes_queue_keeps_the_lease_alive(engines, p):
-    d = engines.add(SimFacts(max_num_seqs=1, hardware=Hardware(decode_step_s=0.2), enable_prefix_caching=False))
+    d = engines.add(
+        SimFacts(max_num_seqs=1, hardware=Hardware(decode_step_s=0.2), enable_prefix_caching=False)
+    )
     engines.answer(d, OTHER, 1, engines.handle(p, OTHER))  # they know each other
     long = engines.ask(d, OTHER, 500)
     engines.run(engines.now + 1)
@@ -326,7 +338,9 @@ def test_a_prefill_engine_that_is_gone(engines, p, policy, over):
     assert d.stats.failed_transfers == 1
 
 
-def test_a_prefill_engine_that_was_never_met_and_is_gone_takes_the_handshakes_deadline(engines, p, d):
+def test_a_prefill_engine_that_was_never_met_and_is_gone_takes_the_handshakes_deadline(
+    engines, p, d
+):
     handle = engines.handle(p)
     p.dead = True
     run = engines.ask(d, PROMPT, 8, handle)

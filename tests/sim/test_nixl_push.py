@@ -1,4 +1,6 @@
-"""What real engines do when P pushes, in virtual time: who gets whose KV, what waits for it, and for how long."""
+"""What real engines do when P pushes, in virtual time: who gets whose KV, what waits for it, and
+for how long.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,10 @@ from tests.sim.pushes import LEASE, decode, facts, free, meet, prefill, promise,
 def test_split_says_what_one_engine_says(order, length, block_size):
     prompt = tuple(range(300, 300 + length))
     engines = Engines()
-    p, d = (engines.add(facts(role, block_size=block_size, max_model_len=500)) for role in ("prefill", "decode"))
+    p, d = (
+        engines.add(facts(role, block_size=block_size, max_model_len=500))
+        for role in ("prefill", "decode")
+    )
     for step in order:
         if step == "p":
             prefill(engines, p, "x", prompt)
@@ -32,7 +37,10 @@ def test_split_says_what_one_engine_says(order, length, block_size):
     assert free(d)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 3)), max_size=24), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 3)), max_size=24),
+    st.integers(0, 3),
+)
 @settings(max_examples=80, deadline=None)
 def test_many_at_once_in_any_order(steps, speed):
     """Whatever comes first, each pair of legs gets its own KV, and in the end nothing is held."""
@@ -245,7 +253,14 @@ def test_p_keeps_blocks_for_its_lease_however_it_ended(engines, p, d, stopped):
 
 @pytest.mark.parametrize(("own", "expired"), [(False, 1), (True, 0)])
 def test_d_s_queue_renews_only_a_lease_that_it_can_name(engines, p, own, expired):
-    d = engines.add(facts("decode", max_num_seqs=1, hardware=Hardware(decode_step_s=0.2), enable_prefix_caching=False))
+    d = engines.add(
+        facts(
+            "decode",
+            max_num_seqs=1,
+            hardware=Hardware(decode_step_s=0.2),
+            enable_prefix_caching=False,
+        )
+    )
     meet(engines, p, d)
     engines.ask(d, OTHER, 500)
     wait(engines)
@@ -266,7 +281,14 @@ def test_an_aborted_prefill_keeps_nothing_and_pushes_nothing(engines, p, d):
 
 
 def test_a_write_after_the_lease_brings_what_is_in_the_blocks_by_then(engines, d):
-    p = engines.add(facts("prefill", num_gpu_blocks=20, max_model_len=256, hardware=Hardware(transfer_latency_s=40)))
+    p = engines.add(
+        facts(
+            "prefill",
+            num_gpu_blocks=20,
+            max_model_len=256,
+            hardware=Hardware(transfer_latency_s=40),
+        )
+    )
     prefill(engines, p, "x")
     run = decode(engines, p, d, "x")
     wait(engines, 35)

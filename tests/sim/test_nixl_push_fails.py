@@ -1,4 +1,6 @@
-"""What real engines do when P pushes and something is wrong (keys, engines, addresses, workers), in virtual time."""
+"""What real engines do when P pushes and something is wrong (keys, engines, addresses, workers), in
+virtual time.
+"""
 
 import pytest
 
@@ -9,7 +11,9 @@ from tests.sim.pushes import LEASE, decode, facts, free, meet, prefill, promise,
 # -- what kills a core
 
 
-@pytest.mark.parametrize("key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"])
+@pytest.mark.parametrize(
+    "key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"]
+)
 def test_a_handle_without_a_key_kills_d(engines, p, d, key):
     run = decode(engines, p, d, "x", kv=promise(p, **{key: ...}))
     assert (d.dead, run.over) == (True, "error")
@@ -22,7 +26,9 @@ def test_pp_size_may_be_left_out(engines, p, d):
     assert run.tokens == plain()
 
 
-@pytest.mark.parametrize(("key", "dies"), [("remote_request_id", True), ("remote_port", True), ("tp_size", False)])
+@pytest.mark.parametrize(
+    ("key", "dies"), [("remote_request_id", True), ("remote_port", True), ("tp_size", False)]
+)
 def test_an_abort_in_the_queue_reads_all_keys_but_the_size(engines, p, key, dies):
     d = engines.add(facts("decode", max_num_seqs=1))
     engines.ask(d, OTHER, 2000)
@@ -119,7 +125,10 @@ def test_a_d_that_is_gone_leaves_p_with_its_blocks_until_the_lease_ends(engines,
 
 @pytest.mark.parametrize(("pushes", "pulls"), [("prefill", "decode"), ("decode", "prefill")])
 def test_push_and_pull_refuse_each_other(engines, pushes, pulls):
-    made = {pushes: engines.add(facts(pushes)), pulls: engines.add(SimFacts(role=pulls, connector="nixl"))}
+    made = {
+        pushes: engines.add(facts(pushes)),
+        pulls: engines.add(SimFacts(role=pulls, connector="nixl")),
+    }
     p, d = made["prefill"], made["decode"]
     handle = prefill(engines, p, "x")
     wait(engines)

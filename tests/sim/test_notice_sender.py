@@ -1,4 +1,6 @@
-"""Engines that tell the proxy of KV, over real sockets: who gets which notices, and what faults make of them."""
+"""Engines that tell the proxy of KV, over real sockets: who gets which notices, and what faults
+make of them.
+"""
 
 import asyncio
 import json
@@ -80,7 +82,12 @@ def start(stack):
 
 
 def lmcache(role, mode="async", **more):
-    config = {"chunk_size": 32, "pd_backend_mode": mode, "pd_peer_init_port": 0, "pd_peer_alloc_port": 0}
+    config = {
+        "chunk_size": 32,
+        "pd_backend_mode": mode,
+        "pd_peer_init_port": 0,
+        "pd_peer_alloc_port": 0,
+    }
     return LMCacheFacts(**config, skip_last_n_tokens=int(role == "decode"), **more)
 
 
@@ -88,7 +95,9 @@ def lmcache(role, mode="async", **more):
 def pair(start, proxy):
     async def made(mode="async", faults=(), **facts):
         both = {"connector": "lmcache-pd", **facts}
-        p = await start("prefill", faults, notify=proxy.address, lmcache=lmcache("prefill", mode), **both)
+        p = await start(
+            "prefill", faults, notify=proxy.address, lmcache=lmcache("prefill", mode), **both
+        )
         d = await start("decode", lmcache=lmcache("decode", mode), **both)
         return p, d
 
@@ -180,7 +189,9 @@ async def test_garbage(pair, proxy, instead):
 
 async def test_without_lmcache_the_engine_is_healthy_and_tells_nobody(start, proxy):
     both = {"connector": "lmcache-pd"}
-    p = await start("prefill", notify=proxy.address, lmcache=lmcache("prefill", degraded=True), **both)
+    p = await start(
+        "prefill", notify=proxy.address, lmcache=lmcache("prefill", degraded=True), **both
+    )
     d = await start("decode", lmcache=lmcache("decode", degraded=True), **both)
     assert await decode(d, await prefill(p, d)) == plain()
     assert external(d) == 0
@@ -195,7 +206,9 @@ async def test_notices_wait_for_a_proxy_that_comes_later(start):
     held.close(linger=0)
     try:
         both = {"connector": "lmcache-pd"}
-        p = await start("prefill", notify=f"tcp://127.0.0.1:{port}", lmcache=lmcache("prefill"), **both)
+        p = await start(
+            "prefill", notify=f"tcp://127.0.0.1:{port}", lmcache=lmcache("prefill"), **both
+        )
         d = await start("decode", lmcache=lmcache("decode"), **both)
         await prefill(p, d)
         await until(lambda: p.engine.notice_sender.counts["sent"] == 1)
@@ -240,9 +253,13 @@ async def test_prefill_stops_until_its_decode_engine_is_there(pair, proxy):
     p, d = await pair()
     ports = owed(d)
     await d.kill()
-    waiting = asyncio.ensure_future(post(p, {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": ports}))
+    waiting = asyncio.ensure_future(
+        post(p, {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": ports})
+    )
     await until(lambda: p.engine._pd().blocked)
-    other = asyncio.ensure_future(post(p, {"prompt": PROMPT[:50], "max_tokens": 1, "kv_transfer_params": ports}))
+    other = asyncio.ensure_future(
+        post(p, {"prompt": PROMPT[:50], "max_tokens": 1, "kv_transfer_params": ports})
+    )
     await asyncio.sleep(0.05)
     assert not waiting.done()
     assert not other.done()
@@ -253,9 +270,14 @@ async def test_prefill_stops_until_its_decode_engine_is_there(pair, proxy):
 
 
 async def test_prefill_dies_of_a_client_that_leaves_before_the_first_token(start, proxy):
-    both = {"connector": "lmcache-pd", "hardware": Hardware(prefill_tokens_per_s=50)}  # two seconds a prompt
+    # two seconds a prompt
+    both = {"connector": "lmcache-pd", "hardware": Hardware(prefill_tokens_per_s=50)}
     p = await start("prefill", notify=proxy.address, lmcache=lmcache("prefill"), **both)
-    body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {"ret_first_tok": True, "disagg_spec": DEAD_END}}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "kv_transfer_params": {"ret_first_tok": True, "disagg_spec": DEAD_END},
+    }
     data = json.dumps(body).encode()
     client = await Raw.connect(p.port)
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -303,7 +325,11 @@ class Telemetry:
 
 async def test_lmcache_mp_posts_one_report_a_rank(start):
     async with Telemetry() as telemetry:
-        both = {"connector": "lmcache-mp", "lmcache": LMCacheFacts(chunk_size=32), "tensor_parallel_size": 2}
+        both = {
+            "connector": "lmcache-mp",
+            "lmcache": LMCacheFacts(chunk_size=32),
+            "tensor_parallel_size": 2,
+        }
         storage = MemoryStorage()
         p = await start("prefill", storage=storage, notify=telemetry.url, **both)
         d = await start("decode", storage=storage, **both)
@@ -335,7 +361,12 @@ async def test_the_notifier_tells_of_a_transfer(start, proxy):
     async def transfer(ident):
         body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": PREFILL}
         handle = (await post(p, body, ident=ident))["kv_transfer_params"]
-        body = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True, "kv_transfer_params": handle}
+        body = {
+            "prompt": PROMPT,
+            "max_tokens": 8,
+            "return_token_ids": True,
+            "kv_transfer_params": handle,
+        }
         assert (await post(d, body, ident="client"))["choices"][0]["token_ids"] == plain()
 
     # What is reported before the connection stands is lost, as it is by the real one.

@@ -21,7 +21,9 @@ class Pair(Engines):
 
     def messages(self):
         """Everybody's notices in their order, decode's before prefill's of the same instant."""
-        found = [(time, tell.message) for engine in (self.d, self.p) for time, tell in engine.notices]
+        found = [
+            (time, tell.message) for engine in (self.d, self.p) for time, tell in engine.notices
+        ]
         return [message for _, message in sorted(found, key=lambda one: one[0])]
 
     def prefill(self, **more):
@@ -46,18 +48,28 @@ def test_a_transfer_as_recorded():
     assert ready == p | {"event": "ready", "tokens": 100, "cached": 0, "created": 96, "blocks": 7}
     assert 0 < loaded.pop("seconds") < 0.1
     d = head | {"internal_id": "cmpl-other-0-00000000", "engine_id": "engine-1", "role": "D"}
-    assert loaded == d | {"event": "loaded", "tokens": 100, "cached": 0, "blocks": 7, "bytes": 100 * 131_072}
+    assert loaded == d | {
+        "event": "loaded",
+        "tokens": 100,
+        "cached": 0,
+        "blocks": 7,
+        "bytes": 100 * 131_072,
+    }
     assert 0 < released.pop("seconds") < 2
     assert released == p | {"event": "released"}
 
 
 def test_what_decode_has_is_loaded_at_once():
-    """Recorded: a repeat pulls what its own cache lacks; with all of it here vLLM itself has no event."""
+    """Recorded: a repeat pulls what its own cache lacks; with all of it here vLLM itself has no
+    event.
+    """
     pair = Pair()
     pair.answer(pair.d, PROMPT, 2)
     handle = pair.prefill().handle
     pair.answer(pair.d, PROMPT, 2, handle)
-    assert [(one["tokens"], one["cached"]) for one in pair.messages() if one["event"] == "loaded"] == [(4, 96)]
+    assert [
+        (one["tokens"], one["cached"]) for one in pair.messages() if one["event"] == "loaded"
+    ] == [(4, 96)]
 
 
 def test_a_pull_that_fails():

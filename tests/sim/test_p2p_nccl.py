@@ -11,7 +11,13 @@ from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
 def facts(role, **more):
     return SimFacts(
-        **{"role": role, "connector": "p2p-nccl", "randomize_request_ids": False, "max_model_len": 500, **more}
+        **{
+            "role": role,
+            "connector": "p2p-nccl",
+            "randomize_request_ids": False,
+            "max_model_len": 500,
+            **more,
+        }
     )
 
 
@@ -28,7 +34,10 @@ def held(engine):
 def test_split_says_what_one_engine_says(length, block_size, budget):
     prompt = tuple(range(300, 300 + length))
     engines = Engines()
-    p, d = (engines.add(facts(r, block_size=block_size, max_num_batched_tokens=budget)) for r in ("prefill", "decode"))
+    p, d = (
+        engines.add(facts(r, block_size=block_size, max_num_batched_tokens=budget))
+        for r in ("prefill", "decode")
+    )
     first = engines.answer(p, prompt, 1, id=name())
     assert first.outputs[-1].kv_transfer_params is None
     run = engines.answer(d, prompt, 8, id=name(suffix="-bbbbbbbb"))

@@ -18,7 +18,9 @@ class Buffer(PDBuffer):
     def push(self, request, keys, total=None, last=True, now=0.0):
         """Offer a batch; `keys`: a letter a chunk."""
         batch = ChunkBatch(request, tuple(keys), (PAGES,) * len(keys), total or len(keys), last)
-        self.offer(batch, now, lambda allocation: self.answers.setdefault(request, []).append(allocation))
+        self.offer(
+            batch, now, lambda allocation: self.answers.setdefault(request, []).append(allocation)
+        )
         return self.answers.get(request, [None])[-1]
 
 

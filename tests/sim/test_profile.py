@@ -1,4 +1,6 @@
-"""Profiles of measured engines: the shipped ones, files, and what is wrong with a file in one line."""
+"""Profiles of measured engines: the shipped ones, files, and what is wrong with a file in one
+line.
+"""
 
 import json
 from pathlib import Path
@@ -35,7 +37,9 @@ def test_a_shipped_profile_is_an_engine_and_says_what_it_was_measured_on(name):
 def test_the_h200_has_the_numbers_that_were_measured():
     hardware = load("h200-8b").hardware
     assert hardware.step_s(0, 1) == pytest.approx(0.0043 + 27e-6)
-    assert hardware.step_s(4000, 0, 0, 8e6) == pytest.approx(0.0021 + 0.084 + 0.97e-9 * 8e6, rel=1e-4)
+    assert hardware.step_s(4000, 0, 0, 8e6) == pytest.approx(
+        0.0021 + 0.084 + 0.97e-9 * 8e6, rel=1e-4
+    )
     expected = 0.0043 + 270e-6 + 33.6e-9 * 41_000 + 0.0369
     assert hardware.step_s(0, 10, 41_000, 0, 2, 0, 8000) == pytest.approx(expected)
     assert hardware.transfer_s(4000) == pytest.approx(0.0035 + 2.98e-6 * 4000, rel=1e-4)
@@ -47,7 +51,9 @@ def test_a_profile_without_a_time_per_pulled_token_has_none(tmp_path):
     hardware = {"pull_s": 0.0098, "further_pull_s": 0.0163}
     expected = Hardware(pull_s=0.0098, further_pull_s=0.0163, pull_token_s=0.0)
     assert load(written(tmp_path / "old.json", hardware=hardware)).hardware == expected
-    known = load(written(tmp_path / "new.json", hardware=hardware | {"pull_token_s": 3e-6})).hardware
+    known = load(
+        written(tmp_path / "new.json", hardware=hardware | {"pull_token_s": 3e-6})
+    ).hardware
     assert known.pull_token_s == 3e-6
 
 
@@ -98,7 +104,9 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path, changes, wo
     assert word in said
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b" " * (MAX_BYTES + 1)])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b" " * (MAX_BYTES + 1)]
+)
 def test_a_file_that_is_no_profile_is_refused(tmp_path, content):
     path = tmp_path / "no.json"
     path.write_bytes(content)
@@ -136,7 +144,12 @@ def facts(*options: str) -> SimFacts:
 def test_options_beside_a_profile_win():
     profile = load("h200-8b")
     assert facts("--profile=h200-8b") == SimFacts(**profile.options())
-    found = facts("--profile=h200-8b", "--max-num-batched-tokens=512", "--speed=10", "--no-transfers-in-line")
-    assert (found.max_num_batched_tokens, found.num_gpu_blocks) == (512, profile.engine.num_gpu_blocks)
+    found = facts(
+        "--profile=h200-8b", "--max-num-batched-tokens=512", "--speed=10", "--no-transfers-in-line"
+    )
+    assert (found.max_num_batched_tokens, found.num_gpu_blocks) == (
+        512,
+        profile.engine.num_gpu_blocks,
+    )
     assert (found.hardware.speed, found.hardware.transfers_in_line) == (10, False)
     assert found.hardware.pull_token_s == profile.hardware.pull_token_s

@@ -1,19 +1,14 @@
-"""A prefill engine that pushes: what is said twice, what nobody knows, and what has no KV to push."""
+"""A prefill engine that pushes: what is said twice, what nobody knows, and what has no KV to
+push.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.sim.engines import OTHER, PREFILL, PROMPT, external, plain
-from tests.sim.pushes import (
-    LEASE,
-    decode,
-    facts,  # the fixtures use it
-    free,
-    meet,
-    prefill,
-    wait,
-)
+from tests.sim.pushes import LEASE, decode, free, meet, prefill, wait
+from tests.sim.pushes import facts as facts  # the fixtures use it
 
 
 def test_a_push_for_a_request_that_nobody_has_is_counted(engines, p, d):

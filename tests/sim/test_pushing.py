@@ -12,7 +12,10 @@ from pdproxy_lab.sim.facts import Role, SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, completion, get, post, until
 
-PROMPT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+PROMPT = (
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen"
+)
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -24,7 +27,9 @@ class Pair:
         self.p, self.d = p, d
 
     def body(self, name, kv, **more):
-        return completion(prompt=PROMPT, kv_transfer_params=kv, **{"max_tokens": 4, "request_id": name, **more})
+        return completion(
+            prompt=PROMPT, kv_transfer_params=kv, **{"max_tokens": 4, "request_id": name, **more}
+        )
 
     def promise(self, **changed):
         return {
@@ -39,7 +44,9 @@ class Pair:
         } | changed
 
     async def prefill(self, name, **more):
-        return (await ask(self.p.port, self.body(name, PREFILL, **{"max_tokens": 1, **more}))).answer
+        return (
+            await ask(self.p.port, self.body(name, PREFILL, **{"max_tokens": 1, **more}))
+        ).answer
 
     async def decode(self, name, **changed):
         client = await Raw.connect(self.d.port)
@@ -53,7 +60,9 @@ class Pair:
 
     async def plain(self):
         async with SimServer(SimFacts(hardware=Hardware(speed=0), eos_every=0)) as one:
-            return (await ask(one.port, completion(prompt=PROMPT, max_tokens=4))).answer.json["choices"][0]["text"]
+            return (await ask(one.port, completion(prompt=PROMPT, max_tokens=4))).answer.json[
+                "choices"
+            ][0]["text"]
 
 
 def text(answer):
@@ -96,7 +105,9 @@ async def state(sim):
 
 
 async def free(sim):
-    await until(lambda: sim.engine.stats.running == 0 and not sim.engine.handles and not sim.engine.awaited)
+    await until(
+        lambda: sim.engine.stats.running == 0 and not sim.engine.handles and not sim.engine.awaited
+    )
     assert sim.engine._core.pool.usage == 0
 
 
@@ -106,8 +117,14 @@ async def test_both_at_once(pair, path, header):
     def leg(kv, tokens):
         headers = "x-request-id: the-same\r\n" if header else ""
         body = {} if header else {"request_id": "the-same"}
-        said = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": PROMPT}]}
-        return post(path, headers, max_tokens=tokens, temperature=0, kv_transfer_params=kv, **body, **said)
+        said = (
+            {"prompt": PROMPT}
+            if path == COMPLETIONS
+            else {"messages": [{"role": "user", "content": PROMPT}]}
+        )
+        return post(
+            path, headers, max_tokens=tokens, temperature=0, kv_transfer_params=kv, **body, **said
+        )
 
     decoding = await Raw.connect(pair.d.port)
     decoding.send(leg(pair.promise(), 4))
@@ -125,7 +142,10 @@ async def test_right_text_and_metrics(pair):
     assert text(await pair.both("x")) == await pair.plain()
     for sim, transfers in ((pair.p, 1), (pair.d, 0)):
         page = (await ask(sim.port, get("/metrics"))).answer.body.decode()
-        assert f'vllm:nixl_bytes_transferred_count{{engine="0",model_name="sim"}} {float(transfers)}' in page
+        assert (
+            f'vllm:nixl_bytes_transferred_count{{engine="0",model_name="sim"}} {float(transfers)}'
+            in page
+        )
 
 
 @pytest.mark.parametrize("met", [True, False])
@@ -136,7 +156,11 @@ async def test_p_pushes_while_a_step_with_another_prompt_is_under_way(pair, met)
     core = pair.p.engine._core
     core.facts = msgspec.structs.replace(core.facts, hardware=Hardware(prefill_tokens_per_s=0.001))
     busy = await Raw.connect(pair.p.port)
-    busy.send(completion(prompt="a prompt whose step does not end", kv_transfer_params=PREFILL, max_tokens=1))
+    busy.send(
+        completion(
+            prompt="a prompt whose step does not end", kv_transfer_params=PREFILL, max_tokens=1
+        )
+    )
     await until(lambda: pair.p.engine.stats.running == 1)
     assert text((await (await pair.decode("x")).whole()).answer) == await pair.plain()
     assert pair.p.engine.stats.running == 1
@@ -272,14 +296,23 @@ async def test_after_a_restart_of_either_its_new_id_works(pair):
 async def test_the_old_id_of_p_is_refused(pair):
     old = pair.promise()
     await pair.p.restart()
-    answer = (await (await pair.decode("x", remote_engine_id=old["remote_engine_id"])).whole()).answer
+    answer = (
+        await (await pair.decode("x", remote_engine_id=old["remote_engine_id"])).whole()
+    ).answer
     assert answer.status == 500
 
 
 @pytest.mark.parametrize("restarted", ["p", "d"])
 async def test_an_engine_with_a_fixed_id_that_restarts_never_gets_through_again(restarted):
-    common: dict[str, Any] = {"connector": "nixl-push", "eos_every": 0, "hardware": Hardware(speed=0)}
-    fixed: dict[str, dict[str, Any]] = {restarted: {"engine_id": "fixed"}, "p" if restarted == "d" else "d": {}}
+    common: dict[str, Any] = {
+        "connector": "nixl-push",
+        "eos_every": 0,
+        "hardware": Hardware(speed=0),
+    }
+    fixed: dict[str, dict[str, Any]] = {
+        restarted: {"engine_id": "fixed"},
+        "p" if restarted == "d" else "d": {},
+    }
     async with (
         SimServer(SimFacts(role="prefill", **common, **fixed["p"]), chance=1) as p,
         SimServer(SimFacts(role="decode", **common, **fixed["d"]), chance=2) as d,

@@ -11,7 +11,10 @@ from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, completion, get, post, until
 
-PROMPT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+PROMPT = (
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen"
+)
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -20,9 +23,15 @@ async def start():
     async with AsyncExitStack() as stack:
 
         async def started(role="prefill", ranks=3, **facts):
-            common: dict[str, Any] = {"connector": "nixl-push", "eos_every": 0, "hardware": Hardware(speed=0)}
+            common: dict[str, Any] = {
+                "connector": "nixl-push",
+                "eos_every": 0,
+                "hardware": Hardware(speed=0),
+            }
             made = SimFacts(role=role, data_parallel_size=ranks, **(common | facts))
-            sims.append(await stack.enter_async_context(SimServer(made, admin_port=0, chance=len(sims))))
+            sims.append(
+                await stack.enter_async_context(SimServer(made, admin_port=0, chance=len(sims)))
+            )
             return sims[-1]
 
         sims: list[SimServer] = []
@@ -32,7 +41,11 @@ async def start():
 
 def leg(rank=None, path=COMPLETIONS, **body):
     headers = "" if rank is None else f"X-data-parallel-rank: {rank}\r\n"
-    said = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": PROMPT}]}
+    said = (
+        {"prompt": PROMPT}
+        if path == COMPLETIONS
+        else {"messages": [{"role": "user", "content": PROMPT}]}
+    )
     return post(path, headers, **{"max_tokens": 1, "temperature": 0, **said, **body})
 
 
@@ -52,9 +65,13 @@ async def test_each_rank_has_its_own_id_port_memory_and_counters(start, connecto
     handles = [await handle_of(p, rank) for rank in (2, 0, 1)]
     names = [f"{p.engine.engine_id}_dp{rank}" for rank in (2, 0, 1)]
     assert [handle["remote_engine_id"] for handle in handles] == names
-    assert [handle["remote_port"] for handle in handles] == [p.engine.side_channel_ports[rank] for rank in (2, 0, 1)]
+    assert [handle["remote_port"] for handle in handles] == [
+        p.engine.side_channel_ports[rank] for rank in (2, 0, 1)
+    ]
     assert len({handle["remote_port"] for handle in handles}) == 3
-    assert [handle["remote_block_ids"] for handle in handles] == [handles[0]["remote_block_ids"]] * 3
+    assert [handle["remote_block_ids"] for handle in handles] == [
+        handles[0]["remote_block_ids"]
+    ] * 3
     assert len(set(counted(p))) == 1
     assert len(p.engine.handles) == 3
     assert p.engine.expire_leases() == 3
@@ -141,7 +158,11 @@ async def test_kv_moves_between_any_two_ranks(start):
             decoding.send(leg(of_d, kv_transfer_params=promise, **{"max_tokens": 4, **salt}))
             await handle_of(p, of_p, **salt)
             assert (await decoding.whole()).answer.json["choices"][0]["text"] == plain
-    assert [stats.prompt_tokens_by_source["local_compute"] for stats in d.engine.rank_stats] == [0, 0, 0]
+    assert [stats.prompt_tokens_by_source["local_compute"] for stats in d.engine.rank_stats] == [
+        0,
+        0,
+        0,
+    ]
     await until(lambda: not p.engine.handles)
 
 
@@ -159,7 +180,9 @@ async def test_the_wrong_rank_of_p_never_pushes(start):
     decoding.leave()
 
 
-@pytest.mark.parametrize(("rank", "releases"), [(None, True), ("1", True), ("-1", True), ("2", False)])
+@pytest.mark.parametrize(
+    ("rank", "releases"), [(None, True), ("1", True), ("-1", True), ("2", False)]
+)
 async def test_a_refused_request_releases_by_its_rank(start, rank, releases):
     p, d = await start(connector="nixl", ranks=1), await start("decode", connector="nixl", ranks=2)
     for one in range(2):  # each rank meets P
@@ -196,7 +219,12 @@ async def test_a_rank_that_dies_takes_all_with_it(start):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"data_parallel_size": 0}, {"side_channel_port": 65535}, {"connector": "lmcache-pd", "role": "decode"}]
+    "wrong",
+    [
+        {"data_parallel_size": 0},
+        {"side_channel_port": 65535},
+        {"connector": "lmcache-pd", "role": "decode"},
+    ],
 )
 def test_impossible_ranks(wrong):
     with pytest.raises(ValueError, match=r"data_parallel_size must|one port per rank"):

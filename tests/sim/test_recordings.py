@@ -1,4 +1,6 @@
-"""The simulator answers what real engines were recorded to answer: every recording is replayed, or it says here why not."""
+"""The simulator answers what real engines were recorded to answer: every recording is replayed, or
+it says here why not.
+"""
 
 from contextlib import AsyncExitStack
 
@@ -15,7 +17,9 @@ NOT_SPOKEN = {
     "connector_bidir_02_tokens": "KV that goes back from decode to prefill (bidirectional_kv_xfer)",
     "connector_kv_events_agg": "KV events (ZMQ), no HTTP",
     "connector_kv_events_bytes_hash": "KV events (ZMQ), no HTTP",
-    "connector_kv_events_http": "its requests were recorded in part (3000 characters), what they show is shown by pd*",
+    "connector_kv_events_http": (
+        "its requests were recorded in part (3000 characters), what they show is shown by pd*"
+    ),
     "connector_kv_events_pd": "KV events (ZMQ), no HTTP",
     "connector_lmcache_proxynotif": "LMCache's notices (ZMQ), no HTTP",
     "connector_mix_01": "a push engine paired with a pull engine",
@@ -26,7 +30,9 @@ NOT_SPOKEN = {
     "connector_push_03_timeout": "NixlPushConnector",
     "connector_push_04_new_D_random_engine_id": "NixlPushConnector",
 }
-"""Recordings that are not kept here: the simulator has no such contract, or there is nothing to send."""
+"""Recordings that are not kept here: the simulator has no such contract, or there is nothing to
+send.
+"""
 
 
 def _marked(name):
@@ -71,4 +77,6 @@ async def test_prefill_and_decode_have_one_fingerprint():
     async with AsyncExitStack() as stack:
         stage = Stage(stack)
         p, d = await stage.engine("prefill"), await stage.engine("decode")
-        assert fingerprint(await stage.ask(p, prefill.sent)) == fingerprint(await stage.ask(d, decode.sent))
+        assert fingerprint(await stage.ask(p, prefill.sent)) == fingerprint(
+            await stage.ask(d, decode.sent)
+        )

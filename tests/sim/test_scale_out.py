@@ -1,4 +1,6 @@
-"""The routes of `--enable-scale-out`: what they return for a chat's stream is what the chat's own route sends."""
+"""The routes of `--enable-scale-out`: what they return for a chat's stream is what the chat's own
+route sends.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ TOOL = {
         "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
-BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "why is the sky blue"}], "temperature": 0}
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "why is the sky blue"}],
+    "temperature": 0,
+}
 SCALED = replace(FAST, enable_scale_out=True, reasoning_parser="deepseek_r1")
 
 
@@ -32,7 +37,9 @@ def with_tool(text: str) -> dict[str, Any]:
 
 
 def events_of(body: bytes) -> list[Any]:
-    found = [line.removeprefix(b"data: ") for line in body.split(b"\n") if line.startswith(b"data: {")]
+    found = [
+        line.removeprefix(b"data: ") for line in body.split(b"\n") if line.startswith(b"data: {")
+    ]
     return [json.loads(one) for one in found]
 
 
@@ -42,7 +49,11 @@ def told(deltas: Sequence[dict[str, Any]]) -> tuple[str, str, list[Any]]:
     content = "".join(one.get("content") or "" for one in deltas)
     calls = [call for one in deltas for call in one.get("tool_calls") or ()]
     names = [call["function"]["name"] for call in calls if call["function"].get("name")]
-    return reasoning, content, [names, "".join(call["function"].get("arguments") or "" for call in calls)]
+    return (
+        reasoning,
+        content,
+        [names, "".join(call["function"].get("arguments") or "" for call in calls)],
+    )
 
 
 async def derender(sim: SimServer, **fields: Any) -> tuple[int | None, Any]:
@@ -50,18 +61,26 @@ async def derender(sim: SimServer, **fields: Any) -> tuple[int | None, Any]:
     return answer.status, answer.json
 
 
-@pytest.mark.parametrize("path", [RENDER, DERENDER, "/v1/completions/render", "/inference/v1/generate"])
+@pytest.mark.parametrize(
+    "path", [RENDER, DERENDER, "/v1/completions/render", "/inference/v1/generate"]
+)
 async def test_off_by_default(path: str) -> None:
     async with SimServer(FAST) as sim:
         answer = (await ask(sim.port, post(path, x=1))).answer
         assert (answer.status, answer.json["error"]["type"]) == (403, "PermissionDeniedError")
-        assert answer.json["error"]["message"].endswith("Restart vllm serve with --enable-scale-out to enable them.")
+        assert answer.json["error"]["message"].endswith(
+            "Restart vllm serve with --enable-scale-out to enable them."
+        )
 
 
 async def test_a_rendered_chat() -> None:
     async with SimServer(SCALED) as sim:
-        whole = (await ask(sim.port, post(CHAT, **BODY, max_tokens=3, return_token_ids=True))).answer.json
-        found = (await ask(sim.port, post(RENDER, **BODY, max_tokens=3, presence_penalty=0.5))).answer.json
+        whole = (
+            await ask(sim.port, post(CHAT, **BODY, max_tokens=3, return_token_ids=True))
+        ).answer.json
+        found = (
+            await ask(sim.port, post(RENDER, **BODY, max_tokens=3, presence_penalty=0.5))
+        ).answer.json
         assert found["token_ids"] == whole["prompt_token_ids"]
         assert found["sampling_params"] == {
             "presence_penalty": 0.5,
@@ -76,7 +95,9 @@ async def test_a_rendered_chat() -> None:
             "skip_clone": True,
             "skip_reading_prefix_cache": False,
         }
-        forced = (await ask(sim.port, post(RENDER, **with_tool("a") | {"tool_choice": "required"}))).answer.json
+        forced = (
+            await ask(sim.port, post(RENDER, **with_tool("a") | {"tool_choice": "required"}))
+        ).answer.json
         assert forced["sampling_params"]["structured_outputs"]
         status = (await ask(sim.port, post(RENDER, **BODY | {"model": "other"}))).answer.status
         assert status == 404
@@ -89,7 +110,9 @@ async def test_derendered_events_are_those_of_the_chat(kind: str, joined: int) -
     facts = SCALED if kind == "thoughts" else replace(SCALED, reasoning_parser="none")
     body = (with_tool("b") | {"tool_choice": "required"}) if kind == "call" else BODY
     async with SimServer(facts) as sim:
-        stream = await ask(sim.port, post(CHAT, **body, stream=True, max_tokens=40, return_token_ids=True))
+        stream = await ask(
+            sim.port, post(CHAT, **body, stream=True, max_tokens=40, return_token_ids=True)
+        )
         events = events_of(b"".join(stream.answer.chunks))
         deltas = [event["choices"][0]["delta"] for event in events]
         ids = [one for event in events for one in event["choices"][0].get("token_ids") or ()]
@@ -117,7 +140,9 @@ async def test_derendered_events_are_those_of_the_chat(kind: str, joined: int) -
         assert state is not None
         assert state["output_token_ids"] == ids
         assert sum(state["output_chunk_lens"]) == len(ids)
-        assert one["finish_reason"] == ("tool_calls" if kind == "call" else "length"), "a fault of vLLM"
+        assert one["finish_reason"] == ("tool_calls" if kind == "call" else "length"), (
+            "a fault of vLLM"
+        )
         assert len(state["last_tool_call_ids"]) == (kind == "call")
 
 
@@ -136,23 +161,45 @@ async def test_an_id_of_a_call_stays() -> None:
             chat_request=body,
         )
         (call,) = answer["chunk"]["choices"][0]["delta"]["tool_calls"]
-        assert (call["id"], call["type"], call["function"]["name"]) == ("mine", "function", "weather")
+        assert (call["id"], call["type"], call["function"]["name"]) == (
+            "mine",
+            "function",
+            "weather",
+        )
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"chat_request": None}, "chat_request is required when a tool or reasoning parser is configured"),
-        ({"prompt_token_ids": None}, "prompt_token_ids is required when a tool or reasoning parser is configured"),
-        ({"generate_chunk": {"choices": [{"index": 0}, {"index": 1}]}}, "expects at most one choice per chunk (got 2)"),
+        (
+            {"chat_request": None},
+            "chat_request is required when a tool or reasoning parser is configured",
+        ),
+        (
+            {"prompt_token_ids": None},
+            "prompt_token_ids is required when a tool or reasoning parser is configured",
+        ),
+        (
+            {"generate_chunk": {"choices": [{"index": 0}, {"index": 1}]}},
+            "expects at most one choice per chunk (got 2)",
+        ),
         (
             {"prompt_token_ids": [9] * 9000},
             "prompt_token_ids length (9000) plus output_token_ids length (0) plus delta (1)",
         ),
-        ({"stream_state": {"output_token_ids": [9], "output_chunk_lens": []}}, "must sum to len(output_token_ids)"),
+        (
+            {"stream_state": {"output_token_ids": [9], "output_chunk_lens": []}},
+            "must sum to len(output_token_ids)",
+        ),
         ({"stream_state": {"output_token_ids": [9], "output_chunk_lens": [1, 0]}}, "greater_than"),
-        ({"stream_state": {"prev_tokens": ["a"] * 1025}}, "prev_tokens length (1025) exceeds maximum (1024)"),
-        ({"stream_state": {"output_token_ids": [99999], "output_chunk_lens": [1]}}, "invalid stream_state"),
+        (
+            {"stream_state": {"prev_tokens": ["a"] * 1025}},
+            "prev_tokens length (1025) exceeds maximum (1024)",
+        ),
+        (
+            {"stream_state": {"output_token_ids": [99999], "output_chunk_lens": [1]}},
+            "invalid stream_state",
+        ),
         (
             {"generate_chunk": {"choices": [{"index": 0, "token_ids": [99999]}]}},
             "invalid stream_state: derender failed",
@@ -177,16 +224,26 @@ async def test_what_is_refused(fields: dict[str, Any], said: str) -> None:
 
 
 async def test_a_call_that_a_prompt_has_begun_goes_on() -> None:
-    """As with a real model, a completion behind some of a chat's answer makes the rest of it: calls and thoughts."""
+    """As with a real model, a completion behind some of a chat's answer makes the rest of it: calls
+    and thoughts.
+    """
     for facts, body in (
         (replace(SCALED, reasoning_parser="none"), with_tool("b") | {"tool_choice": "required"}),
         (SCALED, BODY),
     ):
         async with SimServer(facts) as sim:
-            whole = (await ask(sim.port, post(CHAT, **body, max_tokens=40, return_token_ids=True))).answer.json
+            whole = (
+                await ask(sim.port, post(CHAT, **body, max_tokens=40, return_token_ids=True))
+            ).answer.json
             ids = whole["choices"][0]["token_ids"]
             for cut in range(1, len(ids)):
                 prompt = whole["prompt_token_ids"] + ids[:cut]
-                more: dict[str, Any] = {"max_tokens": 40 - cut, "temperature": 0, "return_token_ids": True}
-                rest = (await ask(sim.port, post("/v1/completions", prompt=prompt, **more))).answer.json
+                more: dict[str, Any] = {
+                    "max_tokens": 40 - cut,
+                    "temperature": 0,
+                    "return_token_ids": True,
+                }
+                rest = (
+                    await ask(sim.port, post("/v1/completions", prompt=prompt, **more))
+                ).answer.json
                 assert rest["choices"][0]["token_ids"] == ids[cut:], cut

@@ -13,7 +13,19 @@ from pdproxy_lab.sim.journal import Journal, Request
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.bodies import whole_bodies
 from tests.sim.moments import FAST
-from tests.sim.raw import CHAT, COMPLETIONS, PATIENCE, Raw, ask, chat, completion, get, post, turns, until
+from tests.sim.raw import (
+    CHAT,
+    COMPLETIONS,
+    PATIENCE,
+    Raw,
+    ask,
+    chat,
+    completion,
+    get,
+    post,
+    turns,
+    until,
+)
 
 SLOW = SimFacts(hardware=Hardware(decode_step_s=30), eos_every=0)
 """Never gets to its second token within a test."""
@@ -24,7 +36,9 @@ SLOW = SimFacts(hardware=Hardware(decode_step_s=30), eos_every=0)
 
 async def test_four_engines_in_one_event_loop():
     async with AsyncExitStack() as stack:
-        sims = [await stack.enter_async_context(SimServer(FAST, chance=number)) for number in range(4)]
+        sims = [
+            await stack.enter_async_context(SimServer(FAST, chance=number)) for number in range(4)
+        ]
         assert len({sim.port for sim in sims}) == 4
         answers = await asyncio.gather(*(ask(sim.port, completion()) for sim in sims))
     assert [one.answer.status for one in answers] == [200] * 4
@@ -49,7 +63,10 @@ async def test_a_chat_whose_ids_were_handed_over_has_no_text_of_its_prompt(sim, 
 
     assert "one two" in await said(return_prompt_text=True)
     assert await said() is None
-    assert await said(return_prompt_text=True, kv_transfer_params={"prompt_token_ids": [5, 6, 7]}) is None
+    assert (
+        await said(return_prompt_text=True, kv_transfer_params={"prompt_token_ids": [5, 6, 7]})
+        is None
+    )
 
 
 async def test_a_port_that_is_taken_is_an_error_and_leaves_nothing():
@@ -154,7 +171,11 @@ async def test_the_port_refuses_while_a_restart_takes_its_time(sim):
     ("facts", "ports"),
     [
         pytest.param({}, lambda sim: sim.engine.side_channel_ports, id="nixl"),
-        pytest.param({"connector": "p2p-nccl", "role": "prefill"}, lambda sim: [sim.engine.link.port], id="p2p-nccl"),
+        pytest.param(
+            {"connector": "p2p-nccl", "role": "prefill"},
+            lambda sim: [sim.engine.link.port],
+            id="p2p-nccl",
+        ),
         pytest.param(
             {"connector": "lmcache-pd", "role": "decode"},
             lambda sim: [port for ports in sim.engine.receiver_ports for port in ports],
@@ -169,7 +190,8 @@ async def test_a_killed_engine_keeps_its_ports_until_its_end(facts, ports):
         await sim.kill()
         for port in kept:
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind(("127.0.0.1", port))  # without SO_REUSEADDR, like the port of a connection
+                # without SO_REUSEADDR, like the port of a connection
+                other.bind(("127.0.0.1", port))
             with pytest.raises(ConnectionRefusedError):
                 await Raw.connect(port)
         await sim.restart()
@@ -253,7 +275,11 @@ async def test_scripts_answer_one_request_each_then_the_engine(sim):
 
     sim.faults.script(whole, stream)
     client = await ask(sim.port, completion())
-    assert (client.answer.status, client.answer.json, client.answer.headers["x-more"]) == (201, {"a": 1}, "yes")
+    assert (client.answer.status, client.answer.json, client.answer.headers["x-more"]) == (
+        201,
+        {"a": 1},
+        "yes",
+    )
     client.pieces.clear()
     client.send(completion())
     assert (await client.whole()).answer.chunks == [b"data: 1\n\n", b"data: 2\n\n"]
@@ -303,7 +329,9 @@ async def test_a_script_reads_the_request_and_lets_the_engine_answer(sim):
         await reply.serve()
 
     sim.faults.script(script)
-    answer = (await ask(sim.port, post(COMPLETIONS, "x-request-id: a7\r\n", prompt="one", max_tokens=1))).answer
+    answer = (
+        await ask(sim.port, post(COMPLETIONS, "x-request-id: a7\r\n", prompt="one", max_tokens=1))
+    ).answer
     assert seen == [("one", False, "a7")]
     assert answer.json["id"] == "cmpl-a7"
 
@@ -343,7 +371,12 @@ async def test_the_journal_tells_what_came_and_who_left():
         client = await Raw.connect(sim.port)
         client.send(chat(max_tokens=9))
         request = await sim.journal.received()
-        assert (request.method, request.path, request.json["max_tokens"], request.connection) == ("POST", CHAT, 9, 2)
+        assert (request.method, request.path, request.json["max_tokens"], request.connection) == (
+            "POST",
+            CHAT,
+            9,
+            2,
+        )
         assert request.header("Content-Type") == "application/json"
         assert not request.over
         assert not request.left.is_set()
@@ -383,11 +416,20 @@ _BROKEN = [
     (b"\xff", "no JSON"),
     (b'{"prompt": "a", "max_tokens": 0, "kv_transfer_params": {}}', "empty kv_transfer_params"),
 ]
-_WHOLE = [b"", b"{}", b"[1]", b'{"prompt": "a", "kv_transfer_params": null}', '{"prompt": "ä"}'.encode("utf-16")]
+_WHOLE = [
+    b"",
+    b"{}",
+    b"[1]",
+    b'{"prompt": "a", "kv_transfer_params": null}',
+    '{"prompt": "ä"}'.encode("utf-16"),
+]
 
 
 def raw_post(body: bytes) -> bytes:
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: sim\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: sim\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
     return head.encode() + body
 
 

@@ -1,4 +1,6 @@
-"""What vLLM's ExampleConnector does with storage that engines share, and where it dies of it, in virtual time."""
+"""What vLLM's ExampleConnector does with storage that engines share, and where it dies of it, in
+virtual time.
+"""
 
 from typing import Any
 
@@ -23,7 +25,10 @@ class Pair(Engines):
     def __init__(self, **facts):
         super().__init__()
         usual: dict[str, Any] = {"connector": "shared", "block_size": SIZE} | facts
-        self.p, self.d = self.add(SimFacts(role="prefill", **usual)), self.add(SimFacts(role="decode", **usual))
+        self.p, self.d = (
+            self.add(SimFacts(role="prefill", **usual)),
+            self.add(SimFacts(role="decode", **usual)),
+        )
 
     def __len__(self):
         return len(self._storage)
@@ -38,7 +43,9 @@ def pair():
     return Pair()
 
 
-@pytest.mark.parametrize(("length", "found"), [(535, 512), (984, 960), (291, 288), (454, 448), (2, 0)])
+@pytest.mark.parametrize(
+    ("length", "found"), [(535, 512), (984, 960), (291, 288), (454, 448), (2, 0)]
+)
 def test_prompts_are_found_as_recorded(pair, length, found):
     assert pair.split(LONG[:length]) == plain(LONG[:length])
     said = {"local_compute": length - found} | ({"external_kv_transfer": found} if found else {})
@@ -62,7 +69,11 @@ def test_decode_alone_stores(pair):
 def test_what_decode_has_cached_is_not_loaded(pair):
     pair.split(PROMPT)
     pair.answer(pair.d)
-    assert sources(pair.d) == {"local_compute": 8, "external_kv_transfer": 96, "local_cache_hit": 96}
+    assert sources(pair.d) == {
+        "local_compute": 8,
+        "external_kv_transfer": 96,
+        "local_cache_hit": 96,
+    }
 
 
 def test_a_longer_prompt_finds_nothing(pair):

@@ -44,11 +44,15 @@ def fetch(url: str, body: object = None) -> tuple[int, bytes]:
 
 
 def test_the_process_says_when_it_is_ready_and_ends_well_on_sigterm() -> None:
-    with running("--role", "decode", "--model", "m", "--speed", "0", "--admin-port", "0", "--seed", "3") as (
+    with running(
+        "--role", "decode", "--model", "m", "--speed", "0", "--admin-port", "0", "--seed", "3"
+    ) as (
         process,
         ready,
     ):
-        found = re.fullmatch(r"simulated decode engine of 'm' on (http://\S+), admin on (http://\S+)\n", ready)
+        found = re.fullmatch(
+            r"simulated decode engine of 'm' on (http://\S+), admin on (http://\S+)\n", ready
+        )
         assert found, ready
         assert fetch(f"{found[1]}/health") == (200, b"")
         assert json.loads(fetch(f"{found[1]}/v1/models")[1])["data"][0]["id"] == "m"
@@ -63,7 +67,10 @@ def test_the_process_ends_on_sigint_with_a_request_under_way() -> None:
         port = int(ready.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
             body = b'{"prompt":"a","max_tokens":1}'
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            head = (
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n"
+            )
             client.sendall(head % len(body) + body)
             process.send_signal(signal.SIGINT)
             assert process.communicate(timeout=PATIENCE)[1] == ""
@@ -75,7 +82,9 @@ def test_the_same_seed_says_the_same() -> None:
     for _ in range(2):
         with running("--seed", "5", "--speed", "0") as (_, ready):
             body = {"prompt": "one two", "max_tokens": 5}
-            said.append(json.loads(fetch(ready.split()[-1] + "/v1/completions", body)[1])["choices"])
+            said.append(
+                json.loads(fetch(ready.split()[-1] + "/v1/completions", body)[1])["choices"]
+            )
     assert said[0] == said[1]
 
 
@@ -170,11 +179,21 @@ def test_every_fact_is_an_option() -> None:
                 value = getattr(kind(), field.name)
                 option = field.name.replace("_", "-")
                 options += (
-                    [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}={value}"]
+                    [f"--{'' if value else 'no-'}{option}"]
+                    if isinstance(value, bool)
+                    else [f"--{option}={value}"]
                 )
-    options += ["--kv-role=kv_both", "--api-key=k", "--notify=tcp://x:1", "--pd-allocation-timeout-sec=5"]
+    options += [
+        "--kv-role=kv_both",
+        "--api-key=k",
+        "--notify=tcp://x:1",
+        "--pd-allocation-timeout-sec=5",
+    ]
     assert sim.facts_from(arguments(*options)) == SimFacts(  # type: ignore[arg-type]
-        kv_role="kv_both", api_key="k", notify="tcp://x:1", lmcache=LMCacheFacts(pd_allocation_timeout_sec=5)
+        kv_role="kv_both",
+        api_key="k",
+        notify="tcp://x:1",
+        lmcache=LMCacheFacts(pd_allocation_timeout_sec=5),
     )
     assert sim.facts_from(arguments()) == SimFacts()  # type: ignore[arg-type]
     assert sim.facts_from(arguments("--speed=0", "--no-enable-prefix-caching")) == SimFacts(  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""What the simulated API server does with tokens and texts: detokenizing, stop strings, structured outputs, tool calls."""
+"""What the simulated API server does with tokens and texts: detokenizing, stop strings, structured
+outputs, tool calls.
+"""
 
 import json
 import re
@@ -33,7 +35,9 @@ def test_pieces_are_the_whole_and_characters_are_never_cut(text):
     assert "\ufffd" not in "".join(pieces)
 
 
-@given(TEXT, st.lists(st.text("ab .", min_size=1, max_size=3), min_size=1, max_size=2), st.booleans())
+@given(
+    TEXT, st.lists(st.text("ab .", min_size=1, max_size=3), min_size=1, max_size=2), st.booleans()
+)
 def test_a_stop_string_ends_the_text_where_it_first_stands(text, stops, included):
     detokenizer = Detokenizer(TOKENIZER, stops, include_stop=included)
     taken, found, before = "", None, ""
@@ -51,8 +55,9 @@ def test_a_stop_string_ends_the_text_where_it_first_stands(text, stops, included
         return
     kept = taken.removesuffix(found) if included else taken
     assert text.startswith(kept + found)
-    # One that was complete earlier would have been found with its own token. Of those that one token completes, the first in
-    # the request's order counts, so the text that is kept may have another one.
+    # One that was complete earlier would have been found with its own token. Of those that one
+    # token completes, the first in the request's order counts, so the text that is kept may have
+    # another one.
     assert all(stop not in before for stop in stops)
     assert found == next(stop for stop in stops if stop in kept + found)
 
@@ -87,11 +92,18 @@ def test_the_token_that_stopped_is_no_text_unless_asked_for():
 SCHEMAS = [
     {
         "type": "object",
-        "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "properties": {
+            "city": {"enum": ["Oslo", "Rome"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
     },
     {"type": "array", "items": {"type": "number"}, "minItems": 3},
     {"anyOf": [{"type": "null"}, {"const": 5}, {"type": "boolean"}]},
-    {"$defs": {"n": {"type": "string", "minLength": 9}}, "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]},
+    {
+        "$defs": {"n": {"type": "string", "minLength": 9}},
+        "properties": {"a": {"$ref": "#/$defs/n"}},
+        "required": ["a"],
+    },
     {"type": ["string", "integer"]},
     {"type": "string", "pattern": "[a-c]{2}-\\d+"},
 ]
@@ -104,7 +116,9 @@ def test_texts_of_a_schema_fit_it(schema):
         jsonschema.validate(json.loads(text), schema)
 
 
-@pytest.mark.parametrize("pattern", ["[a-c]{4}-[0-9]{3}", r"(yes|no)\d*", r"\w+ \w+\s?", "[^a]b?", "x{2,5}.", "^a$"])
+@pytest.mark.parametrize(
+    "pattern", ["[a-c]{4}-[0-9]{3}", r"(yes|no)\d*", r"\w+ \w+\s?", "[^a]b?", "x{2,5}.", "^a$"]
+)
 def test_texts_of_an_expression_match_it(pattern):
     assert all(re.fullmatch(pattern, text) for text in texts_of_regex(pattern))
 
@@ -135,14 +149,21 @@ def test_a_grammar_leads_to_one_of_its_texts_and_then_the_end():
     }
 
 
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[0]}} for name in ("tide", "wind")]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMAS[0]}}
+    for name in ("tide", "wind")
+]
 
 
 def body(**fields):
-    return ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields})
+    return ChatBody.model_validate(
+        {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
+    )
 
 
-@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "wind"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", "auto", {"type": "function", "function": {"name": "wind"}}]
+)
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_call_comes_as_its_name_and_pieces_of_its_arguments(choice, size):
     grammar = grammar_of_calls(body(tool_choice=choice), TOKENIZER)
@@ -151,11 +172,15 @@ def test_a_call_comes_as_its_name_and_pieces_of_its_arguments(choice, size):
         said.append(allowed[0])
     text = TOKENIZER.decode(said, skip_special_tokens=False)
     parser = CallParser("call-1")
-    deltas = [parser.add(text[at : at + size]) for at in range(0, len(text), size)] + [parser.add("")]
+    deltas = [parser.add(text[at : at + size]) for at in range(0, len(text), size)] + [
+        parser.add("")
+    ]
     told = [delta for delta in deltas if delta]
     assert told[0] == {
         "content": None,
-        "tool_calls": [{"id": "call-1", "type": "function", "index": 0, "function": {"name": parser.name}}],
+        "tool_calls": [
+            {"id": "call-1", "type": "function", "index": 0, "function": {"name": parser.name}}
+        ],
     }
     arguments = "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in told[1:])
     assert arguments == parser.arguments
@@ -181,7 +206,9 @@ def test_tools_are_called_when_they_must_be_and_never_when_they_must_not():
 
 
 def test_templates_differ_and_print_what_they_are_given():
-    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]
     chatml = render("chatml", messages)
     assert chatml == "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n"
     assert (
@@ -201,7 +228,8 @@ def test_templates_differ_and_print_what_they_are_given():
 
 
 @pytest.mark.parametrize(
-    "messages", [[], [{"role": 5}], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]]
+    "messages",
+    [[], [{"role": 5}], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]],
 )
 def test_conversations_that_can_not_be_rendered_are_refused(messages):
     with pytest.raises(RefusedRequest):
@@ -210,7 +238,9 @@ def test_conversations_that_can_not_be_rendered_are_refused(messages):
 
 @pytest.mark.parametrize(("budget", "refused"), [(-1, False), (None, False), (0, True), (3, True)])
 def test_a_budget_of_thoughts_needs_a_parser(budget, refused):
-    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], "thinking_token_budget": budget})
+    body = ChatBody.model_validate(
+        {"messages": [{"role": "user", "content": "a"}], "thinking_token_budget": budget}
+    )
     params = sampling_params(body, [5], SimFacts(), TOKENIZER)
     if refused:
         with pytest.raises(EngineRefused, match="reasoning_config"):

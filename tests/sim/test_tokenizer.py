@@ -1,10 +1,21 @@
-"""The simulator's tokenizer: what is encoded is decoded, in no more tokens than bytes, with special tokens by name."""
+"""The simulator's tokenizer: what is encoded is decoded, in no more tokens than bytes, with special
+tokens by name.
+"""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy_lab.sim.tokenizer import BOS, FIRST_BYTE, IM_END, IM_START, SPECIAL, THINK, VOCABULARY, BuiltInTokenizer
+from pdproxy_lab.sim.tokenizer import (
+    BOS,
+    FIRST_BYTE,
+    IM_END,
+    IM_START,
+    SPECIAL,
+    THINK,
+    VOCABULARY,
+    BuiltInTokenizer,
+)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -36,7 +47,9 @@ def test_special_tokens_by_name_and_left_out_of_texts():
     assert (ids[0], ids[-1]) == (IM_START, IM_END)
     assert tokenizer.decode(ids) == "user\nhi"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>"
-    assert [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)] == list(range(THINK))
+    assert [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)] == list(
+        range(THINK)
+    )
 
 
 def test_marks_of_thinking_and_of_calls_are_text():

@@ -1,4 +1,6 @@
-"""KV that goes back to the prefill engine: how much of it is pulled, when it is declined, and what is given back."""
+"""KV that goes back to the prefill engine: how much of it is pulled, when it is declined, and what
+is given back.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ FAR = tuple(range(700, 780))
 @pytest.mark.parametrize("left", [-10.0, 0.0, 2.0, EXPIRY_MARGIN, EXPIRY_MARGIN + 1, 1000.0, None])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_blocks_that_will_soon_be_freed_are_not_read(left: float | None, policy: str) -> None:
-    """`left`: seconds to their end, when the next turn comes. A handle that does not name one is read."""
+    """`left`: seconds to their end, when the next turn comes. A handle that does not name one is
+    read.
+    """
     pair = Pair(p={"kv_load_failure_policy": policy}, decoder_kv_blocks_ttl=2000.0)
     said, handle = pair.turn()
     pair.evict()
@@ -50,9 +54,12 @@ def test_where_nothing_is_read_the_time_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threshold", "tokens", "moved"), [(256, 48, 0), (64, 48, 0), (48, 48, 48), (0, 48, 48), (0, 1, 1), (256, 256, 256)]
+    ("threshold", "tokens", "moved"),
+    [(256, 48, 0), (64, 48, 0), (48, 48, 48), (0, 48, 48), (0, 1, 1), (256, 256, 256)],
 )
-def test_fewer_tokens_than_the_threshold_are_computed(threshold: int, tokens: int, moved: int) -> None:
+def test_fewer_tokens_than_the_threshold_are_computed(
+    threshold: int, tokens: int, moved: int
+) -> None:
     pair = Pair(kv_recompute_threshold=threshold, max_model_len=500)
     first = tuple(range(300, 300 + max(tokens - 7, 1)))
     said, handle = pair.turn(first, tokens - len(first) + 1)
@@ -86,7 +93,9 @@ def test_so_many_tokens_are_pulled_and_the_others_computed(kept: int, prompt: in
 
 
 def test_of_a_handle_that_is_longer_than_the_prompt_not_more_than_the_prompt_is_counted() -> None:
-    """Blocks are paired from the end, so the tokens are wrong: a proxy must not send such a handle whole."""
+    """Blocks are paired from the end, so the tokens are wrong: a proxy must not send such a handle
+    whole.
+    """
     pair = Pair(kv_recompute_threshold=0)
     _, handle = pair.turn(FAR, 1)
     pair.evict()

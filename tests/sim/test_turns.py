@@ -94,7 +94,13 @@ def test_without_the_option_nothing_is_kept():
     assert not pair.d.core.nixl.held
 
 
-@given(st.integers(1, 90), st.integers(1, 40), st.integers(1, 90), st.sampled_from([1, 5, 16]), st.booleans())
+@given(
+    st.integers(1, 90),
+    st.integers(1, 40),
+    st.integers(1, 90),
+    st.sampled_from([1, 5, 16]),
+    st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
 def test_the_next_turn_says_what_one_engine_says(length, tokens, more, block_size, warm):
     prompt = tuple(range(300, 300 + length))
@@ -106,10 +112,13 @@ def test_the_next_turn_says_what_one_engine_says(length, tokens, more, block_siz
     history = (*prompt, *said, *range(600, 600 + more))
     _, answer = pair.next(history, handle)
     assert answer == plain(history, **facts)
-    assert pulled(pair.p) == (length + tokens - 1 - (0 if not warm else length // block_size * block_size))
+    assert pulled(pair.p) == (
+        length + tokens - 1 - (0 if not warm else length // block_size * block_size)
+    )
     pair.run(pair.now + 61)
     assert pair.p.core.pool.usage == pair.d.core.pool.usage == 0
-    # The second turn's, which nobody read. The first one's, too, where nothing was pulled before P had contact with D.
+    # The second turn's, which nobody read. The first one's, too, where nothing was pulled before P
+    # had contact with D.
     assert pair.d.stats.kv_expired == (1 if pulled(pair.p) else 2)
 
 
@@ -145,7 +154,9 @@ def test_a_handle_of_no_tokens_only_gives_the_blocks_back():
 
 
 def test_a_refused_request_gives_them_back_too():
-    """With the directions swapped: P's API server refuses a request as D's does, and its connector notifies D."""
+    """With the directions swapped: P's API server refuses a request as D's does, and its connector
+    notifies D.
+    """
     pair = Pair()
     _, handle = pair.turn()
     pair.p.core.reject(handle | {"do_remote_prefill": True, "do_remote_decode": False})
@@ -190,7 +201,10 @@ def test_trimmed_to_the_common_blocks_it_is_right():
     said, handle = pair.turn()
     pair.evict()
     prompt = (*PROMPT, *said[:-2], 999, *MORE)
-    trimmed = handle | {"remote_num_tokens": 96, "remote_block_ids": [handle["remote_block_ids"][0][:6]]}
+    trimmed = handle | {
+        "remote_num_tokens": 96,
+        "remote_block_ids": [handle["remote_block_ids"][0][:6]],
+    }
     _, answer = pair.next(prompt, trimmed)
     assert answer == plain(prompt)
     assert pulled(pair.p) == 96
@@ -256,7 +270,9 @@ def test_close_to_its_end_a_handle_is_declined(policy):
     prompt = (*PROMPT, *said, *MORE)
     pair.run(handle["remote_blocks_expiry_time"] - 4.9)
     prefill, answer = pair.next(prompt, handle)
-    assert (prefill.over, answer) == (("error", None) if policy == "fail" else ("length", plain(prompt)))
+    assert (prefill.over, answer) == (
+        ("error", None) if policy == "fail" else ("length", plain(prompt))
+    )
     assert pair.p.stats.kv_expired == 1
     assert pair.p.stats.failed_transfers == 0
     assert pulled(pair.p) == 0
@@ -275,7 +291,9 @@ def test_d_that_has_restarted_fails_the_pull():
 
 def test_the_notifier_says_what_d_keeps():
     pair = Pair(notify=NOTIFY)
-    first = pair.answer(pair.p, PROMPT, 1, {"do_remote_decode": True}, id="cmpl-leg-0-abcdef01").handle
+    first = pair.answer(
+        pair.p, PROMPT, 1, {"do_remote_decode": True}, id="cmpl-leg-0-abcdef01"
+    ).handle
     run = pair.answer(pair.d, PROMPT, 8, first, id="cmpl-client-0-00000000")
     (kept,) = (one.message for _, one in pair.d.notices if one.message["event"] == "kept")
     assert msgspec.json.decode(kept.pop("params")) == run.handle
@@ -291,7 +309,11 @@ def test_the_notifier_says_what_d_keeps():
     }
     pair.run(pair.now + 61)
     expired = pair.d.notices[-1][1].message
-    assert (expired["event"], expired["role"], expired["remote_req_id"]) == ("expired", "D", "cmpl-leg-0-abcdef01")
+    assert (expired["event"], expired["role"], expired["remote_req_id"]) == (
+        "expired",
+        "D",
+        "cmpl-leg-0-abcdef01",
+    )
 
 
 def test_the_notifier_says_when_p_has_read_it():

@@ -14,7 +14,11 @@ from tests.sim.moments import FAST
 from tests.sim.raw import ask, chat, completion, post
 
 OLD, NEW = "0.32.0", "0.33.0"
-MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 3, "temperature": 0}
+MESSAGE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "one two"}],
+    "max_tokens": 3,
+    "temperature": 0,
+}
 
 
 @pytest.fixture(params=[OLD, NEW])
@@ -29,7 +33,8 @@ def is_new(sim: SimServer) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("version", "new"), [("0.26.0", False), (OLD, False), (NEW, True), ("0.33.1rc1", True), ("1.0", True)]
+    ("version", "new"),
+    [("0.26.0", False), (OLD, False), (NEW, True), ("0.33.1rc1", True), ("1.0", True)],
 )
 def test_a_version_is_read_by_its_numbers(version: str, new: bool) -> None:
     assert since.v033(version) is new
@@ -47,13 +52,20 @@ async def test_handles_count_registrations_of_memory() -> None:
         facts = msgspec.structs.replace(FAST, role="prefill", version=version)
         async with SimServer(facts) as made:
             asked = {"do_remote_decode": True, "do_remote_prefill": False}
-            answer = (await ask(made.port, completion(max_tokens=1, kv_transfer_params=asked))).answer
+            answer = (
+                await ask(made.port, completion(max_tokens=1, kv_transfer_params=asked))
+            ).answer
             handle: dict[str, Any] = answer.json["kv_transfer_params"]
             assert handle.get("remote_registration_generation") == (1 if version == NEW else None)
 
 
 async def test_a_response_that_is_cut_ends_as_incomplete(sim: SimServer) -> None:
-    body: dict[str, Any] = {"input": "one two", "max_output_tokens": 3, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {
+        "input": "one two",
+        "max_output_tokens": 3,
+        "temperature": 0,
+        "stream": True,
+    }
     text = (await ask(sim.port, post("/v1/responses", **body))).answer.body.decode()
     last = "incomplete" if is_new(sim) else "completed"
     assert text.rpartition("event: ")[2].startswith(f"response.{last}\n")
@@ -62,11 +74,15 @@ async def test_a_response_that_is_cut_ends_as_incomplete(sim: SimServer) -> None
 
 async def test_an_empty_list_of_prompts_names_its_parameter(sim: SimServer) -> None:
     error = (await ask(sim.port, completion(prompt=[]))).answer.json["error"]
-    assert error["message"] == "You must pass at least one prompt" + (" (parameter=prompt)" if is_new(sim) else "")
+    assert error["message"] == "You must pass at least one prompt" + (
+        " (parameter=prompt)" if is_new(sim) else ""
+    )
 
 
 async def test_errors_of_messages_have_types(sim: SimServer) -> None:
-    error = (await ask(sim.port, post("/v1/messages", **{**MESSAGE, "model": "nope"}))).answer.json["error"]
+    error = (await ask(sim.port, post("/v1/messages", **{**MESSAGE, "model": "nope"}))).answer.json[
+        "error"
+    ]
     assert error["type"] == ("not_found_error" if is_new(sim) else "NotFoundError")
 
 

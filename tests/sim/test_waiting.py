@@ -17,7 +17,9 @@ POOL = BlockPool(8, 16)
 def request(name: str, *, priority: int = 0, blocks: int = 0, tokens: int = 16) -> ActiveRequest:
     """Its prompt has so many tokens."""
     params: dict[str, Any] = {"max_tokens": 1}
-    asked = EngineRequest(id=name, prompt=(1,) * tokens, sampling=SamplingParams(**params), priority=priority)
+    asked = EngineRequest(
+        id=name, prompt=(1,) * tokens, sampling=SamplingParams(**params), priority=priority
+    )
     made = ActiveRequest(asked, Attention(POOL, 0), 0.0, [1] * tokens, 0, None, None)
     made.blocks = list(range(1, blocks + 1))
     return made
@@ -34,7 +36,9 @@ def order(waiting: WaitingRequests) -> list[str]:
 
 
 def test_requests_that_hold_blocks_go_first() -> None:
-    """Also before one that was preempted later: it needs blocks, and could wait for theirs for ever."""
+    """Also before one that was preempted later: it needs blocks, and could wait for theirs for
+    ever.
+    """
     waiting = WaitingRequests()
     waiting.add(request("new"))
     waiting.put_back(request("loaded first", blocks=1))
@@ -58,5 +62,9 @@ def test_one_that_does_not_wait_cannot_be_removed() -> None:
 @pytest.mark.parametrize(("running", "fits"), [(0, True), (1, True), (2, False)])
 def test_blocks_that_running_prompts_need_stay_free(running: int, fits: bool) -> None:
     """Seven blocks are free; the request needs four, running prompts three more."""
-    others = [request("r", tokens=48)] if running == 1 else [request("r", tokens=48), request("s", tokens=16)]
+    others = (
+        [request("r", tokens=48)]
+        if running == 1
+        else [request("r", tokens=48), request("s", tokens=16)]
+    )
     assert fits_whole(request("a", tokens=64), others if running else [], POOL) is fits

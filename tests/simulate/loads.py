@@ -23,7 +23,9 @@ H200 = Hardware(
     attention_s=0.97e-9,
     pull_s=0.0098,
     prompt_begin_s=0.0033,
-    further_pull_s=0.0098,  # equal: whether a pull that begins as another one is posted is a further one depends on rounding
+    # equal: whether a pull that begins as another one is posted is a further one depends on
+    # rounding
+    further_pull_s=0.0098,
     link_bytes_per_s=43_984_000_000.0,
     transfer_latency_s=0.0035,
     transfers_in_line=True,
@@ -32,9 +34,14 @@ H200 = Hardware(
     response_overhead_s=0.0046,
 )
 SIMPLE = Hardware(
-    prefill_tokens_per_s=1000.0, decode_step_s=0.01, decode_step_per_seq_s=0.0, link_bytes_per_s=131_072e3
+    prefill_tokens_per_s=1000.0,
+    decode_step_s=0.01,
+    decode_step_per_seq_s=0.0,
+    link_bytes_per_s=131_072e3,
 )
-"""A prompt's token takes 1 ms, a step that decodes 10 ms, a transfer 1 ms and 1 ms more for each token."""
+"""A prompt's token takes 1 ms, a step that decodes 10 ms, a transfer 1 ms and 1 ms more for each
+token.
+"""
 LEAST_LOAD = {Role.PREFILL: "least_load", Role.DECODE: "least_load"}
 
 
@@ -62,7 +69,9 @@ def drawn(seed: int, count: int, rate: float, longest: int, unit: int) -> list[C
 
 
 def conversations(seed: int, count: int, step_ms: int = 3000) -> list[dict[str, Any]]:
-    """Return lines like those of Mooncake's trace: conversations whose turns repeat what came before, times in steps."""
+    """Return lines like those of Mooncake's trace: conversations whose turns repeat what came
+    before, times in steps.
+    """
     chance, lines, next_id = random.Random(seed), [], 1
     open_ones: list[list[int]] = []
     for number in range(count):
@@ -75,7 +84,9 @@ def conversations(seed: int, count: int, step_ms: int = 3000) -> list[dict[str, 
         tokens = (len(ids) - 1) * 512 + chance.randint(1, 511)
         answer = chance.choice((1, 20, 150, 400, 600))
         time = number * 300 // step_ms * step_ms
-        lines.append({"timestamp": time, "input_length": tokens, "output_length": answer, "hash_ids": ids})
+        lines.append(
+            {"timestamp": time, "input_length": tokens, "output_length": answer, "hash_ids": ids}
+        )
     return lines
 
 

@@ -33,22 +33,33 @@ A, B = parse_slo("A:ttft=500ms,tpot=15ms"), parse_slo("B:ttft=500ms,tpot=8ms")
 
 
 def fleet(
-    shape: Fleet, chunk: int, slo: BenchSlo, *, believed: Hardware | None = None, prefixes: bool = True
+    shape: Fleet,
+    chunk: int,
+    slo: BenchSlo,
+    *,
+    believed: Hardware | None = None,
+    prefixes: bool = True,
 ) -> Cluster:
     shapes = dict.fromkeys(Role, Shape(max_num_batched_tokens=chunk, kv_tokens=496_000))
-    return Cluster(shape, H200, shapes, {}, auto(bounds_of(slo), hardware=believed, prefixes=prefixes))
+    return Cluster(
+        shape, H200, shapes, {}, auto(bounds_of(slo), hardware=believed, prefixes=prefixes)
+    )
 
 
 def requests(rate: float, prompt: int, output: int, count: int, seed: int = 0) -> Iterator[Call]:
     inputs, outputs = Lengths(prompt, prompt), Lengths(output, output)
-    return Synthetic(arrivals=Arrivals(rate=rate), requests=count, inputs=inputs, outputs=outputs).calls(seed)
+    return Synthetic(
+        arrivals=Arrivals(rate=rate), requests=count, inputs=inputs, outputs=outputs
+    ).calls(seed)
 
 
 def good(cluster: Cluster, slo: BenchSlo, after: float = 0.0) -> float:
     """Return the part of the requests that kept the SLO, of those that came after a time."""
     records = cluster.records
     numbers = [number for number in range(len(records)) if records.due[number] >= after]
-    return sum(not math.isnan(records.last[n]) and kept(slo, records, n) for n in numbers) / len(numbers)
+    return sum(not math.isnan(records.last[n]) and kept(slo, records, n) for n in numbers) / len(
+        numbers
+    )
 
 
 def placement_of(cluster: Cluster) -> Auto:
@@ -86,13 +97,18 @@ def times(hardware: Hardware, prefill: float, step: float) -> Hardware:
     rate=st.sampled_from((1.0, 20.0, 300.0)),
     slo=st.sampled_from((A, B, parse_slo("gap=50ms"), BenchSlo(name="none"))),
 )
-def test_no_request_is_lost_and_nothing_is_left_of_it(shape: Fleet, seed: int, rate: float, slo: BenchSlo) -> None:
+def test_no_request_is_lost_and_nothing_is_left_of_it(
+    shape: Fleet, seed: int, rate: float, slo: BenchSlo
+) -> None:
     made = fleet(shape, 512, slo)
     made.run(drawn(seed, 80, rate, 4000, 512))
     assert len(made.records) == 80
     assert not made.records.refusals
     assert not any(math.isnan(last) for last in made.records.last)
-    assert all(engine.idle and engine.memory.available == engine.memory.blocks for engine in made.engines.values())
+    assert all(
+        engine.idle and engine.memory.available == engine.memory.blocks
+        for engine in made.engines.values()
+    )
     assert all(ledger_engine.requests == 0 for ledger_engine in made.ledger.engines)
     assert not placement_of(made)._legs
 
@@ -127,11 +143,17 @@ def test_it_serves_what_the_best_static_arrangement_serves(
 
 @pytest.mark.parametrize(("prefill", "step"), [(1.2, 1.2), (0.8, 0.8), (1.2, 0.8), (0.8, 1.2)])
 @pytest.mark.parametrize(("slo", "chunk", "rate"), [(A, 512, 25.0), (B, 4096, 16.0)])
-def test_a_wrong_profile_is_corrected(slo: BenchSlo, chunk: int, rate: float, prefill: float, step: float) -> None:
-    right, wrong = fleet(Fleet(any=4), chunk, slo), fleet(Fleet(any=4), chunk, slo, believed=times(H200, prefill, step))
+def test_a_wrong_profile_is_corrected(
+    slo: BenchSlo, chunk: int, rate: float, prefill: float, step: float
+) -> None:
+    right, wrong = (
+        fleet(Fleet(any=4), chunk, slo),
+        fleet(Fleet(any=4), chunk, slo, believed=times(H200, prefill, step)),
+    )
     for made in (right, wrong):
         made.run(requests(rate, 4000, 128, 900))
-    least = 0.95 if prefill == step else 0.9  # one factor for each kind of step can't mend what is wrong within a step
+    # one factor for each kind of step can't mend what is wrong within a step
+    least = 0.95 if prefill == step else 0.9
     assert good(wrong, slo, after=10.0) >= least * good(right, slo, after=10.0)
     loads = [one for one in placement_of(wrong)._loads.values() if one.prefill.count > 100]
     assert loads
@@ -142,7 +164,12 @@ def test_a_wrong_profile_is_corrected(slo: BenchSlo, chunk: int, rate: float, pr
 def test_a_wrong_profile_serves_what_least_load_serves(slo: BenchSlo) -> None:
     for wrong in (0.8, 1.2):
         rate = 18.0 if slo is A else 12.0
-        plain = Cluster(Fleet(aggregated=4), H200, dict.fromkeys(Role, Shape(max_num_batched_tokens=2048)), LEAST_LOAD)
+        plain = Cluster(
+            Fleet(aggregated=4),
+            H200,
+            dict.fromkeys(Role, Shape(max_num_batched_tokens=2048)),
+            LEAST_LOAD,
+        )
         ours = fleet(Fleet(any=4), 2048, slo, believed=times(H200, wrong, wrong), prefixes=False)
         for made in (plain, ours):
             made.run(requests(rate, 4000, 128, 700))
@@ -150,10 +177,14 @@ def test_a_wrong_profile_serves_what_least_load_serves(slo: BenchSlo) -> None:
 
 
 def steady(cluster: Cluster, slo: BenchSlo) -> float:
-    """Return the part of the requests that kept the SLO while the rate was high, without the first seconds of it."""
+    """Return the part of the requests that kept the SLO while the rate was high, without the first
+    seconds of it.
+    """
     records = cluster.records
     numbers = [n for n in range(len(records)) if 25 < records.due[n] < 40]
-    return sum(not math.isnan(records.last[n]) and kept(slo, records, n) for n in numbers) / len(numbers)
+    return sum(not math.isnan(records.last[n]) and kept(slo, records, n) for n in numbers) / len(
+        numbers
+    )
 
 
 @pytest.mark.parametrize("high", [48.0, 60.0, 68.0, 73.0, 78.0, 82.0])
@@ -189,7 +220,10 @@ def test_a_step_load_changes_the_roles_once_and_they_stay(high: float) -> None:
         (Fleet(aggregated=16), 512),
     ):
         static = Cluster(
-            shape, H200, dict.fromkeys(Role, Shape(max_num_batched_tokens=chunk, kv_tokens=496_000)), LEAST_LOAD
+            shape,
+            H200,
+            dict.fromkeys(Role, Shape(max_num_batched_tokens=chunk, kv_tokens=496_000)),
+            LEAST_LOAD,
         )
         static.run(copies(calls))
         best = max(best, steady(static, B))
@@ -217,7 +251,19 @@ def test_hybrids_split_unless_the_prompt_is_short_or_the_prefill_engines_are_bus
 
 
 def test_the_command_has_engines_of_any_role(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["simulate", "--any", "3", "--rate", "9", "--requests", "120", "--input-tokens", "4000", "--seeds", "1"]
+    line = [
+        "simulate",
+        "--any",
+        "3",
+        "--rate",
+        "9",
+        "--requests",
+        "120",
+        "--input-tokens",
+        "4000",
+        "--seeds",
+        "1",
+    ]
     assert main([*line, "--policy", "auto", "--slo", "ttft=500ms,tpot=15ms"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[1].split() == ["3", "any"]

@@ -51,7 +51,9 @@ class _Watched(Cluster):
 @example(
     fleet=Fleet(prefill=3, decode=1), seed=555559, rate=300.0, kv=1024, chunk=64
 )  # once two waited for each other's blocks
-def test_no_request_and_no_token_is_lost(fleet: Fleet, seed: int, rate: float, kv: int, chunk: int) -> None:
+def test_no_request_and_no_token_is_lost(
+    fleet: Fleet, seed: int, rate: float, kv: int, chunk: int
+) -> None:
     calls = drawn(seed, 60, rate, 1000, 512)
     shape = Shape(max_num_batched_tokens=chunk, kv_tokens=kv)
     made = _Watched(fleet, H200, dict.fromkeys(Role, shape), LEAST_LOAD)
@@ -115,7 +117,14 @@ def test_an_slo_counts_refused_requests_as_misses() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "good"),
-    [("ttft=59ms", 0), ("ttft=61ms", 1), ("tpot=9ms", 0), ("gap=9ms", 0), ("e2e=79ms", 0), ("tpot=11ms,e2e=81ms", 1)],
+    [
+        ("ttft=59ms", 0),
+        ("ttft=61ms", 1),
+        ("tpot=9ms", 0),
+        ("gap=9ms", 0),
+        ("e2e=79ms", 0),
+        ("tpot=11ms,e2e=81ms", 1),
+    ],
 )
 def test_what_an_slo_limits(limits: str, good: int) -> None:
     from tests.simulate.loads import SIMPLE
@@ -132,13 +141,18 @@ def _simulation(fleet: Fleet, prompt: int, answer: int, rate: float) -> Simulati
         shapes=dict.fromkeys(Role, Shape()),
         policies=LEAST_LOAD,
         load=Synthetic(
-            arrivals=Arrivals(rate=rate), inputs=Lengths(prompt, prompt), outputs=Lengths(answer, answer), requests=400
+            arrivals=Arrivals(rate=rate),
+            inputs=Lengths(prompt, prompt),
+            outputs=Lengths(answer, answer),
+            requests=400,
         ),
     )
 
 
 def test_engines_that_make_no_progress_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No load is known that causes it. Requests that only preempt each other would go on for ever."""
+    """No load is known that causes it. Requests that only preempt each other would go on for
+    ever.
+    """
     monkeypatch.setattr("pdproxy_lab.simulate.cluster._NO_PROGRESS", 20)
     made = cluster(Fleet(aggregated=1), Shape(max_num_batched_tokens=64, kv_tokens=64_000))
     with pytest.raises(ValueError, match="no request came or ended in 20 steps"):

@@ -16,7 +16,9 @@ PLAIN, PAIR = Fleet(aggregated=1), Fleet(prefill=1, decode=1)
 SHAPE = Shape(max_num_batched_tokens=100, kv_tokens=16_000)
 
 
-def served(fleet: Fleet, *calls: tuple[float, int, int], shape: Shape = SHAPE, hardware: Hardware = SIMPLE) -> Cluster:
+def served(
+    fleet: Fleet, *calls: tuple[float, int, int], shape: Shape = SHAPE, hardware: Hardware = SIMPLE
+) -> Cluster:
     """Serve calls of (due, prompt, answer)."""
     made = cluster(fleet, shape, hardware)
     made.run([Call(number, *call) for number, call in enumerate(calls)])
@@ -25,14 +27,19 @@ def served(fleet: Fleet, *calls: tuple[float, int, int], shape: Shape = SHAPE, h
 
 def times(made: Cluster, number: int = 0) -> list[float]:
     records = made.records
-    return [round(value, 6) for value in (records.first[number], records.last[number], records.worst_gap[number])]
+    return [
+        round(value, 6)
+        for value in (records.first[number], records.last[number], records.worst_gap[number])
+    ]
 
 
 ONE_PLACE = {"shape": Shape(max_num_batched_tokens=100, max_num_seqs=1)}
 LITTLE_SPACE = {"shape": Shape(max_num_batched_tokens=1000, kv_tokens=640)}
 SLOW_PULLS = {"hardware": structs.replace(SIMPLE, pull_s=0.25, pull_token_s=0.01)}
 OVERHEADS = {
-    "hardware": structs.replace(SIMPLE, request_overhead_s=0.5, handoff_overhead_s=0.25, response_overhead_s=0.125)
+    "hardware": structs.replace(
+        SIMPLE, request_overhead_s=0.5, handoff_overhead_s=0.25, response_overhead_s=0.125
+    )
 }
 
 
@@ -41,23 +48,30 @@ OVERHEADS = {
     [
         # A prompt in chunks of 100, 100 and 50; then a step for each of four more tokens.
         (PLAIN, [(1.0, 250, 5)], {}, [(1.25, 1.29, 0.01)]),
-        # A prompt beside decoding delays the other's token. The first one's steps: 0.05, then 0.01 each until 0.08, one of 0.09
-        # with 80 tokens of the other prompt, and 5 more.
+        # A prompt beside decoding delays the other's token. The first one's steps: 0.05, then 0.01
+        # each until 0.08, one of 0.09 with 80 tokens of the other prompt, and 5 more.
         (PLAIN, [(0.0, 50, 10), (0.075, 80, 2)], {}, [(0.05, 0.22, 0.09), (0.17, 0.18, 0.01)]),
-        # Decoding takes a part of the chunk: 99 of 100 tokens are left for the prompt, so it takes two steps of 0.109 and 0.06,
-        # from 0.06 on.
+        # Decoding takes a part of the chunk: 99 of 100 tokens are left for the prompt, so it takes
+        # two steps of 0.109 and 0.06, from 0.06 on.
         (PLAIN, [(0.0, 50, 10), (0.055, 149, 1)], {}, [None, (0.229, 0.229, 0.0)]),
         # Two prompts share a step.
         (PLAIN, [(0.0, 5, 1), (0.001, 40, 1), (0.002, 60, 1)], {}, [None, (0.105,), (0.105,)]),
         # Requests wait for a place.
         (PLAIN, [(0.0, 10, 3), (0.0, 10, 1)], ONE_PLACE, [(0.01, 0.03, 0.01), (0.04,)]),
-        # A split request waits for its KV: 0.05 prefill, 0.001 and 50 x 0.001 transfer; then its last token again and two more.
+        # A split request waits for its KV: 0.05 prefill, 0.001 and 50 x 0.001 transfer; then its
+        # last token again and two more.
         (PAIR, [(0.0, 50, 3)], {}, [(0.05 + 0.051 + 0.01, 0.05 + 0.051 + 0.03, 0.01)]),
-        # The KV stays on the prefill engine until it was pulled: the second prompt fits once the first one's has moved, after
-        # 0.6 prefill and 0.601 transfer.
+        # The KV stays on the prefill engine until it was pulled: the second prompt fits once the
+        # first one's has moved, after 0.6 prefill and 0.601 transfer.
         (PAIR, [(0.0, 600, 1)] * 2, LITTLE_SPACE, [(1.201 + 0.01,), (1.201 + 0.6 + 0.601 + 0.01,)]),
-        # Pulls take time for each of their tokens: the transfer begins when it has been posted, 0.25 and 50 x 0.01 later.
-        (PAIR, [(0.0, 50, 3)], SLOW_PULLS, [(0.05 + 0.75 + 0.051 + 0.01, 0.05 + 0.75 + 0.051 + 0.03, 0.01)]),
+        # Pulls take time for each of their tokens: the transfer begins when it has been posted,
+        # 0.25 and 50 x 0.01 later.
+        (
+            PAIR,
+            [(0.0, 50, 3)],
+            SLOW_PULLS,
+            [(0.05 + 0.75 + 0.051 + 0.01, 0.05 + 0.75 + 0.051 + 0.03, 0.01)],
+        ),
         # An answer of one token has no gap.
         (PLAIN, [(0.0, 10, 1)], {}, [(0.01, 0.01, 0.0)]),
         # The API server takes its time.
@@ -65,7 +79,10 @@ OVERHEADS = {
     ],
 )
 def test_schedules(
-    fleet: Fleet, calls: list[tuple[float, int, int]], options: dict[str, Any], expected: list[tuple[float, ...] | None]
+    fleet: Fleet,
+    calls: list[tuple[float, int, int]],
+    options: dict[str, Any],
+    expected: list[tuple[float, ...] | None],
 ) -> None:
     """First token, last token, worst gap of each call, as far as they are given."""
     made = served(fleet, *calls, **options)
@@ -78,12 +95,21 @@ def test_transfers_in_line_wait_for_each_other() -> None:
     together = served(PAIR, (0.0, 50, 1), (0.0, 50, 1))
     in_line = structs.replace(SIMPLE, transfers_in_line=True)
     waited = served(PAIR, (0.0, 50, 1), (0.0, 50, 1), hardware=in_line)
-    assert sorted(times(waited, n)[0] for n in (0, 1))[1] > sorted(times(together, n)[0] for n in (0, 1))[1]
+    assert (
+        sorted(times(waited, n)[0] for n in (0, 1))[1]
+        > sorted(times(together, n)[0] for n in (0, 1))[1]
+    )
 
 
 def test_a_prefix_is_computed_once() -> None:
     made = cluster(PLAIN, Shape(max_num_batched_tokens=2000, kv_tokens=16_000), SIMPLE)
-    made.run([Call(0, 0.0, 1100, 1, [1, 2]), Call(1, 5.0, 1124, 1, [1, 2]), Call(2, 9.0, 1100, 1, [1, 7])])
+    made.run(
+        [
+            Call(0, 0.0, 1100, 1, [1, 2]),
+            Call(1, 5.0, 1124, 1, [1, 2]),
+            Call(2, 9.0, 1100, 1, [1, 7]),
+        ]
+    )
     assert [times(made, n)[0] for n in range(3)] == [1.1, 5.1, round(9.0 + (1100 - 512) / 1000, 6)]
 
 

@@ -21,7 +21,9 @@ SECONDS = st.floats(1e-4, 10.0)
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=60), st.data())
-def test_the_worst_gap_is_the_longest_step_since(durations: list[float], data: st.DataObject) -> None:
+def test_the_worst_gap_is_the_longest_step_since(
+    durations: list[float], data: st.DataObject
+) -> None:
     gaps = WorstGaps()
     for step, seconds in enumerate(durations, 1):
         gaps.add(step, seconds)
@@ -39,7 +41,9 @@ def test_gaps_that_nobody_asks_for_are_forgotten() -> None:
 
 
 @given(SECONDS, st.floats(0.0, 0.01), st.integers(1, 300), st.integers(1, 9))
-def test_rising_steps_are_counted_as_one_by_one(first: float, increment: float, steps: int, count: int) -> None:
+def test_rising_steps_are_counted_as_one_by_one(
+    first: float, increment: float, steps: int, count: int
+) -> None:
     together, single = Histogram(), Histogram()
     together.add_rising(first, increment, steps, count)
     for place in range(steps):
@@ -50,7 +54,9 @@ def test_rising_steps_are_counted_as_one_by_one(first: float, increment: float, 
         ours, theirs = together.spread(), single.spread()
         assert ours is not None
         assert theirs is not None
-        assert (ours.percentiles[percent] or 0) == pytest.approx(theirs.percentiles[percent] or 0, rel=0.021)
+        assert (ours.percentiles[percent] or 0) == pytest.approx(
+            theirs.percentiles[percent] or 0, rel=0.021
+        )
 
 
 def test_percentiles_are_right_within_one_percent() -> None:
@@ -111,26 +117,42 @@ def test_a_trace_is_cut_at_the_duration() -> None:
 
 def test_a_trace_at_one_moment_is_repeated_each_second() -> None:
     entries = [TraceEntry(5.0, 10, 1), TraceEntry(5.0, 10, 1)]
-    assert [call.due for call in TraceReplay(entries=entries, requests=4).calls(0)] == [0.0, 0.0, 1.0, 1.0]
+    assert [call.due for call in TraceReplay(entries=entries, requests=4).calls(0)] == [
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_rates_replace_the_times_of_a_trace() -> None:
     entries = [TraceEntry(0.0, 10, 1), TraceEntry(0.0, 20, 1)]
     replay = TraceReplay(entries=entries, arrivals=Arrivals(kind="constant", rate=4.0), requests=4)
-    assert [(call.due, call.prompt) for call in replay.calls(0)] == [(0.0, 10), (0.25, 20), (0.5, 10), (0.75, 20)]
+    assert [(call.due, call.prompt) for call in replay.calls(0)] == [
+        (0.0, 10),
+        (0.25, 20),
+        (0.5, 10),
+        (0.75, 20),
+    ]
 
 
 def test_too_many_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="more than"):
-        Synthetic(arrivals=Arrivals(rate=1000.0), inputs=Lengths(1, 1), outputs=Lengths(1, 1), duration=86_400.0).calls(
-            0
-        )
+        Synthetic(
+            arrivals=Arrivals(rate=1000.0),
+            inputs=Lengths(1, 1),
+            outputs=Lengths(1, 1),
+            duration=86_400.0,
+        ).calls(0)
 
 
 def test_lengths_come_from_the_seed() -> None:
-    load = Synthetic(arrivals=Arrivals(rate=5.0), inputs=Lengths(1, 900), outputs=Lengths(1, 90), duration=20.0)
+    load = Synthetic(
+        arrivals=Arrivals(rate=5.0), inputs=Lengths(1, 900), outputs=Lengths(1, 90), duration=20.0
+    )
     first, again, other = (
-        [(call.due, call.prompt, call.output) for call in islice(load.calls(seed), 50)] for seed in (1, 1, 2)
+        [(call.due, call.prompt, call.output) for call in islice(load.calls(seed), 50)]
+        for seed in (1, 1, 2)
     )
     assert first == again != other
 

@@ -53,8 +53,13 @@ def test_all_requests_end_and_nothing_is_left(policy: str, told: int) -> None:
     assert not any(value != value for value in made.records.last)
     assert all(engine.idle and not engine.requests for engine in made.engines.values())
     for ledger in made.ledgers:
-        assert all(ledger_engine.requests == ledger_engine.elsewhere[0] for ledger_engine in ledger.engines)
-    by_session = {call.session: {id(one.ledger) for one in calls if one.session == call.session} for call in calls}
+        assert all(
+            ledger_engine.requests == ledger_engine.elsewhere[0] for ledger_engine in ledger.engines
+        )
+    by_session = {
+        call.session: {id(one.ledger) for one in calls if one.session == call.session}
+        for call in calls
+    }
     assert all(len(ledgers) == 1 for ledgers in by_session.values())
     assert len(set.union(*by_session.values())) > 1
 
@@ -64,14 +69,18 @@ def test_reports_show_what_others_send() -> None:
 
     def of(told: int) -> float:
         replicas = Replicas(count=4, told=told, scrape_s=1.0, direct=1 / 7, direct_to=2)
-        calls = [Call(one.number, one.due, one.prompt, 200) for one in drawn(3, 2000, 60.0, 1500, 512)]
+        calls = [
+            Call(one.number, one.due, one.prompt, 200) for one in drawn(3, 2000, 60.0, 1500, 512)
+        ]
         return imbalance(replicated(calls, replicas, Fleet(aggregated=16)))
 
     assert of(4) < 0.8 * of(1)
 
 
 def test_auto_of_many_replicas_knows_of_the_others() -> None:
-    """Without, each takes its part of the requests for all, and its own few sequences for all that engines have."""
+    """Without, each takes its part of the requests for all, and its own few sequences for all that
+    engines have.
+    """
 
     def of(told: int) -> float:
         limits = bounds_of(parse_slo("ttft=2s,tpot=30ms"))

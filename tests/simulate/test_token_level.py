@@ -20,7 +20,9 @@ from tests.simulate.token_level import TokenLevel
 SEEDS = st.integers(0, 2**32)
 
 
-def compared(fleet: Fleet, shape: Shape, calls: list[Call], hardware: Hardware = H200) -> tuple[Cluster, TokenLevel]:
+def compared(
+    fleet: Fleet, shape: Shape, calls: list[Call], hardware: Hardware = H200
+) -> tuple[Cluster, TokenLevel]:
     fast, slow = cluster(fleet, shape, hardware), TokenLevel(fleet, hardware, shape)
     fast.run(copies(calls))
     slow.run(copies(calls))
@@ -42,9 +44,15 @@ def assert_equal(fast: Cluster, slow: TokenLevel) -> None:
     rate=st.sampled_from((2.0, 20.0, 200.0)),
     cached=st.booleans(),
 )
-def test_one_engine_does_the_same_steps(seed: int, chunk: int, seqs: int, rate: float, cached: bool) -> None:
+def test_one_engine_does_the_same_steps(
+    seed: int, chunk: int, seqs: int, rate: float, cached: bool
+) -> None:
     shape = Shape(
-        max_num_batched_tokens=chunk, max_num_seqs=seqs, kv_tokens=16_000, unit_tokens=16, enable_prefix_caching=cached
+        max_num_batched_tokens=chunk,
+        max_num_seqs=seqs,
+        kv_tokens=16_000,
+        unit_tokens=16,
+        enable_prefix_caching=cached,
     )
     assert_equal(*compared(Fleet(aggregated=1), shape, drawn(seed, 25, rate, 300, 16)))
 
@@ -52,7 +60,12 @@ def test_one_engine_does_the_same_steps(seed: int, chunk: int, seqs: int, rate: 
 @settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, blocks=st.integers(32, 60), chunk=st.sampled_from((32, 256, 2048)))
 def test_one_engine_preempts_the_same_requests(seed: int, blocks: int, chunk: int) -> None:
-    shape = Shape(max_num_batched_tokens=chunk, kv_tokens=blocks * 16, unit_tokens=16, enable_prefix_caching=False)
+    shape = Shape(
+        max_num_batched_tokens=chunk,
+        kv_tokens=blocks * 16,
+        unit_tokens=16,
+        enable_prefix_caching=False,
+    )
     fast, slow = compared(Fleet(aggregated=1), shape, drawn(seed, 20, 50.0, 300, 16))
     assert_equal(fast, slow)
     (theirs,), (ours,) = slow.engines.values(), fast.engines.values()
@@ -71,16 +84,28 @@ def test_one_engine_preempts_the_same_requests(seed: int, blocks: int, chunk: in
 def test_a_split_fleet_does_the_same_steps(
     seed: int, prefill: int, decode: int, rate: float, cached: bool, per_token: float
 ) -> None:
-    shape = Shape(max_num_batched_tokens=512, kv_tokens=64_000, unit_tokens=16, enable_prefix_caching=cached)
-    fleet, hardware = Fleet(prefill=prefill, decode=decode), structs.replace(H200, pull_token_s=per_token)
+    shape = Shape(
+        max_num_batched_tokens=512, kv_tokens=64_000, unit_tokens=16, enable_prefix_caching=cached
+    )
+    fleet, hardware = (
+        Fleet(prefill=prefill, decode=decode),
+        structs.replace(H200, pull_token_s=per_token),
+    )
     assert_equal(*compared(fleet, shape, drawn(seed, 25, rate, 600, 16), hardware))
 
 
-@pytest.mark.parametrize("fleet", [Fleet(aggregated=2), Fleet(prefill=2, decode=1)], ids=["plain", "split"])
+@pytest.mark.parametrize(
+    "fleet", [Fleet(aggregated=2), Fleet(prefill=2, decode=1)], ids=["plain", "split"]
+)
 def test_a_slice_of_a_trace_agrees_with_blocks_of_16_tokens(fleet: Fleet) -> None:
     lines = conversations(3, 40)
     entries = [
-        TraceEntry(one["timestamp"] / 1000, one["input_length"], one["output_length"], tuple(one["hash_ids"]))
+        TraceEntry(
+            one["timestamp"] / 1000,
+            one["input_length"],
+            one["output_length"],
+            tuple(one["hash_ids"]),
+        )
         for one in lines
     ]
     shape = Shape(max_num_batched_tokens=2048, kv_tokens=200_000)

@@ -28,7 +28,9 @@ def imbalance(made: WorkersCluster | ReplicatedCluster) -> float:
 
 
 def served(calls: Sequence[Call], fleet: Fleet, count: int) -> WorkersCluster:
-    made = WorkersCluster(fleet, H200, SHAPES, {}, workers.auto(bounds_of(SLO), count), workers=count)
+    made = WorkersCluster(
+        fleet, H200, SHAPES, {}, workers.auto(bounds_of(SLO), count), workers=count
+    )
     made.run(calls)
     assert all(engine.idle and not engine.requests for engine in made.engines.values())
     assert not any(
@@ -42,7 +44,9 @@ def served(calls: Sequence[Call], fleet: Fleet, count: int) -> WorkersCluster:
 
 def alone(calls: Sequence[Call], fleet: Fleet) -> ReplicatedCluster:
     """One process."""
-    made = ReplicatedCluster(fleet, H200, SHAPES, {}, placements.auto(bounds_of(SLO)), replicas=Replicas())
+    made = ReplicatedCluster(
+        fleet, H200, SHAPES, {}, placements.auto(bounds_of(SLO)), replicas=Replicas()
+    )
     made.run(calls)
     return made
 
@@ -58,7 +62,9 @@ def test_one_worker_is_a_cluster(fleet: Fleet) -> None:
 
 
 def test_the_choices_of_workers_are_as_good_as_one_processes() -> None:
-    """Of 12 engines near capacity some are kept for prefill: as many requests are good, and first tokens come as soon."""
+    """Of 12 engines near capacity some are kept for prefill: as many requests are good, and first
+    tokens come as soon.
+    """
     fleet = Fleet(any=12)
 
     def found(made: Cluster) -> tuple[float, float]:
@@ -84,7 +90,9 @@ def plain(seconds: float, rate: float) -> list[Call]:
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_workers_spread_load_as_one_process_does(count: int) -> None:
-    """200 engines, 64 connections: the engine with the most requests has at most 1.1 times as many."""
+    """200 engines, 64 connections: the engine with the most requests has at most 1.1 times as
+    many.
+    """
     fleet = Fleet(any=200)
     several, one = served(plain(2.0, 1000.0), fleet, count), alone(plain(2.0, 1000.0), fleet)
     assert one.samples[-1][1] > 3  # requests of a mean engine

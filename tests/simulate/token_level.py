@@ -1,4 +1,6 @@
-"""Requests on the token-level simulator in virtual time, behind the same scheduling: what the fast engines must match."""
+"""Requests on the token-level simulator in virtual time, behind the same scheduling: what the fast
+engines must match.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from pdproxy_lab.simulate.records import RequestTimes
 from pdproxy_lab.simulate.shape import Fleet, Shape
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-_ROLES: dict[Role, SimRole] = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.AGGREGATED: "aggregated"}
+_ROLES: dict[Role, SimRole] = {
+    Role.PREFILL: "prefill",
+    Role.DECODE: "decode",
+    Role.AGGREGATED: "aggregated",
+}
 
 
 def prompt_of(call: Call, unit: int) -> tuple[int, ...]:
@@ -34,33 +40,54 @@ def prompt_of(call: Call, unit: int) -> tuple[int, ...]:
 
 
 class TokenLevel:
-    """A cluster of `sim.core` engines with a ledger. `run` serves calls; `gaps` are all gaps between two tokens."""
+    """A cluster of `sim.core` engines with a ledger. `run` serves calls; `gaps` are all gaps
+    between two tokens.
+    """
 
     def __init__(self, fleet: Fleet, hardware: Hardware, shape: Shape) -> None:
         self.cluster = VirtualCluster()
         self.hardware, self.shape = hardware, shape
-        counts = {Role.PREFILL: fleet.prefill, Role.DECODE: fleet.decode, Role.AGGREGATED: fleet.aggregated}
-        specs = [EngineSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
-        self.engines: dict[str, VirtualEngine] = {spec.url: self.cluster.add(self._facts(spec.role)) for spec in specs}
+        counts = {
+            Role.PREFILL: fleet.prefill,
+            Role.DECODE: fleet.decode,
+            Role.AGGREGATED: fleet.aggregated,
+        }
+        specs = [
+            EngineSpec(f"{role.value}-{i}", role)
+            for role, count in counts.items()
+            for i in range(count)
+        ]
+        self.engines: dict[str, VirtualEngine] = {
+            spec.url: self.cluster.add(self._facts(spec.role)) for spec in specs
+        }
         self.ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0))
         for spec in specs:
-            self.ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", shape.block_size, (), 0, 1.0))
+            self.ledger.mark_up(
+                spec.url, Evidence(frozenset({"m"}), "", shape.block_size, (), 0, 1.0)
+            )
         self.records = RequestTimes()
         self.gaps: list[float] = []
         self._meet()
 
     def _meet(self) -> None:
-        """Have each decode engine pull once from each prefill engine: the first transfer of two engines needs a handshake."""
+        """Have each decode engine pull once from each prefill engine: the first transfer of two
+        engines needs a handshake.
+        """
         decodes = [engine for url, engine in self.engines.items() if url.startswith("decode")]
         prefills = [engine for url, engine in self.engines.items() if url.startswith("prefill")]
         for index, (prefill, decode) in enumerate((p, d) for p in prefills for d in decodes):
             ids = tuple(50_000 + index * 64 + place for place in range(2 * self.shape.block_size))
 
             def met(
-                output: EngineOutput, now: float, ids: tuple[int, ...] = ids, decode: VirtualEngine = decode
+                output: EngineOutput,
+                now: float,
+                ids: tuple[int, ...] = ids,
+                decode: VirtualEngine = decode,
             ) -> None:
                 handle = output.kv_transfer_params
-                self.cluster.submit(decode, _request(f"met-{ids[0]}", ids, 1, handle), lambda *_: None)
+                self.cluster.submit(
+                    decode, _request(f"met-{ids[0]}", ids, 1, handle), lambda *_: None
+                )
 
             self.cluster.submit(prefill, _request(f"meet-{ids[0]}", ids, 1, PREFILL), met)
             self.cluster.run()
@@ -114,7 +141,9 @@ class TokenLevel:
 
             self._later(self.hardware.between_engines_s, decode)
 
-        self.cluster.submit(self.engines[lease.engine.url], _request(f"p-{call.number}", prompt, 1, PREFILL), made)
+        self.cluster.submit(
+            self.engines[lease.engine.url], _request(f"p-{call.number}", prompt, 1, PREFILL), made
+        )
 
     def _answer(self, call: Call, handle: dict[str, object] | None) -> None:
         assert call.lease is not None
@@ -128,7 +157,9 @@ class TokenLevel:
             late = self.hardware.to_client_s
             gaps = [after - before for before, after in pairwise(times)]
             self.gaps += gaps
-            self.records.ended(call.number, times[0] + late, times[-1] + late, max(gaps, default=0.0))
+            self.records.ended(
+                call.number, times[0] + late, times[-1] + late, max(gaps, default=0.0)
+            )
             self._later(late, lambda: self.ledger.close(lease, Verdict.GOOD, self.cluster.now))
 
         request = _request(f"d-{call.number}", prompt, call.output, handle)

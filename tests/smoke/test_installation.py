@@ -1,4 +1,6 @@
-"""Whether an installation works: `pytest tests/smoke` starts the commands as an operator does, in under a minute."""
+"""Whether an installation works: `pytest tests/smoke` starts the commands as an operator does, in
+under a minute.
+"""
 
 # Three simulated engines and the proxy, each a process of its own; nothing of these is looked into.
 
@@ -36,7 +38,9 @@ ENVIRONMENT["PDPROXY_LISTEN__LINGER"] = "0"
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     line = [sys.executable, "-m", "pdproxy", *arguments]
-    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return subprocess.run(
+        line, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
 
 class Running:
@@ -129,7 +133,16 @@ def test_settings_are_checked(tmp_path: Path) -> None:
     """A file with all settings is right; a wrong one is named in one line."""
     file = tmp_path / "pdproxy.yaml"
     assert command("config", "init", "--out", str(file)).returncode == 0
-    good = command("config", "validate", "--config", str(file), "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2")
+    good = command(
+        "config",
+        "validate",
+        "--config",
+        str(file),
+        "--prefill",
+        "127.0.0.1:1",
+        "--decode",
+        "127.0.0.1:2",
+    )
     assert good.returncode == 0, good.stderr
     file.write_text("limits: {attempts: none}\n")
     wrong = command("config", "validate", "--config", str(file))
@@ -156,7 +169,9 @@ def text_of(body: bytes, *, stream: bool) -> str:
     """The text of an answer of any of the routes."""
     if not stream:
         return "".join(_texts(json.loads(body)))
-    lines = [line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data: {")]
+    lines = [
+        line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data: {")
+    ]
     events = [json.loads(line) for line in lines]
     assert not any("error" in event for event in events if event.get("error")), body
     deltas = [event["delta"] for event in events if isinstance(event.get("delta"), str)]
@@ -174,7 +189,11 @@ def _texts(value: Any) -> list[str]:
 
 def test_the_prompts_were_split_and_their_kv_was_released(running: Running) -> None:
     """The metrics say so."""
-    running.until("proxy", "/metrics", lambda page: _sum(page, b"pdproxy_kv_handles_ended_total", b'end="loaded"') > 0)
+    running.until(
+        "proxy",
+        "/metrics",
+        lambda page: _sum(page, b"pdproxy_kv_handles_ended_total", b'end="loaded"') > 0,
+    )
     status, page = running.ask("proxy", "/metrics")
     assert status == 200
     assert _sum(page, b"pdproxy_requests_total") > 0
@@ -182,11 +201,15 @@ def test_the_prompts_were_split_and_their_kv_was_released(running: Running) -> N
 
 def _sum(page: bytes, name: bytes, *labels: bytes) -> float:
     lines: Sequence[bytes] = [line for line in page.splitlines() if line.startswith(name)]
-    return sum(float(line.rpartition(b" ")[2]) for line in lines if all(label in line for label in labels))
+    return sum(
+        float(line.rpartition(b" ")[2]) for line in lines if all(label in line for label in labels)
+    )
 
 
 def test_an_engine_that_is_killed_loses_no_request(running: Running) -> None:
-    """Streams that are under way at both decode engines go on when one is killed, and new requests are answered."""
+    """Streams that are under way at both decode engines go on when one is killed, and new requests
+    are answered.
+    """
     body = PROMPT | {"model": "sim", "temperature": 0, "max_tokens": 60, "stream": True}
     _, plain = running.ask("d2", "/v1/completions", body)
     with ExitStack() as stack:
@@ -194,7 +217,9 @@ def test_an_engine_that_is_killed_loses_no_request(running: Running) -> None:
         for _ in range(2):
             connection = HTTPConnection("127.0.0.1", running.ports["proxy"], timeout=PATIENCE)
             stack.callback(connection.close)
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+            )
             answers.append(connection.getresponse())
         firsts = [answer.readline() for answer in answers]
         running.processes["d1"].kill()

@@ -1,4 +1,6 @@
-"""Tokenizers as models have them, small and made on the spot: they differ in what may go wrong where a text is cut."""
+"""Tokenizers as models have them, small and made on the spot: they differ in what may go wrong
+where a text is cut.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,13 +52,16 @@ CORPUS = [
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.content is string %}{{- message.content }}"
-    "{%- else %}{%- for part in message.content %}{{- '[' + part.text + ']' }}{%- endfor %}{%- endif %}"
+    "{%- else %}{%- for part in message.content %}{{- '[' + part.text + ']' }}{%- endfor %}{%- "
+    "endif %}"
     "{%- for call in message.tool_calls or [] %}{{- call | tojson }}{%- endfor %}"
-    "{%- if message.reasoning_content is defined %}{{- '<think>' + message.reasoning_content }}{%- endif %}"
+    "{%- if message.reasoning_content is defined %}{{- '<think>' + message.reasoning_content "
+    "}}{%- endif %}"
     "{{- '<|im_end|>\\n' }}{%- endfor %}"
     "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}"
     "{%- for one in documents or [] %}{{- one.title }}{%- endfor %}"
-    "{%- if effort is defined or enable_thinking is defined %}{{- 'thinking: ' ~ enable_thinking }}{%- endif %}"
+    "{%- if effort is defined or enable_thinking is defined %}{{- 'thinking: ' ~ enable_thinking "
+    "}}{%- endif %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
@@ -62,7 +76,9 @@ def _trained(adjust: Callable[[Tokenizer], None], model: str = "bpe") -> Tokeniz
             vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
         )
     else:
-        trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=500, initial_alphabet=alphabet, show_progress=False
+        )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -100,7 +116,9 @@ def prefix_space() -> Tokenizer:
 
 
 def metaspace_first() -> Tokenizer:
-    """As Llama 2 and Mistral: a mark before the first word of the text alone; a normalizer that joins characters."""
+    """As Llama 2 and Mistral: a mark before the first word of the text alone; a normalizer that
+    joins characters.
+    """
 
     def adjust(tokenizer: Tokenizer) -> None:
         tokenizer.normalizer = normalizers.NFKC()
@@ -115,7 +133,9 @@ def prepended() -> Tokenizer:
     """The older Llama way: the normalizer puts the mark before each stretch between two tokens."""
 
     def adjust(tokenizer: Tokenizer) -> None:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
 
     made = _trained(adjust)
     made.add_tokens([_plain(name) for name in SPECIALS] + [AddedToken("hello", normalized=True)])
@@ -123,7 +143,9 @@ def prepended() -> Tokenizer:
 
 
 def stripping() -> Tokenizer:
-    """Tokens that take the white space around them, as some chat models have, and one that is white space."""
+    """Tokens that take the white space around them, as some chat models have, and one that is white
+    space.
+    """
 
     def adjust(tokenizer: Tokenizer) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -165,14 +187,21 @@ KINDS = (byte_level, prefix_space, metaspace_first, prepended, stripping, words_
 
 
 @cache
-def model(kind: Callable[[], Tokenizer], template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def model(
+    kind: Callable[[], Tokenizer], template: str | None = TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Such a tokenizer as transformers has it. Made once for all tests."""
-    from transformers import PreTrainedTokenizerFast  # a second, which each process that collects tests would take
+    # a second, which each process that collects tests would take
+    from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=kind(), chat_template=template, bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=kind(), chat_template=template, bos_token="<s>", eos_token="</s>"
+    )
 
 
-def folder(place: Path, kind: Callable[[], Tokenizer] = byte_level, template: str | None = TEMPLATE) -> Path:
+def folder(
+    place: Path, kind: Callable[[], Tokenizer] = byte_level, template: str | None = TEMPLATE
+) -> Path:
     """Write one to a folder."""
     model(kind, template).save_pretrained(place)
     return place

@@ -1,4 +1,6 @@
-"""A chat as its template sees it has the form that vLLM 0.32.0's schema and renderer make of the same body."""
+"""A chat as its template sees it has the form that vLLM 0.32.0's schema and renderer make of the
+same body.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +18,9 @@ USER = {"role": "user", "content": "x"}
 def read(messages: list[Any] | None = None, **fields: Any) -> Chat:
     """The chat of a body."""
     body: Mapping[str, Any] = {"messages": [USER] if messages is None else messages, **fields}
-    return read_chat({name: msgspec.Raw(json.dumps(value).encode()) for name, value in body.items()})
+    return read_chat(
+        {name: msgspec.Raw(json.dumps(value).encode()) for name, value in body.items()}
+    )
 
 
 CALL = {
@@ -32,17 +36,31 @@ CALL = {
     [
         (USER, {"role": "user", "content": "x"}),
         ({"role": "user"}, {"role": "user", "content": ""}),
-        ({"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}, {"role": "user", "content": "a\nb"}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]},
+            {"role": "user", "content": "a\nb"},
+        ),
         ({**USER, "name": "Ann", "weird": 3}, {"role": "user", "content": "x", "name": "Ann"}),
         ({**USER, "tool_call_id": "a", "reasoning": "r"}, {"role": "user", "content": "x"}),
-        ({"role": "tool", "content": "1", "tool_call_id": "a"}, {"role": "tool", "content": "1", "tool_call_id": "a"}),
-        ({"role": "assistant", "content": "x", "tool_calls": []}, {"role": "assistant", "content": "x"}),
+        (
+            {"role": "tool", "content": "1", "tool_call_id": "a"},
+            {"role": "tool", "content": "1", "tool_call_id": "a"},
+        ),
+        (
+            {"role": "assistant", "content": "x", "tool_calls": []},
+            {"role": "assistant", "content": "x"},
+        ),
         (
             {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None},
             {"role": "assistant", "content": "x"},
         ),
         (
-            {"role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": [CALL]},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "why",
+                "tool_calls": [CALL],
+            },
             {
                 "role": "assistant",
                 "content": "",
@@ -76,14 +94,20 @@ def test_calls_whose_arguments_are_no_object(arguments: str) -> None:
 
 
 def test_content_as_parts() -> None:
-    """For a template that goes through parts, a text is one; a tool's answer is a text all the same."""
-    messages = read([USER, {"role": "tool", "content": [{"type": "text", "text": t} for t in "ab"]}]).messages
+    """For a template that goes through parts, a text is one; a tool's answer is a text all the
+    same.
+    """
+    messages = read(
+        [USER, {"role": "tool", "content": [{"type": "text", "text": t} for t in "ab"]}]
+    ).messages
     made = conversation(messages, "openai", developer=True)
     assert [one["content"] for one in made] == [[{"type": "text", "text": "x"}], "a\nb"]
 
 
 def test_developers_where_the_template_knows_none() -> None:
-    """They become system messages, and all of these one in the first place; a template that knows them gets them as they are."""
+    """They become system messages, and all of these one in the first place; a template that knows
+    them gets them as they are.
+    """
     given = [
         {"role": "system", "content": "a"},
         USER,
@@ -91,23 +115,50 @@ def test_developers_where_the_template_knows_none() -> None:
         {"role": "system", "content": ""},
     ]
     messages = read(given).messages
-    assert conversation(messages, "string", developer=False) == [{"role": "system", "content": "a\n\nb"}, USER]
-    assert conversation(messages, "openai", developer=False)[0] == {"role": "system", "content": "a\n\nb"}
-    assert [one["role"] for one in conversation(messages, "string", developer=True)] == [one["role"] for one in given]
-    (one, _) = conversation(read([{"role": "developer", "content": "b"}, USER]).messages, "string", developer=False)
+    assert conversation(messages, "string", developer=False) == [
+        {"role": "system", "content": "a\n\nb"},
+        USER,
+    ]
+    assert conversation(messages, "openai", developer=False)[0] == {
+        "role": "system",
+        "content": "a\n\nb",
+    }
+    assert [one["role"] for one in conversation(messages, "string", developer=True)] == [
+        one["role"] for one in given
+    ]
+    (one, _) = conversation(
+        read([{"role": "developer", "content": "b"}, USER]).messages, "string", developer=False
+    )
     assert one == {"role": "system", "content": "b"}
     without = read([given[0], USER, given[3]]).messages
-    assert len(conversation(without, "string", developer=False)) == 3  # system messages alone are left as they are
+    # system messages alone are left as they are
+    assert len(conversation(without, "string", developer=False)) == 3
 
 
 def test_tools() -> None:
     """Known fields in the schema's own order; what is absent is null, but for `strict`."""
-    tools = [{"function": {"parameters": {"z": 1, "a": 2}, "name": "f", "unknown": 2, "strict": None}, "extra": 1}]
-    chat = read(tools=[*tools, {"type": "function", "function": {"name": "g", "strict": True, "description": "d"}}])
+    tools = [
+        {
+            "function": {"parameters": {"z": 1, "a": 2}, "name": "f", "unknown": 2, "strict": None},
+            "extra": 1,
+        }
+    ]
+    chat = read(
+        tools=[
+            *tools,
+            {"type": "function", "function": {"name": "g", "strict": True, "description": "d"}},
+        ]
+    )
     assert json.dumps(chat.tools) == json.dumps(
         [
-            {"type": "function", "function": {"name": "f", "description": None, "parameters": {"z": 1, "a": 2}}},
-            {"type": "function", "function": {"name": "g", "description": "d", "parameters": None, "strict": True}},
+            {
+                "type": "function",
+                "function": {"name": "f", "description": None, "parameters": {"z": 1, "a": 2}},
+            },
+            {
+                "type": "function",
+                "function": {"name": "g", "description": "d", "parameters": None, "strict": True},
+            },
         ]
     )
     assert read().tools is None
@@ -117,9 +168,17 @@ def test_tools() -> None:
 
 
 def test_arguments() -> None:
-    """Fields of the body stand above the client's own arguments; null and "auto" among these are dropped."""
+    """Fields of the body stand above the client's own arguments; null and "auto" among these are
+    dropped.
+    """
     chat = read(
-        chat_template_kwargs={"add_generation_prompt": False, "reasoning_effort": "x", "a": None, "b": "auto", "c": 0},
+        chat_template_kwargs={
+            "add_generation_prompt": False,
+            "reasoning_effort": "x",
+            "a": None,
+            "b": "auto",
+            "c": 0,
+        },
         reasoning_effort="low",
         documents=[{"title": "t"}],
     )
@@ -132,7 +191,12 @@ def test_arguments() -> None:
         "continue_final_message": False,
     }
     assert read(reasoning_effort="none").arguments["enable_thinking"] is False
-    assert read(reasoning_effort="low", chat_template_kwargs={"enable_thinking": 0}).arguments["enable_thinking"] == 0
+    assert (
+        read(reasoning_effort="low", chat_template_kwargs={"enable_thinking": 0}).arguments[
+            "enable_thinking"
+        ]
+        == 0
+    )
     assert read(add_special_tokens=True).add_special_tokens
     assert not read(add_generation_prompt=False).arguments["add_generation_prompt"]
 
@@ -164,19 +228,36 @@ def test_arguments() -> None:
         {"messages": [{"role": "user", "content": "\ud800"}]},
         {"messages": [{"role": "user", "content": ["x"]}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}
+            ]
+        },
         {"messages": [{"role": "user", "content": "x", "task": "t"}]},
         {"messages": [{"role": "developer", "content": "x", "tools": []}]},
         {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1"}]},
         {"messages": [{"role": "assistant", "tool_calls": {}}]},
-        {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "id": "a", "custom": {}}]}]},
-        {"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"type": "custom", "id": "a", "custom": {}}]}
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": {"name": "f"}}],
+                }
+            ]
+        },
         {"messages": [{"role": "assistant", "content": "x", "reasoning": 1}]},
     ],
     ids=str,
 )
 def test_what_is_left_to_the_engines(fields: dict[str, Any]) -> None:
-    """Whatever is not canonical, or depends on an engine's flags. The reason names a field and quotes nothing."""
+    """Whatever is not canonical, or depends on an engine's flags. The reason names a field and
+    quotes nothing.
+    """
     with pytest.raises(UnsureError) as caught:
         read(**fields)
     assert len(str(caught.value)) < 60

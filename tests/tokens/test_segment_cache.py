@@ -1,4 +1,6 @@
-"""What is encoded in pieces is what would have been encoded whole, for every kind of tokenizer; the cache keeps its bounds."""
+"""What is encoded in pieces is what would have been encoded whole, for every kind of tokenizer; the
+cache keeps its bounds.
+"""
 
 import copy
 from collections.abc import Callable
@@ -15,9 +17,9 @@ from pdproxy.tokens.tokenizer import Tokenizer
 from tests.tokens.models import KINDS, SPECIALS, WORDS, byte_level, model, stripping, words_alone
 
 PARTS = [*WORDS, *SPECIALS, " ", "<think>", "\n\n", "hello " * 9]
-TEXTS = st.lists(st.one_of(st.sampled_from(PARTS), st.sampled_from(SPECIALS), st.text(max_size=5)), max_size=60).map(
-    "".join
-)
+TEXTS = st.lists(
+    st.one_of(st.sampled_from(PARTS), st.sampled_from(SPECIALS), st.text(max_size=5)), max_size=60
+).map("".join)
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +29,16 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), special=st.booleans())
-def test_ids_are_those_of_the_whole(kind: Callable[[], Backend], texts: list[str], special: bool) -> None:
-    """Cold and warm, alone and behind what other texts left, with special tokens around it and without."""
+def test_ids_are_those_of_the_whole(
+    kind: Callable[[], Backend], texts: list[str], special: bool
+) -> None:
+    """Cold and warm, alone and behind what other texts left, with special tokens around it and
+    without.
+    """
     whole = copy.deepcopy(model(kind))
     made = Tokenizer(copy.deepcopy(model(kind)))
     for text in [*texts, "".join(texts), *texts]:
@@ -42,7 +50,9 @@ def test_ids_are_those_of_the_whole(kind: Callable[[], Backend], texts: list[str
 @given(texts=st.lists(TEXTS, min_size=2, max_size=2))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_text_that_begins_alike_is_cut_alike(texts: list[str]) -> None:
-    """All segments of the beginning but its last are segments of the longer text, in the same places."""
+    """All segments of the beginning but its last are segments of the longer text, in the same
+    places.
+    """
     boundaries = SegmentBoundaries(byte_level_tokens())
     first, both = list(boundaries.segments(texts[0])), list(boundaries.segments("".join(texts)))
     assert "".join(both) == "".join(texts)
@@ -60,9 +70,16 @@ def added(tokenizer: Any) -> list[Any]:
 
 
 def test_where_it_is_cut() -> None:
-    """Before added tokens, the longest at each place; not before those that take or begin with white space."""
+    """Before added tokens, the longest at each place; not before those that take or begin with
+    white space.
+    """
     boundaries = SegmentBoundaries(byte_level_tokens())
-    assert list(boundaries.segments("a<|im_end|>xb<|im_c<s>")) == ["a", "<|im_end|>xb", "<|im_c", "<s>"]
+    assert list(boundaries.segments("a<|im_end|>xb<|im_c<s>")) == [
+        "a",
+        "<|im_end|>xb",
+        "<|im_c",
+        "<s>",
+    ]
     boundaries = SegmentBoundaries(added(model(stripping)))
     assert list(boundaries.segments("a <s> b</s>c\n<|im_start|>  <|im_end|>")) == [
         "a <s> b</s>c\n<|im_start|>  ",
@@ -93,7 +110,8 @@ def test_a_longer_conversation_costs_what_is_new(monkeypatch: pytest.MonkeyPatch
     cache.encode("".join(turns[:4]))
     encode.given.clear()
     json, count, kept = cache.encode("".join(turns))
-    known = len("".join(turns[:4])) - len("<|im_end|>")  # its last token might have been the beginning of a longer one
+    # its last token might have been the beginning of a longer one
+    known = len("".join(turns[:4])) - len("<|im_end|>")
     assert "".join(encode.given) == "".join(turns)[known:]
     assert (count, kept) == (len("".join(turns)), known)
     assert json.count(b",") == count - 1
@@ -129,12 +147,19 @@ def test_the_cache_keeps_its_bound_and_what_was_used_last() -> None:
 
 
 def test_thousands_of_added_tokens_are_found_fast() -> None:
-    """As Gemma has them, in a text full of their first letter: no search goes through all of them at each place."""
+    """As Gemma has them, in a text full of their first letter: no search goes through all of them
+    at each place.
+    """
     import time
 
     class _Token:
         def __init__(self, content: str) -> None:
-            self.content, self.single_word, self.lstrip, self.normalized = content, False, False, False
+            self.content, self.single_word, self.lstrip, self.normalized = (
+                content,
+                False,
+                False,
+                False,
+            )
 
     boundaries = SegmentBoundaries([_Token(f"<unused{number}>") for number in range(6000)])
     text = "<unuse <p><b>" * 40_000 + "<unused5999>"

@@ -23,7 +23,9 @@ FORMS: Any = {False: "string", True: "string"}
 def chat(**fields: Any) -> Chat:
     """A chat of one message, or of those that the fields say."""
     body = {"messages": [{"role": "user", "content": "hello"}], **fields}
-    return read_chat({name: msgspec.Raw(json.dumps(value).encode()) for name, value in body.items()})
+    return read_chat(
+        {name: msgspec.Raw(json.dumps(value).encode()) for name, value in body.items()}
+    )
 
 
 def made(template: str | None = TEMPLATE) -> Tokenizer:
@@ -47,7 +49,9 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_loaded(tmp_path: Path) -> None:
-    """No folder, no tokenizer in it, a broken one: one line each, and nothing is asked of the network."""
+    """No folder, no tokenizer in it, a broken one: one line each, and nothing is asked of the
+    network.
+    """
     for path in (tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").touch()
         with pytest.raises(UnusableError, match="is not a folder"):
@@ -78,25 +82,33 @@ def test_nothing_is_imported_before() -> None:
 def test_templates_get_what_they_name(tmp_path: Path) -> None:
     """Arguments that a template doesn't read are not given to it; those of the body reach it."""
     tokenizer = made()
-    assert "thinking: False" in tokenizer.rendered(chat(chat_template_kwargs={"enable_thinking": False}), "string")
+    assert "thinking: False" in tokenizer.rendered(
+        chat(chat_template_kwargs={"enable_thinking": False}), "string"
+    )
     assert "thinking: True" in tokenizer.rendered(chat(reasoning_effort="low"), "string")
     assert "Ledger" in tokenizer.rendered(chat(documents=[{"title": "Ledger"}]), "string")
     plain = tokenizer.rendered(chat(), "string")
     assert (
         tokenizer.rendered(
-            chat(chat_template_kwargs={"message": 1, "unheard": 3, "self": 4, "conversations": 5}), "string"
+            chat(chat_template_kwargs={"message": 1, "unheard": 3, "self": 4, "conversations": 5}),
+            "string",
         )
         == plain
     )
     assert tokenizer.rendered(chat(), "openai") == plain.replace("hello", "[hello]")
-    assert tokenizer.rendered(chat(add_generation_prompt=False), "string") + "<|im_start|>assistant\n" == plain
+    assert (
+        tokenizer.rendered(chat(add_generation_prompt=False), "string") + "<|im_start|>assistant\n"
+        == plain
+    )
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It was "}]
     continued = chat(messages=begun, add_generation_prompt=False, continue_final_message=True)
     assert tokenizer.rendered(continued, "string").endswith("assistant\nIt was ")
 
 
 def test_what_a_template_refuses() -> None:
-    """By raising, or because what is to be continued is not there: the engine would refuse it. No client's word gets out."""
+    """By raising, or because what is to be continued is not there: the engine would refuse it. No
+    client's word gets out.
+    """
     tokenizer = made("{{ raise_exception('no ' + messages[0]['content']) }}")
     with pytest.raises(RejectedError) as caught:
         tokenizer.rendered(chat(), "string")
@@ -126,7 +138,12 @@ def test_ids_of_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"prompt": "x", "suffix": "y"}, {"prompt": [1, 2]}, {"prompt": "x", "truncation_side": "left"}]
+    "fields",
+    [
+        {"prompt": "x", "suffix": "y"},
+        {"prompt": [1, 2]},
+        {"prompt": "x", "truncation_side": "left"},
+    ],
 )
 def test_completions_that_are_left_to_the_engines(fields: dict[str, Any]) -> None:
     """What has more to it than a text."""

@@ -1,4 +1,6 @@
-"""The recipe of docs/internals/contributing.md for a metric: a module declares it and counts it, for one process and several."""
+"""The recipe of docs/internals/contributing.md for a metric: a module declares it and counts it,
+for one process and several.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ LEFT = gauge("pdproxy_bananas", "bananas", "Bananas that are left", workers=Rule
 
 
 class BodyBudget:
-"""
+"""  # noqa: E501
 COUNTED = """
         self.held = 0
         observers.count(EATEN, "whole")
@@ -79,7 +81,8 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def samples(page: str) -> dict[str, float]:
     """The numbers of bananas on a page."""
     return {
-        sample.name.removeprefix("pdproxy_") + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        sample.name.removeprefix("pdproxy_")
+        + "".join(f" {value}" for value in sample.labels.values()): sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
         if "banana" in sample.name
@@ -87,7 +90,9 @@ def samples(page: str) -> dict[str, float]:
 
 
 def test_a_declaration_is_all_that_a_metric_needs(changed: dict[str, str], tmp_path: Path) -> None:
-    """It has its place on both pages, its zeros before anything has happened, and is counted by its event."""
+    """It has its place on both pages, its zeros before anything has happened, and is counted by its
+    event.
+    """
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=changed,
@@ -100,7 +105,9 @@ def test_a_declaration_is_all_that_a_metric_needs(changed: dict[str, str], tmp_p
     assert run.returncode == 0, run.stderr
     before, after, reference = run.stdout.split("----\n")
     assert "# HELP pdproxy_banana_age_seconds Age of the ripest banana" in before
-    zeros = dict.fromkeys(("bananas_eaten_total whole", "bananas_eaten_total part", "bananas_thrown_total"), 0.0)
+    zeros = dict.fromkeys(
+        ("bananas_eaten_total whole", "bananas_eaten_total part", "bananas_thrown_total"), 0.0
+    )
     times = {f"banana_seconds_bucket {le}": 0.0 for le in ("1", "2", "+Inf")}
     times |= {"banana_seconds_count": 0.0, "banana_seconds_sum": 0.0}
     assert samples(before) == zeros | times
@@ -110,19 +117,37 @@ def test_a_declaration_is_all_that_a_metric_needs(changed: dict[str, str], tmp_p
         "| `pdproxy_banana_age_seconds` | gauge | seconds |  | most | Age of the ripest banana |",
         "| `pdproxy_banana_seconds` | histogram | seconds |  | sum | Seconds that a banana takes |",
         "| `pdproxy_bananas` | gauge | bananas |  | sum | Bananas that are left |",
-        "| `pdproxy_bananas_eaten_total` | counter | bananas | `how` | sum | Bananas that were eaten |",
-        "| `pdproxy_bananas_thrown_total` | counter | bananas |  | sum | Bananas that were thrown |",
+        (
+            "| `pdproxy_bananas_eaten_total` | counter | bananas | `how` | sum | Bananas that were "
+            "eaten |"
+        ),
+        (
+            "| `pdproxy_bananas_thrown_total` | counter | bananas |  | sum | Bananas that were "
+            "thrown |"
+        ),
     ]
     assert "### pdproxy_bananas_eaten_total\n\n| label | value | meaning |\n" in reference
 
 
 def test_several_workers_show_it_by_its_rule(changed: dict[str, str], tmp_path: Path) -> None:
-    """The proxy as it is served, with two workers: each has eaten one, and has a ripe one of the same age."""
+    """The proxy as it is served, with two workers: each has eaten one, and has a ripe one of the
+    same age.
+    """
     port = free_port()
-    flags = ["--aggregated", f"http://127.0.0.1:{free_port()}", "--host", "127.0.0.1", "--port", str(port)]
+    flags = [
+        "--aggregated",
+        f"http://127.0.0.1:{free_port()}",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pdproxy", "serve", *flags, "--workers", "2"], env=changed, cwd=tmp_path, stderr=log
+            [sys.executable, "-m", "pdproxy", "serve", *flags, "--workers", "2"],
+            env=changed,
+            cwd=tmp_path,
+            stderr=log,
         )
     try:
         until, page = time.monotonic() + 100, ""
@@ -131,7 +156,9 @@ def test_several_workers_show_it_by_its_rule(changed: dict[str, str], tmp_path: 
             assert time.monotonic() < until, page
             time.sleep(0.1)
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{port}/metrics", timeout=10
+                ) as answer:
                     page = answer.read().decode()
             except OSError:
                 continue  # it does not listen yet
@@ -146,11 +173,17 @@ def test_several_workers_show_it_by_its_rule(changed: dict[str, str], tmp_path: 
 
 
 def test_a_process_that_serves_knows_all_metrics() -> None:
-    """Whatever the settings turn on: a metric that nobody imported would be missing on the page until it is counted."""
+    """Whatever the settings turn on: a metric that nobody imported would be missing on the page
+    until it is counted.
+    """
     declaration = re.compile(r'\b(?:counter|gauge|histogram)\(\s*"(pdproxy_\w+)"')
-    written = [name for path in PACKAGE.rglob("*.py") for name in declaration.findall(path.read_text())]
+    written = [
+        name for path in PACKAGE.rglob("*.py") for name in declaration.findall(path.read_text())
+    ]
     script = "import pdproxy.app.server; from pdproxy.observe.description import declared\n"
     script += "print(*(one.name for one in declared()))"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
+    )
     assert len(written) > 100
     assert set(written) <= set(run.stdout.split())

@@ -1,4 +1,6 @@
-"""The recipe of docs/internals/contributing.md for a setting: a field with its docstring is all that is declared."""
+"""The recipe of docs/internals/contributing.md for a setting: a field with its docstring is all
+that is declared.
+"""
 
 from __future__ import annotations
 
@@ -116,10 +118,16 @@ def add(file: Path, docstring: str, fields: str) -> None:
 
 
 def test_a_field_is_all_that_is_declared(tmp_path: Path) -> None:
-    """A copy of the package with some more fields has them as options, variables, keys, in its pages, and while it runs."""
+    """A copy of the package with some more fields has them as options, variables, keys, in its
+    pages, and while it runs.
+    """
     copy = tmp_path / "pdproxy"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
-    add(copy / "settings" / "limits.py", '"""How much is accepted, and how often something is tried."""\n', FIELDS)
+    add(
+        copy / "settings" / "limits.py",
+        '"""How much is accepted, and how often something is tried."""\n',
+        FIELDS,
+    )
     add(
         copy / "settings" / "pools.py",
         '"""What is wanted of a request\'s times, in seconds, for placements that predict them.',
@@ -127,7 +135,11 @@ def test_a_field_is_all_that_is_declared(tmp_path: Path) -> None:
     )
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "settings.yaml")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,

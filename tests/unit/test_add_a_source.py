@@ -1,4 +1,6 @@
-"""The recipe of docs/internals/contributing.md for a source of engines: a section, its field, and a module."""
+"""The recipe of docs/internals/contributing.md for a source of engines: a section, its field, and a
+module.
+"""
 
 from __future__ import annotations
 
@@ -206,11 +208,13 @@ async def serve():
 
 asyncio.run(serve())
 print("all of it")
-'''
+'''  # noqa: E501
 
 
 def test_a_section_a_field_and_a_module_are_a_source(tmp_path: Path) -> None:
-    """A copy of the package with another source has it in its settings, commands and pages, and follows it while it runs."""
+    """A copy of the package with another source has it in its settings, commands and pages, and
+    follows it while it runs.
+    """
     copy, room = tmp_path / "pdproxy", tmp_path / "room"
     room.mkdir()
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
@@ -223,7 +227,11 @@ def test_a_section_a_field_and_a_module_are_a_source(tmp_path: Path) -> None:
     schema.write_text(f"{before}{dns}{FIELD}{after}")
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(room)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,

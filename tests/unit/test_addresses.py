@@ -1,4 +1,6 @@
-"""An engine's name with several addresses, and with others after a while: which of them connections go to."""
+"""An engine's name with several addresses, and with others after a while: which of them connections
+go to.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,11 @@ async def passed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def client_of(
-    machines: Machines, resolve: Callable[..., Any], *, clock: Clock | None = None, keepalive: float = 1000.0
+    machines: Machines,
+    resolve: Callable[..., Any],
+    *,
+    clock: Clock | None = None,
+    keepalive: float = 1000.0,
 ) -> EngineClient:
     return EngineClient(
         f"http://engine.test:{machines.port}",
@@ -134,7 +140,9 @@ async def test_connections_go_to_the_addresses_in_turn(machines: Machines) -> No
     client.close()
 
 
-async def test_a_dead_one_of_two_costs_one_attempt_and_comes_back(machines: Machines, passed: list[float]) -> None:
+async def test_a_dead_one_of_two_costs_one_attempt_and_comes_back(
+    machines: Machines, passed: list[float]
+) -> None:
     """Every request is answered; the dead one is left out, until it is tried again."""
     await machines.start(A)
     client = client_of(machines, Resolver(A, B))
@@ -171,7 +179,9 @@ async def test_what_is_left_out_is_the_last_resort(machines: Machines) -> None:
 async def test_an_address_that_swallows_packets_gets_its_part_of_the_deadline(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of it, as one of two; then the other one is asked. With no other, the deadline passes as a whole."""
+    """Half of it, as one of two; then the other one is asked. With no other, the deadline passes as
+    a whole.
+    """
     await machines.start(A)
     clock = ManualClock()
     client = client_of(machines, Resolver(B, A), clock=clock)
@@ -198,7 +208,9 @@ async def test_an_address_that_swallows_packets_gets_its_part_of_the_deadline(
 
 
 async def test_other_addresses_are_noticed(machines: Machines, passed: list[float]) -> None:
-    """A kept connection to a former address is not used any more; an answer that is under way there is whole."""
+    """A kept connection to a former address is not used any more; an answer that is under way there
+    is whole.
+    """
     await machines.start(A, B)
     resolver = Resolver(A)
     client = client_of(machines, resolver)
@@ -221,8 +233,12 @@ async def test_other_addresses_are_noticed(machines: Machines, passed: list[floa
     client.close()
 
 
-async def test_a_connection_that_fails_has_the_name_resolved_anew(machines: Machines, passed: list[float]) -> None:
-    """An engine that has moved is found at once, but the resolver is asked once a second at most."""
+async def test_a_connection_that_fails_has_the_name_resolved_anew(
+    machines: Machines, passed: list[float]
+) -> None:
+    """An engine that has moved is found at once, but the resolver is asked once a second at
+    most.
+    """
     await machines.start(B)
     resolver = Resolver(A)
     client = client_of(machines, resolver)
@@ -240,7 +256,9 @@ async def test_a_connection_that_fails_has_the_name_resolved_anew(machines: Mach
     client.close()
 
 
-async def test_a_resolver_that_fails_later_changes_nothing(machines: Machines, passed: list[float]) -> None:
+async def test_a_resolver_that_fails_later_changes_nothing(
+    machines: Machines, passed: list[float]
+) -> None:
     """The last addresses stay in use, and the resolver is asked again after a pause."""
     await machines.start(A)
     resolver = Resolver(A)
@@ -298,7 +316,9 @@ async def test_an_address_is_not_resolved(machines: Machines) -> None:
 
 async def test_only_the_first_of_very_many_addresses_count() -> None:
     """Once each."""
-    resolver = Resolver(*(f"10.0.{number // 200}.{number % 200}" for number in range(1000)), "10.0.0.0")
+    resolver = Resolver(
+        *(f"10.0.{number // 200}.{number % 200}" for number in range(1000)), "10.0.0.0"
+    )
     usable, others = await Addresses("engine", 1, lambda: None, resolver).in_turn()
     assert (len(usable), len(set(usable)), others) == (MAX_ADDRESSES, MAX_ADDRESSES, [])
 

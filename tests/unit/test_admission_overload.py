@@ -1,4 +1,6 @@
-"""Admission under many times the load that engines can do, in front of a model of engines: who is served, and who in vain."""
+"""Admission under many times the load that engines can do, in front of a model of engines: who is
+served, and who in vain.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ POOLS = {
     "short and long, more places": Pool(shapes=MIXED, places=1024),
     "answers of unknown length": Pool(unlike=0.8),
     "slow to prefill": Pool(prefill_tokens_per_s=6000.0),
-    "prompts that are prefilled together": Pool(step=0.0055, prefill_tokens_per_s=14_000.0, together=True),
+    "prompts that are prefilled together": Pool(
+        step=0.0055, prefill_tokens_per_s=14_000.0, together=True
+    ),
     "many of them": Pool(32, 32, 0.0055, 0.000_01, 28_000.0, together=True),
 }
 
 
 async def goodput(pool: Pool, seed: int, seconds: float) -> tuple[float, Counter[str], int]:
-    """Return the goodput at ten times the load as a part of its peak, what became of all, and how many are there at last."""
+    """Return the goodput at ten times the load as a part of its peak, what became of all, and how
+    many are there at last.
+    """
     model = Model(pool, seed)
     peak = max([(await model.load(part, seconds))["good"] for part in RAMP])
     found = await model.load(10.0, seconds)
@@ -34,9 +40,11 @@ async def goodput(pool: Pool, seed: int, seconds: float) -> tuple[float, Counter
 
 @pytest.mark.parametrize("name", POOLS)
 def test_goodput_under_ten_times_the_load(name: str) -> None:
-    """Nine tenths of what it is at the best load, whatever the engines are like; and hardly any is served in vain.
+    """Nine tenths of what it is at the best load, whatever the engines are like; and hardly any is
+    served in vain.
 
-    Of requests of many lengths fewer are served per second than at the best load, since each tenant's part is one of tokens.
+    Of requests of many lengths fewer are served per second than at the best load, since each
+    tenant's part is one of tokens.
     """
     kept, found, left = in_virtual_time(lambda: goodput(POOLS[name], 1, 30.0))
     assert kept >= (0.78 if POOLS[name].shapes == MIXED else 0.9), found
@@ -66,7 +74,9 @@ def test_nothing_is_refused_without_overload(seed: int, places: int) -> None:
     """At half of what the engines can do, and at three quarters."""
 
     async def run() -> Counter[str]:
-        model = Model(Pool(batch=64, places=places, further=0.000_01, prefill_tokens_per_s=80_000.0), seed)
+        model = Model(
+            Pool(batch=64, places=places, further=0.000_01, prefill_tokens_per_s=80_000.0), seed
+        )
         return await model.load(0.5, 30.0) + await model.load(0.75, 30.0)
 
     found = in_virtual_time(run)
@@ -114,13 +124,23 @@ def test_clients_without_deadlines_wait_as_long_as_the_queue_allows() -> None:
         return await Model(Pool(), 1, timeout=5.0).load(4.0, 20.0, asks=False)
 
     found = in_virtual_time(run)
-    assert set(found) <= {"good", "good of a", "good of b", "late", "queue_timeout", "queue_full", "share"}
+    assert set(found) <= {
+        "good",
+        "good of a",
+        "good of b",
+        "late",
+        "queue_timeout",
+        "queue_full",
+        "share",
+    }
     assert found["good"] + found["late"] >= 20 * 20
 
 
 @pytest.mark.parametrize(("names", "least"), [("abbbbbbbbb", 0.8), ("ab", 1.5)])
 def test_one_tenant_whose_times_cannot_be_met(names: str, least: float) -> None:
-    """It has half of the weights and sends most of five times the load. The other one has its share, or what is left."""
+    """It has half of the weights and sends most of five times the load. The other one has its
+    share, or what is left.
+    """
 
     async def run(hurry: float) -> int:
         model = Model(Pool(), 1)

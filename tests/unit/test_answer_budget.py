@@ -32,16 +32,25 @@ def test_one_answer_has_a_bound() -> None:
     budget = AnswerBudget(max_answer=10, max_total=100)
     share = budget.share()
     share.add(b"x" * 10)
-    with pytest.raises(EngineError, match=r"an answer of more than 10 bytes \(limits.max_answer_bytes\)"):
+    with pytest.raises(
+        EngineError, match=r"an answer of more than 10 bytes \(limits.max_answer_bytes\)"
+    ):
         share.add(b"x")
     assert (budget.held, share.take_counted()) == (0, b"")
 
 
 @pytest.mark.parametrize(
     ("limit", "kind"),
-    [(None, AnswerTooLargeError), (10, AnswerTooLargeError), (9, EngineError), (99, AnswerTooLargeError)],
+    [
+        (None, AnswerTooLargeError),
+        (10, AnswerTooLargeError),
+        (9, EngineError),
+        (99, AnswerTooLargeError),
+    ],
 )
-def test_who_names_a_smaller_limit_knows_the_answer(limit: int | None, kind: type[EngineError]) -> None:
+def test_who_names_a_smaller_limit_knows_the_answer(
+    limit: int | None, kind: type[EngineError]
+) -> None:
     """An engine that sends more has failed. Otherwise the request has asked for so much."""
     share = AnswerBudget(max_answer=10, max_total=100).share(limit)
     with pytest.raises(EngineError) as raised:

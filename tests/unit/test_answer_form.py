@@ -1,4 +1,6 @@
-"""A whole answer of a known form reaches its sink as if the parser had read it, and every other answer is the parser's."""
+"""A whole answer of a known form reaches its sink as if the parser had read it, and every other
+answer is the parser's.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,22 @@ from tests.fakes.legs import Heard
 from tests.fuzz.ingress import Transport
 
 LEARNED = (
-    b"HTTP/1.1 200 OK\r\nDate: Sat, 28 Nov 2026 10:00:00 GMT\r\nserver: uvicorn\r\ncontent-length: 2\r\n"
+    b"HTTP/1.1 200 OK\r\nDate: Sat, 28 Nov 2026 10:00:00 GMT\r\nserver: uvicorn\r\n"
+    b"content-length: 2\r\n"
     b"content-type: application/json\r\nx-request-id: a\r\n\r\n{}"
 )
 LIKE = (
-    LEARNED.replace(b"10:00:00", b"10:00:01").replace(b"length: 2", b"length: 5").replace(b"-id: a", b"-id: b")[:-2]
+    LEARNED.replace(b"10:00:00", b"10:00:01")
+    .replace(b"length: 2", b"length: 5")
+    .replace(b"-id: a", b"-id: b")[:-2]
     + b'{"":1'
 )
 
 
 async def heard_of(form: AnswerForm, *reads: bytes) -> tuple[Heard, bool, list[EngineConnection]]:
-    """Return what the sink of a request heard of reads, whether the connection closed, and who was freed."""
+    """Return what the sink of a request heard of reads, whether the connection closed, and who was
+    freed.
+    """
     freed: list[EngineConnection] = []
     transport, heard = Transport(), Heard()
     connection = EngineConnection("engine", freed.append, lambda _: None, form)
@@ -46,7 +53,12 @@ async def equal(*reads: bytes) -> None:
     """Check that reads are heard as by a connection that knows no form."""
     known, unknown = await heard_of(await learned(), *reads), await heard_of(AnswerForm(), *reads)
     one, other = known[0], unknown[0]
-    assert (one.status, one.headers, one.body, one.ending) == (other.status, other.headers, other.body, other.ending)
+    assert (one.status, one.headers, one.body, one.ending) == (
+        other.status,
+        other.headers,
+        other.body,
+        other.ending,
+    )
     assert (known[1], len(known[2])) == (unknown[1], len(unknown[2]))
 
 

@@ -37,7 +37,9 @@ def books() -> tuple[Auditor, Engine, Recorder]:
 
 def scrape(external: float, local: float = 0.0, started: float = 1.0) -> Scrape:
     """A decode engine's counters."""
-    return Scrape(started, 16, 0, 0, 0, {"external_kv_transfer": external, "local_cache_hit": local})
+    return Scrape(
+        started, 16, 0, 0, 0, {"external_kv_transfer": external, "local_cache_hit": local}
+    )
 
 
 def moved(auditor: Auditor, tokens: int) -> None:
@@ -48,13 +50,20 @@ def moved(auditor: Auditor, tokens: int) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 500), st.integers(0, 6), st.integers(0, 8), st.sampled_from(["ok", "left", "failed"])),
+        st.tuples(
+            st.integers(0, 500),
+            st.integers(0, 6),
+            st.integers(0, 8),
+            st.sampled_from(["ok", "left", "failed"]),
+        ),
         max_size=30,
     )
 )
 @settings(deadline=None)
 def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]) -> None:
-    """However many scrapes a leg lasts, and whenever in it (or up to two scrapes behind) the engine counts: no alarm."""
+    """However many scrapes a leg lasts, and whenever in it (or up to two scrapes behind) the engine
+    counts: no alarm.
+    """
     auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(1000))
     external = 1000
@@ -75,7 +84,9 @@ def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]
 
 @given(st.lists(st.integers(16, 500), min_size=1, max_size=20))
 def test_what_never_arrives_is_counted_in_full(sent: list[int]) -> None:
-    """Counters that stand still: after three scrapes all of it is missing, each token reported once."""
+    """Counters that stand still: after three scrapes all of it is missing, each token reported
+    once.
+    """
     auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(0))
     for tokens in sent:
@@ -91,7 +102,9 @@ def test_what_never_arrives_is_counted_in_full(sent: list[int]) -> None:
 
 
 def test_a_surplus_does_not_hide_a_shortfall_for_ever() -> None:
-    """What an engine counted beyond our requests is written off after two scrapes; a later shortfall shows."""
+    """What an engine counted beyond our requests is written off after two scrapes; a later
+    shortfall shows.
+    """
     auditor, engine, _ = books()
     auditor.scraped(engine, scrape(0))
     for _ in range(3):
@@ -103,7 +116,9 @@ def test_a_surplus_does_not_hide_a_shortfall_for_ever() -> None:
 
 
 def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
-    """What an engine counted at a leg's begin is not written off before the leg's end, however long that takes."""
+    """What an engine counted at a leg's begin is not written off before the leg's end, however long
+    that takes.
+    """
     auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(0))
     auditor.asked("d", 160)
@@ -118,7 +133,9 @@ def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
 
 @pytest.mark.parametrize("again", [scrape(0, started=2.0), scrape(10), scrape(10, started=2.0)])
 def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -> None:
-    """The engine's own cache hits count as arrived; a new start time, or counters that fall, begin a new account."""
+    """The engine's own cache hits count as arrived; a new start time, or counters that fall, begin
+    a new account.
+    """
     auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(0))
     moved(auditor, 160)
@@ -157,17 +174,26 @@ def test_recorded_metrics_are_read() -> None:
     found = read_metrics(recorded("metrics_decode.txt"))
     assert found.block_size == 32
     assert found.started == 1.79521971725e09
-    assert found.by_source == {"local_compute": 29, "local_cache_hit": 288, "external_kv_transfer": 4299}
+    assert found.by_source == {
+        "local_compute": 29,
+        "local_cache_hit": 288,
+        "external_kv_transfer": 4299,
+    }
     assert (found.running, found.waiting, found.kv_usage) == (0, 0, 0)
-    assert read_metrics(b"vllm:num_requests_running 2\n").waiting is None, "not reported, and not none"
+    assert read_metrics(b"vllm:num_requests_running 2\n").waiting is None, (
+        "not reported, and not none"
+    )
 
 
 def test_what_changes_as_a_core_works_is_read_by_rank() -> None:
-    """Of a real page, and of one with two ranks; an engine without these metrics shows no progress."""
+    """Of a real page, and of one with two ranks; an engine without these metrics shows no
+    progress.
+    """
     (values,) = read_metrics(recorded("metrics_decode.txt")).progress.values()
     assert {29, 288, 4299} <= {*values}
     page = b"".join(
-        b'vllm:generation_tokens_total{engine="%d",model_name="m"} %d\n' % (rank, rank + 5) for rank in (0, 1)
+        b'vllm:generation_tokens_total{engine="%d",model_name="m"} %d\n' % (rank, rank + 5)
+        for rank in (0, 1)
     )
     page += b'vllm:num_requests_running{engine="1",model_name="m"} 3\n'
     assert read_metrics(page).progress == {"0": (5,), "1": (6, 3)}
@@ -216,8 +242,20 @@ def test_short_chats() -> None:
         (Route.COMPLETIONS, {"prompt": [1] * 30}, None, 31, False),
         (Route.COMPLETIONS, {"prompt": [1] * 30}, None, 30, True),
         (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}]}, None, 100, False),
-        (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": []}, None, 100, True),
-        (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "chat_template": "x"}, None, 100, True),
+        (
+            Route.CHAT,
+            {"messages": [{"role": "user", "content": "hi"}], "tools": []},
+            None,
+            100,
+            True,
+        ),
+        (
+            Route.CHAT,
+            {"messages": [{"role": "user", "content": "hi"}], "chat_template": "x"},
+            None,
+            100,
+            True,
+        ),
         (
             Route.CHAT,
             {"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "x"}},
@@ -225,9 +263,27 @@ def test_short_chats() -> None:
             100,
             True,
         ),
-        (Route.CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"arguments": "a" * 99}]}]}, None, 100, True),
-        (Route.CHAT, {"messages": [{"role": "assistant", "reasoning_content": "a" * 99}]}, None, 100, True),
-        (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": []}, 99, 100, False),
+        (
+            Route.CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{"arguments": "a" * 99}]}]},
+            None,
+            100,
+            True,
+        ),
+        (
+            Route.CHAT,
+            {"messages": [{"role": "assistant", "reasoning_content": "a" * 99}]},
+            None,
+            100,
+            True,
+        ),
+        (
+            Route.CHAT,
+            {"messages": [{"role": "user", "content": "hi"}], "tools": []},
+            99,
+            100,
+            False,
+        ),
     ],
 )
 def test_prompts_that_an_engine_may_find_too_long(
@@ -239,18 +295,30 @@ def test_prompts_that_an_engine_may_find_too_long(
 
 
 def admitting(
-    *observers: Recorder, places: int = 1, queue: int = 5, clock: Clock | None = None, clients: Clients | None = None
+    *observers: Recorder,
+    places: int = 1,
+    queue: int = 5,
+    clock: Clock | None = None,
+    clients: Clients | None = None,
 ) -> Admission:
     """Admission with so many places, and so long a queue."""
     limits = Limits(max_inflight=places, max_queue=queue)
     own = Clients() if clients is None else clients
-    return Admission(limits, Deadlines(queue=60), Overload(), Observers(observers), clock or Clock(), own)
+    return Admission(
+        limits, Deadlines(queue=60), Overload(), Observers(observers), clock or Clock(), own
+    )
 
 
-@given(st.lists(st.sampled_from(["enter", "leave", "cancel"]), max_size=40), st.integers(1, 3), st.integers(0, 3))
+@given(
+    st.lists(st.sampled_from(["enter", "leave", "cancel"]), max_size=40),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
 @settings(deadline=None, max_examples=60)
 def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -> None:
-    """Never more than the places in use, never more than the queue waiting, and every place comes back."""
+    """Never more than the places in use, never more than the queue waiting, and every place comes
+    back.
+    """
 
     async def run() -> None:
         admission = admitting(places=places, queue=queue)
@@ -310,7 +378,9 @@ async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None
 
 
 async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_request() -> None:
-    """The client left in the turn of the loop in which its request got the place: a shutdown does not wait for it."""
+    """The client left in the turn of the loop in which its request got the place: a shutdown does
+    not wait for it.
+    """
     admission = admitting()
     one = Client("one")
     place = await admission.enter(one)
@@ -326,7 +396,9 @@ async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_req
 
 
 async def test_a_place_granted_before_the_shutdown_is_served() -> None:
-    """Its request has not run since: it is in flight, and the shutdown waits for it. Nobody else gets in."""
+    """Its request has not run since: it is in flight, and the shutdown waits for it. Nobody else
+    gets in.
+    """
     admission = admitting()
     one = Client("one")
     place = await admission.enter(one)
@@ -348,7 +420,9 @@ async def test_a_place_granted_before_the_shutdown_is_served() -> None:
 
 
 async def test_a_place_granted_to_a_request_that_is_just_late_goes_to_the_next() -> None:
-    """Its deadline passed in the turn of the loop in which it got the place: it is refused, and the place is not lost."""
+    """Its deadline passed in the turn of the loop in which it got the place: it is refused, and the
+    place is not lost.
+    """
     clock, heard = Clock(), Recorder()
     admission = admitting(heard, clock=clock)
     one = Client("one")

@@ -15,7 +15,13 @@ from pdproxy.fleet.bootstrap import MAX_GIVEN_UP, NOT_ASKED, Bootstraps
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError, RefusalReason, Wait
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, HandleEnded, NodeChanged, Observers
+from pdproxy.observe.events import (
+    BootstrapAsked,
+    DeadlinePassed,
+    HandleEnded,
+    NodeChanged,
+    Observers,
+)
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.settings.health import Probes
 from pdproxy.transfer.mooncake import MOONCAKE
@@ -43,8 +49,15 @@ def answer(*ranks: dict[str, Any]) -> bytes:
 
 
 def test_the_recorded_answer_is_read() -> None:
-    found = read_ranks(b'{"0":{"engine_id":"mc-p","worker_addr":{"0":{"0":"tcp://127.0.0.1:34327"}}}}')
-    assert (found[0].engine_id, found[0].tp_size, found[0].pp_size, found[0].missing(1)) == ("mc-p", 1, 1, None)
+    found = read_ranks(
+        b'{"0":{"engine_id":"mc-p","worker_addr":{"0":{"0":"tcp://127.0.0.1:34327"}}}}'
+    )
+    assert (found[0].engine_id, found[0].tp_size, found[0].pp_size, found[0].missing(1)) == (
+        "mc-p",
+        1,
+        1,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,9 +75,13 @@ def test_the_recorded_answer_is_read() -> None:
         ({"0": {"0": "a"}, "1": {"0": "b"}}, 2, None),
     ],
 )
-def test_workers_that_have_not_registered_yet(workers: Any, tp_size: int | None, missing: int | None) -> None:
+def test_workers_that_have_not_registered_yet(
+    workers: Any, tp_size: int | None, missing: int | None
+) -> None:
     rank = read_ranks(json.dumps({"0": {"engine_id": "e", "worker_addr": workers}}).encode())[0]
-    assert rank.missing(tp_size) == (None if missing is None else f"not all workers of tensor-parallel rank {missing}")
+    assert rank.missing(tp_size) == (
+        None if missing is None else f"not all workers of tensor-parallel rank {missing}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +115,8 @@ def test_what_no_bootstrap_server_answers(body: bytes) -> None:
 
 @given(
     st.recursive(
-        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+        st.none() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
 @settings(max_examples=200, deadline=None)
@@ -142,7 +160,13 @@ class Stand(Recorder):
         self.time = 1000.0
         self.bootstraps = (make or Stand._alone)(self)
         observers.add(self.bootstraps)
-        self.engines.add(EngineSpec(P, Role.PREFILL), unused_client(P), ranks=ranks, tp_size=tp_size, bootstrap=ADDRESS)
+        self.engines.add(
+            EngineSpec(P, Role.PREFILL),
+            unused_client(P),
+            ranks=ranks,
+            tp_size=tp_size,
+            bootstrap=ADDRESS,
+        )
         self.observers = observers
         self.up(P, 1.0)
         self.up(D, 1.0)
@@ -150,7 +174,14 @@ class Stand(Recorder):
     def _alone(self) -> Bootstraps:
         observers = Observers([self])
         return Bootstraps(
-            self.engines, self.ledger, self._query, observers, self.tasks, Probes(), lambda: self.time, MOONCAKE
+            self.engines,
+            self.ledger,
+            self._query,
+            observers,
+            self.tasks,
+            Probes(),
+            lambda: self.time,
+            MOONCAKE,
         )
 
     async def _query(self, address: str) -> Ranks:
@@ -190,7 +221,13 @@ async def test_an_engine_gets_no_pair_before_its_server_has_named_it() -> None:
     assert stand.engines[D].in_ledger.kv_not_ready is None
     assert await stand.ask() is None
     peer = stand.p.run.peers.get(0)
-    assert (peer.engine_id, peer.address, peer.tp_size, peer.pp_size, peer.headers) == ("e", ADDRESS, 1, 1, ())
+    assert (peer.engine_id, peer.address, peer.tp_size, peer.pp_size, peer.headers) == (
+        "e",
+        ADDRESS,
+        1,
+        1,
+        (),
+    )
     assert stand.asked == [ADDRESS]
     assert stand.results == ["complete"]
 
@@ -200,7 +237,10 @@ async def test_an_engine_gets_no_pair_before_its_server_has_named_it() -> None:
     [
         (b"{}", "does not know data-parallel rank 0 yet"),
         (answer(one()), "does not know data-parallel rank 1 yet"),
-        (answer(one(tp=2), one(tp=1)), "does not know not all workers of tensor-parallel rank 1 yet"),
+        (
+            answer(one(tp=2), one(tp=1)),
+            "does not know not all workers of tensor-parallel rank 1 yet",
+        ),
         (
             answer(one(tp=2), one("f", tp=2), one("g", tp=2)),
             "has a data-parallel rank 2, but facts.data_parallel_size is 2",
@@ -223,7 +263,9 @@ async def test_a_server_that_fails_is_a_reason_and_shown() -> None:
     stand = Stand()
     why = await stand.ask(EngineError("no connection: refused"))
     assert why == f"has a bootstrap server at {ADDRESS} that can't be used: no connection: refused"
-    assert stand.bootstraps.shortcomings() == [f"the bootstrap server of {P} ({ADDRESS}): no connection: refused"]
+    assert stand.bootstraps.shortcomings() == [
+        f"the bootstrap server of {P} ({ADDRESS}): no connection: refused"
+    ]
     assert stand.results == ["failed"]
     assert await stand.ask(answer(one())) is None
     assert stand.bootstraps.shortcomings() == []

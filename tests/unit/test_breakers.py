@@ -1,4 +1,6 @@
-"""The breakers: who is excluded, for how long, what is reported, and that nobody is left without an engine."""
+"""The breakers: who is excluded, for how long, what is reported, and that nobody is left without an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def test_the_breaker() -> None:
     assert other is not None
     assert other.engine.role is Role.DECODE
     assert fail(10) is True, "the first failure after the cooldown shuts it out again"
-    assert any("failed 3 times in a row, its breaker is open for 9.0 s" in line for line in made.shortcomings(11))
+    assert any(
+        "failed 3 times in a row, its breaker is open for 9.0 s" in line
+        for line in made.shortcomings(11)
+    )
 
 
 def split(made: Ledger, now: float) -> Lease:
@@ -39,7 +44,9 @@ def split(made: Ledger, now: float) -> Lease:
 
 
 def test_legs_that_fail_while_the_breaker_is_open_change_nothing() -> None:
-    """They were sent before it was opened: it is not reported again and not open for longer. After it, one failure is enough."""
+    """They were sent before it was opened: it is not reported again and not open for longer. After
+    it, one failure is enough.
+    """
     made = ledger()
     d1 = made.engines[2]
     legs = [split(made, 0) for _ in range(6)]
@@ -51,7 +58,9 @@ def test_legs_that_fail_while_the_breaker_is_open_change_nothing() -> None:
 
 
 def test_a_good_leg_closes_the_breaker_only_after_the_cooldown() -> None:
-    """A leg that was sent before it opened may still end well: the cooldown stays, but the count begins again."""
+    """A leg that was sent before it opened may still end well: the cooldown stays, but the count
+    begins again.
+    """
     made = ledger()
     d1 = made.engines[2]
     legs = [split(made, 0) for _ in range(5)]
@@ -64,7 +73,9 @@ def test_a_good_leg_closes_the_breaker_only_after_the_cooldown() -> None:
 
 
 def test_after_a_breaker_is_closed_engines_are_chosen_the_short_way_again() -> None:
-    """Ranking all engines takes several times as long: only a breaker that was opened makes it necessary."""
+    """Ranking all engines takes several times as long: only a breaker that was opened makes it
+    necessary.
+    """
     ranked: list[int] = []
 
     class Watched(LeastLoad):
@@ -75,7 +86,9 @@ def test_after_a_breaker_is_closed_engines_are_chosen_the_short_way_again() -> N
     made = Ledger(
         SPECS,
         LedgerOptions(
-            breaker_failures=2, breaker_cooldown=10, policies={Role.PREFILL: lambda made_for: Watched(made_for.role)}
+            breaker_failures=2,
+            breaker_cooldown=10,
+            policies={Role.PREFILL: lambda made_for: Watched(made_for.role)},
         ),
     )
     for url in URLS:
@@ -114,7 +127,9 @@ def test_the_breaker_of_an_engine_that_is_down_is_not_reported() -> None:
 
 
 def test_the_breaker_never_takes_the_last_engine() -> None:
-    """Where all engines of a role, or of a model, are shut out, they are still used, and the pool stays ready."""
+    """Where all engines of a role, or of a model, are shut out, they are still used, and the pool
+    stays ready.
+    """
     made = ledger()
     made.mark_up("d1", evidence(models="x"))
     made.mark_down("a1", "gone", 0)
@@ -146,8 +161,12 @@ def test_the_breaker_never_takes_the_last_engine() -> None:
 
 
 def slow(slow_start: float = 8.0) -> tuple[Ledger, LedgerEngine]:
-    """A ledger with slow starts, and its engine d1, whose breaker was opened at 0 for ten seconds."""
-    made = Ledger(SPECS, LedgerOptions(breaker_failures=2, breaker_cooldown=10, slow_start=slow_start))
+    """A ledger with slow starts, and its engine d1, whose breaker was opened at 0 for ten
+    seconds.
+    """
+    made = Ledger(
+        SPECS, LedgerOptions(breaker_failures=2, breaker_cooldown=10, slow_start=slow_start)
+    )
     for url in URLS:
         made.mark_up(url, evidence())
     for lease in [split(made, 0) for _ in range(2)]:
@@ -176,7 +195,8 @@ def test_behind_the_cooldown_an_engine_gets_one_request_until_it_was_good() -> N
     assert not d1.takes(11)
     assert any("d1: gets one request at a time" in line for line in made.shortcomings(11))
     made.close(trial, Verdict.NEUTRAL, 12)
-    (trial,) = decodes(made, 8, 12)  # the client has left: that shows nothing, and another one is next
+    # the client has left: that shows nothing, and another one is next
+    (trial,) = decodes(made, 8, 12)
     assert made.close(trial, Verdict.FAILED, 13) is True, "one failure is enough now"
     assert decodes(made, 8, 22.9) == []
     assert len(decodes(made, 8, 23)) == 1
@@ -209,7 +229,9 @@ def test_a_slow_start_doubles_the_places_with_each_good_leg() -> None:
 
 
 def test_a_slow_start_without_time_closes_the_breaker_at_once() -> None:
-    """As with `slow_start` 0, and where there were so many good legs that any number of requests will do."""
+    """As with `slow_start` 0, and where there were so many good legs that any number of requests
+    will do.
+    """
     made, d1 = slow(0.0)
     (trial,) = decodes(made, 4, 10)
     made.close(trial, Verdict.GOOD, 10)
@@ -222,7 +244,9 @@ def test_a_slow_start_without_time_closes_the_breaker_at_once() -> None:
 
 
 def test_an_engine_of_a_slow_start_that_fails_is_excluded_again() -> None:
-    """By as many failures in a row as ever; what is left of the slow start is no trial of the next one."""
+    """By as many failures in a row as ever; what is left of the slow start is no trial of the next
+    one.
+    """
     made, d1 = slow()
     (trial,) = decodes(made, 4, 10)
     made.close(trial, Verdict.GOOD, 10)
@@ -243,7 +267,9 @@ def test_the_only_engine_starts_at_once() -> None:
 
 
 def test_releases_pass_half_open_engines_by() -> None:
-    """They have no lease, so that nothing would count them; where there is no other engine, they go there."""
+    """They have no lease, so that nothing would count them; where there is no other engine, they go
+    there.
+    """
     made, _ = slow()
     engine = made.releasing.through("p1", "m", 10)
     assert engine is not None
@@ -258,7 +284,9 @@ def test_releases_pass_half_open_engines_by() -> None:
 
 
 def test_a_stalled_engine_gets_nothing_until_it_is_let_in() -> None:
-    """Not even as the last one: what is sent there waits for nothing. Then one request shows that it serves."""
+    """Not even as the last one: what is sent there waits for nothing. Then one request shows that
+    it serves.
+    """
     made, d1 = slow()
     made.mark_down("d2", "gone", 0)
     assert made.mark_stalled("d1", "it stands still") is True

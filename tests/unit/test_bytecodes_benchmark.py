@@ -20,7 +20,8 @@ def work(times: int) -> int:
 def test_what_runs_between_two_signals_is_counted(tmp_path: Path) -> None:
     """Each function by its name, and calls into C as well. A second count begins at nothing.
 
-    From Python 3.13 on, a function's bytecodes are counted from its second traced call on: the first count here is not looked at.
+    From Python 3.13 on, a function's bytecodes are counted from its second traced call on: the
+    first count here is not looked at.
     """
     before = signal.getsignal(signal.SIGUSR2)
     counted = []
@@ -31,7 +32,13 @@ def test_what_runs_between_two_signals_is_counted(tmp_path: Path) -> None:
             work(times)
             _, calls, found = counts.end()
             assert calls > 2 * times
-            counted.append({name.rpartition(":")[2]: count for name, count in found.items() if __file__ in name})
+            counted.append(
+                {
+                    name.rpartition(":")[2]: count
+                    for name, count in found.items()
+                    if __file__ in name
+                }
+            )
     finally:
         signal.signal(signal.SIGUSR2, before)
         sys.settrace(None)

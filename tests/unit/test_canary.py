@@ -41,7 +41,9 @@ class Engines(Recorder):
         self.fails: dict[str, Callable[[], Exception]] = {}
         self.makes: dict[str, SimTokenizer] = {}
         self.finds: dict[str, SimTokenizer] = {}
-        self.registry, self.ledger = registry(EngineSpec(P, Role.PREFILL), EngineSpec(D, Role.DECODE))
+        self.registry, self.ledger = registry(
+            EngineSpec(P, Role.PREFILL), EngineSpec(D, Role.DECODE)
+        )
         self.threads = ThreadPoolExecutor(2)
         self.canaries = Canaries(
             self.registry,
@@ -54,12 +56,18 @@ class Engines(Recorder):
 
     def up(self, url: str, started: float = 1.0) -> None:
         """Have probed an engine."""
-        self.ledger.mark_up(url, Evidence(frozenset(card.id for card in self.cards), "1", 16, (), 0, started))
+        self.ledger.mark_up(
+            url, Evidence(frozenset(card.id for card in self.cards), "1", 16, (), 0, started)
+        )
         self.canaries.changed()
 
     def judged(self) -> list[tuple[str, str, bool | None]]:
         """Engine, model and verdict of each event."""
-        return [(one.node, one.model, one.agrees) for one in self.events if isinstance(one, TokenizerJudged)]
+        return [
+            (one.node, one.model, one.agrees)
+            for one in self.events
+            if isinstance(one, TokenizerJudged)
+        ]
 
     async def models(self, url: str) -> list[ModelCard]:
         """An engine's models."""
@@ -74,7 +82,11 @@ class Engines(Recorder):
         if url in self.fails:
             raise self.fails[url]()
         asked = msgspec.json.decode(body)
-        (same,) = [one for one in CANARIES if msgspec.json.decode(one.tokenize_body(asked["model"])) == asked]
+        (same,) = [
+            one
+            for one in CANARIES
+            if msgspec.json.decode(one.tokenize_body(asked["model"])) == asked
+        ]
         return ids_of(self.makes.get(url, SimTokenizer()), *same.parsed(asked["model"]), FORMS)
 
     def _find(self, root: str) -> SimTokenizer:
@@ -133,20 +145,30 @@ async def test_an_adapter_that_is_loaded_later(engines: Engines) -> None:
     assert not await engines.canaries.look()
     engines.models_fail = False
     assert await engines.canaries.look()
-    assert engines.canaries.trusted("later", Route.CHAT) == engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert (
+        engines.canaries.trusted("later", Route.CHAT)
+        == engines.canaries.trusted("tiny", Route.CHAT)
+        is not None
+    )
     assert await engines.canaries.look()
     assert (engines.judged(), engines.asked) == ([(P, "tiny", True)], [P] * 3)
 
 
 async def test_one_that_went_down_does_not_count(engines: Engines) -> None:
-    """Its model is tokenized here as long as the others agree; back in the same run, it isn't asked again."""
+    """Its model is tokenized here as long as the others agree; back in the same run, it isn't asked
+    again.
+    """
     engines.makes[D] = SimTokenizer("plain")
     engines.up(P)
     engines.up(D)
     await engines.canaries.look()
-    assert engines.judged()[1:] == [(D, "tiny", False)] or engines.judged()[:1] == [(D, "tiny", False)]
+    assert engines.judged()[1:] == [(D, "tiny", False)] or engines.judged()[:1] == [
+        (D, "tiny", False)
+    ]
     assert engines.canaries.trusted("tiny", Route.CHAT) is None
-    assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is not None, "its template differs, not its tokenizer"
+    assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is not None, (
+        "its template differs, not its tokenizer"
+    )
     engines.ledger.mark_down(D, "gone", 0.0)
     engines.canaries.changed()
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
@@ -157,12 +179,15 @@ async def test_one_that_went_down_does_not_count(engines: Engines) -> None:
     assert dict(engines.canaries.agreements()) == {(P, "tiny"): 1.0, (D, "tiny"): 0.0}
     (line,) = engines.canaries.shortcomings()
     assert line.startswith(
-        f"{D}: prompts of tiny are not tokenized here: other token ids than the engine's for a message, "
+        f"{D}: prompts of tiny are not tokenized here: other token ids than the engine's for a "
+        f"message, "
     )
 
 
 async def test_one_that_reports_no_start_is_asked_whenever_it_comes_back(engines: Engines) -> None:
-    """Several API servers show no start of theirs: it may have been restarted with another template."""
+    """Several API servers show no start of theirs: it may have been restarted with another
+    template.
+    """
     engines.up(P, started=0.0)
     await engines.canaries.look()
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
@@ -174,7 +199,9 @@ async def test_one_that_reports_no_start_is_asked_whenever_it_comes_back(engines
     assert engines.judged() == [(P, "tiny", True), (P, "tiny", False)]
 
 
-async def test_one_that_is_too_busy_is_asked_again(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_is_too_busy_is_asked_again(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its silence is no verdict; the task comes back to it by itself."""
     monkeypatch.setattr(canary, "AGAIN", 0.02)
     engines.fails[P] = lambda: EngineTimeoutError("late", wait=Wait.PROBE)
@@ -199,7 +226,9 @@ async def test_one_without_the_route(engines: Engines) -> None:
     engines.up(P)
     assert await engines.canaries.look()
     assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is None
-    assert "its /tokenize answers 404: nothing can be compared" in engines.canaries.shortcomings()[0]
+    assert (
+        "its /tokenize answers 404: nothing can be compared" in engines.canaries.shortcomings()[0]
+    )
 
 
 async def test_one_that_refuses_all(engines: Engines) -> None:
@@ -211,7 +240,9 @@ async def test_one_that_refuses_all(engines: Engines) -> None:
 
 
 async def test_several_models(engines: Engines) -> None:
-    """Each by itself: one whose tokenizer isn't here doesn't cost the other's. A request that names none is the engine's."""
+    """Each by itself: one whose tokenizer isn't here doesn't cost the other's. A request that names
+    none is the engine's.
+    """
     engines.cards.append(ModelCard("other", "/o", None))
     engines.up(P)
     await engines.canaries.look()
@@ -222,7 +253,9 @@ async def test_several_models(engines: Engines) -> None:
 
 
 async def test_a_tokenizer_that_comes_later(engines: Engines) -> None:
-    """What isn't here when an engine comes up is looked for again in its next run, and once for all engines."""
+    """What isn't here when an engine comes up is looked for again in its next run, and once for all
+    engines.
+    """
     engines.cards = [ModelCard("tiny", "/later", None)]
     engines.up(P)
     engines.up(D)
@@ -239,7 +272,9 @@ async def test_a_tokenizer_that_comes_later(engines: Engines) -> None:
 
 @pytest.mark.parametrize(("copy", "shared"), [("/m/copy", True), ("/m/plain", False)])
 async def test_two_tokenizers_for_one_model(engines: Engines, copy: str, shared: bool) -> None:
-    """Engines that loaded one model from two places, each right by itself: where they say the same, one's ids are both's."""
+    """Engines that loaded one model from two places, each right by itself: where they say the same,
+    one's ids are both's.
+    """
     engines.makes[D] = engines.finds[copy] = SimTokenizer("chatml" if shared else "plain")
     engines.up(P)
     await engines.canaries.look()
@@ -275,7 +310,10 @@ async def test_an_engine_that_was_removed_does_not_count(engines: Engines) -> No
     assert engines.canaries.trusted("tiny", Route.CHAT) is None
     engines.registry.remove(D)
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
-    assert (engines.canaries.shortcomings(), dict(engines.canaries.agreements())) == ([], {(P, "tiny"): 1.0})
+    assert (engines.canaries.shortcomings(), dict(engines.canaries.agreements())) == (
+        [],
+        {(P, "tiny"): 1.0},
+    )
     engines.canaries.refuted(D, "tiny", Route.CHAT, "a leg that was under way")
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
     engines.registry.add(EngineSpec(D, Role.DECODE), unused_client(D))

@@ -55,7 +55,9 @@ def test_an_engine_that_refuses_gets_less_at_once() -> None:
 
 
 def test_a_refusal_by_an_engine_that_has_little_of_ours_shows_nothing() -> None:
-    """Others may have filled its queue, and it may have room again at once: a window of one would last for a minute."""
+    """Others may have filled its queue, and it may have room again at once: a window of one would
+    last for a minute.
+    """
     windows = Windows()
     for requests in (0, 1, FEW):
         windows.refused(d(requests))
@@ -98,7 +100,9 @@ def test_the_pool_is_the_sum_of_engines_that_answer() -> None:
     windows.refused(d(9, "b"))
     assert windows.places([d(10, "a"), d(9, "b")], 19) == 19
     assert windows.places([d(10, "a")], 19) == 10
-    assert windows.places([], 5) is None, "requests are refused for want of an engine, not of a place"
+    assert windows.places([], 5) is None, (
+        "requests are refused for want of an engine, not of a place"
+    )
     windows.forget("a")
     windows.forget("unknown")
     assert windows.places([d(10, "a")], 17) is None

@@ -7,14 +7,32 @@ from typing import Any
 import pytest
 
 from pdproxy.app import followed_changes
-from pdproxy.app.changes import CHANGE, CHANGED, GONE, LOST, MAKE, OUTCOME, UNDO, WAITED, ParentChanges, decode_numbers
+from pdproxy.app.changes import (
+    CHANGE,
+    CHANGED,
+    GONE,
+    LOST,
+    MAKE,
+    OUTCOME,
+    UNDO,
+    WAITED,
+    ParentChanges,
+    decode_numbers,
+)
 from pdproxy.app.followed_changes import FollowedChanges
 from pdproxy.app.journal import ChangeJournal, Past
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.observe.events import MemberChanged
-from pdproxy.web.admin.changes import Change, ChangeOutcome, decode_outcome, encode_change, encode_outcome, is_accepted
+from pdproxy.web.admin.changes import (
+    Change,
+    ChangeOutcome,
+    decode_outcome,
+    encode_change,
+    encode_outcome,
+    is_accepted,
+)
 from pdproxy.web.admin.errors import ConflictError
 from pdproxy.web.admin.shapes import EngineChanged, LevelShown
 
@@ -35,7 +53,9 @@ class Parent:
     """A supervisor without processes, and what it has sent to each worker."""
 
     def __init__(self, count: int = 3) -> None:
-        self.workers = [WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)]
+        self.workers = [
+            WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)
+        ]
         self.sent: dict[int, list[Message]] = {number: [] for number in range(count)}
         self.journal = ChangeJournal()
         self.changes = ParentChanges(self, self.journal)  # type: ignore[arg-type]
@@ -44,10 +64,14 @@ class Parent:
         self.sent[worker.number].append(message)
 
     def ask(self, worker: int, change: Change, own: int = 1) -> None:
-        assert self.changes.received(self.workers[worker], Message(CHANGE, own, body=encode_change(change)))
+        assert self.changes.received(
+            self.workers[worker], Message(CHANGE, own, body=encode_change(change))
+        )
 
     def answer(self, worker: int, order: int, outcome: ChangeOutcome) -> None:
-        self.changes.received(self.workers[worker], Message(CHANGED, order, body=encode_outcome(outcome)))
+        self.changes.received(
+            self.workers[worker], Message(CHANGED, order, body=encode_outcome(outcome))
+        )
 
     def end(self, worker: int) -> None:
         self.workers[worker].pid, self.workers[worker].ready = None, False
@@ -67,7 +91,11 @@ def test_all_are_told_in_one_order_and_the_asker_hears_of_all() -> None:
     assert decode_numbers(parent.sent[1][0].body) == [0, 1, 2]
     for worker in (2, 0, 1):
         parent.answer(worker, 1, _done("added"))
-    assert [(one.kind, one.worker) for one in parent.sent[1][3:]] == [(OUTCOME, 2), (OUTCOME, 0), (OUTCOME, 1)]
+    assert [(one.kind, one.worker) for one in parent.sent[1][3:]] == [
+        (OUTCOME, 2),
+        (OUTCOME, 0),
+        (OUTCOME, 1),
+    ]
     assert parent.journal.past() == Past([ADD], [], [(2, DRAIN)], 2)
     parent.answer(1, 1, _done("added"))
     assert len(parent.sent[1]) == 6, "it was answered by all"
@@ -80,7 +108,9 @@ def test_a_worker_that_ends_in_the_middle_is_not_waited_for(dies: int) -> None:
     parent.ask(1, ADD)
     parent.answer(2, 1, _done("added"))
     parent.end(dies)
-    assert parent.journal.past() == Past([], [], [(1, ADD)], 1), "what a worker takes that starts now"
+    assert parent.journal.past() == Past([], [], [(1, ADD)], 1), (
+        "what a worker takes that starts now"
+    )
     parent.workers[dies].pid = 200
     parent.answer(1 - dies, 1, _done("added"))
     assert parent.journal.past() == Past([ADD], [], [], 1)
@@ -119,7 +149,9 @@ def test_what_is_accepted() -> None:
     assert not is_accepted("add", [_done("added"), REFUSED])
     assert is_accepted("remove", [_done("removing"), ChangeOutcome(404)])
     assert not is_accepted("undrain", [ChangeOutcome(404), REFUSED])
-    assert not is_accepted("log_level", [ChangeOutcome(200, level=LevelShown("info", "admin")), ChangeOutcome(400)])
+    assert not is_accepted(
+        "log_level", [ChangeOutcome(200, level=LevelShown("info", "admin")), ChangeOutcome(400)]
+    )
 
 
 def _made(*changes: tuple[Change, str]) -> ChangeJournal:
@@ -218,7 +250,9 @@ def _followed(journal: ChangeJournal | None = None) -> tuple[FollowedChanges, li
 
 
 def test_a_worker_that_starts_makes_each_change_once() -> None:
-    """Those of the journal, those that are not decided, and those that have come meanwhile, in this order."""
+    """Those of the journal, those that are not decided, and those that have come meanwhile, in this
+    order.
+    """
     journal = ChangeJournal()
     for number, url in enumerate("abc", 1):
         journal.begin(number, _add(url))
@@ -267,7 +301,9 @@ def test_only_what_a_change_has_done_is_undone() -> None:
     """An engine that was there before stays, and so does one that was added again since."""
     followed, sent, service = _followed()
     followed.start(service, [], "info")
-    for number, change in enumerate((_add("a"), _add("a"), _add("b"), Change("remove", "b"), _add("b")), 1):
+    for number, change in enumerate(
+        (_add("a"), _add("a"), _add("b"), Change("remove", "b"), _add("b")), 1
+    ):
         followed.received(_make(number, change))
     followed.received(Message(UNDO, 2))
     followed.received(Message(UNDO, 3))
@@ -279,7 +315,9 @@ def test_only_what_a_change_has_done_is_undone() -> None:
 
 
 def test_an_engine_that_another_source_uses_again_is_not_drained() -> None:
-    """The parent is told, with the last change that was made here. What an operator uses again is known by that change."""
+    """The parent is told, with the last change that was made here. What an operator uses again is
+    known by that change.
+    """
     followed, sent, service = _followed()
     followed.start(service, [], "info")
     followed.received(_make(7, _add("a")))
@@ -304,7 +342,9 @@ def test_a_change_that_fails_is_answered() -> None:
     assert (outcome.status, outcome.message) == (500, "ZeroDivisionError")
 
 
-async def test_a_parent_that_stands_still_is_waited_for_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_parent_that_stands_still_is_waited_for_for_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(followed_changes, "PATIENCE", 0.05)
     followed, sent, _ = _followed()
     asked = await followed.ask(ADD)

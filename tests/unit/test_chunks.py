@@ -1,8 +1,17 @@
-"""The tables of chunks: each length of a whole chunk has the size line that a server writes, and no other length has one."""
+"""The tables of chunks: each length of a whole chunk has the size line that a server writes, and no
+other length has one.
+"""
 
 from __future__ import annotations
 
-from pdproxy.wire.chunks import MAX_CHUNK, MAX_SIZE_LINE, PAYLOAD_SIZE, SIZE_LINE_OF_CHUNK, SIZE_LINE_OF_PAYLOAD, chunk
+from pdproxy.wire.chunks import (
+    MAX_CHUNK,
+    MAX_SIZE_LINE,
+    PAYLOAD_SIZE,
+    SIZE_LINE_OF_CHUNK,
+    SIZE_LINE_OF_PAYLOAD,
+    chunk,
+)
 
 
 def test_the_tables_know_what_a_server_writes() -> None:

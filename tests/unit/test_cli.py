@@ -57,7 +57,10 @@ def test_serve_hands_over_settings_and_exit_code(served: list[Settings]) -> None
 
 def test_serve_takes_engines_in_every_order(served: list[Settings]) -> None:
     """--prefill and --decode can be repeated and take several URLs."""
-    line = "serve --prefill a:1 b:1 --decode c:1 --prefill http://d:1 --aggregated e:1 f:1 --decode g:1"
+    line = (
+        "serve --prefill a:1 b:1 --decode c:1 --prefill http://d:1 --aggregated e:1 f:1 --decode "
+        "g:1"
+    )
     main(line.split())
     roles: dict[str, list[str]] = {}
     for engine in served[0].pool.nodes:
@@ -73,7 +76,11 @@ def test_serve_passes_every_option_on(served: list[Settings], tmp_path: Path) ->
     options += ["--log-level", "debug", "--log-format", "json"]
     main(["serve", *PAIR, "--config", str(config), *options])
     (settings,) = served
-    assert (settings.listen.host, settings.listen.port, settings.pool.connector) == ("0.0.0.0", 9000, "nixl")
+    assert (settings.listen.host, settings.listen.port, settings.pool.connector) == (
+        "0.0.0.0",
+        9000,
+        "nixl",
+    )
     assert (settings.limits.max_inflight, settings.limits.attempts) == (5, 9)
     assert (settings.observe.log_level, settings.observe.log_format) == ("debug", "json")
 
@@ -81,27 +88,43 @@ def test_serve_passes_every_option_on(served: list[Settings], tmp_path: Path) ->
 def test_serve_reads_a_stage_configuration(
     served: list[Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--stage-config makes engines of stages, at the URLs of the flags; a mistake in it is one line and exit code 2."""
+    """--stage-config makes engines of stages, at the URLs of the flags; a mistake in it is one line
+    and exit code 2.
+    """
     stages = [
         {
             "is_prefill_only": True,
-            "engine_args": {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}},
+            "engine_args": {
+                "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}
+            },
         }
         for role in ("kv_producer", "kv_both")
     ]
-    stages[1] = {"is_decode_only": True, "engine_input_source": [0], "engine_args": stages[1]["engine_args"]}
+    stages[1] = {
+        "is_decode_only": True,
+        "engine_input_source": [0],
+        "engine_args": stages[1]["engine_args"],
+    }
     path = tmp_path / "stages.yaml"
     path.write_text(yaml.safe_dump({"stage_args": stages}))
     assert main(["serve", *PAIR, "--stage-config", str(path)]) == 7
-    assert [(n.role, n.facts.tensor_parallel_size) for n in served[0].pool.nodes] == [("prefill", 1), ("decode", 1)]
+    assert [(n.role, n.facts.tensor_parallel_size) for n in served[0].pool.nodes] == [
+        ("prefill", 1),
+        ("decode", 1),
+    ]
     path.write_text(yaml.safe_dump({"stage_args": stages[:1]}))
     assert main(["serve", *PAIR, "--stage-config", str(path)]) == 2
     says = capsys.readouterr().err
     assert says.count("\n") == 1
-    assert f"stage_args[0]: no decode stage names it in engine_input_source (stage config {path})" in says
+    assert (
+        f"stage_args[0]: no decode stage names it in engine_input_source (stage config {path})"
+        in says
+    )
 
 
-def test_serve_reads_the_environment(served: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_reads_the_environment(
+    served: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Variables reach the settings, under the flags."""
     monkeypatch.setenv("PDPROXY_LISTEN__PORT", "9001")
     monkeypatch.setenv("PDPROXY_LISTEN__HOST", "env")
@@ -112,24 +135,48 @@ def test_serve_reads_the_environment(served: list[Settings], monkeypatch: pytest
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("serve", "pools[0].nodes: no engine is configured: give --prefill and --decode, or nodes in the YAML file"),
+        (
+            "serve",
+            (
+                "pools[0].nodes: no engine is configured: give --prefill and --decode, or nodes in "
+                "the YAML file"
+            ),
+        ),
         (
             "serve --prefill a:1",
-            "pools[0].nodes: prefill engines, but no decode engine that could take what they compute",
+            (
+                "pools[0].nodes: prefill engines, but no decode engine that could take what they "
+                "compute"
+            ),
         ),
-        ("serve --decode a:1 --port x", 'listen.port: expected a whole number >= 1 and <= 65535, got "x" (--port)'),
-        ("serve --decode a:1 --port -1", 'listen.port: expected a whole number >= 1 and <= 65535, got "-1" (--port)'),
+        (
+            "serve --decode a:1 --port x",
+            'listen.port: expected a whole number >= 1 and <= 65535, got "x" (--port)',
+        ),
+        (
+            "serve --decode a:1 --port -1",
+            'listen.port: expected a whole number >= 1 and <= 65535, got "-1" (--port)',
+        ),
         (
             "serve --decode a:1 --connector x",
-            f'pools[0].connector: expected {" or ".join(registry.choices())}, got "x" (--connector)',
+            (
+                f'pools[0].connector: expected {" or ".join(registry.choices())}, got "x" '
+                f"(--connector)"
+            ),
         ),
         (
             "config print --log-level loud",
-            'observe.log_level: expected debug or info or warning or error, got "loud" (--log-level)',
+            (
+                'observe.log_level: expected debug or info or warning or error, got "loud" '
+                "(--log-level)"
+            ),
         ),
         (
             "check --decode a:1 --connector shared",
-            "pools[0].connector: this check is for nixl only, got shared: run `pdproxy conformance`, which tests all connectors",
+            (
+                "pools[0].connector: this check is for nixl only, got shared: run `pdproxy "
+                "conformance`, which tests all connectors"
+            ),
         ),
         ("config validate --config no/such", "no/such: can't be read: No such file or directory"),
     ],
@@ -154,14 +201,23 @@ def test_wrong_settings_are_one_line_and_exit_2(
         ("serve --prefil=a:1", "pdproxy serve: unknown option --prefil: did you mean --prefill?"),
         ("serve --dec a:1", "pdproxy serve: unknown option --dec: did you mean --decode?"),
         ("serve --decode a:1 --xyzzy 1", "pdproxy serve: unknown option --xyzzy"),
-        ("check --api-key x", "pdproxy check: unknown option --api-key: did you mean --api-keys-file?"),
-        ("config print --pre a:1", "pdproxy config print: unknown option --pre: did you mean --prefill?"),
+        (
+            "check --api-key x",
+            "pdproxy check: unknown option --api-key: did you mean --api-keys-file?",
+        ),
+        (
+            "config print --pre a:1",
+            "pdproxy config print: unknown option --pre: did you mean --prefill?",
+        ),
         ("config prnt", "pdproxy config: unknown action prnt: did you mean print?"),
         ("sim x", "pdproxy sim: unexpected argument x"),
         ("srve --port 1", "pdproxy: unknown command srve: did you mean serve?"),
         ("xyzzy", f"pdproxy: unknown command xyzzy: expected {', '.join(COMMANDS)}"),
         ("--verison", "pdproxy: unknown option --verison: did you mean --version?"),
-        ("demo --engine simm", "pdproxy demo: --engine: expected sim or vllm, got simm: did you mean sim?"),
+        (
+            "demo --engine simm",
+            "pdproxy demo: --engine: expected sim or vllm, got simm: did you mean sim?",
+        ),
         ("completion fish", "pdproxy completion: unknown shell fish: expected bash, zsh, tcsh"),
         ("check --timeout x", "pdproxy check: --timeout: expected 0.1 to 600 seconds, got 'x'"),
     ],
@@ -169,7 +225,9 @@ def test_wrong_settings_are_one_line_and_exit_2(
 def test_a_wrong_argument_is_one_line_of_its_command_and_exit_2(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command that met it, what was probably meant, and where help is; abbreviated options are wrong arguments."""
+    """The command that met it, what was probably meant, and where help is; abbreviated options are
+    wrong arguments.
+    """
     command = line.split() if line != "--verison" else [line, "serve"]
     assert main(command) == 2
     out, err = capsys.readouterr()
@@ -178,8 +236,13 @@ def test_a_wrong_argument_is_one_line_of_its_command_and_exit_2(
 
 
 def test_every_wrong_argument_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Several unknown options are several lines; what is long or could control a terminal is shown shortened and escaped."""
-    assert main(["serve", "--prot", "1", "--hots=x", "--prot", "2", "--\x1b[31m", f"--{'x' * 500}"]) == 2
+    """Several unknown options are several lines; what is long or could control a terminal is shown
+    shortened and escaped.
+    """
+    assert (
+        main(["serve", "--prot", "1", "--hots=x", "--prot", "2", "--\x1b[31m", f"--{'x' * 500}"])
+        == 2
+    )
     assert capsys.readouterr().err.splitlines() == [
         "pdproxy serve: unknown option --prot: did you mean --port?",
         "pdproxy serve: unknown option --hots: did you mean --host?",
@@ -198,11 +261,23 @@ def test_all_mistakes_of_settings_are_printed(
     monkeypatch.setenv("PDPROXY_LISTEN__HOTS", "x")
     assert main(["serve", "--config", str(path), "--log-level", "loud"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f'pdproxy serve: listen.port: expected a whole number >= 1 and <= 65535, got "x" (file {path})',
+        (
+            f'pdproxy serve: listen.port: expected a whole number >= 1 and <= 65535, got "x" (file '
+            f"{path})"
+        ),
         f"pdproxy serve: logs: unknown key (file {path})",
-        f"pdproxy serve: limits.attempts: expected a whole number >= 1 and <= 100, got 0 (file {path})",
-        "pdproxy serve: PDPROXY_LISTEN__HOTS: unknown environment variable (did you mean PDPROXY_LISTEN__HOST?)",
-        'pdproxy serve: observe.log_level: expected debug or info or warning or error, got "loud" (--log-level)',
+        (
+            f"pdproxy serve: limits.attempts: expected a whole number >= 1 and <= 100, got 0 (file "
+            f"{path})"
+        ),
+        (
+            "pdproxy serve: PDPROXY_LISTEN__HOTS: unknown environment variable (did you mean "
+            "PDPROXY_LISTEN__HOST?)"
+        ),
+        (
+            "pdproxy serve: observe.log_level: expected debug or info or warning or error, got "
+            '"loud" (--log-level)'
+        ),
     ]
 
 
@@ -210,7 +285,15 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--version and --help print to stdout and succeed."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pdproxy {__version__}\n"
-    for line in ("", *COMMANDS, "config init", "config print", "config validate", "engines list", "engines drain"):
+    for line in (
+        "",
+        *COMMANDS,
+        "config init",
+        "config print",
+        "config validate",
+        "engines list",
+        "engines drain",
+    ):
         assert main([*line.split(), "--help"]) == 0
         out = capsys.readouterr().out
         assert out.startswith("usage: pdproxy")
@@ -228,8 +311,20 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def test_each_help_of_an_option_stands_alone() -> None:
-    """It states the default (switches and lists of engines have none), and does not begin with a word for another line."""
-    of_all = ("--help", "--version", "--json", "--strict", "--quiet", "--ready", "--fault", "--prefill", "--decode")
+    """It states the default (switches and lists of engines have none), and does not begin with a
+    word for another line.
+    """
+    of_all = (
+        "--help",
+        "--version",
+        "--json",
+        "--strict",
+        "--quiet",
+        "--ready",
+        "--fault",
+        "--prefill",
+        "--decode",
+    )
     switches = (*of_all, "--spread", "--detailed", "--allow-lag", "--busy", "--security")
     found = dict(options_of(parser_of(COMMANDS)))
     assert len(found) > 200
@@ -240,13 +335,15 @@ def test_each_help_of_an_option_stands_alone() -> None:
         and not option.endswith((*switches, "--aggregated", "--any"))
     ]
     assert bare == []
-    assert [option for option, words in found.items() if words.startswith(("its ", "the same"))] == [
-        "pdproxy health --key"
-    ]
+    assert [
+        option for option, words in found.items() if words.startswith(("its ", "the same"))
+    ] == ["pdproxy health --key"]
 
 
 def test_the_options_that_are_settings_are_grouped(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command that takes settings has them in the same groups by purpose, none in the group of others."""
+    """Each command that takes settings has them in the same groups by purpose, none in the group of
+    others.
+    """
     groups = [
         "settings file",
         "engines",
@@ -264,7 +361,9 @@ def test_the_options_that_are_settings_are_grouped(capsys: pytest.CaptureFixture
         assert set(titles) - set(groups) <= {"options", "examples", line}
 
 
-def test_config_init_prints_and_writes_the_reference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_config_init_prints_and_writes_the_reference(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The file of configs/, which loads; a file that exists is kept unless --force is given."""
     reference = (Path(__file__).parents[2] / "configs" / "reference.yaml").read_text()
     assert main(["config", "init"]) == 0
@@ -277,7 +376,10 @@ def test_config_init_prints_and_writes_the_reference(capsys: pytest.CaptureFixtu
     capsys.readouterr()
     path.write_text("mine")
     assert main(["config", "init", "--out", str(path)]) == 1
-    assert capsys.readouterr() == ("", f"pdproxy config init: {path}: exists already: --force overwrites it\n")
+    assert capsys.readouterr() == (
+        "",
+        f"pdproxy config init: {path}: exists already: --force overwrites it\n",
+    )
     assert path.read_text() == "mine"
     assert main(["config", "init", "--out", str(path), "--force"]) == 0
     assert path.read_text() == reference
@@ -285,7 +387,10 @@ def test_config_init_prints_and_writes_the_reference(capsys: pytest.CaptureFixtu
     assert main(["config", "init", "--out", str(tmp_path / "no" / "x.yaml")]) == 1
     assert capsys.readouterr().err.endswith("x.yaml: can't be written: No such file or directory\n")
     assert main(["config", "init", "--out", "a\0b"]) == 1
-    assert capsys.readouterr().err == 'pdproxy config init: "a\\u0000b": can\'t be written: is no name of a file\n'
+    assert (
+        capsys.readouterr().err
+        == 'pdproxy config init: "a\\u0000b": can\'t be written: is no name of a file\n'
+    )
     assert main(["config", "init", "--force"]) == 2
 
 
@@ -308,9 +413,14 @@ def test_bash_completes_commands_options_and_files(
     assert main(["completion", "bash"]) == 0
     script = capfd.readouterr().out
     line = shlex.join(["pdproxy", *words])
-    script += f'\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_pdproxy; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    script += (
+        f'\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_pdproxy; printf "%s\\n" '
+        f'"${{COMPREPLY[@]}}"'
+    )
     root = Path(__file__).parents[2]
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=root)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=root
+    )
     assert (done.stdout.split(), done.stderr) == ([wanted], "")
 
 
@@ -323,7 +433,8 @@ def test_scripts_for_other_shells(shell: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("line", "imported"), [("--version", []), ("--help", []), ("serve --help", ["pdproxy.cli.serve", "yaml"])]
+    ("line", "imported"),
+    [("--version", []), ("--help", []), ("serve --help", ["pdproxy.cli.serve", "yaml"])],
 )
 def test_a_command_is_imported_alone(line: str, imported: list[str]) -> None:
     """No other command, no tool, and none of the libraries of other commands."""
@@ -333,11 +444,15 @@ def test_a_command_is_imported_alone(line: str, imported: list[str]) -> None:
         "watched = {'shtab', 'yaml', 'asyncio', *(one.module for one in COMMANDS.values())}\n"
         "print(sorted(x for x in sys.modules if x in watched or x.startswith('pdproxy_lab')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.stdout.splitlines()[-1], done.stderr) == (str(imported), "")
 
 
-def test_config_print_shows_what_is_in_force(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_config_print_shows_what_is_in_force(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Everything, from all sources, as YAML that can be used as a file; engines aren't needed."""
     assert main(["config", "print"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["deadlines"]["connect"] == 2.0
@@ -348,7 +463,9 @@ def test_config_print_shows_what_is_in_force(capsys: pytest.CaptureFixture[str],
     assert capsys.readouterr().out == text
 
 
-def test_config_print_masks_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_print_masks_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No key is ever printed."""
     monkeypatch.setenv("PDPROXY_AUTH__API_KEYS", "s3cret,t0p")
     monkeypatch.setenv("PDPROXY_AUTH__ENGINE_API_KEY", "hunter2")
@@ -375,7 +492,9 @@ def test_wrong_settings_are_told_without_loading_the_server() -> None:
         "try: runpy.run_module('pdproxy', run_name='__main__')\n"
         f"finally: print([m for m in '{heavy}'.split(',') if m in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert done.stdout.startswith("listen:\n")
 
@@ -400,14 +519,22 @@ def test_the_module_of_the_entry_point_can_be_run() -> None:
 def test_an_output_that_cannot_be_written_is_one_line(
     command: str, target: str, code: int, error: str, unbuffered: str
 ) -> None:
-    """No traceback; a reader that has left is no news, and nobody wants what goes to a closed output."""
+    """No traceback; a reader that has left is no news, and nobody wants what goes to a closed
+    output.
+    """
     run = f"{sys.executable} -m pdproxy {command}"
     script = {"/dev/full": f"{run} >/dev/full", "closed": f"{run} >&-"}.get(target, f"exec {run}")
     reading, writing = os.pipe()
     os.close(reading)
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
-        ["sh", "-c", script], stdout=writing, stderr=subprocess.PIPE, text=True, env=env, timeout=60, check=False
+        ["sh", "-c", script],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        timeout=60,
+        check=False,
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (code, error)

@@ -43,7 +43,9 @@ def test_it_prints_the_file_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that isn't there is made, one with blanks is quoted, and an older file is replaced."""
+    """A folder that isn't there is made, one with blanks is quoted, and an older file is
+    replaced.
+    """
     folder = tmp_path / "a b" / "c"
     for _ in range(2):
         assert main(["notifier", "--out", str(folder), "--notify", "tcp://x:1", "tcp://y:2"]) == 0

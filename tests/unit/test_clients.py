@@ -1,4 +1,6 @@
-"""The client of a request, by key, address and trusted proxies; and how it is noticed that a client reads too slowly."""
+"""The client of a request, by key, address and trusted proxies; and how it is noticed that a client
+reads too slowly.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ TRUSTING = Clients([ip_network("10.0.0.0/8"), ip_network("fd00::/8")])
     ],
 )
 def test_an_address_names_a_client(address: str, name: str) -> None:
-    """An IPv6 client may use any address of its network; an IPv4 one in an IPv6 address is the same client."""
+    """An IPv6 client may use any address of its network; an IPv4 one in an IPv6 address is the same
+    client.
+    """
     assert address_name(address) == name
 
 
@@ -63,7 +67,9 @@ def test_an_address_names_a_client(address: str, name: str) -> None:
     ],
 )
 def test_the_last_address_that_no_trusted_proxy_has(hops: list[bytes], name: str) -> None:
-    """Whatever stands before it, or cannot be read, is nobody's: then the proxy itself is the client."""
+    """Whatever stands before it, or cannot be read, is nobody's: then the proxy itself is the
+    client.
+    """
     assert TRUSTING.name_behind("proxy", hops) == name
 
 
@@ -135,7 +141,9 @@ async def looked(
     rate: int = 100,
     crowd: bool = False,
 ) -> tuple[Socket, list[Event], Clients, bool]:
-    """Look at a client once for each number that the system gives; `left`: what waits to be sent at each look."""
+    """Look at a client once for each number that the system gives; `left`: what waits to be sent at
+    each look.
+    """
     heard = Recorder()
     numbers, sock, known = iter(taken), Socket(), Clients()
     monkeypatch.setattr(slow_readers, "bytes_taken", lambda _: next(numbers))
@@ -187,12 +195,16 @@ async def test_it_goes_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> Non
         ([10] * 30, False),
     ],
 )
-async def test_it_goes_after_the_deadline(monkeypatch: pytest.MonkeyPatch, steps: list[int], dropped: bool) -> None:
+async def test_it_goes_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, steps: list[int], dropped: bool
+) -> None:
     """Where nobody else waits: by what it has read in the last twelve looks together.
 
     Its system takes bytes in steps: one of them makes no fast reader.
     """
-    sock, events, known, _ = await looked(monkeypatch, list(accumulate(steps, initial=0)), [5] * len(steps))
+    sock, events, known, _ = await looked(
+        monkeypatch, list(accumulate(steps, initial=0)), [5] * len(steps)
+    )
     assert sock.aborted is dropped
     assert events == ([DeadlinePassed("client_write")] if dropped else [])
     assert not (dropped and known.with_slow)
@@ -214,7 +226,9 @@ async def test_who_has_caught_up_is_looked_at_no_more(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("left", "slow"), [([5], True), ([5, 5], True), ([5, 4], False)])
-async def test_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch, left: list[int], slow: bool) -> None:
+async def test_where_the_system_does_not_say(
+    monkeypatch: pytest.MonkeyPatch, left: list[int], slow: bool
+) -> None:
     """Any progress counts: less is left than before."""
     *_, over = await looked(monkeypatch, [None, None, None], left)
     assert over is not slow

@@ -1,4 +1,6 @@
-"""Deadlines on one timer: never early, soon after, gone when cancelled, and not reached because the loop was held up."""
+"""Deadlines on one timer: never early, soon after, gone when cancelled, and not reached because the
+loop was held up.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def test_what_is_done_in_time_goes_on() -> None:
 
 
 async def test_a_deadline_that_is_disarmed_interrupts_nothing() -> None:
-    """From then on the block takes as long as it takes; again, or behind the block, that changes nothing."""
+    """From then on the block takes as long as it takes; again, or behind the block, that changes
+    nothing.
+    """
     clock = ManualClock()
     within = clock.within(3)
     within.disarm()
@@ -47,7 +51,9 @@ async def test_a_deadline_that_is_disarmed_interrupts_nothing() -> None:
 
 
 async def test_a_cancellation_from_elsewhere_is_no_deadline() -> None:
-    """Whoever cancels the task sees it cancelled, also where the deadline passes at the same moment."""
+    """Whoever cancels the task sees it cancelled, also where the deadline passes at the same
+    moment.
+    """
     clock = Clock()
 
     async def work() -> None:
@@ -103,7 +109,9 @@ async def test_a_loop_that_was_held_up_reads_before_it_judges() -> None:
 
 
 async def test_a_loop_that_is_held_up_again_and_again_reads_before_it_judges() -> None:
-    """One hold-up follows another, each longer than the deadline: what comes between them is still in time."""
+    """One hold-up follows another, each longer than the deadline: what comes between them is still
+    in time.
+    """
     clock = Clock()
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
@@ -145,7 +153,10 @@ async def test_a_loop_that_is_always_held_up_still_reaches_its_deadlines() -> No
 async def test_many_timers_come_all_come() -> None:
     """Timers far apart, most of them cancelled, are called once each."""
     clock, seen = Clock(), list[int]()
-    timers = [clock.after(0.01 * number, lambda number=number: seen.append(number)) for number in range(40)]  # type: ignore[misc]
+    timers = [
+        clock.after(0.01 * number, lambda number=number: seen.append(number))  # type: ignore[misc]
+        for number in range(40)
+    ]
     far = [clock.after(3600 + number, lambda: seen.append(-1)) for number in range(300)]
     for timer in (*timers[::2], *far):
         timer.cancel()
@@ -154,7 +165,9 @@ async def test_many_timers_come_all_come() -> None:
 
 
 async def test_a_manual_clock_calls_timers_in_order_and_lets_the_loop_run() -> None:
-    """Time stands still until it is advanced; what a timer wakes up goes on before the next one, and may set another."""
+    """Time stands still until it is advanced; what a timer wakes up goes on before the next one,
+    and may set another.
+    """
     clock, seen = ManualClock(), list[str]()
     begun = clock.now()
 
@@ -180,7 +193,9 @@ async def test_a_manual_clock_calls_timers_in_order_and_lets_the_loop_run() -> N
 
 
 async def test_a_manual_clock_reaches_one_wait_by_its_seconds() -> None:
-    """`reach` waits until the timer is set; later ones stay. `through` finds by itself what has to end."""
+    """`reach` waits until the timer is set; later ones stay. `through` finds by itself what has to
+    end.
+    """
     clock, seen = ManualClock(), list[int]()
     asyncio.get_running_loop().call_later(TICK, lambda: clock.after(7, lambda: seen.append(7)))
     clock.after(9, lambda: seen.append(9))

@@ -1,4 +1,6 @@
-"""How many requests are served at once so that they fit into their clients' time: what lowers the number, and what does not."""
+"""How many requests are served at once so that they fit into their clients' time: what lowers the
+number, and what does not.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,23 @@ Needs = Callable[[float], float]
 """The seconds that a request needs, by the number of requests that are served at once."""
 
 
-def note(limit: ConcurrencyLimit, name: str, seconds: float, time: float | None, *, late: bool = False) -> None:
+def note(
+    limit: ConcurrencyLimit, name: str, seconds: float, time: float | None, *, late: bool = False
+) -> None:
     """A request of a tenant that has others as well begins and leaves."""
     limit.begun(name, 1.0, timed=time is not None)
     limit.left(name, seconds, time, late=late)
 
 
 def course(
-    needs: Needs, time: float | None, seconds: float = 120.0, most: float = 1000.0, spread: float = 0.05
+    needs: Needs,
+    time: float | None,
+    seconds: float = 120.0,
+    most: float = 1000.0,
+    spread: float = 0.05,
 ) -> list[float]:
-    """Keep all places taken for so many seconds; return the numbers of places, one per tenth of a second.
+    """Keep all places taken for so many seconds; return the numbers of places, one per tenth of a
+    second.
 
     Times scatter by `spread`; requests that need more than `time` are given up then.
     """
@@ -38,7 +47,9 @@ def course(
         seen = math.log(took * (1.5 if late else 1.0))
         mean = mean or seen
         note(limit, "a", took, time, late=late)
-        limit.ended(now, now - took, served * chance.uniform(0.9, 1.0), seen - mean, time, late=late)
+        limit.ended(
+            now, now - took, served * chance.uniform(0.9, 1.0), seen - mean, time, late=late
+        )
         mean += 0.05 * (seen - mean)
         found.append(min(limit.places, most))
     return found
@@ -118,9 +129,11 @@ def test_nothing_is_changed_by_a_few_requests() -> None:
 
 
 def test_a_few_that_are_late_together_take_few_places() -> None:
-    """Engines run requests that began together in step: six of a hundred are late at once, the others have time to spare.
+    """Engines run requests that began together in step: six of a hundred are late at once, the
+    others have time to spare.
 
-    Those in time that are looked at stand for the others. If each counted for itself, every third one would be late.
+    Those in time that are looked at stand for the others. If each counted for itself, every third
+    one would be late.
     """
     limit, found = ConcurrencyLimit(), []
     limit.begun("a", 1.0, timed=True)
@@ -143,7 +156,9 @@ def test_there_is_always_a_place() -> None:
 
 
 def hostile(limit: ConcurrencyLimit, begin: float, seconds: float, per_s: int = 20) -> float:
-    """One tenant wants all answers in 0.2 s and gets none in time. All of these are learned from. Return when that ends."""
+    """One tenant wants all answers in 0.2 s and gets none in time. All of these are learned from.
+    Return when that ends.
+    """
     for number in range(int(seconds * per_s)):
         now = begin + number / per_s
         note(limit, "hostile", 0.2, 0.2, late=True)
@@ -152,8 +167,12 @@ def hostile(limit: ConcurrencyLimit, begin: float, seconds: float, per_s: int = 
 
 
 @pytest.mark.parametrize("time", [None, 60.0])
-def test_one_tenant_with_times_that_cannot_be_met_takes_no_places_from_others(time: float | None) -> None:
-    """Another tenant has places for requests that fit, or have no time; few of them are learned from."""
+def test_one_tenant_with_times_that_cannot_be_met_takes_no_places_from_others(
+    time: float | None,
+) -> None:
+    """Another tenant has places for requests that fit, or have no time; few of them are learned
+    from.
+    """
     limit = ConcurrencyLimit()
     limit.begun("steady", 1.0, timed=time is not None)
     limit.begun("hostile", 1.0, timed=True)
@@ -163,7 +182,9 @@ def test_one_tenant_with_times_that_cannot_be_met_takes_no_places_from_others(ti
 
 
 def test_many_more_in_time_than_are_learned_from() -> None:
-    """Two hundred per second without a time, of which ten are learned from, and twenty with one, that are all late."""
+    """Two hundred per second without a time, of which ten are learned from, and twenty with one,
+    that are all late.
+    """
     limit = ConcurrencyLimit()
     limit.begun("a", 1.0, timed=False)
     for number in range(600):

@@ -66,7 +66,11 @@ def the(name: str) -> str:
 
 def image_environment() -> dict[str, str]:
     """Return the variables that the image sets, without PATH."""
-    return {name: value for name, _, value in (word.partition("=") for word in the("ENV").split()) if name != "PATH"}
+    return {
+        name: value
+        for name, _, value in (word.partition("=") for word in the("ENV").split())
+        if name != "PATH"
+    }
 
 
 def interpolated(value: Any) -> Any:
@@ -93,7 +97,9 @@ VLLMS = {name: one for name, one in SERVICES.items() if one["image"].startswith(
 
 
 def environment(service: dict[str, Any]) -> dict[str, str]:
-    return image_environment() | {name: value for name, value in service.get("environment", {}).items() if value}
+    return image_environment() | {
+        name: value for name, value in service.get("environment", {}).items() if value
+    }
 
 
 @contextmanager
@@ -120,7 +126,9 @@ def served(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> Settings
         return settings_from(seen[0])
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> tuple[SimFacts, str, int]:
+def simulated(
+    monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]
+) -> tuple[SimFacts, str, int]:
     """Return the engine that a service would simulate, its host and its port."""
     with captured(monkeypatch, sim) as seen:
         assert main(shlex.split(service["command"])) == 0
@@ -145,7 +153,8 @@ def test_the_gpu_configuration_has_the_engines_that_its_comments_start() -> None
     path = ROOT / "configs/gpu-2p2d.yaml"
     text = path.read_text()
     started = re.findall(
-        r"CUDA_VISIBLE_DEVICES=(\d) VLLM_NIXL_SIDE_CHANNEL_PORT=(\d+) vllm serve MODEL --port (\d+)[^\n]*\n#[^\n]*\"\$(P|D)\"",
+        r"CUDA_VISIBLE_DEVICES=(\d) VLLM_NIXL_SIDE_CHANNEL_PORT=(\d+) vllm serve MODEL --port "
+        r"(\d+)[^\n]*\n#[^\n]*\"\$(P|D)\"",
         text,
     )
     roles = {"P": "prefill", "D": "decode"}
@@ -155,7 +164,10 @@ def test_the_gpu_configuration_has_the_engines_that_its_comments_start() -> None
     assert len(set(gpus)) == len(set(side_ports)) == len(set(ports)) == 4
     for role in roles:
         config = json.loads(re.search(rf"\b{role}='(.*?)'", text)[1])  # type: ignore[index]
-        assert config == {"kv_connector": "NixlConnector", "kv_role": {"P": "kv_producer", "D": "kv_consumer"}[role]}
+        assert config == {
+            "kv_connector": "NixlConnector",
+            "kv_role": {"P": "kv_producer", "D": "kv_consumer"}[role],
+        }
 
 
 # -- compose.yaml
@@ -163,14 +175,19 @@ def test_the_gpu_configuration_has_the_engines_that_its_comments_start() -> None
 
 def test_compose_has_two_and_two_engines_of_each_kind_and_a_proxy_for_each() -> None:
     names = {
-        f"{prefix}{role}-{number}" for prefix in PROXIES.values() for role in ("prefill", "decode") for number in (0, 1)
+        f"{prefix}{role}-{number}"
+        for prefix in PROXIES.values()
+        for role in ("prefill", "decode")
+        for number in (0, 1)
     }
     assert set(SIMS) | set(VLLMS) == names
     assert set(SERVICES) == names | set(PROXIES) | {"gpu-namespace"}
 
 
 @pytest.mark.parametrize("name", PROXIES)
-def test_a_proxy_of_compose_names_its_engines_and_waits_for_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_compose_names_its_engines_and_waits_for_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = served(monkeypatch, SERVICES[name])
     engines = {}
     for node in settings.pool.nodes:
@@ -182,11 +199,15 @@ def test_a_proxy_of_compose_names_its_engines_and_waits_for_them(name: str, monk
         assert host.startswith(f"{PROXIES[name]}{node.role}-")
         assert engine.get("profiles") == SERVICES[name].get("profiles")
     assert len(engines) == 4
-    assert SERVICES[name]["depends_on"] == {host: {"condition": "service_healthy"} for host in engines}
+    assert SERVICES[name]["depends_on"] == {
+        host: {"condition": "service_healthy"} for host in engines
+    }
 
 
 @pytest.mark.parametrize("name", PROXIES)
-def test_a_proxy_of_compose_is_published_only_on_the_loopback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_compose_is_published_only_on_the_loopback(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = served(monkeypatch, SERVICES[name])
     assert settings.listen.host == "0.0.0.0"
     (published,) = SERVICES[name]["ports"]
@@ -201,7 +222,9 @@ def test_compose_publishes_nothing_but_the_proxies_on_ports_of_their_own() -> No
 
 
 @pytest.mark.parametrize("name", SIMS)
-def test_a_simulated_engine_of_compose_is_what_its_name_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_engine_of_compose_is_what_its_name_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts, host, port = simulated(monkeypatch, SIMS[name])
     assert name.startswith(f"{facts.role}-")
     assert host == "0.0.0.0"
@@ -217,10 +240,15 @@ def test_a_real_engine_of_compose_is_what_its_name_says(name: str) -> None:
     role = "kv_producer" if "prefill" in name else "kv_consumer"
     assert transfer == {"kv_connector": "NixlConnector", "kv_role": role}
     assert engine["environment"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] == name
-    assert engine["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] != option(engine["command"], "--port")
+    assert engine["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] != option(
+        engine["command"], "--port"
+    )
     assert re.fullmatch(r"vllm/vllm-openai:v\d+\.\d+\.\d+", engine["image"])
     assert engine["profiles"] == ["gpu"]
-    assert f"localhost:{option(engine['command'], '--port')}/health" in engine["healthcheck"]["test"][-1]
+    assert (
+        f"localhost:{option(engine['command'], '--port')}/health"
+        in engine["healthcheck"]["test"][-1]
+    )
     assert engine["pid"] == engine["ipc"] == "service:gpu-namespace"
 
 
@@ -234,15 +262,22 @@ def test_real_engines_of_compose_compute_on_different_gpus_that_all_can_see() ->
     assert sorted(chosen) == list(range(len(seen)))
 
 
-def test_the_gpu_proxy_of_compose_has_the_limits_of_the_gpu_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, written = served(monkeypatch, SERVICES["gpu-proxy"]), load(ROOT / "configs/gpu-2p2d.yaml", {})
+def test_the_gpu_proxy_of_compose_has_the_limits_of_the_gpu_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings, written = (
+        served(monkeypatch, SERVICES["gpu-proxy"]),
+        load(ROOT / "configs/gpu-2p2d.yaml", {}),
+    )
     assert (settings.deadlines, settings.limits) == (written.deadlines, written.limits)
 
 
 def test_services_of_compose_depend_only_on_their_own_half() -> None:
     for one in SERVICES.values():
         shared = [
-            one[key].removeprefix("service:") for key in ("pid", "ipc") if one.get(key, "").startswith("service:")
+            one[key].removeprefix("service:")
+            for key in ("pid", "ipc")
+            if one.get(key, "").startswith("service:")
         ]
         for other in (*one.get("depends_on", {}), *shared):
             assert SERVICES[other].get("profiles") == one.get("profiles")
@@ -257,8 +292,12 @@ def test_our_services_of_compose_run_the_image_of_our_dockerfile_without_rights(
 def test_the_comments_of_compose_name_each_variable_with_its_default() -> None:
     text = (ROOT / "compose.yaml").read_text()
     used = {(match["name"], match["default"]) for match in VARIABLE.finditer(text) if match["name"]}
-    documented = set(re.findall(r"\b([A-Z_0-9]+)=(\S*)", text.split("# Variables")[1].split("\nname:")[0]))
-    assert {name for name, _ in used} - {f"GPU_{number}" for number in (1, 2)} == {name for name, _ in documented}
+    documented = set(
+        re.findall(r"\b([A-Z_0-9]+)=(\S*)", text.split("# Variables")[1].split("\nname:")[0])
+    )
+    assert {name for name, _ in used} - {f"GPU_{number}" for number in (1, 2)} == {
+        name for name, _ in documented
+    }
     assert documented <= used
 
 
@@ -270,7 +309,9 @@ def test_the_image_is_built_on_pinned_versions() -> None:
     assert len(bases) == 2
     assert len(set(bases)) == 1
     assert re.fullmatch(r"python:3\.\d+(\.\d+)?-slim-[a-z]+", bases[0])
-    install = next(one.rest for one in dockerfile() if one.name == "RUN" and " install " in one.rest)
+    install = next(
+        one.rest for one in dockerfile() if one.name == "RUN" and " install " in one.rest
+    )
     for lock in ("build", "image"):
         assert f"--require-hashes -r requirements-{lock}.lock" in install
 
@@ -278,13 +319,19 @@ def test_the_image_is_built_on_pinned_versions() -> None:
 def pinned(lock: str) -> dict[str, tuple[str, list[str]]]:
     """The packages of a lock, each with its version and the hashes of its files."""
     text = (ROOT / lock).read_text()
-    entries = re.split(r"^(?=[\w.-]+==)", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+    entries = re.split(
+        r"^(?=[\w.-]+==)", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE
+    )
     return {
-        one.split("==")[0]: (one.split("==")[1].split()[0], re.findall(r"--hash=(\S+)", one)) for one in entries if one
+        one.split("==")[0]: (one.split("==")[1].split()[0], re.findall(r"--hash=(\S+)", one))
+        for one in entries
+        if one
     }
 
 
-@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-image.lock", "requirements-build.lock"])
+@pytest.mark.parametrize(
+    "lock", ["requirements.lock", "requirements-image.lock", "requirements-build.lock"]
+)
 def test_a_lock_has_a_hash_for_every_file(lock: str) -> None:
     """Each package one at least, and the same version and hashes in all locks."""
     every, found = pinned("requirements.lock"), pinned(lock)
@@ -305,24 +352,39 @@ def test_the_locks_pin_all_that_is_installed() -> None:
     extras = project["optional-dependencies"]
     assert names(project["dependencies"]) <= pinned("requirements-image.lock").keys()
     assert names(extras["build"]) <= pinned("requirements-build.lock").keys()
-    assert names([*project["dependencies"], *extras["test"], *extras["build"]]) <= pinned("requirements.lock").keys()
+    assert (
+        names([*project["dependencies"], *extras["test"], *extras["build"]])
+        <= pinned("requirements.lock").keys()
+    )
 
 
 @pytest.mark.parametrize("path", [".ci/run", ".ci/full", "Dockerfile"])
 def test_what_is_locked_is_installed_by_its_hashes(path: str) -> None:
-    """Each line that installs a lock asks for hashes; nothing is built by a builder that pip has fetched by itself."""
+    """Each line that installs a lock asks for hashes; nothing is built by a builder that pip has
+    fetched by itself.
+    """
     lines = [
-        line for line in (ROOT / path).read_text().splitlines() if "pip" in line and ".lock" in line and "-r " in line
+        line
+        for line in (ROOT / path).read_text().splitlines()
+        if "pip" in line and ".lock" in line and "-r " in line
     ]
     assert lines
     assert all("--require-hashes" in line for line in lines)
 
 
 def test_the_build_context_holds_what_the_dockerfile_copies() -> None:
-    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    ignored = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     assert ignored[0] == "*"
     kept = {line[1:] for line in ignored if line.startswith("!")}
-    copied = [one.rest.split()[:-1] for one in dockerfile() if one.name == "COPY" and "--from" not in one.rest]
+    copied = [
+        one.rest.split()[:-1]
+        for one in dockerfile()
+        if one.name == "COPY" and "--from" not in one.rest
+    ]
     assert {name for names in copied for name in names} == kept
     assert all((ROOT / name).exists() for name in kept)
 

@@ -63,7 +63,11 @@ async def server() -> AsyncIterator[tuple[Server, EngineClient]]:
     listening = await asyncio.start_server(told.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     client = EngineClient(
-        f"http://127.0.0.1:{port}", connect_timeout=30, keepalive=60, clock=Clock(), budget=AnswerBudget()
+        f"http://127.0.0.1:{port}",
+        connect_timeout=30,
+        keepalive=60,
+        clock=Clock(),
+        budget=AnswerBudget(),
     )
     yield told, client
     client.close()
@@ -74,8 +78,12 @@ def request(client: EngineClient) -> bytes | tuple[bytes, bytes]:
     return client.request("/v1/completions", (), b"x")
 
 
-async def test_a_finished_leg_never_touches_the_next_request(server: tuple[Server, EngineClient]) -> None:
-    """Whoever held a leg may close, pause or time it out after its end: the request that came next goes on undisturbed."""
+async def test_a_finished_leg_never_touches_the_next_request(
+    server: tuple[Server, EngineClient],
+) -> None:
+    """Whoever held a leg may close, pause or time it out after its end: the request that came next
+    goes on undisturbed.
+    """
     told, client = server
     first = Sink()
     leg = await client.send(request(client), first)
@@ -95,8 +103,12 @@ async def test_a_finished_leg_never_touches_the_next_request(server: tuple[Serve
     assert second.body == b"ok"
 
 
-async def test_an_unfinished_leg_is_dropped_after_its_grace(server: tuple[Server, EngineClient]) -> None:
-    """An engine that never ends an answer whose end mark was seen loses the connection, so that none is occupied for ever."""
+async def test_an_unfinished_leg_is_dropped_after_its_grace(
+    server: tuple[Server, EngineClient],
+) -> None:
+    """An engine that never ends an answer whose end mark was seen loses the connection, so that
+    none is occupied for ever.
+    """
     told, client = server
     sink = Sink()
     leg = await client.send(request(client), sink)
@@ -109,7 +121,9 @@ async def test_an_unfinished_leg_is_dropped_after_its_grace(server: tuple[Server
 
 
 async def test_a_paused_leg_leaves_no_pause_behind(server: tuple[Server, EngineClient]) -> None:
-    """A client that stopped reading in its last moment must not freeze the next request on that engine connection."""
+    """A client that stopped reading in its last moment must not freeze the next request on that
+    engine connection.
+    """
     told, client = server
     first = Sink()
     leg = await client.send(request(client), first)
@@ -138,7 +152,11 @@ async def test_connections_that_idle_are_not_kept_for_ever() -> None:
     listening = await asyncio.start_server(told.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     client = EngineClient(
-        f"http://127.0.0.1:{port}", connect_timeout=30, keepalive=0.05, clock=Clock(), budget=AnswerBudget()
+        f"http://127.0.0.1:{port}",
+        connect_timeout=30,
+        keepalive=0.05,
+        clock=Clock(),
+        budget=AnswerBudget(),
     )
     sinks = [Sink() for _ in range(5)]
     for sink in sinks:
@@ -158,7 +176,9 @@ async def test_connections_that_idle_are_not_kept_for_ever() -> None:
 
 def test_a_large_body_is_not_copied() -> None:
     """It is written behind its head; a small one goes with it in one write."""
-    client = EngineClient("http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), budget=AnswerBudget())
+    client = EngineClient(
+        "http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), budget=AnswerBudget()
+    )
     large = b"x" * 70_000
     made = client.request("/v1/completions", (), large)
     assert isinstance(made, tuple)
@@ -185,7 +205,11 @@ async def test_what_came_during_a_hold_up_is_in_time(monkeypatch: pytest.MonkeyP
         serving = loop.run_in_executor(None, serve)
         port = listener.getsockname()[1]
         client = EngineClient(
-            f"http://127.0.0.1:{port}", connect_timeout=30, keepalive=60, clock=Clock(), budget=AnswerBudget()
+            f"http://127.0.0.1:{port}",
+            connect_timeout=30,
+            keepalive=60,
+            clock=Clock(),
+            budget=AnswerBudget(),
         )
         asked = asyncio.ensure_future(client.whole(request(client), 60, Wait.RELEASE))
         while not heard.is_set():
@@ -193,14 +217,17 @@ async def test_what_came_during_a_hold_up_is_in_time(monkeypatch: pytest.MonkeyP
         held_up.set()
         assert said.wait(30)
         time_of = loop.time
-        monkeypatch.setattr(loop, "time", lambda: time_of() + 100)  # the loop has stood still for so long
+        # the loop has stood still for so long
+        monkeypatch.setattr(loop, "time", lambda: time_of() + 100)
         assert (await asked).body == b"ok"
         client.close()
         await serving
 
 
 async def test_others_have_their_turn_behind_a_large_read() -> None:
-    """An engine that sends as fast as it can is read again in the next turn of the loop, unless its client has paused it."""
+    """An engine that sends as fast as it can is read again in the next turn of the loop, unless its
+    client has paused it.
+    """
 
     transport = Transport()
     connection = EngineConnection("engine", lambda _: None, lambda _: None)
@@ -229,7 +256,9 @@ class Stuck(Transport):
 
 @pytest.mark.parametrize("waiting", [0, 1])
 async def test_a_connection_with_unsent_bytes_is_not_used_again(waiting: int) -> None:
-    """An engine that answers before it has read the whole request: the next one would wait behind the rest of it."""
+    """An engine that answers before it has read the whole request: the next one would wait behind
+    the rest of it.
+    """
     free: list[EngineConnection] = []
     transport, heard = Stuck(), Heard()
     connection = EngineConnection("engine", free.append, lambda _: None)

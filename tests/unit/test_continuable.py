@@ -13,7 +13,12 @@ from pdproxy.wire.continuable import Continuable, NotContinued, plan
 from pdproxy.wire.request import Parsed, Route, parse
 
 TEXT = {"model": "tiny", "prompt": "to be", "max_tokens": 9, "temperature": 0, "stream": True}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "to be"}], "temperature": 0, "stream": True}
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "to be"}],
+    "temperature": 0,
+    "stream": True,
+}
 
 
 def parsed(route: Route, fields: dict[str, Any]) -> Parsed:
@@ -95,7 +100,9 @@ def test_reasons_of_one_route_alone() -> None:
     """Hidden reasoning, media, and a completion of which only an engine knows the limit."""
     assert planned(Route.CHAT, include_reasoning=False) is NotContinued.HIDDEN_REASONING
     image = {"type": "image_url", "image_url": {"url": "data:x"}}
-    assert planned(Route.CHAT, messages=[{"role": "user", "content": [image]}]) is NotContinued.MEDIA
+    assert (
+        planned(Route.CHAT, messages=[{"role": "user", "content": [image]}]) is NotContinued.MEDIA
+    )
     assert planned(Route.COMPLETIONS, max_tokens=None) is NotContinued.NO_LIMIT
 
 
@@ -108,7 +115,9 @@ def test_chance_can_be_left_out() -> None:
 
 
 def test_what_is_kept() -> None:
-    """The sampling fields as they came; not the prompt, not what another prompt must not get twice, and no view of the body."""
+    """The sampling fields as they came; not the prompt, not what another prompt must not get twice,
+    and no view of the body.
+    """
     kept = planned(
         Route.COMPLETIONS,
         temperature=0.50,
@@ -158,4 +167,7 @@ def test_the_metric_knows_every_reason() -> None:
 
 def test_raw_values_are_copied() -> None:
     """A record keeps nothing of the body alive: `msgspec.Raw` would."""
-    assert not any(isinstance(value, msgspec.Raw) for value in msgspec.structs.astuple(planned(Route.CHAT)))  # type: ignore[arg-type]
+    assert not any(
+        isinstance(value, msgspec.Raw)
+        for value in msgspec.structs.astuple(planned(Route.CHAT))  # type: ignore[arg-type]
+    )

@@ -1,4 +1,6 @@
-"""A stream cut anywhere and gone on with as a completion: the client has the events of the uncut one."""
+"""A stream cut anywhere and gone on with as a completion: the client has the events of the uncut
+one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def encoded(event: dict[str, Any]) -> bytes:
 
 
 def head(*, chat: bool, first: bool) -> dict[str, Any]:
-    """What an engine's events all show: the first engine's, or that of the one that goes on with a completion."""
+    """What an engine's events all show: the first engine's, or that of the one that goes on with a
+    completion.
+    """
     kind = "chat.completion.chunk" if chat else "text_completion"
     name = ("chatcmpl-" if chat else "cmpl-") + "r"
     return {"id": name, "object": kind, "created": 100 if first else 222, "model": "tiny"}
@@ -42,8 +46,15 @@ def events(
     """An engine's stream of these texts, without its ids: what a relay writes."""
     shown, found = head(chat=chat, first=first), []
     if chat:
-        delta = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        found.append(encoded(shown | {"choices": [delta], "prompt_token_ids": None, "prompt_text": None}))
+        delta = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        found.append(
+            encoded(shown | {"choices": [delta], "prompt_token_ids": None, "prompt_text": None})
+        )
     for number, text in enumerate(parts, 1):
         ended = "length" if finish and number == len(parts) else None
         choice: dict[str, Any] = {"index": 0}
@@ -55,14 +66,27 @@ def events(
             choice |= {"prompt_token_ids": None}
         event = shown | {"choices": [choice | {"token_ids": None}]}
         if running:
-            usage = {"prompt_tokens": prompt, "total_tokens": prompt + number, "completion_tokens": number}
+            usage = {
+                "prompt_tokens": prompt,
+                "total_tokens": prompt + number,
+                "completion_tokens": number,
+            }
             event["usage"] = usage | ({"completion_tokens_details": None} if chat else {})
         found.append(encoded(event))
     if finish:
         count = len(parts)
-        counts: dict[str, Any] = {"prompt_tokens": prompt, "total_tokens": prompt + count, "completion_tokens": count}
-        usage = counts | {"prompt_tokens_details": DETAILS if prompt == PROMPT else {"cached_tokens": prompt}}
-        found += [encoded(shown | {"choices": [], "usage": usage, "system_fingerprint": "f"}), sse.DONE + sse.END]
+        counts: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + count,
+            "completion_tokens": count,
+        }
+        usage = counts | {
+            "prompt_tokens_details": DETAILS if prompt == PROMPT else {"cached_tokens": prompt}
+        }
+        found += [
+            encoded(shown | {"choices": [], "usage": usage, "system_fingerprint": "f"}),
+            sse.DONE + sse.END,
+        ]
     return found
 
 
@@ -70,8 +94,12 @@ TEXTS = st.lists(st.text(max_size=5), min_size=2, max_size=12)
 
 
 @given(TEXTS, st.data(), st.booleans(), st.booleans())
-def test_any_cut_gives_the_uncut_stream(texts: list[str], data: st.DataObject, chat: bool, running: bool) -> None:
-    """Whatever the texts are, wherever it is cut and however the reads are joined, byte for byte."""
+def test_any_cut_gives_the_uncut_stream(
+    texts: list[str], data: st.DataObject, chat: bool, running: bool
+) -> None:
+    """Whatever the texts are, wherever it is cut and however the reads are joined, byte for
+    byte.
+    """
     at = data.draw(st.integers(0 if chat else 1, len(texts) - 1))
     uncut = events(texts, chat=chat, first=True, prompt=PROMPT, running=running)
     before = events(texts[:at], chat=chat, first=True, prompt=PROMPT, running=running, finish=False)
@@ -88,7 +116,9 @@ def test_any_cut_gives_the_uncut_stream(texts: list[str], data: st.DataObject, c
 def test_cached_tokens_of_the_longer_prompt(chat: bool) -> None:
     """Where nobody knows the first engine's, at most all of the client's own prompt was cached."""
     *_, usage, _ = events(["a", "b"], chat=False, first=False, prompt=PROMPT + 3, running=False)
-    shown = LastEvent(events(["x"], chat=chat, first=True, prompt=PROMPT, running=False, finish=False)[-1]).shown
+    shown = LastEvent(
+        events(["x"], chat=chat, first=True, prompt=PROMPT, running=False, finish=False)[-1]
+    ).shown
     found = json.loads(sse.payload(ContinuedEvents(shown, is_chat=chat, done=3).event(usage)))
     assert found["usage"]["prompt_tokens_details"] == {"cached_tokens": PROMPT}
     assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (PROMPT, 5)
@@ -110,7 +140,10 @@ def test_comments_and_the_end_mark_stay() -> None:
         b'data: {"choices":[1]}\n\n',
         b'data: {"choices":[],"usage":3}\n\n',
         b'data: {"choices":[],"usage":{"prompt_tokens":"x"}}\n\n',
-        b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1,"prompt_tokens_details":3}}\n\n',
+        (
+            b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1,'
+            b'"prompt_tokens_details":3}}\n\n'
+        ),
     ],
 )
 def test_what_is_no_completion_is_an_error(event: bytes) -> None:
@@ -122,7 +155,9 @@ def test_what_is_no_completion_is_an_error(event: bytes) -> None:
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_last_event(chat: bool) -> None:
     """Its text, its ids, and events like it; the ids that it came with are in none of them."""
-    sent = events(["a", "b\u00e9"], chat=chat, first=True, prompt=PROMPT, running=False, finish=False)[-1]
+    sent = events(
+        ["a", "b\u00e9"], chat=chat, first=True, prompt=PROMPT, running=False, finish=False
+    )[-1]
     sent = sent.replace(b'"token_ids":null', b'"token_ids":[5,6]')
     for form in (sent, chunk(sent), sent.replace(b'":', b'": ')):
         last = LastEvent(form)
@@ -130,7 +165,9 @@ def test_the_last_event(chat: bool) -> None:
         assert last.kind == ("content" if chat else "text")
         assert (
             sse.data(last.with_text("held"))
-            == events(["held"], chat=chat, first=True, prompt=PROMPT, running=False, finish=False)[-1]
+            == events(["held"], chat=chat, first=True, prompt=PROMPT, running=False, finish=False)[
+                -1
+            ]
         )
         usage = json.loads(last.usage_event(4, 2))
         assert usage == head(chat=chat, first=True) | {
@@ -149,7 +186,10 @@ def test_the_last_event(chat: bool) -> None:
         b'data: {"id":"a","object":"b","created":1,"model":"c","choices":[]}\n\n',
         b'data: {"id":"a","object":"b","created":1,"model":"c","choices":[{},{}]}\n\n',
         b'data: {"id":"a","object":"b","created":1,"model":"c","choices":[{"text":5}]}\n\n',
-        b'data: {"id":"a","object":"b","created":1,"model":"c","choices":[{"text":"x","token_ids":["a"]}]}\n\n',
+        (
+            b'data: {"id":"a","object":"b","created":1,"model":"c","choices":[{"text":"x",'
+            b'"token_ids":["a"]}]}\n\n'
+        ),
         b'data: {"id":"a","object":"b","created":1,"model":"c","choices":[{"delta":[]}]}\n\n',
     ],
 )
@@ -161,17 +201,35 @@ def test_no_last_event(sent: bytes) -> None:
 
 def kept(**changes: Any) -> Continuable:
     """What is kept of a request."""
-    found: dict[str, Any] = {"route": Route.CHAT, "model": "tiny", "sampling": b'{"temperature":0,"stop":["x"]}'}
-    found |= {"limit": 10, "min_tokens": 0, "stops": ("x",), "shows_stop": False, "wants_usage": False}
+    found: dict[str, Any] = {
+        "route": Route.CHAT,
+        "model": "tiny",
+        "sampling": b'{"temperature":0,"stop":["x"]}',
+    }
+    found |= {
+        "limit": 10,
+        "min_tokens": 0,
+        "stops": ("x",),
+        "shows_stop": False,
+        "wants_usage": False,
+    }
     return Continuable(**(found | changes))
 
 
-@pytest.mark.parametrize(("ids", "minimum", "left"), [([], 4, 4), ([7], 4, 3), ([7, 8, 9], 3, None), ([7, 8], 0, None)])
+@pytest.mark.parametrize(
+    ("ids", "minimum", "left"), [([], 4, 4), ([7], 4, 3), ([7, 8, 9], 3, None), ([7, 8], 0, None)]
+)
 def test_the_request_behind_some_ids(ids: list[int], minimum: int, left: int | None) -> None:
     """The ids so far belong to the prompt, and count for the limit and the minimum."""
     parsed, prompt = continued(kept(min_tokens=minimum), b"[1, 2,3]", array("I", ids), limit=10)
     fields = {name: json.loads(bytes(value)) for name, value in parsed.fields.items()}
-    expected = {"temperature": 0, "stop": ["x"], "model": "tiny", "prompt": [1, 2, 3, *ids], "stream": True}
+    expected = {
+        "temperature": 0,
+        "stop": ["x"],
+        "model": "tiny",
+        "prompt": [1, 2, 3, *ids],
+        "stream": True,
+    }
     expected |= {"max_tokens": 10 - len(ids)} | ({} if left is None else {"min_tokens": left})
     assert fields == expected
     assert (prompt.tokens, parsed.route, parsed.model) == (3 + len(ids), Route.COMPLETIONS, "tiny")
@@ -190,21 +248,38 @@ def test_ids_that_the_client_wants_are_asked_for() -> None:
 def test_a_usage_that_the_client_wants_is_asked_for_in_its_words() -> None:
     """`stream_options` go on as they came."""
     sampling = b'{"stream_options":{"include_usage":true}}'
-    parsed, _ = continued(kept(sampling=sampling, wants_usage=True, model=None), b"[1]", array("I", [2]), limit=3)
+    parsed, _ = continued(
+        kept(sampling=sampling, wants_usage=True, model=None), b"[1]", array("I", [2]), limit=3
+    )
     assert bytes(parsed.fields["stream_options"]) == b'{"include_usage":true}'
     assert "model" not in parsed.fields
     assert not parsed.adds_usage
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=3) | st.floats(allow_nan=False),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.text(max_size=3)
+    | st.floats(allow_nan=False),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from(
-                ["text", "delta", "content", "index", "token_ids", "usage", "prompt_tokens", "completion_tokens"]
+                [
+                    "text",
+                    "delta",
+                    "content",
+                    "index",
+                    "token_ids",
+                    "usage",
+                    "prompt_tokens",
+                    "completion_tokens",
+                ]
             )
-            | st.sampled_from(["prompt_tokens_details", "cached_tokens", "finish_reason", "prompt_token_ids"]),
+            | st.sampled_from(
+                ["prompt_tokens_details", "cached_tokens", "finish_reason", "prompt_token_ids"]
+            ),
             inner,
             max_size=5,
         )

@@ -32,14 +32,24 @@ LEG = PrefillRecord("http://p", None, (), lambda _: "nothing")
 def custodian(contract: Contract) -> Custodian:
     """A custodian without engines."""
     ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
-    return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS)
+    return Custodian(
+        contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS
+    )
 
 
 def shared(contract: Contract, records: SharedRecords, number: int = 0) -> WorkerCustodian:
     """The custodian of a worker."""
     ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
     return WorkerCustodian(
-        contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS, area=records.area(number)
+        contract,
+        ledger,
+        {},
+        Deadlines(),
+        Observers([]),
+        lambda: 0.0,
+        Clock(),
+        USUAL_HOSTS,
+        area=records.area(number),
     )
 
 
@@ -74,7 +84,9 @@ def test_notices_end_handles_of_engines_with_the_notifier() -> None:
 
 
 async def test_an_aborted_push_is_read_unless_it_was_probably_read_before() -> None:
-    """A stream shows when it has begun. An unstreamed answer does not, and a second read may take another prompt's KV."""
+    """A stream shows when it has begun. An unstreamed answer does not, and a second read may take
+    another prompt's KV.
+    """
     kept = custodian(lmcache_pd())
     silent, streamed = (kept.take(handle(name), LEG) for name in ("silent", "streamed"))
     silent.end(End.ABORTED, in_silence=True)
@@ -85,7 +97,9 @@ async def test_an_aborted_push_is_read_unless_it_was_probably_read_before() -> N
 
 
 async def test_a_handle_is_given_away_once() -> None:
-    """A second leg with it would be a defect; one whose KV is gone, or is being released, gets none."""
+    """A second leg with it would be a defect; one whose KV is gone, or is being released, gets
+    none.
+    """
     kept = custodian(NIXL)
     custody = kept.take(handle("r1"), LEG)
     assert custody.spend(7) == handle("r1")
@@ -104,7 +118,9 @@ async def test_a_handle_is_given_away_once() -> None:
 
 
 async def test_a_release_sends_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notice may end the handle while its release goes on, or before that begins: then nothing is sent."""
+    """A notice may end the handle while its release goes on, or before that begins: then nothing is
+    sent.
+    """
     kept, sent = custodian(NIXL), list[bytes]()
 
     async def release(releasing: OngoingRelease) -> bool:
@@ -125,8 +141,12 @@ async def test_a_release_sends_what_it_was_given(monkeypatch: pytest.MonkeyPatch
     assert at_once.how is later.how is End.LOADED
 
 
-async def test_a_late_decode_engine_that_waits_for_a_push_is_stuck_only_if_the_push_was_made() -> None:
-    """While the prefill engine works, its push may still come: the end waits for the prefill engine's answer."""
+async def test_a_late_decode_engine_that_waits_for_a_push_is_stuck_only_if_the_push_was_made() -> (
+    None
+):
+    """While the prefill engine works, its push may still come: the end waits for the prefill
+    engine's answer.
+    """
     kept = custodian(PUSH)
     promised, made = (kept.promise(handle(name), LEG) for name in ("r1", "r2"))
     for custody in (promised, made):
@@ -155,7 +175,9 @@ def test_a_leg_is_remembered_without_its_request() -> None:
 
 
 async def test_what_may_not_be_read_yet_is_left_to_nobody() -> None:
-    """Another worker does not know which notices have come: a handle is in the records once all of them have."""
+    """Another worker does not know which notices have come: a handle is in the records once all of
+    them have.
+    """
     records, clock = SharedRecords(2, 64), Clock()
     ready, kept = ReadyWaits(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
     custody = kept.take(handle("r1"), LEG)
@@ -210,7 +232,9 @@ def noticed(event: NoticeEvent, role: str = "P") -> Notice:
 
 
 async def test_kv_that_could_not_be_read_is_released_whatever_the_decode_engine_answers() -> None:
-    """That engine has computed the prompt, so its answer is whole, and nothing has told the holder."""
+    """That engine has computed the prompt, so its answer is whole, and nothing has told the
+    holder.
+    """
     kept = custodian(nixl(NixlOptions(notifier=True)))
     custody = kept.take(handle("r1"), LEG)
     custody.spend(7)
@@ -231,7 +255,9 @@ def test_kv_that_was_promised_is_asked_for_once_it_is_made(asked: bool) -> None:
         custody.spend(7)
     assert kept.snapshot()["promised"][0] == 1
     custody.made(handle("r1"))
-    assert {name for name, (count, *_) in kept.snapshot().items() if count} == {"asked" if asked else "held"}
+    assert {name for name, (count, *_) in kept.snapshot().items() if count} == {
+        "asked" if asked else "held"
+    }
 
 
 @pytest.mark.parametrize("released", [True, False])
@@ -245,5 +271,7 @@ async def test_an_expiry_ends_only_a_leg_that_may_read_the_kv(released: bool) ->
         custody.release()
     kept.receive(noticed(NoticeEvent.EXPIRED))
     assert custody.how is End.EXPIRED
-    assert told == ([] if released else [("the lease on the KV at http://p ended before it was loaded", False)])
+    assert told == (
+        [] if released else [("the lease on the KV at http://p ended before it was loaded", False)]
+    )
     await kept.settle(0)

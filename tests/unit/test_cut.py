@@ -1,4 +1,6 @@
-"""Where another engine may go on: behind whole letters, with the text that was held back, and not in a stop string."""
+"""Where another engine may go on: behind whole letters, with the text that was held back, and not
+in a stop string.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ TOKENIZER = BuiltInTokenizer()
 def event(text: str, ids: Sequence[int]) -> LastEvent:
     """The last event that a client was sent, as its engine sent it."""
     choice = {"index": 0, "text": text, "finish_reason": None, "token_ids": list(ids)}
-    shown = {"id": "a", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+    shown = {
+        "id": "a",
+        "object": "text_completion",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+    }
     return LastEvent(b"data: " + json.dumps(shown).encode() + b"\n\n")
 
 
@@ -47,7 +55,9 @@ class Engine:
 def said(
     ids: Sequence[int], per_event: Sequence[int], stops: Sequence[str], *, shows: bool
 ) -> tuple[str, LastEvent] | None:
-    """What an engine has sent of some ids, cut into events; and its last event. None: it has ended before."""
+    """What an engine has sent of some ids, cut into events; and its last event. None: it has ended
+    before.
+    """
     detokenizer = Detokenizer(TOKENIZER, stops, include_stop=shows)
     sent, last, at = "", None, 0
     for count in per_event:
@@ -69,7 +79,9 @@ LETTERS = st.text(st.sampled_from("ab \u00e9\u20ac\U0001f98aE"), min_size=1, max
 async def test_what_was_sent_and_held_is_the_text_of_the_ids(
     text: str, data: st.DataObject, stops: tuple[str, ...], shows: bool
 ) -> None:
-    """However the ids come in events, wherever it is cut: nothing is missing and nothing comes twice. Or a reason is given."""
+    """However the ids come in events, wherever it is cut: nothing is missing and nothing comes
+    twice. Or a reason is given.
+    """
     ids = TOKENIZER.encode(text)
     ids = ids[: data.draw(st.integers(1, len(ids)))]
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=len(ids), max_size=len(ids)))
@@ -97,17 +109,30 @@ async def test_one_id_with_text_asks_nobody() -> None:
     """Nearly all cuts are such: the text of whole letters was sent with its last id."""
     engine = Engine()
     ids = TOKENIZER.encode("to be")
-    assert await find_cut(array("I", ids), event(" be", ids[-1:]), kept(), engine.text) == Cut(len(ids))
-    assert await find_cut(array("I", ids), event(" be", ids[-1:]), kept("E"), engine.text) == Cut(len(ids))
+    assert await find_cut(array("I", ids), event(" be", ids[-1:]), kept(), engine.text) == Cut(
+        len(ids)
+    )
+    assert await find_cut(array("I", ids), event(" be", ids[-1:]), kept("E"), engine.text) == Cut(
+        len(ids)
+    )
     assert not engine.asked
 
 
 async def test_a_parser_may_send_the_text_of_an_id_later() -> None:
     """So the text is compared: what it holds back would be lost."""
     ids = TOKENIZER.encode("to be <")
-    for text, found in ((" <", Cut(len(ids))), (" ", NotContinued.HALF_LETTER), (" be", NotContinued.HALF_LETTER)):
+    for text, found in (
+        (" <", Cut(len(ids))),
+        (" ", NotContinued.HALF_LETTER),
+        (" be", NotContinued.HALF_LETTER),
+    ):
         engine = Engine()
-        assert await find_cut(array("I", ids), event(text, ids[-1:]), kept(), engine.text, is_parsed=True) == found
+        assert (
+            await find_cut(
+                array("I", ids), event(text, ids[-1:]), kept(), engine.text, is_parsed=True
+            )
+            == found
+        )
         assert len(engine.asked) == 1
 
 
@@ -117,7 +142,9 @@ async def test_a_special_token_has_no_text(stops: tuple[str, ...]) -> None:
     ids = [*TOKENIZER.encode("to be or not"), 3]
     found = await find_cut(array("I", ids), event("", ids[-1:]), kept(*stops), Engine().text)
     assert found is NotContinued.HALF_LETTER
-    assert await find_cut(array("I", ids), event("", ids[-1:]), kept(), Engine().text) == Cut(len(ids))
+    assert await find_cut(array("I", ids), event("", ids[-1:]), kept(), Engine().text) == Cut(
+        len(ids)
+    )
 
 
 async def test_an_answer_of_which_all_is_held_back_begins_anew() -> None:
@@ -146,7 +173,9 @@ async def test_nothing_was_sent_yet() -> None:
     ],
     ids=["nobody tells", "another text", "another long text", "no letters"],
 )
-async def test_what_is_not_known_is_not_guessed(ids: list[int], last: LastEvent, engine: Engine) -> None:
+async def test_what_is_not_known_is_not_guessed(
+    ids: list[int], last: LastEvent, engine: Engine
+) -> None:
     """Then the stream ends with an error."""
     assert await find_cut(array("I", ids), last, kept(), engine.text) is NotContinued.HALF_LETTER
     assert len(engine.asked) <= 4

@@ -34,7 +34,9 @@ def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
 
 
 def test_each_seed_has_another_part_of_the_trace_at_the_asked_rate() -> None:
-    entries = [TraceEntry(10.0 + number, 600 + number, 5, (number, 100 + number)) for number in range(90)]
+    entries = [
+        TraceEntry(10.0 + number, 600 + number, 5, (number, 100 + number)) for number in range(90)
+    ]
     load = decide.Slices(entries=entries)
     for seed, first in ((0, 600), (1, 630), (2, 660), (3, 615), (4, 645)):
         calls = list(load.calls(5.0, 60, seed))
@@ -50,7 +52,11 @@ def test_a_cell_is_run_once_and_shown(
     monkeypatch.setattr(decide, "RATIOS", {4: (2,)})
     monkeypatch.setattr(decide, "levels", lambda *_: (None, Level(60, 1, 1)))
     file = tmp_path / "cells.json"
-    monkeypatch.setattr(sys, "argv", ["decide.py", "--results", str(file), "--cells", "4 4000/128 C", "--seeds", "1"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["decide.py", "--results", str(file), "--cells", "4 4000/128 C", "--seeds", "1"],
+    )
     decide.main()
     (cell,) = json.loads(file.read_text()).values()
     assert cell["best"]["rate"] > 0
@@ -92,7 +98,20 @@ def test_bytecodes_of_decisions_are_counted() -> None:
 def test_the_choices_of_workers_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["x", "--engines", "4", "--seconds", "3", "--seeds", "1", "--workers", "2", "--cases", "B", "--alone"]
+    arguments = [
+        "x",
+        "--engines",
+        "4",
+        "--seconds",
+        "3",
+        "--seeds",
+        "1",
+        "--workers",
+        "2",
+        "--cases",
+        "B",
+        "--alone",
+    ]
     monkeypatch.setattr(sys, "argv", arguments)
     workers_decide.main()
     assert len(capsys.readouterr().out.splitlines()) == 6

@@ -1,4 +1,6 @@
-"""What a request asks for is read before an engine knows it: never wrong by much, never by what a client invents."""
+"""What a request asks for is read before an engine knows it: never wrong by much, never by what a
+client invents.
+"""
 
 import json
 
@@ -34,7 +36,9 @@ def without_longest(found: RequestDemand) -> RequestDemand:
 
 def test_the_most_that_prompts_may_have() -> None:
     """No prompt has more tokens than its body has bytes, and what engines may add to each."""
-    assert 2 * MOST_TOKENS < demand({"prompt": ["a" * 40, "b" * 40]}).longest < 2 * MOST_TOKENS + 200
+    assert (
+        2 * MOST_TOKENS < demand({"prompt": ["a" * 40, "b" * 40]}).longest < 2 * MOST_TOKENS + 200
+    )
     assert passed_demand(400, None, generates=True).longest == 400 + MOST_TOKENS
 
 
@@ -82,7 +86,11 @@ MESSAGES = [{"role": "user", "content": "x"}]
 LIMIT = {"max_tokens": 4000}
 UNREAD: list[tuple[Route, dict[str, object], int | None]] = [
     (Route.COMPLETIONS, {"prompt_embeds": ["AAAA"] * 100, **LIMIT}, 100 * 4000),
-    (Route.COMPLETIONS, {"prompt_embeds": ["AAAA"] * 3, "prompt": ["a", "b"], "n": 2, **LIMIT}, 10 * 4000),
+    (
+        Route.COMPLETIONS,
+        {"prompt_embeds": ["AAAA"] * 3, "prompt": ["a", "b"], "n": 2, **LIMIT},
+        10 * 4000,
+    ),
     (Route.COMPLETIONS, {"prompt_embeds": "AAAA", **LIMIT}, 4000),
     (Route.COMPLETIONS, {"prompt_embeds": ["AAAA"], "n": "100", **LIMIT}, 100 * 4000),
     (Route.COMPLETIONS, {"prompt": "x", "n": "100", **LIMIT}, 100 * 4000),
@@ -92,12 +100,24 @@ UNREAD: list[tuple[Route, dict[str, object], int | None]] = [
     (Route.COMPLETIONS, {"prompt": [["1"], ["2", "3"]], **LIMIT}, 2 * 4000),
     (Route.COMPLETIONS, {"prompt": ["a", [1, 2]] * 5, **LIMIT}, 10 * 4000),
     (Route.COMPLETIONS, {"prompt": [1, "2", 3], **LIMIT}, 4000),
-    (Route.CHAT, {"messages": MESSAGES, "n": "100", "max_tokens": 9, "max_completion_tokens": "4000"}, 100 * 4000),
-    (Route.CHAT, {"messages": [{"role": "user", "content": [{"type": "x"}]}], "n": "2", "max_tokens": "40"}, 2 * 40),
+    (
+        Route.CHAT,
+        {"messages": MESSAGES, "n": "100", "max_tokens": 9, "max_completion_tokens": "4000"},
+        100 * 4000,
+    ),
+    (
+        Route.CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "x"}]}], "n": "2", "max_tokens": "40"},
+        2 * 40,
+    ),
     (Route.BATCH, {"messages": [MESSAGES] * 100, "echo": True, **LIMIT}, 100 * 4000),
     (Route.BATCH, {"messages": [MESSAGES] * 100, "max_tokens": "4000"}, 100 * 4000),
     (Route.INVOCATIONS, {"messages": MESSAGES, "n": "100", **LIMIT}, 100 * 4000),
-    (Route.INVOCATIONS, {"prompt": ["x"] * 50, "n": "2", "max_completion_tokens": 1, **LIMIT}, 100 * 4000),
+    (
+        Route.INVOCATIONS,
+        {"prompt": ["x"] * 50, "n": "2", "max_completion_tokens": 1, **LIMIT},
+        100 * 4000,
+    ),
     (Route.INVOCATIONS, {"prompt": "x", "n": "2", "max_completion_tokens": 1}, None),
 ]
 """What only an engine reads, and the most that it may generate for that."""
@@ -108,10 +128,17 @@ UNREAD: list[tuple[Route, dict[str, object], int | None]] = [
 def test_the_most_of_what_only_an_engine_reads(
     route: Route, fields: dict[str, object], most: int | None, by_process: bool
 ) -> None:
-    """Embeddings, conversations, and numbers in each form count as the engine counts them, also if a process reads the body."""
+    """Embeddings, conversations, and numbers in each form count as the engine counts them, also if
+    a process reads the body.
+    """
     body = json.dumps({"model": "m", **fields}).encode()
     question = msgspec.msgpack.encode(BodyQuestion(DEFAULT, route))
-    assert demand_of(request_in(answer(question, body), body) if by_process else parse(route, body)).most == most
+    assert (
+        demand_of(
+            request_in(answer(question, body), body) if by_process else parse(route, body)
+        ).most
+        == most
+    )
 
 
 INTEGER = TypeAdapter(int)
@@ -119,10 +146,16 @@ INTEGER = TypeAdapter(int)
 
 
 @given(
-    st.text("0159+-._ e\t\u0661\u00a0", max_size=8) | st.integers() | st.floats() | st.booleans() | st.none(),
+    st.text("0159+-._ e\t\u0661\u00a0", max_size=8)
+    | st.integers()
+    | st.floats()
+    | st.booleans()
+    | st.none(),
 )
 def test_numbers_in_each_form_that_engines_take(value: object) -> None:
-    """None is left out: who writes a number in a form that only engines read has it counted all the same."""
+    """None is left out: who writes a number in a form that only engines read has it counted all the
+    same.
+    """
     try:
         read = INTEGER.validate_python(value)
     except ValidationError:
@@ -134,20 +167,30 @@ def test_the_most_of_other_requests() -> None:
     """A chat's newer field goes before the older one. One that is embedded generates nothing."""
     messages = {"messages": [{"role": "user", "content": "x"}]}
     assert demand({**messages, "max_tokens": 7, "max_completion_tokens": 9}, Route.CHAT).most == 9
-    assert demand({**messages, "max_tokens": 7, "max_completion_tokens": None}, Route.CHAT).most == 7
+    assert (
+        demand({**messages, "max_tokens": 7, "max_completion_tokens": None}, Route.CHAT).most == 7
+    )
     batch = {"messages": [messages["messages"]] * 3, "max_tokens": 7}
     assert demand(batch, Route.BATCH).most == 21
-    assert demand({**batch, "tools": []}, Route.BATCH).most == 21, "also if one engine gets it whole"
+    assert demand({**batch, "tools": []}, Route.BATCH).most == 21, (
+        "also if one engine gets it whole"
+    )
     assert passed_demand(400, None, generates=False).most == 0
 
 
 def test_chats() -> None:
-    found = demand({"messages": [{"role": "user", "content": "word " * 80}], "max_completion_tokens": 9}, Route.CHAT)
+    found = demand(
+        {"messages": [{"role": "user", "content": "word " * 80}], "max_completion_tokens": 9},
+        Route.CHAT,
+    )
     assert without_longest(found) == RequestDemand(100, 1, 9)
 
 
 @given(
-    st.recursive(st.none() | st.integers() | st.text(max_size=5) | st.floats(), lambda one: st.lists(one, max_size=3))
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=5) | st.floats(),
+        lambda one: st.lists(one, max_size=3),
+    )
 )
 def test_what_no_engine_would_accept_has_bounds_as_well(value: object) -> None:
     """Tokens and answers are numbers from 1 to a bound, whatever stands in the fields."""
@@ -164,7 +207,10 @@ def test_bodies_for_one_engine() -> None:
     assert without_longest(passed_demand(0, None, generates=False)) == RequestDemand(1, 0)
     assert passed_demand(2**40, None, generates=False).prompt == MOST_TOKENS
     ranked = passed_demand(40_000, None, Pairs(2000, 30_000), generates=False)
-    assert (ranked.prompt, ranked.longest) == (10_000 + 1999 * 7_500, 40_000 + 1999 * 30_000 + 2000 * MOST_TOKENS)
+    assert (ranked.prompt, ranked.longest) == (
+        10_000 + 1999 * 7_500,
+        40_000 + 1999 * 30_000 + 2000 * MOST_TOKENS,
+    )
 
 
 @pytest.mark.parametrize(

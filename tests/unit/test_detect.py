@@ -1,4 +1,6 @@
-"""Which contract engines run, from what they show: as a table, over the recordings of real engines, and over any answer."""
+"""Which contract engines run, from what they show: as a table, over the recordings of real engines,
+and over any answer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from hypothesis import strategies as st
 
 from pdproxy.transfer import detect, registry
 from pdproxy.transfer.contract import Contract
-from pdproxy.transfer.detect import DetectedContract, Observation, Undecided, candidates, decide, question
+from pdproxy.transfer.detect import (
+    DetectedContract,
+    Observation,
+    Undecided,
+    candidates,
+    decide,
+    question,
+)
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.signs import ContractSigns
 from pdproxy.upstream.metrics_page import names_in
@@ -21,8 +30,10 @@ NIXL = frozenset({"vllm:nixl_"})
 NONE: frozenset[str] = frozenset()
 PULL = b'{"remote_engine_id":"e","remote_block_ids":[[1]],"transfer_mode":"pull"}'
 PUSH = (
-    b'{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[7]],"remote_engine_id":"push-p",'
-    b'"remote_request_id":"cmpl-b-0-bc1a525f","remote_host":"127.0.0.1","remote_port":5600,"tp_size":1,"dcp_size":1,"pp_size":1,'
+    b'{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[7]],'
+    b'"remote_engine_id":"push-p",'
+    b'"remote_request_id":"cmpl-b-0-bc1a525f","remote_host":"127.0.0.1","remote_port":5600,'
+    b'"tp_size":1,"dcp_size":1,"pp_size":1,'
     b'"remote_num_tokens":2,"transfer_mode":"push","remote_prefill_cached_tokens":0}'
 )
 """As a real prefill engine that pushes has answered."""
@@ -37,11 +48,15 @@ ALL = registry.ENTRIES
 
 
 def p(**more: Any) -> Observation:
-    return Observation(**{"url": "http://p:1", "role": "prefill", "version": "0.32.0", "metrics": NONE, **more})
+    return Observation(
+        **{"url": "http://p:1", "role": "prefill", "version": "0.32.0", "metrics": NONE, **more}
+    )
 
 
 def d(**more: Any) -> Observation:
-    return Observation(**{"url": "http://d:1", "role": "decode", "version": "0.32.0", "metrics": NONE, **more})
+    return Observation(
+        **{"url": "http://d:1", "role": "decode", "version": "0.32.0", "metrics": NONE, **more}
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +64,8 @@ def d(**more: Any) -> Observation:
     [
         ([p(metrics=NIXL, answer=PULL), d(metrics=NIXL)], "nixl"),
         ([p(metrics=NIXL, answer=OLD, version="0.11.0"), d(metrics=NIXL)], "nixl"),
-        ([p(metrics=NIXL, answer=OLD, version="0.26.0"), d(metrics=NIXL)], None),  # either may not name its mode
+        # either may not name its mode
+        ([p(metrics=NIXL, answer=OLD, version="0.26.0"), d(metrics=NIXL)], None),
         ([p(metrics=NIXL, answer=PUSH), d(metrics=NIXL)], "nixl-push"),
         ([p(metrics=None, answer=PULL), d(metrics=None)], "nixl"),
         ([p(kv_connector="NixlConnector"), d(kv_connector="NixlConnector")], None),
@@ -57,7 +73,13 @@ def d(**more: Any) -> Observation:
         ([p(kv_connector="NixlPushConnector", metrics=NIXL), d(metrics=NIXL)], "nixl-push"),
         ([p(kv_connector="ExampleConnector"), d(kv_connector="ExampleConnector")], "shared"),
         ([p(kv_connector="CPUConnector", version="0.9.1"), d(version="0.9.1")], "cpu"),
-        ([p(metrics=frozenset({"vllm:mooncake_store_"})), d(metrics=frozenset({"vllm:mooncake_store_"}))], "shared"),
+        (
+            [
+                p(metrics=frozenset({"vllm:mooncake_store_"})),
+                d(metrics=frozenset({"vllm:mooncake_store_"})),
+            ],
+            "shared",
+        ),
         ([p(bootstrap=True), d()], "mooncake"),
         ([p(bootstrap=True), d(metrics=None)], "mooncake"),
     ],
@@ -74,7 +96,11 @@ def test_found(seen: list[Observation], contract: str | None) -> None:
         (
             [p(bootstrap=False), d()],
             ("lmcache-pd", "lmcache-mp", "shared", "moriio"),
-            "do not show which of these they run: lmcache-pd or lmcache-mp or shared or moriio, or none. Name it",
+            (
+                "do not show which of these they run: lmcache-pd or lmcache-mp or shared or "
+                "moriio, "
+                "or none. Name it"
+            ),
         ),
         (
             [p(metrics=frozenset({"lmcache:"}), bootstrap=False), d()],
@@ -86,18 +112,38 @@ def test_found(seen: list[Observation], contract: str | None) -> None:
             ("lmcache-pd", "shared"),
             "which of these they run: lmcache-pd or shared. Name it",
         ),
-        ([p(metrics=NIXL, refusal="500"), d(metrics=NIXL)], ("nixl", "nixl-push"), "nixl or nixl-push. Name it"),
+        (
+            [p(metrics=NIXL, refusal="500"), d(metrics=NIXL)],
+            ("nixl", "nixl-push"),
+            "nixl or nixl-push. Name it",
+        ),
         ([p(metrics=NIXL, answer=b"null"), d(metrics=NIXL)], (), "http://p:1 keeps no KV although"),
         (
             [p(metrics=NIXL, answer=b'{"first_tok":1}'), d(metrics=NIXL)],
             (),
             "no connector of pdproxy's fits http://p:1",
         ),
-        ([p(kv_connector=""), d()], (), "http://p:1 was started without a KV connector (--kv-transfer-config)"),
-        ([p(kv_connector="MyConnector"), d()], (), "no connector of pdproxy's serves MyConnector of http://p:1"),
-        ([p(metrics=NIXL, answer=PULL), d()], (), "engines of different connectors: http://p:1 is nixl, http://d:1 is"),
         (
-            [p(metrics=NIXL, answer=PULL), p(url="http://p:2", metrics=NIXL, answer=PUSH), d(metrics=NIXL)],
+            [p(kv_connector=""), d()],
+            (),
+            "http://p:1 was started without a KV connector (--kv-transfer-config)",
+        ),
+        (
+            [p(kv_connector="MyConnector"), d()],
+            (),
+            "no connector of pdproxy's serves MyConnector of http://p:1",
+        ),
+        (
+            [p(metrics=NIXL, answer=PULL), d()],
+            (),
+            "engines of different connectors: http://p:1 is nixl, http://d:1 is",
+        ),
+        (
+            [
+                p(metrics=NIXL, answer=PULL),
+                p(url="http://p:2", metrics=NIXL, answer=PUSH),
+                d(metrics=NIXL),
+            ],
             (),
             "engines of different connectors: http://p:1 is nixl, http://p:2 is nixl-push",
         ),
@@ -112,7 +158,9 @@ def test_undecided(seen: list[Observation], choices: tuple[str, ...], reason: st
 
 
 def test_three_engines_of_which_no_two_differ_alone() -> None:
-    """Each pair has a contract in common, and all three have none: the reason names engines nevertheless."""
+    """Each pair has a contract in common, and all three have none: the reason names engines
+    nevertheless.
+    """
     one, two, three = (
         Entry(name=name, build=_unbuilt, kv_connectors=connectors)
         for name, connectors in (("one", ("a", "b")), ("two", ("b", "c")), ("three", ("a", "c")))
@@ -160,7 +208,9 @@ def test_versions(last: str, version: str, fits: bool) -> None:
 
 def test_a_first_version() -> None:
     signs = ContractSigns(first_version="0.20", last_version="0.23")
-    assert [signs.in_version(version) for version in ("0.19.9", "0.20.0", "0.23.1", "0.24", "")] == [
+    assert [
+        signs.in_version(version) for version in ("0.19.9", "0.20.0", "0.23.1", "0.24", "")
+    ] == [
         False,
         True,
         True,
@@ -175,12 +225,16 @@ def test_a_first_version() -> None:
         st.none() | st.booleans() | st.integers() | st.text(),
         lambda inner: (
             st.lists(inner)
-            | st.dictionaries(st.sampled_from(["remote_engine_id", "remote_block_ids", "transfer_mode"]), inner)
+            | st.dictionaries(
+                st.sampled_from(["remote_engine_id", "remote_block_ids", "transfer_mode"]), inner
+            )
         ),
     ).map(lambda value: json.dumps(value).encode())
 )
 def test_any_answer_is_one_or_none(answer: bytes) -> None:
-    """An engine may answer anything: it fits a contract or it does not, and the text is one line of bounded length."""
+    """An engine may answer anything: it fits a contract or it does not, and the text is one line of
+    bounded length.
+    """
     seen = p(metrics=NIXL, answer=answer)
     assert {entry.name for entry in candidates(seen, ALL)} <= {"nixl", "nixl-push"}
     assert seen.text().isprintable()
@@ -206,7 +260,12 @@ def recorded(name: str) -> list[tuple[Any, bytes]]:
         except ValueError:
             continue
         if isinstance(sent, dict) and isinstance(answer, dict) and "choices" in answer:
-            found.append((sent.get("kv_transfer_params"), json.dumps(answer.get("kv_transfer_params")).encode()))
+            found.append(
+                (
+                    sent.get("kv_transfer_params"),
+                    json.dumps(answer.get("kv_transfer_params")).encode(),
+                )
+            )
     return found
 
 

@@ -34,9 +34,14 @@ class Names:
     async def look_up(self, name: DnsName) -> Found:
         return self.found
 
-    def are(self, *hosts: str, ttl: float = 20, six: DnsRecords | LookupFailedError | None = None) -> None:
+    def are(
+        self, *hosts: str, ttl: float = 20, six: DnsRecords | LookupFailedError | None = None
+    ) -> None:
         """The next answers."""
-        self.found = {"A": DnsRecords(tuple((host, None) for host in hosts), ttl), "AAAA": six or DnsRecords((), 60)}
+        self.found = {
+            "A": DnsRecords(tuple((host, None) for host in hosts), ttl),
+            "AAAA": six or DnsRecords((), 60),
+        }
 
 
 @pytest.fixture
@@ -55,7 +60,9 @@ def names() -> Names:
 class Followed(FoundEngines):
     """The engines of a name, each look of which a test says."""
 
-    def __init__(self, w: World, names: Names, name: DnsName = NAME, template: ConfiguredEngine = TEMPLATE) -> None:
+    def __init__(
+        self, w: World, names: Names, name: DnsName = NAME, template: ConfiguredEngine = TEMPLATE
+    ) -> None:
         super().__init__(template, w.members, w.observers, lambda: w.time)
         self.source = DnsSource(name, names.look_up, Dns(min_ttl=5, max_ttl=60), lambda: 0.5)
 
@@ -76,13 +83,19 @@ def urls(*hosts: str) -> set[str]:
 
 
 async def test_it_follows_the_name(w: World, names: Names, source: Followed) -> None:
-    """Engines that stay are not touched, one that is missing once stays, and one that is missing twice goes."""
+    """Engines that stay are not touched, one that is missing once stays, and one that is missing
+    twice goes.
+    """
     assert source.shortcomings() == ["dns://engines:8000: has not been answered yet"]
     names.are("10.0.0.1", "10.0.0.2")
     assert await source.look() == 20
     assert set(w.members.members) == urls("10.0.0.1", "10.0.0.2")
     member = w.members.members["http://10.0.0.1:8000"]
-    assert (member.source, member.settings.labels, member.settings.role) == (NAME.url, {"rack": "7"}, "decode")
+    assert (member.source, member.settings.labels, member.settings.role) == (
+        NAME.url,
+        {"rack": "7"},
+        "decode",
+    )
     assert source.shortcomings() == []
     kept = w.engines["http://10.0.0.1:8000"]
     names.are("10.0.0.1", "10.0.0.3")
@@ -105,7 +118,9 @@ async def test_one_that_flaps_is_not_touched(w: World, names: Names, source: Fol
     assert [change for _, change, _ in w.changes()] == ["added", "added"]
 
 
-async def test_one_that_comes_back_before_it_is_gone_serves_on(w: World, names: Names, source: Followed) -> None:
+async def test_one_that_comes_back_before_it_is_gone_serves_on(
+    w: World, names: Names, source: Followed
+) -> None:
     names.are("10.0.0.1", "10.0.0.2")
     await source.look()
     engine = w.engines["http://10.0.0.2:8000"]
@@ -130,7 +145,9 @@ async def test_empty_answers_count_twice(w: World, names: Names, source: Followe
     assert source.shortcomings() == []
     await source.look()
     await until(lambda: not w.members.members)
-    assert source.shortcomings() == ["dns://engines:8000: names no engine, for 0 s: no engine of it is known"]
+    assert source.shortcomings() == [
+        "dns://engines:8000: names no engine, for 0 s: no engine of it is known"
+    ]
     assert source.counts == {"changed": 1, "same": 1, "empty": 1}
 
 
@@ -142,8 +159,12 @@ async def test_failures_keep_the_last_answer(w: World, names: Names, source: Fol
     assert [await source.look() for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
     w.time += 60
     assert set(w.members.members) == urls("10.0.0.1")
-    assert source.shortcomings() == ["dns://engines:8000: no such name, for 60 s: its last answer stays in use"]
-    assert [one for one in w.events if isinstance(one, DeadlinePassed)] == [DeadlinePassed("dns")] * 7
+    assert source.shortcomings() == [
+        "dns://engines:8000: no such name, for 60 s: its last answer stays in use"
+    ]
+    assert [one for one in w.events if isinstance(one, DeadlinePassed)] == [
+        DeadlinePassed("dns")
+    ] * 7
     names.are("10.0.0.1")
     assert await source.look() == 20
     assert source.shortcomings() == []
@@ -162,25 +183,35 @@ async def test_a_family_that_never_answers(w: World, names: Names, source: Follo
     await source.look()
     await source.look()
     assert "http://[fd00::1]:8000" in w.members.members
-    assert source.shortcomings() == ["dns://engines:8000: no such name, for 0 s: its last answer stays in use"]
+    assert source.shortcomings() == [
+        "dns://engines:8000: no such name, for 0 s: its last answer stays in use"
+    ]
 
 
 @pytest.mark.parametrize(("ttl", "wait"), [(0, 5), (1, 5), (20, 20), (86_400, 60)])
-async def test_times_to_live_have_bounds(names: Names, source: Followed, ttl: float, wait: float) -> None:
+async def test_times_to_live_have_bounds(
+    names: Names, source: Followed, ttl: float, wait: float
+) -> None:
     names.are("10.0.0.1", ttl=ttl)
     assert await source.look() == wait
 
 
-async def test_what_another_source_has_does_not_keep_others_out(w: World, names: Names, source: Followed) -> None:
+async def test_what_another_source_has_does_not_keep_others_out(
+    w: World, names: Names, source: Followed
+) -> None:
     """With the same settings both own it; with others it stays as it is, and is named."""
     theirs = ConfiguredEngine(url="http://10.0.0.1:8000", role="decode", facts=Facts(block_size=32))
     w.members.add(theirs, "admin")
-    w.members.add(ConfiguredEngine(url="http://10.0.0.2:8000", role="decode", labels={"rack": "7"}), "admin")
+    w.members.add(
+        ConfiguredEngine(url="http://10.0.0.2:8000", role="decode", labels={"rack": "7"}), "admin"
+    )
     names.are("10.0.0.1", "10.0.0.2", "10.0.0.3")
     await source.look()
     assert set(w.members.members) == urls("10.0.0.1", "10.0.0.2", "10.0.0.3")
     assert w.members.members["http://10.0.0.1:8000"].settings == theirs
-    assert source.shortcomings() == ["dns://engines:8000: http://10.0.0.1:8000 was added by admin, with other settings"]
+    assert source.shortcomings() == [
+        "dns://engines:8000: http://10.0.0.1:8000 was added by admin, with other settings"
+    ]
     assert not w.members.remove("http://10.0.0.2:8000", "admin")
     assert w.members.members["http://10.0.0.2:8000"].source == NAME.url
     w.members.remove("http://10.0.0.1:8000", "admin", at_once=True)
@@ -195,7 +226,9 @@ async def test_engines_that_can_not_be_added(w: World, names: Names, source: Fol
     names.are("10.0.0.1", "10.0.0.2")
     await source.look()
     assert not w.members.members
-    assert source.shortcomings() == ["dns://engines:8000: its key can't be read, for 0 s: no engine of it is known"]
+    assert source.shortcomings() == [
+        "dns://engines:8000: its key can't be read, for 0 s: no engine of it is known"
+    ]
     w.setup.broken.clear()
     await source.look()
     assert set(w.members.members) == urls("10.0.0.1", "10.0.0.2")
@@ -212,7 +245,9 @@ async def test_both_families_together_have_a_bound(
     assert "names 3 engines: 2 at most" in source.shortcomings()[0]
 
 
-async def test_the_engines_of_the_first_answer_are_not_new(w: World, names: Names, source: Followed) -> None:
+async def test_the_engines_of_the_first_answer_are_not_new(
+    w: World, names: Names, source: Followed
+) -> None:
     """They serve from the start, as those of the settings do. Later ones begin slowly."""
     names.are("10.0.0.1", "10.0.0.2")
     await source.look()
@@ -256,7 +291,10 @@ async def test_an_answer_to_a_name_that_was_given_up(w: World, names: Names) -> 
             await answered.wait()
         return await names.look_up(name)
 
-    source, found = DnsSource(NAME, look_up, Dns()), FoundEngines(TEMPLATE, w.members, w.observers, lambda: w.time)
+    source, found = (
+        DnsSource(NAME, look_up, Dns()),
+        FoundEngines(TEMPLATE, w.members, w.observers, lambda: w.time),
+    )
     names.are("10.0.0.1")
     task = w.tasks.keep(partial(source.run, found.answered), found.name)
     await asked.wait()

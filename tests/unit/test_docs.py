@@ -1,4 +1,6 @@
-"""The documents name only modules, settings and files that exist, their relative links work, and they are wrapped."""
+"""The documents name only modules, settings and files that exist, their relative links work, and
+they are wrapped.
+"""
 
 import pkgutil
 import re
@@ -26,7 +28,9 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def setting_names() -> set[str]:
-    """Return the dotted names of all settings of the top-level sections, such as `limits.attempts`."""
+    """Return the dotted names of all settings of the top-level sections, such as
+    `limits.attempts`.
+    """
 
     def walk(tree: dict[str, object], path: str) -> set[str]:
         found = set()
@@ -44,25 +48,41 @@ SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
 
 
 def resolves(name: str) -> bool:
-    """Return whether a dotted name is a module of a package, or an attribute of one. Those of the proxy need no `pdproxy`."""
+    """Return whether a dotted name is a module of a package, or an attribute of one. Those of the
+    proxy need no `pdproxy`.
+    """
     try:
-        pkgutil.resolve_name(name if name.startswith(("pdproxy.", "pdproxy_lab.")) else f"pdproxy.{name}")
+        pkgutil.resolve_name(
+            name if name.startswith(("pdproxy.", "pdproxy_lab.")) else f"pdproxy.{name}"
+        )
     except (ImportError, AttributeError):
         return False
     return True
 
 
 def names_in(text: str) -> set[str]:
-    """Return the dotted names in backticks that begin like a module of the package or like a setting."""
+    """Return the dotted names in backticks that begin like a module of the package or like a
+    setting.
+    """
     dotted = (DOTTED.match(code) for code in CODE.findall(text))
     names = {match[0] for match in dotted if match}
-    return {name for name in names if name.partition(".")[0] in PACKAGES | SECTIONS and not FILE.fullmatch(name)}
+    return {
+        name
+        for name in names
+        if name.partition(".")[0] in PACKAGES | SECTIONS and not FILE.fullmatch(name)
+    }
 
 
 def files_in(text: str) -> set[str]:
-    """Return the paths in backticks that begin with a folder of the project, and the bare names of files."""
+    """Return the paths in backticks that begin with a folder of the project, and the bare names of
+    files.
+    """
     words = {code.split()[0] for code in CODE.findall(text) if code.split()}
-    return {word for word in words if (word.partition("/")[0] in FOLDERS and "/" in word) or FILE.fullmatch(word)}
+    return {
+        word
+        for word in words
+        if (word.partition("/")[0] in FOLDERS and "/" in word) or FILE.fullmatch(word)
+    }
 
 
 def missing_names(text: str) -> list[str]:
@@ -70,18 +90,25 @@ def missing_names(text: str) -> list[str]:
 
 
 def missing_files(text: str, folder: Path) -> list[str]:
-    """Return the files that are neither under the root, nor in one of the packages, nor beside the page."""
+    """Return the files that are neither under the root, nor in one of the packages, nor beside the
+    page.
+    """
     folders = (ROOT, ROOT / "proxy", PROXY, folder)
     return sorted(name for name in files_in(text) if not any(any(at.glob(name)) for at in folders))
 
 
 def anchors(text: str) -> set[str]:
     """Return the names by which links reach a page's headings: as GitHub and PyPI make them."""
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in HEADING.findall(text)
+    }
 
 
 def missing_links(text: str, folder: Path) -> list[str]:
-    """Return the relative links to a file that does not exist, or to a heading that its page does not have."""
+    """Return the relative links to a file that does not exist, or to a heading that its page does
+    not have.
+    """
     missing = []
     for name, anchor in LINK.findall(text):
         to = folder / name
@@ -100,7 +127,9 @@ def test_a_page_names_only_what_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_wrapped(page: Path) -> None:
-    """`mdformat README.md docs` (and so on) changes nothing: paragraphs end at 100 columns, tables and code are left alone."""
+    """`mdformat README.md docs` (and so on) changes nothing: paragraphs end at 100 columns, tables
+    and code are left alone.
+    """
     text = page.read_text()
     assert text == wrapped(text)
 
@@ -125,11 +154,16 @@ def test_the_pages_name_modules_settings_and_files() -> None:
 
 
 def test_what_does_not_exist_is_found() -> None:
-    text = "`kit.nothing` `kit.text` `web.app.nothing` `limits.nothing` `limits.attempts: 3` `os.nothing`"
+    text = (
+        "`kit.nothing` `kit.text` `web.app.nothing` `limits.nothing` `limits.attempts: 3` "
+        "`os.nothing`"
+    )
     assert missing_names(text) == ["kit.nothing", "limits.nothing", "web.app.nothing"]
     text = "`nothing.py` `tests/nothing` `tests/unit/test_docs.py` `kit/*.py` `no/folder`"
     assert missing_files(text, ROOT) == ["nothing.py", "tests/nothing"]
-    assert missing_links("[a](docs/nothing.md) [b](README.md#test) [c](https://x.y/z)", ROOT) == ["docs/nothing.md"]
+    assert missing_links("[a](docs/nothing.md) [b](README.md#test) [c](https://x.y/z)", ROOT) == [
+        "docs/nothing.md"
+    ]
     assert missing_links("## One, two\n[a](#one-two) [b](#two) [c](README.md#nothing)", ROOT) == [
         "#two",
         "README.md#nothing",

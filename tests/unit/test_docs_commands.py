@@ -1,4 +1,6 @@
-"""The documents' commands work when they are copied: the real parser takes them, and no flag or variable is made up."""
+"""The documents' commands work when they are copied: the real parser takes them, and no flag or
+variable is made up.
+"""
 
 import argparse
 import json
@@ -19,7 +21,10 @@ from tests.chaos.__main__ import parser_of_options
 from tests.reference import command_line
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "cli.md")]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "cli.md"),
+]
 OPERATORS = {"&&", "||", ";", "|", "&", "\n"}
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FLAG = re.compile(r"--[a-z][\w-]*")
@@ -60,7 +65,9 @@ def commands(shell: str) -> Iterator[list[str]]:
 
 
 def program(words: list[str]) -> list[str]:
-    """Return a command from its program on: without variables, and what a container runs instead of `docker`."""
+    """Return a command from its program on: without variables, and what a container runs instead of
+    `docker`.
+    """
     while words and ASSIGNMENT.match(words[0]):
         words = words[1:]
     if words[:2] == ["docker", "run"] and "pdproxy" in words:
@@ -82,17 +89,25 @@ def in_pages() -> list[tuple[str, list[str]]]:
 
 def all_commands(name: str) -> list[tuple[str, list[str]]]:
     """Return those of this program."""
-    return [(page, words) for page, words in in_pages() if program(words)[: name.count(" ") + 1] == name.split()]
+    return [
+        (page, words)
+        for page, words in in_pages()
+        if program(words)[: name.count(" ") + 1] == name.split()
+    ]
 
 
 OURS, ENGINES = all_commands("pdproxy"), all_commands("vllm serve")
 
 
-@pytest.mark.parametrize(("page", "words"), OURS, ids=[f"{page}: {shlex.join(words)}"[:150] for page, words in OURS])
+@pytest.mark.parametrize(
+    ("page", "words"), OURS, ids=[f"{page}: {shlex.join(words)}"[:150] for page, words in OURS]
+)
 def test_a_command_is_taken(
     page: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The parser takes it. If it has settings, they are valid, too, but for files that the reader makes."""
+    """The parser takes it. If it has settings, they are valid, too, but for files that the reader
+    makes.
+    """
     monkeypatch.chdir(ROOT)
     try:
         arguments = PARSER.parse_args(program(words)[1:])
@@ -117,7 +132,9 @@ def test_commands_of_chaos_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "words"), ENGINES, ids=[f"{page}: {shlex.join(words)}"[:150] for page, words in ENGINES]
+    ("page", "words"),
+    ENGINES,
+    ids=[f"{page}: {shlex.join(words)}"[:150] for page, words in ENGINES],
 )
 def test_an_engine_command_names_only_what_vllm_has(page: str, words: list[str]) -> None:
     assert unknown(words) == [], page
@@ -134,7 +151,9 @@ def unknown(words: list[str]) -> list[str]:
 
 
 def test_commands_are_found() -> None:
-    """The patterns still match what the pages contain: pages show many commands, and only in shell blocks."""
+    """The patterns still match what the pages contain: pages show many commands, and only in shell
+    blocks.
+    """
     assert len(OURS) > 20
     assert len(ENGINES) > 5
     for page in PAGES:
@@ -151,8 +170,12 @@ def test_a_page_names_only_flags_and_variables_that_exist(page: Path) -> None:
 
 
 def wrong_words(text: str) -> list[str]:
-    """Return code in a paragraph that names a command or a flag that neither pdproxy nor vLLM has."""
-    every = {flag for of in (CHAOS, *_all(PARSER)) for flag in command_line.options(of)} | VLLM | OTHERS
+    """Return code in a paragraph that names a command or a flag that neither pdproxy nor vLLM
+    has.
+    """
+    every = (
+        {flag for of in (CHAOS, *_all(PARSER)) for flag in command_line.options(of)} | VLLM | OTHERS
+    )
     wrong = []
     for code in inline(text):
         words = code.split()
@@ -171,10 +194,16 @@ def wrong_words(text: str) -> list[str]:
 
 
 def wrong_variables(text: str) -> list[str]:
-    """Return the variables of pdproxy and of vLLM that neither has. VLLM_VERSION is compose.yaml's."""
+    """Return the variables of pdproxy and of vLLM that neither has. VLLM_VERSION is
+    compose.yaml's.
+    """
     text = text.replace("\\_", "_")
     ours = [name for name in re.findall(r"\bPDPROXY_[A-Z_]*[A-Z]\b", text) if name not in SETTINGS]
-    vllms = [name for name in re.findall(r"\bVLLM_[A-Z_]*[A-Z]\b", text) if name not in VLLM | {"VLLM_VERSION"}]
+    vllms = [
+        name
+        for name in re.findall(r"\bVLLM_[A-Z_]*[A-Z]\b", text)
+        if name not in VLLM | {"VLLM_VERSION"}
+    ]
     return [name for name in ours if not RESERVED.fullmatch(name)] + vllms
 
 
@@ -186,7 +215,8 @@ def _all(of: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 def test_what_does_not_exist_is_found() -> None:
     assert wrong_words(
-        "`--prefil` `--prefill` `pdproxy server` `pdproxy serve --strict` `pdproxy check --strict` `ls --x`"
+        "`--prefil` `--prefill` `pdproxy server` `pdproxy serve --strict` `pdproxy check "
+        "--strict` `ls --x`"
     ) == [
         "--prefil",
         "pdproxy server",
@@ -195,10 +225,21 @@ def test_what_does_not_exist_is_found() -> None:
     assert wrong_words("`--kv-transfer-config` `--kv-transfer`") == ["--kv-transfer"]
     text = "PDPROXY_LISTEN__PORT PDPROXY_LISTEN_PORT PDPROXY_CONFIG VLLM_HOST_IP VLLM_NIXL_HOST"
     assert wrong_variables(text) == ["PDPROXY_LISTEN_PORT", "VLLM_NIXL_HOST"]
-    assert unknown(["VLLM_PORTS=1", "vllm", "serve", "--port", "1", "--ports=2"]) == ["VLLM_PORTS", "--ports"]
+    assert unknown(["VLLM_PORTS=1", "vllm", "serve", "--port", "1", "--ports=2"]) == [
+        "VLLM_PORTS",
+        "--ports",
+    ]
 
 
 def test_shell_text_is_split_into_commands() -> None:
-    text = "A=1 .venv/bin/pdproxy x \\\n  --y 'a b' & pdproxy z # c\nif true; docker run -p 1 pdproxy serve"
+    text = (
+        "A=1 .venv/bin/pdproxy x \\\n  --y 'a b' & pdproxy z # c\nif true; docker run -p 1 "
+        "pdproxy serve"
+    )
     found = [program(words) for words in commands(text)]
-    assert found == [["pdproxy", "x", "--y", "a b"], ["pdproxy", "z"], ["if", "true"], ["pdproxy", "serve"]]
+    assert found == [
+        ["pdproxy", "x", "--y", "a b"],
+        ["pdproxy", "z"],
+        ["if", "true"],
+        ["pdproxy", "serve"],
+    ]

@@ -1,4 +1,6 @@
-"""Which failures count that a request may have caused: the whole rule, from what its engines did."""
+"""Which failures count that a request may have caused: the whole rule, from what its engines
+did.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures, FailedT
 
 
 def doubtful(*failed: str) -> DoubtfulFailures:
-    """Failures in order: a prefill engine "p1"; an engine alone, "d1"; or an engine with another one's KV, "p1>d1"."""
+    """Failures in order: a prefill engine "p1"; an engine alone, "d1"; or an engine with another
+    one's KV, "p1>d1".
+    """
     made = DoubtfulFailures()
     for number, one in enumerate(failed):
         prefill, _, decode = one.rpartition(">")
@@ -27,7 +31,9 @@ def doubtful(*failed: str) -> DoubtfulFailures:
 
 def names(counted: tuple[list[Lease], list[FailedTransfer]]) -> list[str]:
     leases, transfers = counted
-    return [lease.engine.url for lease in leases] + [f"{one.prefill}>{one.decode}" for one in transfers]
+    return [lease.engine.url for lease in leases] + [
+        f"{one.prefill}>{one.decode}" for one in transfers
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What is left of a handle after its end: a long prompt's has thousands of blocks, and an answer may take an hour."""
+"""What is left of a handle after its end: a long prompt's has thousands of blocks, and an answer
+may take an hour.
+"""
 
 from __future__ import annotations
 

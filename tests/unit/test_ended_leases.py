@@ -25,7 +25,9 @@ P = "http://p:1"
         (4.0, EngineUnreachableError("gone"), 3, False),
     ],
 )
-async def test_an_answer_is_used_unless_a_lease_has_ended(before: Any, now: Any, run: int, ended: bool) -> None:
+async def test_an_answer_is_used_unless_a_lease_has_ended(
+    before: Any, now: Any, run: int, ended: bool
+) -> None:
     async def scrape(url: str) -> Scrape:
         assert url == P
         if isinstance(now, Exception):
@@ -40,5 +42,8 @@ async def test_an_answer_is_used_unless_a_lease_has_ended(before: Any, now: Any,
 
 def test_all_ranks_are_counted() -> None:
     name = "vllm:nixl_num_kv_expired_reqs_total"
-    assert read_metrics(f'{name}{{engine="0"}} 2.0\n{name}{{engine="1"}} 3.0\n'.encode()).expired == 5.0
+    assert (
+        read_metrics(f'{name}{{engine="0"}} 2.0\n{name}{{engine="1"}} 3.0\n'.encode()).expired
+        == 5.0
+    )
     assert read_metrics(b"vllm:num_requests_running 0.0\n").expired is None

@@ -38,11 +38,17 @@ def test_one_that_waits_says_what_it_waits_for(tmp_path: Path) -> None:
     code, output = run(tmp_path, WAITING)
     assert code == 1
     found = recorded(tmp_path / "report")
-    assert found.keys() == {f"test_some.py::test_{name}" for name in ("waits", "beside_a_task_that_never_rests")}
+    assert found.keys() == {
+        f"test_some.py::test_{name}" for name in ("waits", "beside_a_task_that_never_rests")
+    }
     assert all("Timeout (>1.0s)" in one for one in found.values())
     assert "1 passed" in output
     for test in found:
-        place = r":\d+ " + test.partition("::")[2] + r": await a_step\(\)\n.*:\d+ a_step: await asyncio.Event"
+        place = (
+            r":\d+ "
+            + test.partition("::")[2]
+            + r": await a_step\(\)\n.*:\d+ a_step: await asyncio.Event"
+        )
         assert re.search(r"- Tasks that wait -+\n.*" + place, output, re.DOTALL)
 
 

@@ -11,7 +11,9 @@ from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.answer_budget import AnswerBudget
 
 HANGING = 150
-"""Requests at a time to an engine that hangs: more than aiohttp's own limit of 100 connections for all."""
+"""Requests at a time to an engine that hangs: more than aiohttp's own limit of 100 connections for
+all.
+"""
 
 
 async def test_an_engine_that_hangs_holds_up_no_other() -> None:
@@ -34,7 +36,9 @@ async def test_an_engine_that_hangs_holds_up_no_other() -> None:
             urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         admin = EngineAdmin(deadlines=Deadlines(probe=5))
         stack.push_async_callback(admin.close)
-        waiting = [asyncio.create_task(admin.token_ids(urls[0], b"{}", timeout=60)) for _ in range(HANGING)]
+        waiting = [
+            asyncio.create_task(admin.token_ids(urls[0], b"{}", timeout=60)) for _ in range(HANGING)
+        ]
         while len(opened) < 100:
             await asyncio.sleep(0.01)
         await admin.healthy(urls[1])
@@ -47,16 +51,22 @@ async def test_an_engine_that_hangs_holds_up_no_other() -> None:
 
 
 async def test_ids_count_in_the_budget_of_answers() -> None:
-    """An engine decides how long an answer is, and several may come at once: no more is read, whatever the request's length."""
+    """An engine decides how long an answer is, and several may come at once: no more is read,
+    whatever the request's length.
+    """
     ids = b"1," * (100 << 10) + b"1"
     announced: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]))
+        await reader.readexactly(
+            int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+        )
         body = b'{"count":1,"tokens":[%b]}' % ids
         length = announced[0] if announced else b"%d" % len(body)
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %b\r\n\r\n%b" % (length, body))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %b\r\n\r\n%b" % (length, body)
+        )
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:

@@ -1,4 +1,6 @@
-"""Generated answers of engines in generated reads: bytes and their order are right, whatever looks like a chunk and is none."""
+"""Generated answers of engines in generated reads: bytes and their order are right, whatever looks
+like a chunk and is none.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.fakes.legs import CHUNKED, HEAD, LAST, LIKE, OK, Heard, Reference, Wi
 
 EVENT = b'data: {"x":1}\n\n'
 PIECES = st.one_of(
-    st.sampled_from([LIKE, LAST, b"\r\n", b"0\r\n", b"f\r\n" + EVENT + b"\r\n", b"a\r\n", OK, CHUNKED, EVENT]),
+    st.sampled_from(
+        [LIKE, LAST, b"\r\n", b"0\r\n", b"f\r\n" + EVENT + b"\r\n", b"a\r\n", OK, CHUNKED, EVENT]
+    ),
     st.binary(min_size=1, max_size=20),
 )
 """What payloads are made of: most of it would be something else at another place."""
@@ -25,7 +29,9 @@ SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=[Heal
 
 @dataclass(frozen=True)
 class Made:
-    """An answer in parts; a network that joins nothing has each end of a part as the end of a read."""
+    """An answer in parts; a network that joins nothing has each end of a part as the end of a
+    read.
+    """
 
     parts: tuple[bytes, ...]
     body: bytes
@@ -38,7 +44,9 @@ class Made:
 
 @st.composite
 def chunked(draw: st.DrawFn) -> Made:
-    """An answer in chunks: canonical ones whole as a part, and others as a line, the payload's pieces and its end."""
+    """An answer in chunks: canonical ones whole as a part, and others as a line, the payload's
+    pieces and its end.
+    """
     parts, body = [CHUNKED], b""
     for pieces in draw(st.lists(st.lists(PIECES, min_size=1, max_size=4), max_size=5)):
         payload, line = b"".join(pieces), draw(LINES)
@@ -84,7 +92,9 @@ ANSWERS_IN_READS = ANSWERS.flatmap(lambda made: st.tuples(st.just(made), reads_o
 @SETTINGS
 @given(st.lists(ANSWERS_IN_READS, min_size=1, max_size=3))
 def test_answers_on_one_connection(answers: list[tuple[Made, list[bytes]]]) -> None:
-    """One after the other, each is heard whole, byte for byte, with as many calls as reads at most, until one ends it."""
+    """One after the other, each is heard whole, byte for byte, with as many calls as reads at most,
+    until one ends it.
+    """
 
     async def check() -> None:
         wire = Wire()
@@ -104,13 +114,34 @@ def test_answers_on_one_connection(answers: list[tuple[Made, list[bytes]]]) -> N
 @SETTINGS
 @given(st.data())
 def test_answers_with_a_mistake(data: st.DataObject) -> None:
-    """A byte that is changed, lost or too much is seen as the parser alone sees it, in any reads: nothing is guessed."""
+    """A byte that is changed, lost or too much is seen as the parser alone sees it, in any reads:
+    nothing is guessed.
+    """
     made = data.draw(ANSWERS)
     number = data.draw(st.integers(1, len(made.parts) - 1))
     part = made.parts[number]
-    at = data.draw(st.one_of(st.integers(0, 4), st.integers(0, max(len(part) - 1, 0)))) % max(len(part), 1)
+    at = data.draw(st.one_of(st.integers(0, 4), st.integers(0, max(len(part) - 1, 0)))) % max(
+        len(part), 1
+    )
     new = data.draw(
-        st.sampled_from([b"", b"\r", b"\n", b"\r\n", b" ", b"+", b"_", b"0", b"5", b"A", b";", b"x", b"\x00", LIKE])
+        st.sampled_from(
+            [
+                b"",
+                b"\r",
+                b"\n",
+                b"\r\n",
+                b" ",
+                b"+",
+                b"_",
+                b"0",
+                b"5",
+                b"A",
+                b";",
+                b"x",
+                b"\x00",
+                LIKE,
+            ]
+        )
     )
     drop = data.draw(st.integers(0, 1))
     parts = (*made.parts[:number], part[:at] + new + part[at + drop :], *made.parts[number + 1 :])
@@ -131,21 +162,28 @@ def same(data: bytes, reads: list[bytes]) -> None:
 @SETTINGS
 @given(
     st.lists(
-        st.sampled_from([LIKE, LAST, b"5", b"\r", b"\n", b"\r\n", b"0", b"1", b"a", b"hello", b";", b"x: "]), max_size=9
+        st.sampled_from(
+            [LIKE, LAST, b"5", b"\r", b"\n", b"\r\n", b"0", b"1", b"a", b"hello", b";", b"x: "]
+        ),
+        max_size=9,
     )
 )
 @example([b"1", LIKE, LIKE, b"\r\n", LAST])
 @example([b"a\r\n", LIKE, b"\r\n", LAST])
 @example([LIKE, b"0", b"\r\n", b"\r\n"])
 def test_any_order_of_what_looks_right(reads: list[bytes]) -> None:
-    """Reads that could stand at many places: what they are is decided by the parser's state alone."""
+    """Reads that could stand at many places: what they are is decided by the parser's state
+    alone.
+    """
     same(CHUNKED + b"".join(reads), [CHUNKED, *reads])
 
 
 @pytest.mark.parametrize("size", [1, 9, 10, 15, 16, 255, 256, 4095, 4096, 65535, 65536])
 @pytest.mark.parametrize("style", [b"%x", b"%X", b"0%x", b"%x;a"])
 async def test_sizes_of_chunks(style: bytes, size: int) -> None:
-    """Chunks of every number of digits, each in its own read, cut behind its line, before its end, and two at once."""
+    """Chunks of every number of digits, each in its own read, cut behind its line, before its end,
+    and two at once.
+    """
     payload = (LIKE * (size // 10 + 1))[:size]
     line = style % size + b"\r\n"
     whole = line + payload + b"\r\n"

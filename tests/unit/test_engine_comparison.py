@@ -1,4 +1,6 @@
-"""Streams of real engines beside each other: what a late engine does is no difference, and what a proxy loses is one."""
+"""Streams of real engines beside each other: what a late engine does is no difference, and what a
+proxy loses is one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ def stream(texts: list[str], **more: Any) -> Answer:
 
 def chunk(text: str, finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-    return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": [choice], **more}
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+        **more,
+    }
 
 
 @pytest.mark.parametrize(

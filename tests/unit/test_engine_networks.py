@@ -1,4 +1,6 @@
-"""Where engines may be: which addresses are refused, in which spellings, and that nothing connects to the others."""
+"""Where engines may be: which addresses are refused, in which spellings, and that nothing connects
+to the others.
+"""
 
 from __future__ import annotations
 
@@ -120,11 +122,17 @@ def test_named_networks_are_all_that_there_are() -> None:
     assert FAR.why_not("::ffff:10.255.0.1") is None
     assert FAR.why_not("2001:db8::5efe:10.255.0.1"), "any network can come before such an end"
     assert FAR.why_not("64:ff9b:1::10.255.0.1") is None
-    assert FAR.why_not("64:ff9b:1:b00:0:ff01::10.255.0.1"), "with prefixes of 56 bits it is another one"
+    assert FAR.why_not("64:ff9b:1:b00:0:ff01::10.255.0.1"), (
+        "with prefixes of 56 bits it is another one"
+    )
     assert FAR.why_not("127.0.0.1") == "not in engines.networks"
     assert FAR.why_not("name") is None, "it is looked at when it resolves"
     assert FAR.why_not_named("name"), "somebody else resolves it"
-    assert FAR.why_not_named("localhost") == FAR.why_not_named("localhost.") == "not in engines.networks"
+    assert (
+        FAR.why_not_named("localhost")
+        == FAR.why_not_named("localhost.")
+        == "not in engines.networks"
+    )
 
 
 # -- the settings
@@ -149,22 +157,34 @@ BAD = "169.254.169.254"
     [
         ("url", ConfiguredEngine(url=f"http://{BAD}:80", role="aggregated")),
         ("url", ConfiguredEngine(url="http://2852039166:80", role="aggregated")),
-        ("facts.remote_host", ConfiguredEngine(url="http://e:1", role="prefill", facts=Facts(remote_host=BAD))),
+        (
+            "facts.remote_host",
+            ConfiguredEngine(url="http://e:1", role="prefill", facts=Facts(remote_host=BAD)),
+        ),
         (
             "facts.bootstrap",
-            ConfiguredEngine(url="http://e:1", role="prefill", facts=Facts(bootstrap=f"http://{BAD}:1")),
+            ConfiguredEngine(
+                url="http://e:1", role="prefill", facts=Facts(bootstrap=f"http://{BAD}:1")
+            ),
         ),
-        ("receiver.host", ConfiguredEngine(url="http://e:1", role="decode", receiver=ReceiverSettings(host=BAD))),
+        (
+            "receiver.host",
+            ConfiguredEngine(url="http://e:1", role="decode", receiver=ReceiverSettings(host=BAD)),
+        ),
         (
             "facts.kv_events.endpoint",
             ConfiguredEngine(
-                url="http://e:1", role="decode", facts=Facts(kv_events=EngineKvEvents(endpoint=f"tcp://{BAD}:1"))
+                url="http://e:1",
+                role="decode",
+                facts=Facts(kv_events=EngineKvEvents(endpoint=f"tcp://{BAD}:1")),
             ),
         ),
         (
             "facts.kv_events.replay_endpoint",
             ConfiguredEngine(
-                url="http://e:1", role="decode", facts=Facts(kv_events=EngineKvEvents(replay_endpoint=f"tcp://{BAD}:1"))
+                url="http://e:1",
+                role="decode",
+                facts=Facts(kv_events=EngineKvEvents(replay_endpoint=f"tcp://{BAD}:1")),
             ),
         ),
     ],
@@ -188,8 +208,12 @@ NAME = "evil.example.com"
     ],
 )
 def test_names_that_other_engines_resolve(key: str, more: Any) -> None:
-    """Nobody knows where they lead: with networks, only the name of the engine's own URL may be there."""
-    other, own = (ConfiguredEngine(url="http://e:1", role="any", **more(host)) for host in (NAME, "E"))
+    """Nobody knows where they lead: with networks, only the name of the engine's own URL may be
+    there.
+    """
+    other, own = (
+        ConfiguredEngine(url="http://e:1", role="any", **more(host)) for host in (NAME, "E")
+    )
     named = ("10.0.0.0/8",)
     (line,) = [one for one in _refused(other, named) if "engines.networks" in one]
     assert line.startswith(f"pools[0].nodes[0].{key}: {NAME} is a name")
@@ -213,7 +237,9 @@ async def machine() -> AsyncIterator[tuple[int, list[int]]]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         count[0] += 1
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+        )
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -224,20 +250,30 @@ async def machine() -> AsyncIterator[tuple[int, list[int]]]:
 def client(url: str, networks: EngineNetworks, resolve: Resolve = by_system) -> EngineClient:
     budget = AnswerBudget(1 << 20, 1 << 20)
     return EngineClient(
-        url, connect_timeout=2, keepalive=1, clock=Clock(), budget=budget, resolve=resolve, networks=networks
+        url,
+        connect_timeout=2,
+        keepalive=1,
+        clock=Clock(),
+        budget=budget,
+        resolve=resolve,
+        networks=networks,
     )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_nothing_connects_to_another_address(host: str) -> None:
-    """Neither legs, nor probes, nor passed requests, whether a name leads there or the address itself; and with it they do."""
+    """Neither legs, nor probes, nor passed requests, whether a name leads there or the address
+    itself; and with it they do.
+    """
     async with machine() as (port, count):
         url = f"http://{host}:{port}"
         near = EngineNetworks([read_network("127.0.0.0/8")])
         for networks, connections in ((FAR, 0), (near, 3)):
             admin = EngineAdmin(deadlines=Deadlines(probe=5), networks=networks)
             legs = PassthroughLegs(
-                deadlines=Deadlines(connect=5), budget=AnswerBudget(1 << 20, 1 << 20), networks=networks
+                deadlines=Deadlines(connect=5),
+                budget=AnswerBudget(1 << 20, 1 << 20),
+                networks=networks,
             )
             one = client(url, networks)
             if connections:
@@ -249,7 +285,9 @@ async def test_nothing_connects_to_another_address(host: str) -> None:
                     await admin.healthy(url)
                 with pytest.raises(EngineUnreachableError, match=r"not in engines\.networks"):
                     await legs.send("GET", url, "/health", (), b"")
-                with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1 is not in engines\.networks"):
+                with pytest.raises(
+                    EngineUnreachableError, match=r"127\.0\.0\.1 is not in engines\.networks"
+                ):
                     await one.ask(one.request("/x", (), b"{}"))
             await admin.close()
             await legs.close()
@@ -259,7 +297,9 @@ async def test_nothing_connects_to_another_address(host: str) -> None:
 
 
 async def test_a_name_that_changes_its_mind() -> None:
-    """A name may lead to an engine when it is looked at, and elsewhere when it is connected to: each connection is looked at."""
+    """A name may lead to an engine when it is looked at, and elsewhere when it is connected to:
+    each connection is looked at.
+    """
     answers = iter([["10.0.0.1"], ["169.254.169.254"]])
 
     async def resolve(host: str, port: int) -> list[str]:
@@ -276,8 +316,14 @@ async def test_a_name_that_changes_its_mind() -> None:
 def test_answers_of_name_servers() -> None:
     """An address at which no engine may be is no engine's, in any spelling."""
     usable = Resolver(Dns())._usable
-    assert [usable(text) for text in ("10.0.0.1", "::ffff:10.0.0.1", "fd00::1")] == ["10.0.0.1", "10.0.0.1", "fd00::1"]
-    assert [usable(text) for text in (BAD, "::", "0.0.0.0", "ff02::1", "fd00:ec2::254", "x")] == [None] * 6
+    assert [usable(text) for text in ("10.0.0.1", "::ffff:10.0.0.1", "fd00::1")] == [
+        "10.0.0.1",
+        "10.0.0.1",
+        "fd00::1",
+    ]
+    assert [usable(text) for text in (BAD, "::", "0.0.0.0", "ff02::1", "fd00:ec2::254", "x")] == [
+        None
+    ] * 6
     assert Resolver(Dns(), FAR)._usable("192.168.0.1") is None
 
 
@@ -310,7 +356,9 @@ def hosts(networks: EngineNetworks = USUAL, kv_host: str | None = None) -> Handl
         (FAR, "10.0.0.9", "other", True),
     ],
 )
-def test_which_hosts_a_handle_may_name(networks: EngineNetworks, kv_host: str | None, host: str, allowed: bool) -> None:
+def test_which_hosts_a_handle_may_name(
+    networks: EngineNetworks, kv_host: str | None, host: str, allowed: bool
+) -> None:
     looked = hosts(networks, kv_host)
     for _ in range(2):  # the second time it is known
         found = looked.checked(_handle(host), "http://e:1")
@@ -336,7 +384,9 @@ def test_which_hosts_a_handle_may_name(networks: EngineNetworks, kv_host: str | 
     ],
 )
 @pytest.mark.parametrize("kv_host", [None, "10.0.0.9"])
-def test_a_handle_that_names_several_hosts(several: Any, allowed: bool, kv_host: str | None) -> None:
+def test_a_handle_that_names_several_hosts(
+    several: Any, allowed: bool, kv_host: str | None
+) -> None:
     """MoRIIO's ranks on several machines. No setting replaces these hosts."""
     params = msgspec.json.encode({"remote_host": "10.0.0.1", "remote_hosts": several})
     found = hosts(USUAL, kv_host).checked(Handle(params, None, 1, "r", None), "http://e:1")
@@ -359,7 +409,9 @@ def test_hosts_that_cannot_be_read(several: bytes) -> None:
 def test_what_engines_register(registered: Any, address: str, more: dict[str, Any]) -> None:
     """The host in it is the one that other engines connect to."""
     for host, allowed in (("10.0.0.1", True), (BAD, False)):
-        beat = Registration(role="P", http_address="10.0.0.1:1", zmq_address=address.format(host), **more)
+        beat = Registration(
+            role="P", http_address="10.0.0.1:1", zmq_address=address.format(host), **more
+        )
         assert isinstance(hosts().of_peers(registered(beat), "http://e:1"), tuple) == allowed
 
 
@@ -373,15 +425,22 @@ def test_what_engines_register(registered: Any, address: str, more: dict[str, An
         ("tcp://engine:80", [BAD], None),
     ],
 )
-async def test_where_engines_say_that_they_publish(publishes: str, found: list[str], connected: str | None) -> None:
-    """ZMQ gets addresses that were looked at: a name would be resolved again, where nobody looks."""
+async def test_where_engines_say_that_they_publish(
+    publishes: str, found: list[str], connected: str | None
+) -> None:
+    """ZMQ gets addresses that were looked at: a name would be resolved again, where nobody
+    looks.
+    """
 
     async def resolved(host: str, port: int) -> list[str]:
         return found
 
     sources = KvEventSources.__new__(KvEventSources)
     sources._networks, sources._resolved = USUAL, resolved
-    for address in (PublisherAddress(publishes, None, "t"), PublisherAddress("tcp://10.0.0.1:1", publishes, "t")):
+    for address in (
+        PublisherAddress(publishes, None, "t"),
+        PublisherAddress("tcp://10.0.0.1:1", publishes, "t"),
+    ):
         allowed = await sources._allowed(address)
         if connected is None:
             assert isinstance(allowed, str)

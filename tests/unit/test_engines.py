@@ -86,7 +86,9 @@ def test_credentials_while_legs_are_under_way() -> None:
 @pytest.mark.parametrize("verdict", list(Verdict))
 @pytest.mark.parametrize("again", [False, True], ids=["gone", "added again"])
 def test_a_lease_is_closed_after_its_engine_was_removed(verdict: Verdict, again: bool) -> None:
-    """Whatever it shows, it changes no other engine, also not the next one with its URL, and opens no breaker."""
+    """Whatever it shows, it changes no other engine, also not the next one with its URL, and opens
+    no breaker.
+    """
     engines, ledger = registry(P, D, E)
     up(ledger, "p", "d", "e")
     pair = ledger.assign(SPLIT, Ask("m", 10, 0.0), without=["e"])
@@ -96,7 +98,11 @@ def test_a_lease_is_closed_after_its_engine_was_removed(verdict: Verdict, again:
     if again:
         engines.add(D, unused_client("d"))
         up(ledger, "d")
-    reported = [ledger.close(lease, verdict, 1.0) for lease in (pair[Role.DECODE], *others) if lease is not None]
+    reported = [
+        ledger.close(lease, verdict, 1.0)
+        for lease in (pair[Role.DECODE], *others)
+        if lease is not None
+    ]
     assert reported == [False] * 6
     assert all(engine.up for engine in ledger.engines)
     assert (pair[Role.DECODE].engine.requests, pair[Role.DECODE].engine.prompt_bytes) == (0, 0)
@@ -114,14 +120,19 @@ def test_nobody_gets_a_removed_engine() -> None:
     engines, ledger = registry(P, D, E)
     up(ledger, "p", "d", "e")
     chosen = {
-        pair[Role.DECODE].engine.url for _ in range(4) if (pair := ledger.assign(SPLIT, Ask("m", 1, 0.0))) is not None
+        pair[Role.DECODE].engine.url
+        for _ in range(4)
+        if (pair := ledger.assign(SPLIT, Ask("m", 1, 0.0))) is not None
     }
     assert chosen == {"d", "e"}
     engines.remove("d")
     ask = Ask("m", 1, 0.0)
     for without in ([], ["x"]):
         for _ in range(4):
-            pair, alone = ledger.assign(SPLIT, ask, without=without), ledger.assign_alone(ask, without=without)
+            pair, alone = (
+                ledger.assign(SPLIT, ask, without=without),
+                ledger.assign_alone(ask, without=without),
+            )
             assert pair is not None
             assert alone is not None
             assert (pair[Role.DECODE].engine.url, alone.engine.url) == ("e", "e")
@@ -130,7 +141,9 @@ def test_nobody_gets_a_removed_engine() -> None:
     assert releaser.url == "e"
     engines.remove("p")
     assert ledger.assign(SPLIT, Ask("m", 1, 0.0)) is None
-    assert ledger.releasing.through("p", "m", 0.0) is not None, "its handles are still to be released"
+    assert ledger.releasing.through("p", "m", 0.0) is not None, (
+        "its handles are still to be released"
+    )
 
 
 def test_an_ejected_pair_is_forgotten_with_its_engine() -> None:
@@ -206,7 +219,9 @@ def test_a_release_goes_to_the_decode_engines_of_a_removed_prefill_engine() -> N
 
 
 def test_an_engine_is_known_while_it_may_hold_kv() -> None:
-    """While somebody names it, or slots of its buffer are taken. Its release goes through its client."""
+    """While somebody names it, or slots of its buffer are taken. Its release goes through its
+    client.
+    """
     engines, _ = registry(P)
     named = {"d"}
     engines.keep_known(lambda: named)
@@ -224,7 +239,9 @@ def test_an_engine_is_known_while_it_may_hold_kv() -> None:
 
 
 def test_nothing_grows_with_the_engines_that_were_removed() -> None:
-    """Not the ledger, not the registry, not the pairs that have met; those that are there stay met."""
+    """Not the ledger, not the registry, not the pairs that have met; those that are there stay
+    met.
+    """
     engines, ledger = registry(P, D)
     up(ledger, "p", "d")
     contacts = Contacts(engines.known)
@@ -243,7 +260,12 @@ def test_nothing_grows_with_the_engines_that_were_removed() -> None:
         contacts.add(*pair)
     assert contacts.met(*first)
     assert len(contacts._pairs) <= MIN_CONTACTS
-    sizes = [len(kept) for owner in (ledger, engines) for kept in vars(owner).values() if isinstance(kept, dict | list)]
+    sizes = [
+        len(kept)
+        for owner in (ledger, engines)
+        for kept in vars(owner).values()
+        if isinstance(kept, dict | list)
+    ]
     assert max(sizes) < 10
 
 
@@ -263,12 +285,18 @@ def test_many_pairs_stay_met() -> None:
 
 
 def test_a_notice_behind_a_restart_is_of_the_run_before() -> None:
-    """A decode engine has read KV, and is started again before that is known: its new run has met nobody."""
+    """A decode engine has read KV, and is started again before that is known: its new run has met
+    nobody.
+    """
     engines, ledger = registry(P, D)
     up(ledger, "p", "d")
-    kept = Custodian(NIXL, ledger, engines.known, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS)
+    kept = Custodian(
+        NIXL, ledger, engines.known, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS
+    )
     prefill, asked = engines["p"].in_ledger.run_number, engines["d"].in_ledger.run_number
-    custody = kept.take(Handle(b"{}", None, 16, "r1"), PrefillRecord("p", None, (), lambda _: "none", run=prefill))
+    custody = kept.take(
+        Handle(b"{}", None, 16, "r1"), PrefillRecord("p", None, (), lambda _: "none", run=prefill)
+    )
     custody.spend(asked)
     up(ledger, "d", started=2.0)
     assert engines["d"].in_ledger.run_number != asked

@@ -21,7 +21,9 @@ from pdproxy_lab.sim.error_body import error_body
 from pdproxy_lab.sim.request import EngineDeadError
 
 DEAD = json.dumps(error_body(str(EngineDeadError()), "InternalServerError", 500)).encode()
-QUOTED = json.dumps(error_body(f"The prompt was: {EngineDeadError()}", "InternalServerError", 500)).encode()
+QUOTED = json.dumps(
+    error_body(f"The prompt was: {EngineDeadError()}", "InternalServerError", 500)
+).encode()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,9 @@ QUOTED = json.dumps(error_body(f"The prompt was: {EngineDeadError()}", "Internal
     ],
 )
 def test_verdicts(error: EngineError, streamed: Verdict, before: Verdict) -> None:
-    """Before its first data, an engine may answer 5xx because of the request, or of its KV: this shows nothing by itself."""
+    """Before its first data, an engine may answer 5xx because of the request, or of its KV: this
+    shows nothing by itself.
+    """
     assert verdict_of(error, streamed=True) is streamed
     assert verdict_of(error) is before
     assert is_doubtful(error) is (before is Verdict.NEUTRAL and streamed is Verdict.FAILED)

@@ -18,21 +18,37 @@ from tests.failures.recorder import REPORT, recorded
 from tests.failures.rows import LIST, Row, parse, unknown
 
 ROOT = Path(__file__).parents[2]
-HOOKS = "from tests.conftest import *\nfrom tests.failures import ends\nends.GRACE, ends.AGAIN = 2.0, 0.5\n"
-PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p timeout -p asyncio -p xdist"}
-ROW = Row('tests/x.py::test_y[a "b"]', "0123456789ab", date(2026, 3, 1), "the gate", "assert 1 == 2\n  because \\ é")
+HOOKS = (
+    "from tests.conftest import *\nfrom tests.failures import ends\nends.GRACE, ends.AGAIN = "
+    "2.0, 0.5\n"
+)
+PLUGINS = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_ADDOPTS": "-p timeout -p asyncio -p xdist",
+}
+ROW = Row(
+    'tests/x.py::test_y[a "b"]',
+    "0123456789ab",
+    date(2026, 3, 1),
+    "the gate",
+    "assert 1 == 2\n  because \\ é",
+)
 
 
 def run(folder: Path, tests: str, *arguments: str, report: str = "report") -> tuple[int, str]:
-    """Run pytest on a file of tests, with the hooks of all tests. Return its exit code and all it printed."""
+    """Run pytest on a file of tests, with the hooks of all tests. Return its exit code and all it
+    printed.
+    """
     (folder / "conftest.py").write_text(HOOKS)
     (folder / "pytest.ini").write_text(
-        "[pytest]\ntimeout = 100\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
+        "[pytest]\ntimeout = 100\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = "
+        "function\n"
     )
     (folder / "test_some.py").write_text(tests)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "test_some.py", *arguments],
-        cwd=folder, env={**os.environ, **PLUGINS, "PYTHONPATH": str(ROOT), REPORT: report and str(folder / report)},
+        cwd=folder, env={**os.environ, **PLUGINS, "PYTHONPATH": str(ROOT),
+        REPORT: report and str(folder / report)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout
@@ -67,11 +83,15 @@ def test_failures_are_shown_where_no_file_is_named(tmp_path: Path) -> None:
     """Nobody waits for the end of the run to see which test it was."""
     code, output = run(tmp_path, FAILING.replace("os._exit(1)", "assert 0"), report="")
     assert code == 1
-    assert output.index("FAILED test_some.py::test_gone (call): assert 0") < output.index("= FAILURES =")
+    assert output.index("FAILED test_some.py::test_gone (call): assert 0") < output.index(
+        "= FAILURES ="
+    )
     assert not (tmp_path / "report").exists()
 
 
-def test_failures_in_other_processes_are_recorded_once_and_those_of_a_process_that_died(tmp_path: Path) -> None:
+def test_failures_in_other_processes_are_recorded_once_and_those_of_a_process_that_died(
+    tmp_path: Path,
+) -> None:
     code, _ = run(tmp_path, FAILING, "-n", "2")
     assert code == 1
     found = recorded(tmp_path / "report")
@@ -86,7 +106,9 @@ def test_only_few_failures_run_again(tmp_path: Path) -> None:
 
     def write(count: int, recorded: int) -> None:
         last.write_text(json.dumps({f"t{number}": True for number in range(count)}))
-        report.write_text("".join(json.dumps({"test": f"t{n}", "message": "m"}) + "\n" for n in range(recorded)))
+        report.write_text(
+            "".join(json.dumps({"test": f"t{n}", "message": "m"}) + "\n" for n in range(recorded))
+        )
 
     write(3, 3)
     assert few(report, last) is None
@@ -95,7 +117,9 @@ def test_only_few_failures_run_again(tmp_path: Path) -> None:
     write(0, 0)
     assert few(report, last) is not None
     write(2, 1)
-    assert "but ['t0'] failed" in str(few(report, last)), "whose message is not known is not run again"
+    assert "but ['t0'] failed" in str(few(report, last)), (
+        "whose message is not known is not run again"
+    )
 
 
 def test_rows_are_printed_as_the_list_has_them(
@@ -152,15 +176,25 @@ def test_each_name_in_the_list_must_be_a_test() -> None:
     collected = {"tests/x.py::test_y[a::b]", "tests/x.py::test_z"}
     good = ["tests/x.py", "tests/x.py::test_y", "tests/x.py::test_y[a::b]", "tests/x.py::test_z"]
     assert unknown(good, collected) == []
-    bad = ["tests/x.py::test_", "tests/x.py::test_y[a", "tests/y.py", "tests", "tests/x.py::test_z[a]"]
+    bad = [
+        "tests/x.py::test_",
+        "tests/x.py::test_y[a",
+        "tests/y.py",
+        "tests",
+        "tests/x.py::test_z[a]",
+    ]
     assert unknown(bad, collected) == bad
 
 
-def test_the_list_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_list_is_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """The gate asks whether it names tests that are collected."""
     names = parse(LIST.read_text()).named()
     collected = tmp_path / "collected"
-    collected.write_text("\n".join(name if "::" in name else f"{name}::test_x" for name in names) + "\n\n9 tests\n")
+    collected.write_text(
+        "\n".join(name if "::" in name else f"{name}::test_x" for name in names) + "\n\n9 tests\n"
+    )
     assert main(["check", str(collected)]) == 0
     listed = tmp_path / "list.toml"
     monkeypatch.setattr("tests.failures.__main__.LIST", listed)
@@ -174,13 +208,21 @@ def test_the_list_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_no_test_has_a_second_try() -> None:
-    """The README's command runs each test once: no plugin here or option there runs failed tests again."""
+    """The README's command runs each test once: no plugin here or option there runs failed tests
+    again.
+    """
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)
     second = re.compile(r"rerun|retry|retries|flaky|flakefinder|last-failed|--lf")
     assert not second.search(str(project["tool"]["pytest"]))
     installed = (ROOT / "requirements.lock").read_text()
-    assert not re.findall(r"^(?:pytest-)?(?:rerunfailures|retry|flaky|flakefinder|repeat)\b.*", installed, re.MULTILINE)
-    commands = [line for line in (ROOT / "README.md").read_text().splitlines() if "bin/pytest" in line]
+    assert not re.findall(
+        r"^(?:pytest-)?(?:rerunfailures|retry|flaky|flakefinder|repeat)\b.*",
+        installed,
+        re.MULTILINE,
+    )
+    commands = [
+        line for line in (ROOT / "README.md").read_text().splitlines() if "bin/pytest" in line
+    ]
     assert commands
     assert not second.search(str(commands))

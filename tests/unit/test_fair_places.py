@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from pdproxy.kit.fair_places import FairPlaces, NoPlaceError
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["enter", "leave", "cancel"]), st.sampled_from("abc"), st.integers(0, 9)), max_size=60
+    st.tuples(
+        st.sampled_from(["enter", "leave", "cancel"]), st.sampled_from("abc"), st.integers(0, 9)
+    ),
+    max_size=60,
 )
 
 
@@ -57,7 +60,9 @@ class Requests:
 @given(STEPS, st.integers(1, 3), st.integers(0, 4))
 @settings(deadline=None, max_examples=200)
 def test_whatever_happens(steps: list[tuple[str, str, int]], places: int, queue: int) -> None:
-    """Never more than the bounds, no free place while somebody waits, and nothing is known of anybody at the end."""
+    """Never more than the bounds, no free place while somebody waits, and nothing is known of
+    anybody at the end.
+    """
 
     async def run() -> None:
         requests = Requests(FairPlaces(places, queue))
@@ -73,7 +78,9 @@ def test_whatever_happens(steps: list[tuple[str, str, int]], places: int, queue:
             assert (shared.taken, shared.waiting) == (len(requests.inside), len(requests.waiting))
             assert shared.taken <= places
             assert shared.waiting <= queue
-            assert shared.taken == places or not shared.waiting, "a place is free, and somebody waits"
+            assert shared.taken == places or not shared.waiting, (
+                "a place is free, and somebody waits"
+            )
             counts = Counter(name for name, _ in requests.waiting)
             assert {name: len(held.waiting) for name, held in shared._queue.items()} == counts
         while requests.inside or requests.waiting:
@@ -88,7 +95,9 @@ def test_whatever_happens(steps: list[tuple[str, str, int]], places: int, queue:
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=4), st.integers(1, 4))
 @settings(deadline=None, max_examples=50)
 def test_a_free_place_goes_to_one_with_the_fewest(requests: list[int], places: int) -> None:
-    """Whoever gets a place had no more of them than any other that waits, and none is served out of its own order."""
+    """Whoever gets a place had no more of them than any other that waits, and none is served out of
+    its own order.
+    """
 
     async def run() -> None:
         shared = FairPlaces(places, 100)
@@ -100,7 +109,9 @@ def test_a_free_place_goes_to_one_with_the_fewest(requests: list[int], places: i
             await shared.enter(client)
             served.append((client, number))
 
-        wanted = [(client, number) for client, count in enumerate(requests) for number in range(count)]
+        wanted = [
+            (client, number) for client, count in enumerate(requests) for number in range(count)
+        ]
         tasks = [asyncio.ensure_future(one(client, number)) for client, number in wanted]
         await asyncio.sleep(0)
         holding: list[int | str] = ["first"] * places
@@ -115,7 +126,9 @@ def test_a_free_place_goes_to_one_with_the_fewest(requests: list[int], places: i
             holding.append(client)
             assert before[client] == min(before.values())
         for client in range(len(requests)):
-            assert [number for one, number in served if one == client] == list(range(requests[client]))
+            assert [number for one, number in served if one == client] == list(
+                range(requests[client])
+            )
         await asyncio.gather(*tasks)
 
     asyncio.run(run())
@@ -152,7 +165,9 @@ async def test_more_than_a_share() -> None:
 
 
 async def test_who_gave_up_just_before_its_turn_is_forgotten() -> None:
-    """A place comes free in the turn in which its client was cancelled: nothing is known of it afterwards."""
+    """A place comes free in the turn in which its client was cancelled: nothing is known of it
+    afterwards.
+    """
     shared = FairPlaces(1, 10)
     assert shared.take("a")
     waiting = [asyncio.ensure_future(shared.enter(f"b{number}")) for number in range(3)]
@@ -165,15 +180,23 @@ async def test_who_gave_up_just_before_its_turn_is_forgotten() -> None:
 
 
 TURNS = st.lists(
-    st.tuples(st.sampled_from(["enter", "leave", "cancel", "turn"]), st.sampled_from("ab"), st.integers(0, 9)),
+    st.tuples(
+        st.sampled_from(["enter", "leave", "cancel", "turn"]),
+        st.sampled_from("ab"),
+        st.integers(0, 9),
+    ),
     max_size=60,
 )
 
 
 @given(TURNS, st.integers(1, 3), st.integers(0, 4))
 @settings(deadline=None, max_examples=300)
-def test_what_happens_in_one_turn_of_the_loop(steps: list[tuple[str, str, int]], places: int, queue: int) -> None:
-    """Places are granted, and requests cancelled, before any of their callers has run: no place is lost or granted twice."""
+def test_what_happens_in_one_turn_of_the_loop(
+    steps: list[tuple[str, str, int]], places: int, queue: int
+) -> None:
+    """Places are granted, and requests cancelled, before any of their callers has run: no place is
+    lost or granted twice.
+    """
 
     async def run() -> None:
         shared = FairPlaces(places, queue)
@@ -201,7 +224,9 @@ def test_what_happens_in_one_turn_of_the_loop(steps: list[tuple[str, str, int]],
                     await asyncio.sleep(0)
             assert shared.taken <= places
             assert shared.waiting <= queue
-            assert shared.taken == places or not shared.waiting, "a place is free, and somebody waits"
+            assert shared.taken == places or not shared.waiting, (
+                "a place is free, and somebody waits"
+            )
         for _ in range(3):
             await asyncio.sleep(0)
         collect()
@@ -218,7 +243,9 @@ def test_what_happens_in_one_turn_of_the_loop(steps: list[tuple[str, str, int]],
 
 
 async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None:
-    """The request was cancelled after the grant, and before it ran: the place is granted again, in the order of the queue."""
+    """The request was cancelled after the grant, and before it ran: the place is granted again, in
+    the order of the queue.
+    """
     shared = FairPlaces(1, 10)
     assert shared.take("a")
     first, second, third = [asyncio.ensure_future(shared.enter(name)) for name in "bcd"]
@@ -238,7 +265,9 @@ async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None
 
 
 async def test_a_place_passes_over_a_cancelled_request() -> None:
-    """The request was cancelled before the grant, and has not run since: the one behind it gets the place at once."""
+    """The request was cancelled before the grant, and has not run since: the one behind it gets the
+    place at once.
+    """
     shared = FairPlaces(1, 10)
     assert shared.take("a")
     cancelled, following = [asyncio.ensure_future(shared.enter(name)) for name in "bc"]

@@ -1,4 +1,6 @@
-"""A queue that is fair between tenants: by weight and cost, without credit, and without losing a place or a request."""
+"""A queue that is fair between tenants: by weight and cost, without credit, and without losing a
+place or a request.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Served:
         self.granted: list[str] = []
         self.displaced: list[str] = []
         self.entries: dict[str, TenantRequest[str]] = {}
-        self.queue: FairQueue[str] = FairQueue(places, max_waiting, max_size, self._granted, self.displaced.append)
+        self.queue: FairQueue[str] = FairQueue(
+            places, max_waiting, max_size, self._granted, self.displaced.append
+        )
 
     def _granted(self, ticket: str) -> bool:
         if ticket in self.unwanted:
@@ -52,7 +56,9 @@ class Served:
 
 
 def test_tenants_get_tokens_by_weight() -> None:
-    """Two tenants that always wait, with requests of very different sizes: a million tokens are divided 3 to 1, within 2 %."""
+    """Two tenants that always wait, with requests of very different sizes: a million tokens are
+    divided 3 to 1, within 2 %.
+    """
     chance = random.Random(1)
     served = Served(8)
     sent = {"a": 0, "b": 0}
@@ -95,7 +101,9 @@ def test_what_requests_cost_in_the_end_counts() -> None:
 
 
 def test_idle_times_give_no_credit() -> None:
-    """A tenant that comes late takes turns with one that was served before; it does not catch up."""
+    """A tenant that comes late takes turns with one that was served before; it does not catch
+    up.
+    """
     served = Served(1)
     for number in range(100):
         served.enter(f"a{number}")
@@ -110,7 +118,9 @@ def test_idle_times_give_no_credit() -> None:
 
 
 def test_what_took_nothing_from_others_counts_only_while_it_is_held() -> None:
-    """A tenant that got all places while nobody waited lets another one go first, and gets as much as that one from then on."""
+    """A tenant that got all places while nobody waited lets another one go first, and gets as much
+    as that one from then on.
+    """
     served = Served(4)
     for number in range(8):
         served.enter(f"a{number}", 1000.0)
@@ -145,7 +155,9 @@ def test_debt_outlives_the_requests_that_made_it() -> None:
 
 
 def test_priorities_order_the_requests_of_one_tenant() -> None:
-    """A smaller number is served first, as in vLLM; it is not served before another tenant's requests for that."""
+    """A smaller number is served first, as in vLLM; it is not served before another tenant's
+    requests for that.
+    """
     served = Served(1)
     served.enter("x0")
     served.enter("a0", priority=5)
@@ -172,7 +184,9 @@ def test_of_equal_priorities_who_waits_for_the_shortest_time_is_next() -> None:
 
 
 def test_weights_count_where_requests_wait_only_at_times() -> None:
-    """Half of the places come free when nobody waits, and go to as many requests of each tenant. The other half makes up."""
+    """Half of the places come free when nobody waits, and go to as many requests of each tenant.
+    The other half makes up.
+    """
     served, got, number = Served(8), {"a": 0, "b": 0}, 0
 
     def send(names: str) -> None:
@@ -218,25 +232,33 @@ def test_a_while_after_nobody_has_waited_places_are_free_again() -> None:
 
 
 def test_what_is_owed_is_bounded() -> None:
-    """A tenant with one place for long, while another got all others, goes first for as many requests as there are places."""
+    """A tenant with one place for long, while another got all others, goes first for as many
+    requests as there are places.
+    """
     served = Served(4)
     served.enter("b0", 10.0)
     for number in range(103):
         served.enter(f"a{number}", 10.0)
     for _ in range(60):
-        served.leave(next(one for one, entry in served.entries.items() if entry.has_place and one != "b0"))
+        served.leave(
+            next(one for one, entry in served.entries.items() if entry.has_place and one != "b0")
+        )
     for number in range(1, 50):
         served.enter(f"b{number}", 10.0)
     before = len(served.granted)
     for _ in range(12):
-        served.leave(next(one for one, entry in served.entries.items() if entry.has_place and one != "b0"))
+        served.leave(
+            next(one for one, entry in served.entries.items() if entry.has_place and one != "b0")
+        )
     names = "".join(one[0] for one in served.granted[before:])
     assert names.startswith("bbb")
     assert 4 <= names.count("a") <= 6, "then they take turns"
 
 
 def test_a_full_queue_makes_room_by_weight() -> None:
-    """The tenant with the most waiting per weight loses its newest request, unless the newcomer would then have more."""
+    """The tenant with the most waiting per weight loses its newest request, unless the newcomer
+    would then have more.
+    """
     served = Served(1, max_waiting=4)
     served.enter("x0")
     for number in range(4):
@@ -263,7 +285,9 @@ def test_a_tenants_urgent_request_displaces_its_own() -> None:
 
 
 def test_a_large_request_is_not_overtaken() -> None:
-    """While it waits for space, smaller ones behind it wait as well; one that is too large for all space is served alone."""
+    """While it waits for space, smaller ones behind it wait as well; one that is too large for all
+    space is served alone.
+    """
     served = Served(10, max_size=100)
     served.enter("a0", size=60)
     served.enter("a1", size=60)
@@ -379,7 +403,9 @@ def test_the_work_of_very_many_tenants_is_estimated() -> None:
 
 
 def test_nothing_is_remembered_that_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tenants that have received more are remembered up to a bound; nobody is once all is quiet; dead heap items are few."""
+    """Tenants that have received more are remembered up to a bound; nobody is once all is quiet;
+    dead heap items are few.
+    """
     monkeypatch.setattr(fair_queue, "MAX_RESTING", 10)
     served = Served(1)
     served.enter("~0")
@@ -403,17 +429,30 @@ STEPS = st.tuples(
 
 @given(st.lists(STEPS, max_size=60), st.integers(1, 3), st.integers(0, 4), st.sampled_from([0, 6]))
 @settings(deadline=None, max_examples=300)
-def test_no_order_of_calls_loses_a_place(steps: list[tuple[str, str, int]], places: int, queue: int, size: int) -> None:
-    """Bounds hold, nobody waits while there is a place for the next one, each request has one end, and all places come back."""
+def test_no_order_of_calls_loses_a_place(
+    steps: list[tuple[str, str, int]], places: int, queue: int, size: int
+) -> None:
+    """Bounds hold, nobody waits while there is a place for the next one, each request has one end,
+    and all places come back.
+    """
     served = Served(places, queue, size)
     count = 0
     for step, name, number in steps:
-        running = [one for one in served.granted if one in served.entries and served.entries[one].has_place]
+        running = [
+            one for one in served.granted if one in served.entries and served.entries[one].has_place
+        ]
         waiting = [one for one, entry in served.entries.items() if entry.waits]
         if step == "enter":
             count += 1
             try:
-                served.enter(f"{name}{count}", 1.0 + number, 1.0 + number % 2, number, number // 3, -float(number))
+                served.enter(
+                    f"{name}{count}",
+                    1.0 + number,
+                    1.0 + number % 2,
+                    number,
+                    number // 3,
+                    -float(number),
+                )
             except QueueFullError:
                 assert served.queue.waiting == queue
         elif step == "leave" and running:
@@ -445,4 +484,9 @@ def test_no_order_of_calls_loses_a_place(steps: list[tuple[str, str, int]], plac
     for ticket in list(served.entries):
         if served.entries[ticket].has_place:
             served.leave(ticket)
-    assert (served.queue.taken, served.queue.waiting, served.queue.size, len(served.queue._tenants)) == (0, 0, 0, 0)
+    assert (
+        served.queue.taken,
+        served.queue.waiting,
+        served.queue.size,
+        len(served.queue._tenants),
+    ) == (0, 0, 0, 0)

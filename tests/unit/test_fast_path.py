@@ -1,4 +1,6 @@
-"""The fast path alone: what it learns from a stream, what it forwards of a read, and what it leaves."""
+"""The fast path alone: what it learns from a stream, what it forwards of a read, and what it
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,24 @@ def event(
 ) -> bytes:
     """Return an event as an engine writes it; `more` are fields beside its choices."""
     held = {"text": text} if form == "text" else {"delta": {form: text}}
-    choice = {"index": 0, **held, "logprobs": None, "finish_reason": finish, "token_ids": ids and list(ids)}
-    body = {"id": "cmpl-1", "object": "o", "created": 1, "model": "text", "choices": [choice], **more}
-    return b"data: " + json.dumps(body, separators=style, ensure_ascii=ascii_only).encode() + b"\n\n"
+    choice = {
+        "index": 0,
+        **held,
+        "logprobs": None,
+        "finish_reason": finish,
+        "token_ids": ids and list(ids),
+    }
+    body = {
+        "id": "cmpl-1",
+        "object": "o",
+        "created": 1,
+        "model": "text",
+        "choices": [choice],
+        **more,
+    }
+    return (
+        b"data: " + json.dumps(body, separators=style, ensure_ascii=ascii_only).encode() + b"\n\n"
+    )
 
 
 def opened(*, takes_ids: bool = True) -> tuple[FastPath, list[bytes]]:
@@ -83,7 +100,9 @@ def test_plain_events_go_on_without_their_ids(
 
 
 @given(events)
-def test_events_of_a_stream_whose_client_wants_its_ids_go_on_as_they_are(told: list[tuple[str, int]]) -> None:
+def test_events_of_a_stream_whose_client_wants_its_ids_go_on_as_they_are(
+    told: list[tuple[str, int]],
+) -> None:
     sent = b"".join(chunk(event(text, None)) for text, _ in told)
     path, got = taught(event("x", None), takes_ids=False)
     assert path.forward(sent) == len(sent)
@@ -114,7 +133,9 @@ STRANGE = {
 
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
 @given(st.integers(0, 3), st.booleans())
-def test_what_is_not_plain_is_left_and_what_follows_it(strange: bytes, before: int, alone: bool) -> None:
+def test_what_is_not_plain_is_left_and_what_follows_it(
+    strange: bytes, before: int, alone: bool
+) -> None:
     path, got = taught(event("x"))
     front = b"".join([chunk(event(f"{n}")) for n in range(before)])
     read = front + chunk(strange) + (b"" if alone else chunk(event("y")))
@@ -208,7 +229,9 @@ def test_what_is_no_id_costs_none_of_the_others() -> None:
     [
         *STRANGE.values(),
         event("a", choices=[]),
-        event("a").replace(b'"choices":[', b'"choices":[{"index":1,"text":"b","finish_reason":null},'),
+        event("a").replace(
+            b'"choices":[', b'"choices":[{"index":1,"text":"b","finish_reason":null},'
+        ),
         event("a").replace(b'"token_ids":[7]', b'"token_ids":[7],"more":[1]'),
         event("a").replace(b'"finish_reason":null', b'"other":null'),
         event("a").replace(b'"id":"cmpl-1"', b'"id":1'),
@@ -234,7 +257,9 @@ def test_a_form_is_one_template() -> None:
 
 
 def test_a_new_stream_begins_with_the_form_that_was_learned_last() -> None:
-    """Its first read takes the fast path. Streams of other processes' templates know nothing of it."""
+    """Its first read takes the fast path. Streams of other processes' templates know nothing of
+    it.
+    """
     templates = EventTemplates()
     templates.learn(event("a", None), takes_ids=False)
     for known, expected in ((templates, len(chunk(event("b", None)))), (EventTemplates(), 0)):
@@ -254,7 +279,9 @@ def test_forms_are_few() -> None:
 
 
 def test_ids_do_not_pile_up_unparsed() -> None:
-    """However chunks come together, ids are made numbers soon: once a read with several had passed the mark, none ever were."""
+    """However chunks come together, ids are made numbers soon: once a read with several had passed
+    the mark, none ever were.
+    """
     path, _ = taught(event("x"))
     one, two = chunk(event("a")), chunk(event("b", [8])) + chunk(event("c", [9]))
     for _ in range(20):
@@ -278,7 +305,9 @@ def test_ids_beyond_a_bound_are_counted_only(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_attempt_to_learn_per_read() -> None:
-    """A read whose events are all of other forms is not studied for each of them: what is behind the first is left to others."""
+    """A read whose events are all of other forms is not studied for each of them: what is behind
+    the first is left to others.
+    """
     path, _ = opened(takes_ids=False)
     read = b"".join(chunk(event("a", None, more=number)) * 9 for number in range(50))
     assert path.forward(read) == 9 * len(chunk(event("a", None, more=1)))
@@ -295,7 +324,9 @@ def test_sizes_of_chunks_that_are_kept() -> None:
 
 @pytest.mark.parametrize("comment", [b"", b": still here\n\n"])
 def test_the_last_event_is_kept_only_if_it_is_small(comment: bytes) -> None:
-    """Each of a thousand streams may have sent one of megabytes. Behind it, no earlier event takes its place."""
+    """Each of a thousand streams may have sent one of megabytes. Behind it, no earlier event takes
+    its place.
+    """
     path, _ = opened()
     small, large = event("a"), event("a", logprobs="x" * MAX_SENT)
     path.written(small + comment)
@@ -309,7 +340,9 @@ def test_the_last_event_is_kept_only_if_it_is_small(comment: bytes) -> None:
 
 
 def test_how_many_ids_an_event_had_is_kept() -> None:
-    """A parser that goes on with the stream needs that. Most events have one, and take no memory."""
+    """A parser that goes on with the stream needs that. Most events have one, and take no
+    memory.
+    """
     path, _ = taught(event("x"))
     lists = [(1,), (2, 3), (4,), (5,), (6, 7, 8), *[(9,)] * 60, (10, 11)]
     for ids in lists[:-1]:
@@ -319,16 +352,29 @@ def test_how_many_ids_an_event_had_is_kept() -> None:
     found = list(path.ids)[1:]
     assert found == [one for ids in lists for one in ids] + [12, 13, 14]
     pairs = list(zip(path.several[::2], path.several[1::2], strict=True))
-    assert [found[at - 1 : at - 1 + count_] for at, count_ in pairs] == [[2, 3], [6, 7, 8], [10, 11], [13, 14]]
+    assert [found[at - 1 : at - 1 + count_] for at, count_ in pairs] == [
+        [2, 3],
+        [6, 7, 8],
+        [10, 11],
+        [13, 14],
+    ]
 
 
 def test_ids_of_calls_are_kept() -> None:
     """Those that can't be read make all unknown."""
     path, _ = opened()
-    path.written(event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":"c","index":0}]'))
+    path.written(
+        event("", (1,), form="content").replace(
+            b'"content":""', b'"tool_calls":[{"id":"c","index":0}]'
+        )
+    )
     assert path.calls == ["c"]
-    path.written(event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":7}]'))
-    path.written(event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":"d"}]'))
+    path.written(
+        event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":7}]')
+    )
+    path.written(
+        event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":"d"}]')
+    )
     assert path.calls is None
 
 

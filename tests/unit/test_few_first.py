@@ -1,4 +1,6 @@
-"""Few requests are tried again at first, then more and more; a permit is given back once, however its wait has ended."""
+"""Few requests are tried again at first, then more and more; a permit is given back once, however
+its wait has ended.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ async def test_once_none_is_left_the_next_loss_begins_with_one() -> None:
 
 
 async def test_each_has_a_moment() -> None:
-    """The next one begins although the one before has neither data nor an end; that one leaves later, which changes nothing."""
+    """The next one begins although the one before has neither data nor an end; that one leaves
+    later, which changes nothing.
+    """
     clock = ManualClock()
     first = FewFirst(clock)
     tried = Tried(first, 3)
@@ -158,7 +162,13 @@ async def test_a_permit_is_left_later() -> None:
     await clock.advance(0.2)
     permit.leave_in(1.0)
     permit.leave()
-    assert (of_client.running, alike.running, of_client.limit, alike.limit, clock.timers) == (0, 0, 1, 1, 0)
+    assert (of_client.running, alike.running, of_client.limit, alike.limit, clock.timers) == (
+        0,
+        0,
+        1,
+        1,
+        0,
+    )
 
 
 async def test_who_waits_too_long_or_leaves_takes_no_permit() -> None:

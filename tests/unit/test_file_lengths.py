@@ -1,4 +1,6 @@
-"""A file is one idea, whatever its length: more lines than docs/internals/contributing.md names are a question, or too many."""
+"""A file is one idea, whatever its length: more lines than docs/internals/contributing.md names are
+a question, or too many.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ ASKED, MOST = 600, 1000
 
 def longer(folder: Path, most: int) -> dict[str, int]:
     """Return the files with more lines than `most`, and how many they have."""
-    lines = {path.relative_to(folder).as_posix(): path.read_text().count("\n") for path in folder.rglob("*.py")}
+    lines = {
+        path.relative_to(folder).as_posix(): path.read_text().count("\n")
+        for path in folder.rglob("*.py")
+    }
     return {name: count for name, count in lines.items() if count > most}
 
 

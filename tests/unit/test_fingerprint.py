@@ -20,7 +20,12 @@ def body(**fields: object) -> bytes:
 @pytest.mark.parametrize(
     ("other", "same"),
     [
-        (body(stream=True, user="somebody", request_id="7", stream_options={"include_usage": True}), True),
+        (
+            body(
+                stream=True, user="somebody", request_id="7", stream_options={"include_usage": True}
+            ),
+            True,
+        ),
         (json.dumps(dict(reversed(BODY.items()))).encode(), True),
         (body(max_tokens=5), False),
         (body(prompt="x" * 301), False),
@@ -49,10 +54,15 @@ def test_names_and_values_are_kept_apart() -> None:
 
 
 def test_of_large_fields_their_ends_and_lengths_count() -> None:
-    """So it takes no more time than for `MOST` bytes, however large a body is and however many fields it has."""
+    """So it takes no more time than for `MOST` bytes, however large a body is and however many
+    fields it has.
+    """
     fingerprint = partial(keyed(), "/a")
     middle = bytes(PART * 3)
-    found = {fingerprint({"a": msgspec.Raw(one)}) for one in (b"1" + middle, b"2" + middle, middle + b"2", middle)}
+    found = {
+        fingerprint({"a": msgspec.Raw(one)})
+        for one in (b"1" + middle, b"2" + middle, middle + b"2", middle)
+    }
     assert len(found) == 4
     assert fingerprint({"a": msgspec.Raw(middle + b"1" + middle)}) == fingerprint(
         {"a": msgspec.Raw(middle + b"2" + middle)}

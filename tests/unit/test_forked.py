@@ -1,4 +1,6 @@
-"""Processes that tests fork are as those that the system starts: what they print, how they end, where they run."""
+"""Processes that tests fork are as those that the system starts: what they print, how they end,
+where they run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ sys.exit(3)
 
 
 async def test_what_it_prints_and_how_it_ends(tmp_path: Path) -> None:
-    """Both outputs, the exit code, its arguments, its folder and its environment. There is nothing to read."""
+    """Both outputs, the exit code, its arguments, its folder and its environment. There is nothing
+    to read.
+    """
     process = await piped("a", "b c", env={**os.environ, "MARK": "x"}, code=SAYS, cwd=tmp_path)
     out, err = await process.communicate()
     assert out.decode() == f"['a', 'b c'] {tmp_path} x \n"

@@ -13,7 +13,9 @@ class Parent:
     """A supervisor without processes."""
 
     def __init__(self, count: int) -> None:
-        self.workers = [WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)]
+        self.workers = [
+            WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)
+        ]
         self.sent: list[tuple[int, int, list[bytes]]] = []
         self.records = SharedRecords(count, 64)
         self.heirs = Heirs(self, self.records)  # type: ignore[arg-type]
@@ -92,4 +94,6 @@ def test_many_records_are_sent_in_parts() -> None:
     finally:
         heirs.BATCH = before
     assert [len(records) for _, _, records in parent.sent] == [2, 2, 2, 2]
-    assert sorted(record[0] for _, _, records in parent.sent for record in records) == list(range(8))
+    assert sorted(record[0] for _, _, records in parent.sent for record in records) == list(
+        range(8)
+    )

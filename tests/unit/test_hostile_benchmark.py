@@ -1,4 +1,6 @@
-"""The parts of benchmarks/hostile.py: honest clients detect a wrong answer, hostile ones keep their limits."""
+"""The parts of benchmarks/hostile.py: honest clients detect a wrong answer, hostile ones keep their
+limits.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ async def engine(page: bytes | None = None) -> AsyncIterator[str]:
     """Run one mock engine that may be hostile; yield its URL."""
     loop = asyncio.get_running_loop()
     made = mock_engine.Engine(0, CHUNKS, 0.0, 0.0)
-    server = await loop.create_server(functools.partial(hostile_engine.Connection, made, page), "127.0.0.1", 0)
+    server = await loop.create_server(
+        functools.partial(hostile_engine.Connection, made, page), "127.0.0.1", 0
+    )
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -39,7 +43,14 @@ async def engine(page: bytes | None = None) -> AsyncIterator[str]:
 
 def client(url: str, **options: Any) -> hostile_clients.Client:
     """Return a hostile client that sends little for a short time."""
-    given = {"seconds": 0.5, "bytes": 1 << 20, "largest": 1 << 14, "connections": 1, "address": "127.0.1.1", **options}
+    given = {
+        "seconds": 0.5,
+        "bytes": 1 << 20,
+        "largest": 1 << 14,
+        "connections": 1,
+        "address": "127.0.1.1",
+        **options,
+    }
     made = hostile_clients.Client(argparse.Namespace(**given))
     made.at = "127.0.0.1", int(url.rpartition(":")[2])
     return made
@@ -49,16 +60,27 @@ async def post(url: str, **body: Any) -> tuple[bytes, asyncio.StreamReader, asyn
     """Send a completion; return the status line of the answer and the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     data = json.dumps({"prompt": "x", **body}, separators=(",", ":")).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+        % (len(data), data)
+    )
     return await reader.readuntil(b"\r\n"), reader, writer
 
 
 async def enough(
-    url: str, count: int, chunks: int, seen: Callable[[dict[str, Any]], bool], key: str | None = None
+    url: str,
+    count: int,
+    chunks: int,
+    seen: Callable[[dict[str, Any]], bool],
+    key: str | None = None,
 ) -> dict[str, Any]:
-    """Run honest clients; on a busy machine for longer, until enough is seen. Return their results."""
+    """Run honest clients; on a busy machine for longer, until enough is seen. Return their
+    results.
+    """
     seconds = 0.4
-    while not seen(found := await honest.clients(url, count, chunks, seconds, key)) and seconds < 30:
+    while (
+        not seen(found := await honest.clients(url, count, chunks, seconds, key)) and seconds < 30
+    ):
         seconds *= 4
     return found
 
@@ -101,7 +123,8 @@ async def test_a_hostile_client_keeps_its_bounds(kind: str) -> None:
     """Each kind ends by itself, and sends no more bytes than its limit."""
     sent = 0
     async with engine() as url:
-        for seconds in (0.5, 2.0, 8.0):  # on a busy machine half a second may be too short to send anything
+        # on a busy machine half a second may be too short to send anything
+        for seconds in (0.5, 2.0, 8.0):
             one = client(url, seconds=seconds)
             await hostile_clients.run(one, hostile_clients.KINDS[kind](one))
             sent = one.sent
@@ -112,7 +135,9 @@ async def test_a_hostile_client_keeps_its_bounds(kind: str) -> None:
 
 @pytest.mark.parametrize("way", hostile_engine.WAYS)
 async def test_an_engine_is_hostile_to_marked_requests(way: bytes) -> None:
-    """A marked request gets its hostile answer, from the leg that it names; others get a plain one."""
+    """A marked request gets its hostile answer, from the leg that it names; others get a plain
+    one.
+    """
     async with engine() as url:
         _, reader, writer = await post(url, user=f"hostile:{way.decode()}")
         begin, again = hostile_engine.WAYS[way]
@@ -120,7 +145,9 @@ async def test_an_engine_is_hostile_to_marked_requests(way: bytes) -> None:
         assert await reader.readexactly(len(expected)) == expected
         writer.transport.abort()
         head, reader, writer = await post(url, user=f"hostile:{way.decode()}-prefill")
-        assert b"date:" in await reader.readuntil(b"\r\n\r\n"), "the decode leg of a request that names the other"
+        assert b"date:" in await reader.readuntil(b"\r\n\r\n"), (
+            "the decode leg of a request that names the other"
+        )
         assert head.startswith(b"HTTP/1.1 200")
         writer.close()
 

@@ -40,7 +40,10 @@ class Kept:
 
 @given(
     st.lists(
-        st.sampled_from([NAMED.encode(), b"0d5", b"0", b"d", b"\n", b"}", b'data: {"id":"cmpl-', b"x"]), max_size=12
+        st.sampled_from(
+            [NAMED.encode(), b"0d5", b"0", b"d", b"\n", b"}", b'data: {"id":"cmpl-', b"x"]
+        ),
+        max_size=12,
     ),
     st.lists(st.integers(1, 40), max_size=30),
     st.sampled_from(["c", "client-1", "f" * 32, "e" * 100]),

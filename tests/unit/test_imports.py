@@ -1,4 +1,6 @@
-"""No circles among the imports of the packages' modules, whether an import runs at the start, in a function or for types only."""
+"""No circles among the imports of the packages' modules, whether an import runs at the start, in a
+function or for types only.
+"""
 
 import ast
 from collections.abc import Mapping
@@ -50,7 +52,9 @@ def test_no_module_imports_itself_through_others() -> None:
         ".".join(path.relative_to(PACKAGES).with_suffix("").parts).removesuffix(".__init__"): path
         for path in PACKAGES.rglob("*.py")
     }
-    imports = {name: imported(path.read_text(), set(files)) - {name} for name, path in files.items()}
+    imports = {
+        name: imported(path.read_text(), set(files)) - {name} for name, path in files.items()
+    }
     assert len(files) > 200
     assert sum(map(len, imports.values())) > 500, "imports are found"
     assert circles(imports) == set()
@@ -72,6 +76,14 @@ def test_every_form_of_import_is_found(source: str, expected: set[str]) -> None:
 
 
 def test_circles_of_every_length_are_found() -> None:
-    imports = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"e", "a"}, "e": {"d"}, "f": {"a"}, "g": {"g"}}
+    imports = {
+        "a": {"b"},
+        "b": {"c"},
+        "c": {"a"},
+        "d": {"e", "a"},
+        "e": {"d"},
+        "f": {"a"},
+        "g": {"g"},
+    }
     assert circles(imports) == {frozenset("abc"), frozenset("de"), frozenset("g")}
     assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == set()

@@ -53,11 +53,19 @@ class Engines:
         ("", None, [], 0),
     ],
 )
-async def test_the_first_answer(names: str, answer: str | None, asked: list[str], waits: int) -> None:
-    """An engine that hangs takes only its part of the time, and of very many engines only the first are asked."""
-    ledger_engines = [LedgerEngine(EngineSpec(f"http://{name}", Role.DECODE)) for name in names.split()]
+async def test_the_first_answer(
+    names: str, answer: str | None, asked: list[str], waits: int
+) -> None:
+    """An engine that hangs takes only its part of the time, and of very many engines only the first
+    are asked.
+    """
+    ledger_engines = [
+        LedgerEngine(EngineSpec(f"http://{name}", Role.DECODE)) for name in names.split()
+    ]
     engines, passed = Engines(), Recorder()
-    found = await first_answer(ledger_engines, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]), NOBODY)
+    found = await first_answer(
+        ledger_engines, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]), NOBODY
+    )
     assert found == answer
     assert engines.asked == asked
     assert len(engines.asked) <= MOST

@@ -1,4 +1,6 @@
-"""Sockets to which engines send: bounded reading in each turn of the event loop, failures, no more sockets."""
+"""Sockets to which engines send: bounded reading in each turn of the event loop, failures, no more
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Inbound(InboundSocket):
 
 
 class Endless:
-    """A socket that always has a message, and whose descriptor always reports one. `fails`: how many readings fail."""
+    """A socket that always has a message, and whose descriptor always reports one. `fails`: how
+    many readings fail.
+    """
 
     def __init__(self) -> None:
         self.fails = 0
@@ -115,7 +119,9 @@ async def test_a_socket_that_fails_is_read_again_later_and_not_in_between(
     inbound.close()
 
 
-async def test_a_socket_that_can_not_be_bound_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_socket_that_can_not_be_bound_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = [zmq.Context()]
     monkeypatch.setattr(zmq, "Context", lambda: made[0])
     with pytest.raises(OSError, match="Cannot assign requested address"):
@@ -127,7 +133,9 @@ async def test_that_there_can_be_no_more_sockets_is_an_os_error() -> None:
     with zmq.Context() as context:
         context.set(zmq.MAX_SOCKETS, 1)
         with context.socket(zmq.PUSH):
-            subscription = Subscription(lambda *_: None, lambda: None, lambda _: None, connected=lambda _: None)
+            subscription = Subscription(
+                lambda *_: None, lambda: None, lambda _: None, connected=lambda _: None
+            )
             with pytest.raises(OSError, match="Too many open files"):
                 subscription.connect(context, "tcp://127.0.0.1:1")
         assert subscription.address is None
@@ -135,7 +143,9 @@ async def test_that_there_can_be_no_more_sockets_is_an_os_error() -> None:
 
 
 async def test_a_lost_connection_is_reported_before_what_comes_over_the_next_one() -> None:
-    """Even if the event loop was busy meanwhile, and reads messages first: the next one may be of another run."""
+    """Even if the event loop was busy meanwhile, and reads messages first: the next one may be of
+    another run.
+    """
     seen: list[str | int] = []
     subscription = Subscription(
         lambda _topic, number, _payload: seen.append(number),

@@ -16,14 +16,19 @@ from tests.fakes import answers
 HANDLE = b'{"do_remote_decode":true,"remote_block_ids":[[1,2]],"x":"}"}'
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=20), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=20), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
 
 @pytest.mark.parametrize("space", [b"", b" "])
 def test_a_handle_becomes_null(space: bytes) -> None:
-    body = b'{"choices":[{"text":"\\"kv_transfer_params\\":{}"}],"kv_transfer_params":%b%b,"metrics":null}'
+    body = (
+        b'{"choices":[{"text":"\\"kv_transfer_params\\":{}"}],"kv_transfer_params":%b%b,'
+        b'"metrics":null}'
+    )
     assert inside.without_inside(body % (space, HANDLE)) == (body % (space, b"null"), HANDLE)
 
 
@@ -39,7 +44,10 @@ def test_a_handle_becomes_null(space: bytes) -> None:
         b"[DONE]",
         b"\xff",
         b'{"choices":[{"text":"\\"remote_host\\":\\"10.0.0.1\\", http://10.0.0.1:8000"}]}',
-        b'{"choices":[],"timings":{"queue_s":0.1},"note":"the engine at http://10.0.0.1 is a transfer of hosts"}',
+        (
+            b'{"choices":[],"timings":{"queue_s":0.1},"note":"the engine at http://10.0.0.1 is a '
+            b'transfer of hosts"}'
+        ),
     ],
 )
 def test_anything_else_stays(body: bytes) -> None:
@@ -114,7 +122,9 @@ def test_events_keep_their_bytes_but_for_the_handle() -> None:
 
 
 @pytest.mark.parametrize("takes_ids", [False, True])
-@pytest.mark.parametrize("field", [b'"kv_transfer_params":%b' % HANDLE, b'"engine_id":"a"', b'"at":"http://p1:8000"'])
+@pytest.mark.parametrize(
+    "field", [b'"kv_transfer_params":%b' % HANDLE, b'"engine_id":"a"', b'"at":"http://p1:8000"']
+)
 def test_an_event_with_such_a_field_is_never_plain(takes_ids: bool, field: bytes) -> None:
     event = answers.piece(False, "a").replace(
         b'"token_ids":null', b'"token_ids":[1]' if takes_ids else b'"token_ids":null'
@@ -130,22 +140,35 @@ def test_an_event_with_such_a_field_is_never_plain(takes_ids: bool, field: bytes
 def test_of_a_passed_route_only_the_top_and_the_response_are_looked_at() -> None:
     """Inputs of tools are the model's own objects, and schemas of tools the client's."""
     tool = (
-        b'{"type":"message","content":[{"type":"tool_use","input":{"remote_host":"a","kv_transfer_params":{"b":1}}}]%b}'
+        b'{"type":"message","content":[{"type":"tool_use","input":{"remote_host":"a",'
+        b'"kv_transfer_params":{"b":1}}}]%b}'
     )
     assert inside.passed_without_inside(tool % b"") == tool % b""
     with_handle = tool % (b',"kv_transfer_params":%b' % HANDLE)
     assert inside.passed_without_inside(with_handle) == tool % b',"kv_transfer_params":null'
-    event = b'event: response.completed\ndata: {"response":{"id":"1","kv_transfer_params":%b},"sequence_number":3}\n\n'
+    event = (
+        b"event: response.completed\ndata: "
+        b'{"response":{"id":"1","kv_transfer_params":%b},"sequence_number":3}\n\n'
+    )
     assert inside.passed_events_without_inside(event % HANDLE) == event % b"null"
     assert inside.passed_events_without_inside(event % b"null") == event % b"null"
 
 
 def test_a_failure_shows_no_address_and_a_refusal_only_the_clients() -> None:
-    body = b'{"error":{"message":"no KV from tcp://10.1.2.3:5600 (10.1.2.3:5600) for http://p1:8000/x","code":500}}'
+    body = (
+        b'{"error":{"message":"no KV from tcp://10.1.2.3:5600 (10.1.2.3:5600) for '
+        b'http://p1:8000/x","code":500}}'
+    )
     shown = inside.error_without_inside(body, 500)
-    assert shown == b'{"error":{"message":"no KV from an address (an address) for an address","code":500}}'
+    assert (
+        shown
+        == b'{"error":{"message":"no KV from an address (an address) for an address","code":500}}'
+    )
     assert inside.error_without_inside(body, 400) == body
     hidden = inside.error_without_inside(body, 400, ["http://p1:8000", "http://p2:8000"])
     assert hidden == body.replace(b"http://p1:8000", b"an engine")
     handle = b'{"error":{"message":"a","kv_transfer_params":%b}}' % HANDLE
-    assert json.loads(inside.error_without_inside(handle, 500))["error"] == {"message": "a", "kv_transfer_params": None}
+    assert json.loads(inside.error_without_inside(handle, 500))["error"] == {
+        "message": "a",
+        "kv_transfer_params": None,
+    }

@@ -25,7 +25,9 @@ from pdproxy.transfer.turns import DecodeHandle, TurnRules, read, shown_in_strea
 from pdproxy_lab.sim.facts import SimFacts
 from tests.sim.engines import Engines, plain
 
-LIMITS = TurnLimits(seconds=100, count=100, max_bytes=1 << 20, max_blocks=100, min_tokens=1, min_share=0)
+LIMITS = TurnLimits(
+    seconds=100, count=100, max_bytes=1 << 20, max_blocks=100, min_tokens=1, min_share=0
+)
 SCOPE = scope_of("tiny", b"")
 
 
@@ -62,13 +64,19 @@ class Shelf:
     def __init__(self, by_notice: bool = True, **limits: Any) -> None:
         self.p = node("p", Role.PREFILL, 1)
         self.nodes = {"d": node("d", Role.DECODE, 2), "e": node("e", Role.DECODE, 3)}
-        self.engines = {url: SimpleNamespace(in_ledger=one, url=url) for url, one in self.nodes.items()}
+        self.engines = {
+            url: SimpleNamespace(in_ledger=one, url=url) for url, one in self.nodes.items()
+        }
         self.dropped: list[tuple[str, str, bool]] = []
         self.added: list[KeptTurn] = []
         self.at = 1000.0
-        fields = {name: limits.get(name, getattr(LIMITS, name)) for name in LIMITS.__struct_fields__}
+        fields = {
+            name: limits.get(name, getattr(LIMITS, name)) for name in LIMITS.__struct_fields__
+        }
         self.limits = TurnLimits(**fields)
-        self.kept = KeptTurns(TurnRules(), self.limits, cast("Any", self.engines), self.drop, lambda: self.at)
+        self.kept = KeptTurns(
+            TurnRules(), self.limits, cast("Any", self.engines), self.drop, lambda: self.at
+        )
         self.open = OpenTurns(
             TurnRules(),
             self.kept,
@@ -83,13 +91,18 @@ class Shelf:
         self.dropped.append((record.remote_request_id, reason, handle is not None))
 
     def record(self, name: str, prompt: bytes | None = None, decode: str = "d") -> TurnRecord:
-        run, tokens = self.nodes[decode].run_number, 0 if prompt is None else prompt.count(b",", SCOPE_BYTES)
+        run, tokens = (
+            self.nodes[decode].run_number,
+            0 if prompt is None else prompt.count(b",", SCOPE_BYTES),
+        )
         return TurnRecord(decode, run, "p", 1, name, "tiny", (), prompt, tokens)
 
     def keep(self, name: str, *ids: int, decode: str = "d", scope: bytes = SCOPE) -> bool:
         handle = read(params(len(ids) - 1, f"cmpl-{name}"))
         assert isinstance(handle, DecodeHandle)
-        turn = KeptTurn(self.record(name, decode=decode), handle, scope + text(*ids), len(ids) - 1, self.at)
+        turn = KeptTurn(
+            self.record(name, decode=decode), handle, scope + text(*ids), len(ids) - 1, self.at
+        )
         return self.kept.add(turn)
 
     def take(self, *ids: int, scope: bytes = SCOPE, without: Any = ()) -> tuple[str, int] | None:
@@ -188,7 +201,9 @@ def test_an_engine_that_was_started_again_or_is_gone() -> None:
     assert len(shelf.kept) == 0
 
 
-@pytest.mark.parametrize("why", ["down", "block size", "version", "ejected", "paused", "unknown block size"])
+@pytest.mark.parametrize(
+    "why", ["down", "block size", "version", "ejected", "paused", "unknown block size"]
+)
 def test_a_pair_that_may_not_share_kv(why: str) -> None:
     shelf = Shelf()
     shelf.keep("a", *HISTORY)
@@ -248,7 +263,9 @@ def test_equal_ones_are_all_found() -> None:
 
 
 def opened(shelf: Shelf, name: str = "a", prompt: int = 40, *, stream: bool = True) -> OpenTurn:
-    turn = shelf.open.open(shelf.record(name, SCOPE + text(*HISTORY[:prompt])), in_answer=not stream)
+    turn = shelf.open.open(
+        shelf.record(name, SCOPE + text(*HISTORY[:prompt])), in_answer=not stream
+    )
     assert turn is not None
     return turn
 
@@ -277,7 +294,9 @@ def test_notice_and_answer_in_any_order(first: str) -> None:
 
 @pytest.mark.parametrize("other", [False, True])
 def test_the_answers_own_handle_counts(other: bool) -> None:
-    """The request was sent again on a new connection: the notice was of an answer that nobody has got."""
+    """The request was sent again on a new connection: the notice was of an answer that nobody has
+    got.
+    """
     shelf = Shelf()
     turn = opened(shelf)
     shelf.open.receive("a", params(59, "cmpl-lost" if other else "cmpl-d"))
@@ -333,7 +352,9 @@ def test_notices_of_others_change_nothing() -> None:
     assert len(shelf.open) == len(shelf.kept) == 0
 
 
-@pytest.mark.parametrize("params_", [b"", b"{}", b"null", b"{", params(59).replace(b"true", b"false")])
+@pytest.mark.parametrize(
+    "params_", [b"", b"{}", b"null", b"{", params(59).replace(b"true", b"false")]
+)
 def test_a_notice_without_a_handle(params_: bytes) -> None:
     shelf = Shelf()
     turn = opened(shelf)
@@ -356,7 +377,9 @@ def test_what_cannot_be_compared_or_cut_is_released() -> None:
 
 
 def test_two_turns_of_one_name_are_both_released() -> None:
-    """Nobody knows of which one the first notice is: the second would be continued with KV of the first."""
+    """Nobody knows of which one the first notice is: the second would be continued with KV of the
+    first.
+    """
     shelf = Shelf()
     first = opened(shelf)
     assert shelf.open.open(shelf.record("a", SCOPE + text(1)), in_answer=False) is None
@@ -424,7 +447,14 @@ def test_without_notices_the_older_turn_of_a_name_is_released_by_its_answer() ->
 
 @pytest.mark.parametrize(
     ("version", "shown"),
-    [("0.32.0", False), ("0.33.0", True), ("0.40.1rc2", True), ("1.0", True), ("", False), ("dev", False)],
+    [
+        ("0.32.0", False),
+        ("0.33.0", True),
+        ("0.40.1rc2", True),
+        ("1.0", True),
+        ("", False),
+        ("dev", False),
+    ],
 )
 def test_which_versions_show_handles_in_streams(version: str, shown: bool) -> None:
     assert shown_in_streams(version) is shown
@@ -460,7 +490,9 @@ def test_open_ones_are_bounded_and_take_space_from_those_kept() -> None:
 
 # -- any edits of a history, and what engines make of it
 
-EDIT = st.tuples(st.sampled_from(["cut", "insert", "delete", "replace"]), st.integers(0, 80), st.integers(1, 12))
+EDIT = st.tuples(
+    st.sampled_from(["cut", "insert", "delete", "replace"]), st.integers(0, 80), st.integers(1, 12)
+)
 
 
 def edited(history: tuple[int, ...], edits: list[tuple[str, int, int]]) -> tuple[int, ...]:
@@ -491,10 +523,17 @@ def test_whatever_was_edited_the_text_is_one_engines(
     length: int, tokens: int, edits: list[Any], more: int, block_size: int, forgets: bool
 ) -> None:
     """Never more than the common blocks are used, and P and D say what one engine says."""
-    facts: dict[str, Any] = {"block_size": block_size, "bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
+    facts: dict[str, Any] = {
+        "block_size": block_size,
+        "bidirectional_kv_xfer": True,
+        "kv_recompute_threshold": 1,
+    }
     facts["max_model_len"] = 400
     engines = Engines()
-    p, d = engines.add(SimFacts(role="prefill", **facts)), engines.add(SimFacts(role="decode", **facts))
+    p, d = (
+        engines.add(SimFacts(role="prefill", **facts)),
+        engines.add(SimFacts(role="decode", **facts)),
+    )
     prompt = tuple(range(300, 300 + length))
     run = engines.answer(d, prompt, tokens, engines.handle(p, prompt))
     history = (*prompt, *run.tokens)
@@ -525,7 +564,9 @@ def test_whatever_was_edited_the_text_is_one_engines(
     prefill = engines.answer(p, following, 1, kv)
     assert prefill.over == "length"
     assert engines.answer(d, following, 6, prefill.handle).tokens == plain(following, 6, **facts)
-    assert engines.answer(p, following, 6).tokens == plain(following, 6, **facts), "P's cache is sound"
+    assert engines.answer(p, following, 6).tokens == plain(following, 6, **facts), (
+        "P's cache is sound"
+    )
 
 
 def test_a_handle_that_came_before_an_unusable_one_is_released() -> None:

@@ -1,4 +1,6 @@
-"""Lines of a file of clients' keys: names and limits, and no error that shows any part of a line."""
+"""Lines of a file of clients' keys: names and limits, and no error that shows any part of a
+line.
+"""
 
 from pathlib import Path
 
@@ -45,7 +47,10 @@ WRONG = {
     "secret-1: secret-2": "is no key of visible ASCII",
     "secret-1:sch\xfcssel": "is no key of visible ASCII",
     "schl\xfcssel": "is no key of visible ASCII",
-    "n:secret-1 secret-2": "has an unknown word behind its key: expected inflight, rpm, tpm, weight, priority, models, ",
+    "n:secret-1 secret-2": (
+        "has an unknown word behind its key: expected inflight, rpm, tpm, weight, priority, "
+        "models, "
+    ),
     "n:secret-1 RPM=5": "has an unknown word",
     "n:secret-1 rpm": "has an unknown word",
     "n:secret-1 secret-2=5": "has an unknown word",

@@ -1,4 +1,6 @@
-"""Addresses are compared by what they mean: no spelling of one makes another of it, and no other text passes for one."""
+"""Addresses are compared by what they mean: no spelling of one makes another of it, and no other
+text passes for one.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,16 @@ def spellings(address: IPv4Address | IPv6Address) -> list[str]:
         found = [str(address), address.exploded, str(address).upper(), f"{address}%eth0"]
     else:
         number = int(address)
-        found = [f"::ffff:{address}", f"::FFFF:{number >> 16:x}:{number & 0xFFFF:x}", f"0:0:0:0:0:ffff:{address}"]
-    return [*found, *(f"[{one}]" for one in found), *([str(address)] if isinstance(address, IPv4Address) else [])]
+        found = [
+            f"::ffff:{address}",
+            f"::FFFF:{number >> 16:x}:{number & 0xFFFF:x}",
+            f"0:0:0:0:0:ffff:{address}",
+        ]
+    return [
+        *found,
+        *(f"[{one}]" for one in found),
+        *([str(address)] if isinstance(address, IPv4Address) else []),
+    ]
 
 
 @given(EITHER)
@@ -57,7 +67,9 @@ def test_a_place_is_its_host_and_its_port(address: IPv4Address | IPv6Address, po
 
 @given(st.text(max_size=40) | st.from_regex(r"\[[0-9a-f:.]{1,20}\][a-z0-9.:]{0,9}", fullmatch=True))
 def test_what_is_read_can_be_written_again(text: str) -> None:
-    """Nothing raises; a place that is read is the whole text, and reads the same once it is in its usual spelling."""
+    """Nothing raises; a place that is read is the whole text, and reads the same once it is in its
+    usual spelling.
+    """
     place = read_place(text)
     if place is not None:
         shown = f"[{place.host}]" if ":" in place.host else place.host
@@ -151,8 +163,12 @@ def test_where_packets_end(address: IPv4Address) -> None:
 
 
 @given(V4, st.sampled_from([48, 56, 64, 96]))
-def test_where_packets_end_behind_a_prefix_of_unknown_length(address: IPv4Address, length: int) -> None:
-    """RFC 8215: each network chooses its prefix there. The place of the IPv4 address is that of RFC 6052."""
+def test_where_packets_end_behind_a_prefix_of_unknown_length(
+    address: IPv4Address, length: int
+) -> None:
+    """RFC 8215: each network chooses its prefix there. The place of the IPv4 address is that of RFC
+    6052.
+    """
     prefix, four = IPv6Address("64:ff9b:1::").packed[: length // 8], address.packed
     if length < 96:
         four = four[: 8 - length // 8] + b"\0" + four[8 - length // 8 :]

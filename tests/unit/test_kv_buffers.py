@@ -1,4 +1,6 @@
-"""Space in receive buffers: taken before a prompt is prefilled, released once, waited for in turn."""
+"""Space in receive buffers: taken before a prompt is prefilled, released once, waited for in
+turn.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 
 
-def buffers(timeout: float = 10.0, recorder: Recorder | None = None, **capacity: int) -> ReceiveBuffers:
+def buffers(
+    timeout: float = 10.0, recorder: Recorder | None = None, **capacity: int
+) -> ReceiveBuffers:
     """Buffers of chunks of 256 tokens each."""
     engines, _ = registry()
-    made = ReceiveBuffers(engines, 256, Clock(), Observers([recorder] if recorder else []), Deadlines(queue=timeout))
+    made = ReceiveBuffers(
+        engines, 256, Clock(), Observers([recorder] if recorder else []), Deadlines(queue=timeout)
+    )
     for url, chunks in capacity.items():
         engines.add(EngineSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
     return made
@@ -132,7 +138,9 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     assert space.bounded
     held = space.take("a", 1)
     waiting = asyncio.create_task(
-        space.wait_for_space(1, lambda full: next((u for u in engines if u not in full), None), always)
+        space.wait_for_space(
+            1, lambda full: next((u for u in engines if u not in full), None), always
+        )
     )
     await asyncio.sleep(0.01)
     assert not waiting.done()
@@ -140,7 +148,9 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     assert await waiting == "b"
     space.take("b", 1)
     waiting = asyncio.create_task(
-        space.wait_for_space(1, lambda full: next((u for u in engines if u not in full), None), lambda: bool(engines))
+        space.wait_for_space(
+            1, lambda full: next((u for u in engines if u not in full), None), lambda: bool(engines)
+        )
     )
     engines.remove("b")
     await asyncio.sleep(0.01)
@@ -157,7 +167,9 @@ def of_workers(count: int, timeout: float = 10.0, **capacity: int) -> list[Worke
     for number in range(count):
         engines, _ = registry()
         arguments = (engines, 256, Clock(), Observers([]), Deadlines(queue=timeout))
-        one = WorkerReceiveBuffers(*arguments, column=table.column(number), others=table.others(number))
+        one = WorkerReceiveBuffers(
+            *arguments, column=table.column(number), others=table.others(number)
+        )
         for url, chunks in capacity.items():
             engines.add(EngineSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
         found.append(one)

@@ -98,8 +98,12 @@ async def test_a_long_removal_is_passed_in_parts() -> None:
 
 
 @pytest.mark.parametrize("parent", [None, 7])
-async def test_each_part_says_whether_its_event_begins_with_a_prompts_first_block(parent: int | None) -> None:
-    """A report of blocks that are known must not look like blocks that were computed once more, whatever its length."""
+async def test_each_part_says_whether_its_event_begins_with_a_prompts_first_block(
+    parent: int | None,
+) -> None:
+    """A report of blocks that are known must not look like blocks that were computed once more,
+    whatever its length.
+    """
     index = BlockIndex(4, 10_000)
     place = index.add_place()
     failures: list[Exception] = []
@@ -118,7 +122,9 @@ async def test_each_part_says_whether_its_event_begins_with_a_prompts_first_bloc
 
 async def test_one_turn_of_the_loop_takes_a_bounded_number_of_blocks() -> None:
     stage = Stage()
-    stage.feed.put(stage.backlog, raws(*(stored(*range(10 * at, 10 * at + 10)) for at in range(300))))
+    stage.feed.put(
+        stage.backlog, raws(*(stored(*range(10 * at, 10 * at + 10)) for at in range(300)))
+    )
     seen = []
     for _ in range(30):
         before = len(stage.index.calls)
@@ -147,7 +153,12 @@ async def test_what_can_not_be_used_is_counted_and_the_rest_goes_on() -> None:
         stored(3),
     )
     assert stage.index.hashes == {2, 3}
-    assert stage.counts.skipped == {"unknown_event": 1, "undecodable": 1, "inconsistent": 1, "unknown_field": 1}
+    assert stage.counts.skipped == {
+        "unknown_event": 1,
+        "undecodable": 1,
+        "inconsistent": 1,
+        "unknown_field": 1,
+    }
 
 
 async def test_groups_that_keep_some_blocks_name_no_blocks_tokens() -> None:
@@ -192,7 +203,9 @@ async def test_all_places_together_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_restart_drops_what_waits() -> None:
     stage = Stage()
-    stage.feed.put(stage.backlog, raws(*(stored(*range(at * 1000, at * 1000 + 600)) for at in range(9))))
+    stage.feed.put(
+        stage.backlog, raws(*(stored(*range(at * 1000, at * 1000 + 600)) for at in range(9)))
+    )
     await turns(1)
     stage.feed.restart(stage.backlog)
     await turns()

@@ -210,12 +210,16 @@ GENERATIONS = [
 
 
 async def test_all_generations_of_notices_are_heard() -> None:
-    """Today's, the one before, and the oldest without a tag; garbage is counted and harms nobody."""
+    """Today's, the one before, and the oldest without a tag; garbage is counted and harms
+    nobody.
+    """
     received = Received()
     received.socket.bind("127.0.0.1", 0)
     try:
         assert received.socket.address is not None
-        await asyncio.to_thread(pushed, received.socket.address, b"garbage", *GENERATIONS, b"", b"\xff" * 100)
+        await asyncio.to_thread(
+            pushed, received.socket.address, b"garbage", *GENERATIONS, b"", b"\xff" * 100
+        )
         await received.until(6)
         assert [one.request_id for one in received.notices] == ["leg"] * 3
         assert received.undecodable == 3
@@ -230,9 +234,13 @@ async def test_a_burst_is_read_to_its_end() -> None:
     try:
         assert received.socket.address is not None
         burst = [msgspec.msgpack.encode({"req_id": f"leg-{number}"}) for number in range(1000)]
-        await asyncio.gather(*(asyncio.to_thread(pushed, received.socket.address, *burst) for _ in range(2)))
+        await asyncio.gather(
+            *(asyncio.to_thread(pushed, received.socket.address, *burst) for _ in range(2))
+        )
         await received.until(2000)
-        assert Counter(one.request_id for one in received.notices) == {f"leg-{n}": 2 for n in range(1000)}
+        assert Counter(one.request_id for one in received.notices) == {
+            f"leg-{n}": 2 for n in range(1000)
+        }
     finally:
         received.socket.close()
 
@@ -284,7 +292,9 @@ def test_missing_ranks_of_a_great_world_are_not_all_named() -> None:
 
 
 async def test_what_is_no_telemetry_is_counted() -> None:
-    """Its notices are read, and one that names a leg that nobody knows has no effect but that it is counted."""
+    """Its notices are read, and one that names a leg that nobody knows has no effect but that it is
+    counted.
+    """
     ready = Stage().ready
     wrong: list[bytes] = []
     telemetry = Telemetry(lambda: wrong.append(b""))

@@ -1,4 +1,6 @@
-"""One source of KV events: gaps, restarts and replays, with an engine that is only a list of messages."""
+"""One source of KV events: gaps, restarts and replays, with an engine that is only a list of
+messages.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,10 @@ async def test_one_turn_of_the_loop_takes_a_bounded_part_of_a_replay(stage: Stag
     while seen[-1] < 200:
         await turns(1)
         seen.append(stage.messages("replayed"))
-    assert max(after - before for before, after in itertools.pairwise(seen)) <= kv_source.REPLAYED_AT_ONCE // 1024
+    assert (
+        max(after - before for before, after in itertools.pairwise(seen))
+        <= kv_source.REPLAYED_AT_ONCE // 1024
+    )
 
 
 async def test_events_keep_their_order_through_a_replay(stage: Stage) -> None:
@@ -475,8 +480,12 @@ async def test_without_replays_dropped_messages_are_a_gap(monkeypatch: pytest.Mo
     assert (stage.gaps("lost"), stage.counts.replays) == (1, {"unavailable": 1})
 
 
-async def test_a_publisher_that_seems_to_start_again_and_again_causes_one_replay_per_pause(stage: Stage) -> None:
-    """Anybody who reaches the proxy's port can send an engine's first message. A replay that is broken off counts."""
+async def test_a_publisher_that_seems_to_start_again_and_again_causes_one_replay_per_pause(
+    stage: Stage,
+) -> None:
+    """Anybody who reaches the proxy's port can send an engine's first message. A replay that is
+    broken off counts.
+    """
     stage.engine.publish(3)
     stage.engine.silent = True
     for _ in range(100):
@@ -514,7 +523,9 @@ async def test_an_answer_that_is_none_ends_a_replay(stage: Stage) -> None:
     assert stage.counts.replays == {"failed": 1}
 
 
-async def test_an_endless_answer_ends_after_its_time(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_answer_ends_after_its_time(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_source, "MAX_REPLAY_S", 3.0)
     stage.engine.publish(9)
     stage.engine.endless = True
@@ -592,7 +603,9 @@ async def test_nothing_waits_for_a_replay_while_replays_fail(stage: Stage) -> No
 async def test_a_connection_made_while_a_replay_runs_is_followed_by_another_one(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits is taken only then: its numbers may go on by chance where the run before has ended."""
+    """What waits is taken only then: its numbers may go on by chance where the run before has
+    ended.
+    """
     monkeypatch.setattr(kv_source, "REPLAYED_AT_ONCE", 1)
     stage.engine.publish(3)
     stage.source.begin()
@@ -621,7 +634,9 @@ async def test_what_waits_is_dropped_when_the_connection_is_another_one(stage: S
 
 
 async def test_a_restart_while_replays_fail_is_not_taken_for_the_same_run(stage: Stage) -> None:
-    """The first message of the new run that comes may have just the number that the run before has reached."""
+    """The first message of the new run that comes may have just the number that the run before has
+    reached.
+    """
     stage.engine.silent = True
     stage.source.begin()
     await stage.settled()
@@ -647,7 +662,9 @@ async def test_a_restart_while_replays_fail_is_not_taken_for_the_same_run(stage:
 
 
 async def test_without_replays_another_connection_may_be_another_run() -> None:
-    """The numbers alone can't tell them apart: all is forgotten, also if the engine is the same and nothing was lost."""
+    """The numbers alone can't tell them apart: all is forgotten, also if the engine is the same and
+    nothing was lost.
+    """
     stage = Stage(replays=False)
     stage.source.state_changed(True)
     stage.engine.publish(2)
@@ -677,7 +694,19 @@ async def over(stage: Stage) -> None:
 
 
 OPERATIONS = st.sampled_from(
-    ["deliver", "deliver", "deliver", "lose", "restart", "reconnect", "wait", "lossy", "no end", "evict", "silent"]
+    [
+        "deliver",
+        "deliver",
+        "deliver",
+        "lose",
+        "restart",
+        "reconnect",
+        "wait",
+        "lossy",
+        "no end",
+        "evict",
+        "silent",
+    ]
 )
 KINDS = st.sampled_from(["replays", "no replays", "connects"])
 
@@ -687,10 +716,12 @@ KINDS = st.sampled_from(["replays", "no replays", "connects"])
 def test_whatever_is_lost_the_end_is_what_the_engine_has(
     operations: list[str], chance: random.Random, kind: str
 ) -> None:
-    """Any mix of messages, losses, restarts and lossy replays: once messages come again, all is known and nothing else.
+    """Any mix of messages, losses, restarts and lossy replays: once messages come again, all is
+    known and nothing else.
 
-    If an engine `connects`, nothing shows that its connection is another one, and the first message of its next run may have the
-    number that the last one has reached. The registry finds that run, some time later.
+    If an engine `connects`, nothing shows that its connection is another one, and the first message
+    of its next run may have the number that the last one has reached. The registry finds that run,
+    some time later.
     """
 
     async def run() -> None:
@@ -759,7 +790,9 @@ def test_whatever_is_lost_the_end_is_what_the_engine_has(
         await over(stage)
         stage.send(store())
         await over(stage)
-        incomplete = {result for result in stage.counts.replays if result not in ("complete", "too_old")}
+        incomplete = {
+            result for result in stage.counts.replays if result not in ("complete", "too_old")
+        }
         known = stage.index.hashes
         assert known <= held
         assert known == held or incomplete or kind == "no replays"

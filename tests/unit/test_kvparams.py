@@ -1,4 +1,6 @@
-"""`kv_transfer_params` of a KV store: what is taken, how a mistake is told, and keys that any process makes alike."""
+"""`kv_transfer_params` of a KV store: what is taken, how a mistake is told, and keys that any
+process makes alike.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.wire.kvparams import FIELDS, KVParamsError, KVTransferParams, read, read_batch, store_keys
+from pdproxy.wire.kvparams import (
+    FIELDS,
+    KVParamsError,
+    KVTransferParams,
+    read,
+    read_batch,
+    store_keys,
+)
 
 KEYS = ("kvcache_load_keys", "kvcache_store_keys")
 
@@ -38,7 +47,9 @@ def params(*values: Any) -> KVTransferParams:
     ],
 )
 def test_shapes_that_are_taken(values: tuple[Any, ...]) -> None:
-    """None, flat, or one list a request, at P and at D; keys and ids may differ in number. Read back, they are the same."""
+    """None, flat, or one list a request, at P and at D; keys and ids may differ in number. Read
+    back, they are the same.
+    """
     made = params(*values)
     assert tuple(made.as_dict().values()) == values
     assert read_batch(made.as_dict()) == made
@@ -73,7 +84,19 @@ def test_ids_that_are_no_ids(value: Any) -> None:
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize(
     "value",
-    [7, "text", ("a",), [7], ["a", 7], ["a", None], ["a", ["b"]], [["a", 7], ["b"]], [["a", None]], [[["a"]]], [b"a"]],
+    [
+        7,
+        "text",
+        ("a",),
+        [7],
+        ["a", 7],
+        ["a", None],
+        ["a", ["b"]],
+        [["a", 7], ["b"]],
+        [["a", None]],
+        [[["a"]]],
+        [b"a"],
+    ],
 )
 def test_keys_that_are_no_keys(name: str, value: Any) -> None:
     """The same for keys, which are texts."""
@@ -84,7 +107,9 @@ def test_keys_that_are_no_keys(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("value", [[None], [[]], [["a"], None], [[7]]])
 def test_a_request_brings_flat_lists(name: str, value: Any) -> None:
-    """What is nested belongs to several requests: one request that brings it is refused by name, as text or object."""
+    """What is nested belongs to several requests: one request that brings it is refused by name, as
+    text or object.
+    """
     for given_as in ({name: value}, json.dumps({name: value})):
         with pytest.raises(KVParamsError, match=f"^{name}: "):
             read(given_as)
@@ -108,7 +133,10 @@ def test_flat_and_nested_are_told_apart() -> None:
         ("[7]", "kv_transfer_params: expected a JSON object, got list"),
         ("null", "kv_transfer_params: expected a JSON object, got null"),
         (12345, "kv_transfer_params: expected an object or its JSON text, got int"),
-        ([("kvcache_load_keys", [])], "kv_transfer_params: expected an object or its JSON text, got list"),
+        (
+            [("kvcache_load_keys", [])],
+            "kv_transfer_params: expected an object or its JSON text, got list",
+        ),
         ({"kvcache_keys": []}, "kvcache_keys: unknown field"),
         ('{"kvcache_keys": []}', "kvcache_keys: unknown field"),
     ],
@@ -128,7 +156,9 @@ def test_none_is_none() -> None:
 
 
 def test_nulls_are_written() -> None:
-    """On the wire each field stands, as the pull request's proxy writes it: null where nothing is to be done."""
+    """On the wire each field stands, as the pull request's proxy writes it: null where nothing is
+    to be done.
+    """
     made = KVTransferParams(prefix_prompt_ids=[7], kvcache_store_keys=["a"])
     assert json.loads(made.as_json()) == {
         "prefix_prompt_ids": [7],
@@ -140,13 +170,20 @@ def test_nulls_are_written() -> None:
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 keys = st.lists(st.text(max_size=8), max_size=5)
 flat = st.fixed_dictionaries(
-    {}, optional={"prefix_prompt_ids": st.none() | ids, KEYS[0]: st.none() | keys, KEYS[1]: st.none() | keys}
+    {},
+    optional={
+        "prefix_prompt_ids": st.none() | ids,
+        KEYS[0]: st.none() | keys,
+        KEYS[1]: st.none() | keys,
+    },
 )
 
 
 @given(flat)
 def test_objects_and_texts_read_alike(value: dict[str, Any]) -> None:
-    """A request's params are the same whether they came as an object or as its text, and come back as they went."""
+    """A request's params are the same whether they came as an object or as its text, and come back
+    as they went.
+    """
     made = read(value)
     assert made is not None
     assert made == read(json.dumps(value)) == read(made.as_json()) == read(made.as_dict())
@@ -156,15 +193,23 @@ def test_objects_and_texts_read_alike(value: dict[str, Any]) -> None:
 
 
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=6,
 )
 
 
 @given(st.sampled_from(FIELDS), anything)
 def test_a_wrong_value_is_told_by_its_field(name: str, value: Any) -> None:
-    """Whatever a field holds, it is taken as it stands or refused by the field's name; never anything else."""
+    """Whatever a field holds, it is taken as it stands or refused by the field's name; never
+    anything else.
+    """
     made: KVTransferParams | None = None
     told = f"{name}: "
     try:
@@ -190,7 +235,9 @@ def test_a_scope_is_no_prefix_of_ids() -> None:
 
 
 def test_keys_are_those_of_every_process() -> None:
-    """A key is fixed for good: P and D are asked by different workers of ours, and a store outlives us all."""
+    """A key is fixed for good: P and D are asked by different workers of ours, and a store outlives
+    us all.
+    """
     assert store_keys([1, 2, 3], "m") == ["1cbfe4afce55e8638ff7703eb4f646db"]
     code = "from pdproxy.wire.kvparams import store_keys; print(store_keys([1, 2, 3], 'm')[0])"
     for seed in ("1", "2"):

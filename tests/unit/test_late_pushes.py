@@ -1,4 +1,6 @@
-"""Pushes that are late: lost only if the decode engine waits for KV, and the prefill engine has gone through a step."""
+"""Pushes that are late: lost only if the decode engine waits for KV, and the prefill engine has
+gone through a step.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,12 @@ class Pair:
         custodian: Any = SimpleNamespace(awaiting_push=lambda: self.pushes)
         engines: Any = {"p": SimpleNamespace(in_ledger=engine)}
         late = LatePushes(
-            custodian, engines, self.scrape, self.asked, lambda url, _: self.suspected.append(url), self.clock
+            custodian,
+            engines,
+            self.scrape,
+            self.asked,
+            lambda url, _: self.suspected.append(url),
+            self.clock,
         )
         custody: Any = self.pushes[at]
         return await self.clock.through(late.is_lost(custody), GRACE)
@@ -81,7 +88,9 @@ async def test_whether_a_push_is_lost(pair: Pair, is_lost: bool) -> None:
 
 
 async def test_the_oldest_legs_are_those_that_wait_for_kv() -> None:
-    """No engine shows which: what waits for a place gets one in its turn, and what waits for a lost push stays."""
+    """No engine shows which: what waits for a place gets one in its turn, and what waits for a lost
+    push stays.
+    """
     pair = Pair(waiting=[2.0])
     now = pair.clock.now()
     pair.pushes = [Push(now - 50), Push(now - 70), Push(now - 60)]

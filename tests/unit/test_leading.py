@@ -1,4 +1,6 @@
-"""Which of several processes leads: the one that has served longest and is alive, whatever is killed, stopped and started."""
+"""Which of several processes leads: the one that has served longest and is alive, whatever is
+killed, stopped and started.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Processes:
         self.stopped: set[int] = set()
 
     def made(self, number: int) -> Leading:
-        return Leading(number, self.table.column(number), self.table.others(number), lambda: self.now)
+        return Leading(
+            number, self.table.column(number), self.table.others(number), lambda: self.now
+        )
 
     def pass_(self, beats: int = 1) -> None:
         """Let time pass. Those that are not stopped show that they are alive."""
@@ -42,7 +46,11 @@ class Processes:
 
     @property
     def leaders(self) -> list[int]:
-        return [number for number, one in enumerate(self.all) if one.leads and number not in self.stopped]
+        return [
+            number
+            for number, one in enumerate(self.all)
+            if one.leads and number not in self.stopped
+        ]
 
 
 def test_the_first_one_leads_and_stays() -> None:
@@ -70,7 +78,9 @@ def test_another_one_leads_at_its_next_beat_after_a_kill() -> None:
 
 
 def test_a_stopped_leader_is_replaced_and_follows_when_it_goes_on() -> None:
-    """Until its first beat it believes to lead; that beat comes before it reads any answer that is older."""
+    """Until its first beat it believes to lead; that beat comes before it reads any answer that is
+    older.
+    """
     made = Processes(2)
     made.pass_(4)
     made.stopped.add(0)

@@ -26,7 +26,9 @@ URLS = [spec.url for spec in SPECS]
 SPLIT = (Role.PREFILL, Role.DECODE)
 
 
-def evidence(models: str = "m", version: str = "1", started: float = 1.0, block: int | None = 16) -> Evidence:
+def evidence(
+    models: str = "m", version: str = "1", started: float = 1.0, block: int | None = 16
+) -> Evidence:
     """What an engine reports about itself."""
     return Evidence(frozenset(models), version, block, ((1, 2),), 5, started)
 
@@ -54,7 +56,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.started = 1.0
 
     @rule(
-        size=st.integers(0, 1000), model=st.sampled_from(["m", None, "other"]), without=st.sets(st.sampled_from(URLS))
+        size=st.integers(0, 1000),
+        model=st.sampled_from(["m", None, "other"]),
+        without=st.sets(st.sampled_from(URLS)),
     )
     def pair(self, size: int, model: str | None, without: set[str]) -> None:
         got = self.ledger.assign(SPLIT, Ask(model, size, self.now), without=without)
@@ -66,7 +70,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not {p.url, d.url} & (self.down | without)
         for engine in (p, d):
             assert engine.up
-            others = [n for n in self.ledger.engines if n.role is engine.role and n.url not in without]
+            others = [
+                n for n in self.ledger.engines if n.role is engine.role and n.url not in without
+            ]
             assert engine.usable(self.now) or not any(n.usable(self.now) for n in others)
         assert model != "other"
         assert p.evidence is not None
@@ -112,7 +118,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if restarted:
             self.started += 1
         assert engine.evidence is not None
-        found = evidence(version=version, started=self.started if restarted else engine.evidence.started)
+        found = evidence(
+            version=version, started=self.started if restarted else engine.evidence.started
+        )
         if found != engine.evidence:
             self.ejected = {pair for pair in self.ejected if url not in pair}
         self.ledger.mark_up(url, found)
@@ -178,7 +186,9 @@ def test_ties_go_round_for_each_role() -> None:
 
 
 def test_how_long_an_engine_has_been_down() -> None:
-    """It counts from the first failed probe, not from later ones, and ends with the first good probe."""
+    """It counts from the first failed probe, not from later ones, and ends with the first good
+    probe.
+    """
     made = ledger()
     engine = made.engines[2]
     assert (engine.up, engine.down_for(50)) == (True, 0)
@@ -211,7 +221,9 @@ def test_differences(other: Evidence, why: str | None) -> None:
 
 
 def test_an_engine_that_does_not_know_the_model_replaces_none_that_does() -> None:
-    """Its 404 would be the answer, though the model exists: the one that failed is asked again instead."""
+    """Its 404 would be the answer, though the model exists: the one that failed is asked again
+    instead.
+    """
     made = Ledger(
         [EngineSpec("d1", Role.DECODE), EngineSpec("d2", Role.DECODE)],
         LedgerOptions(breaker_failures=2, breaker_cooldown=10),
@@ -249,7 +261,9 @@ def test_not_ready_before_all_are_probed() -> None:
 
 
 def test_an_engine_that_is_added_later_does_not_make_it_unready() -> None:
-    """Only the engines of the start are waited for, all of them; a later one stands in the details until it was probed."""
+    """Only the engines of the start are waited for, all of them; a later one stands in the details
+    until it was probed.
+    """
     made = ledger(probed=False)
     for engine in made.engines[1:]:
         made.mark_up(engine.url, evidence())
@@ -286,7 +300,9 @@ SOURCES = [
 
 
 def test_a_decode_engine_with_sources_takes_from_no_other() -> None:
-    """Whatever the loads are: pairs are as configured, and a decode engine without sources takes from every prefill engine."""
+    """Whatever the loads are: pairs are as configured, and a decode engine without sources takes
+    from every prefill engine.
+    """
     made = Ledger(SOURCES, LedgerOptions(breaker_failures=2, breaker_cooldown=10))
     for spec in SOURCES:
         made.mark_up(spec.url, evidence())
@@ -329,8 +345,12 @@ def run_of(made: Ledger, url: str) -> int:
         (evidence(), evidence(started=0.0), True, True),
     ],
 )
-def test_which_run_of_an_engine_it_is(before: Evidence, after: Evidence, down: bool, another: bool) -> None:
-    """Its start time decides. Where it reports none, an engine that was down or has changed may be another run."""
+def test_which_run_of_an_engine_it_is(
+    before: Evidence, after: Evidence, down: bool, another: bool
+) -> None:
+    """Its start time decides. Where it reports none, an engine that was down or has changed may be
+    another run.
+    """
     made = ledger(probed=False)
     unseen = run_of(made, "p1")
     made.mark_up("p1", before)
@@ -345,7 +365,9 @@ def test_which_run_of_an_engine_it_is(before: Evidence, after: Evidence, down: b
 
 
 def test_the_end_of_an_engines_run_is_reported() -> None:
-    """Once it is down, and if it was started again unseen. Not for what it only reports anew, or for a breaker."""
+    """Once it is down, and if it was started again unseen. Not for what it only reports anew, or
+    for a breaker.
+    """
     made, lost = ledger(), list[str]()
     made.when_lost(lost.append)
     made.mark_up("p1", evidence())
@@ -381,10 +403,18 @@ def test_an_engine_that_takes_no_connection_is_lost() -> None:
 
 @pytest.mark.parametrize("verdict", [Verdict.FAILED, Verdict.GOOD])
 def test_legs_of_a_removed_engine_move_no_breaker(verdict: Verdict) -> None:
-    """They end as they may: the engine stays removed, and no engine looks as if it were out of use."""
+    """They end as they may: the engine stays removed, and no engine looks as if it were out of
+    use.
+    """
     made = ledger()
     found = [made.assign(SPLIT, Ask("m", 1, 0.0)) for _ in range(8)]
-    leases = [lease for one in found if one is not None for lease in one.leases if lease.engine.url == "p1"]
+    leases = [
+        lease
+        for one in found
+        if one is not None
+        for lease in one.leases
+        if lease.engine.url == "p1"
+    ]
     assert len(leases) > 2
     made.close(leases.pop(), Verdict.FAILED, 0.0)
     made.remove("p1")
@@ -398,7 +428,10 @@ def test_legs_of_a_removed_engine_move_no_breaker(verdict: Verdict) -> None:
 
 def test_an_engine_falls_asleep_and_wakes_once() -> None:
     made = ledger()
-    assert [made.mark_asleep(url, how) for url, how in (("d1", "1"), ("d1", "1"), ("d1", None), ("gone", "1"))] == [
+    assert [
+        made.mark_asleep(url, how)
+        for url, how in (("d1", "1"), ("d1", "1"), ("d1", None), ("gone", "1"))
+    ] == [
         True,
         False,
         True,
@@ -406,7 +439,11 @@ def test_an_engine_falls_asleep_and_wakes_once() -> None:
     ]
     made.mark_asleep("d1", "2")
     found = [made.assign(SPLIT, Ask("m", 1, 0.0)) for _ in range(4)]
-    assert {lease.engine.url for one in found if one is not None for lease in one.leases} == {"p1", "p2", "d2"}
+    assert {lease.engine.url for one in found if one is not None for lease in one.leases} == {
+        "p1",
+        "p2",
+        "d2",
+    }
 
 
 def test_a_model_that_only_a_stalled_engine_serves_is_waited_for() -> None:
@@ -423,7 +460,11 @@ def test_a_model_that_only_a_stalled_engine_serves_is_waited_for() -> None:
     made.mark_stalled("d1", "stands still")
     assert changes
     assert made.assign_alone(ask) is None
-    assert (made.may_return("a"), made.may_return("b"), made.may_return("c")) == (True, False, False)
+    assert (made.may_return("a"), made.may_return("b"), made.may_return("c")) == (
+        True,
+        False,
+        False,
+    )
     assert (lease := made.assign_alone(Ask("c", 1, 0.0))) is not None
     assert lease.engine.url == "d2"
     made.mark_down("d1", "refused", 0.0)

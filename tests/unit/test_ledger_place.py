@@ -1,4 +1,6 @@
-"""The ledger with a placement: whom it may choose from, what is leased, what it learns; and engines for any role."""
+"""The ledger with a placement: whom it may choose from, what is leased, what it learns; and engines
+for any role.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def spec(name: str, **more: object) -> EngineSpec:
 def made(*specs: EngineSpec, alone: Sequence[Role] = ALONE) -> tuple[Ledger, Scripted]:
     """A ledger of engines that are up, and its placement."""
     placement = Scripted(PlacementContext())
-    ledger = Ledger(specs, LedgerOptions(breaker_failures=1, breaker_cooldown=10, alone=alone, placement=placement))
+    ledger = Ledger(
+        specs,
+        LedgerOptions(breaker_failures=1, breaker_cooldown=10, alone=alone, placement=placement),
+    )
     for one in specs:
         ledger.mark_up(one.url, evidence())
     return ledger, placement
@@ -65,7 +70,9 @@ def roles(assignment: Assignment | None) -> list[tuple[str, str]]:
     ],
 )
 def test_who_may_do_what(engines: str, alone: Sequence[Role], wanted: tuple[str, str, str]) -> None:
-    """Whole: engines of the roles that the contract allows, each once. What must be whole has no pairs."""
+    """Whole: engines of the roles that the contract allows, each once. What must be whole has no
+    pairs.
+    """
     ledger, placement = made(*[spec(name) for name in engines.split()], alone=alone)
     placement.usual = whole()
     assert ledger.place(ASK, split=True) is not None
@@ -142,7 +149,9 @@ def test_open_breakers_full_engines_and_other_models_are_left_out() -> None:
 
 
 def test_an_open_breaker_counts_beside_engines_of_other_roles() -> None:
-    """The only aggregated engine is no candidate while its breaker is open and a decode engine's is not."""
+    """The only aggregated engine is no candidate while its breaker is open and a decode engine's is
+    not.
+    """
     ledger, placement = made(spec("a"), spec("d"))
     placement.usual = whole()
     first = ledger.place(ASK, split=False)
@@ -169,7 +178,9 @@ def test_nobody_and_refused_are_different() -> None:
 
 
 def test_the_candidates_are_the_same_object_until_an_engine_changes() -> None:
-    """So that a placement can keep what it computes of them. Models that nobody serves are not kept."""
+    """So that a placement can keep what it computes of them. Models that nobody serves are not
+    kept.
+    """
     ledger, placement = made(spec("x"), spec("x2"))
     placement.usual = whole()
     for _ in range(3):
@@ -195,8 +206,13 @@ def test_without_a_placement_nothing_can_be_placed() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_engines_for_any_role_take_turns(count: int) -> None:
-    """In both parts. The best prefill engine is also the best decode engine, so that a ranking decides each time."""
-    ledger = Ledger([spec(f"x{n}") for n in range(count)], LedgerOptions(breaker_failures=1, breaker_cooldown=10))
+    """In both parts. The best prefill engine is also the best decode engine, so that a ranking
+    decides each time.
+    """
+    ledger = Ledger(
+        [spec(f"x{n}") for n in range(count)],
+        LedgerOptions(breaker_failures=1, breaker_cooldown=10),
+    )
     for engine in ledger.engines:
         ledger.mark_up(engine.url, evidence())
     pairs = []
@@ -213,7 +229,9 @@ def test_engines_for_any_role_take_turns(count: int) -> None:
 
 def test_engines_for_any_role_share_load() -> None:
     """The load of one part counts in the others: kept requests spread over all engines."""
-    ledger = Ledger([spec(f"x{n}") for n in range(4)], LedgerOptions(breaker_failures=1, breaker_cooldown=10))
+    ledger = Ledger(
+        [spec(f"x{n}") for n in range(4)], LedgerOptions(breaker_failures=1, breaker_cooldown=10)
+    )
     for engine in ledger.engines:
         ledger.mark_up(engine.url, evidence())
     for n in range(40):
@@ -227,23 +245,38 @@ RACK_A, RACK_B = ((("rack", name),) for name in "ab")
 @pytest.mark.parametrize(
     ("specs", "left"),
     [
-        ([spec("p", within=RACK_A), spec("d", within=RACK_A), spec("d2", within=RACK_B)], ["decode d2"]),
+        (
+            [spec("p", within=RACK_A), spec("d", within=RACK_A), spec("d2", within=RACK_B)],
+            ["decode d2"],
+        ),
         ([spec("p", within=RACK_A), spec("d", within=RACK_B)], ["prefill p", "decode d"]),
         ([spec("p"), spec("p2"), spec("d", sources=frozenset({"p"}))], ["prefill p2"]),
-        ([spec("x", within=RACK_A), spec("x2", within=RACK_A), spec("x3", within=RACK_B)], ["any x3"]),
+        (
+            [spec("x", within=RACK_A), spec("x2", within=RACK_A), spec("x3", within=RACK_B)],
+            ["any x3"],
+        ),
         ([spec("x", within=RACK_A), spec("d", within=RACK_A), spec("p", within=RACK_A)], []),
         ([spec("p", within=RACK_A), spec("d", within=RACK_A), spec("a", within=RACK_B)], []),
         ([spec("x")], []),
         ([spec("d"), spec("d2")], []),
-        ([spec("p"), spec("x", sources=frozenset({"p"})), spec("x2", sources=frozenset({"p"}))], []),
+        (
+            [spec("p"), spec("x", sources=frozenset({"p"})), spec("x2", sources=frozenset({"p"}))],
+            [],
+        ),
     ],
 )
-def test_engines_that_the_settings_leave_no_partner_are_named(specs: list[EngineSpec], left: list[str]) -> None:
-    """A label that was misspelled would leave an engine idle for ever. Also while it is down: that changes nothing."""
+def test_engines_that_the_settings_leave_no_partner_are_named(
+    specs: list[EngineSpec], left: list[str]
+) -> None:
+    """A label that was misspelled would leave an engine idle for ever. Also while it is down: that
+    changes nothing.
+    """
     ledger = Ledger(specs, LedgerOptions(breaker_failures=1, breaker_cooldown=10))
     for one in specs:
         ledger.mark_up(one.url, evidence())
-    said = [f"{name} shares work with no engine: sources and pair_within leave it none" for name in left]
+    said = [
+        f"{name} shares work with no engine: sources and pair_within leave it none" for name in left
+    ]
     assert ledger.shortcomings(0.0) == said
     ledger.mark_down(specs[-1].url, "gone", 0.0)
     assert [text for text in ledger.shortcomings(0.0) if "shares work" in text] == said
@@ -256,4 +289,9 @@ def test_an_objective_overrides_another_where_it_says_something() -> None:
     pool = Slo(ttft=1.0, gap=0.1)
     assert Slo(ttft=0.2, tpot=0.01).over(pool) == Slo(0.2, 0.01, 0.1)
     assert NO_SLO.over(pool) == pool
-    assert [bool(one) for one in (NO_SLO, pool, Slo(gap=0.1), Slo(tpot=1.0))] == [False, True, True, True]
+    assert [bool(one) for one in (NO_SLO, pool, Slo(gap=0.1), Slo(tpot=1.0))] == [
+        False,
+        True,
+        True,
+        True,
+    ]

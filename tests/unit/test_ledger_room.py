@@ -1,4 +1,6 @@
-"""The ledger where engines have windows: those with room come first, and one without is better than none."""
+"""The ledger where engines have windows: those with room come first, and one without is better than
+none.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.unit.test_ledger_place import SPLIT, evidence, names, spec
 ASK = Ask("m", 100, 5.0)
 
 
-def made(*urls: str, placement: Scripted | None = None, policy: str = "round_robin", **windows: float) -> Ledger:
+def made(
+    *urls: str, placement: Scripted | None = None, policy: str = "round_robin", **windows: float
+) -> Ledger:
     """A ledger of engines that are up."""
     ledger = Ledger(
         [spec(url, **({"sources": frozenset({"p2"})} if url == "d2" else {})) for url in urls],
@@ -58,7 +62,9 @@ def test_where_none_has_room_the_policy_chooses() -> None:
 
 
 def test_room_is_no_reason_for_a_pair_that_does_not_fit() -> None:
-    """The decode engine with room takes KV from one prefill engine only, and that one comes before it."""
+    """The decode engine with room takes KV from one prefill engine only, and that one comes before
+    it.
+    """
     ledger = made("p1", "d1", "d2", d1=1.0)
     assert pairs(ledger, 4) == {"p1": 4, "d1": 4}, "there is no p2"
 
@@ -67,7 +73,11 @@ def test_room_is_no_reason_for_a_pair_that_does_not_fit() -> None:
 def test_one_engine_that_serves_alone(policy: str) -> None:
     """Also one of another role, if that has room."""
     ledger = made("a1", "a3", "d1", policy=policy, a1=2.0, a3=3.0)
-    found = Counter(lease.engine.url for lease in (ledger.assign_alone(ASK) for _ in range(9)) if lease is not None)
+    found = Counter(
+        lease.engine.url
+        for lease in (ledger.assign_alone(ASK) for _ in range(9))
+        if lease is not None
+    )
     assert (found["a1"], found["a3"], found["d1"]) == (2, 3, 4)
     assert ledger.assign_alone(ASK, without=["d1"]) is not None
 

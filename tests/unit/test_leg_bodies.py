@@ -1,4 +1,6 @@
-"""What both engines are sent of a client's fields, by every contract that moves KV between two engines."""
+"""What both engines are sent of a client's fields, by every contract that moves KV between two
+engines.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from pdproxy.wire.request import Parsed, Route, parse
 from tests.fakes.prompts import answered
 
 MINTED = "0123456789abcdef" * 2
-KINDS = ["nixl", "nixl-push", "mooncake", "moriio READ", "moriio WRITE", "p2p-nccl", "cpu", "shared"]
+KINDS = [
+    "nixl",
+    "nixl-push",
+    "mooncake",
+    "moriio READ",
+    "moriio WRITE",
+    "p2p-nccl",
+    "cpu",
+    "shared",
+]
 NO_PARAMS = ("p2p-nccl", "shared")
 ADDRESS = "host:10.0.0.1,handshake:6301,notify:61005"
 PROMPTS: dict[Route, dict[str, Any]] = {
@@ -48,9 +59,19 @@ def contract_of(kind: str) -> tuple[Contract, Dispatch]:
     entry = registry.entry_of(name)
     contract = entry.build(entry.options())
     address = {"p2p-nccl": "10.0.0.1:21001", "mooncake": "http://10.0.0.1:8998"}.get(name, ADDRESS)
-    peer = Peer(engine_id="p", host="10.0.0.1", port=5600, address=address, tp_size=1, pp_size=1, mode=mode or None)
+    peer = Peer(
+        engine_id="p",
+        host="10.0.0.1",
+        port=5600,
+        address=address,
+        tp_size=1,
+        pp_size=1,
+        mode=mode or None,
+    )
     dispatch = Dispatch(MINTED, prefill_peer=peer, decode_peer=peer)
-    return contract, Dispatch(contract.leg_id(MINTED, dispatch), prefill_peer=peer, decode_peer=peer)
+    return contract, Dispatch(
+        contract.leg_id(MINTED, dispatch), prefill_peer=peer, decode_peer=peer
+    )
 
 
 def legs(kind: str, parsed: Parsed) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -72,7 +93,13 @@ def asked(route: Route, **fields: Any) -> Parsed:
 @EACH
 @ROUTES
 def test_the_prefill_leg_makes_one_token_and_does_not_stream(kind: str, route: Route) -> None:
-    fields = {"max_tokens": 30, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 5, "seed": 42}
+    fields = {
+        "max_tokens": 30,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "min_tokens": 5,
+        "seed": 42,
+    }
     p, d = legs(kind, asked(route, **fields))
     assert (p["max_tokens"], p["stream"], p["min_tokens"], p["seed"]) == (1, False, 1, 42)
     assert "stream_options" not in p
@@ -93,7 +120,9 @@ def test_a_chats_other_limit_is_one_too(kind: str, limit: int) -> None:
 def test_a_request_without_limits_gets_none_but_on_its_prefill_leg(kind: str, route: Route) -> None:
     p, d = legs(kind, asked(route))
     assert p["max_tokens"] == 1
-    assert not {"max_completion_tokens", "min_tokens"} & p.keys() or kind.startswith(("mooncake", "moriio"))
+    assert not {"max_completion_tokens", "min_tokens"} & p.keys() or kind.startswith(
+        ("mooncake", "moriio")
+    )
     assert not {"max_tokens", "max_completion_tokens", "min_tokens", "stop"} & d.keys()
 
 
@@ -101,7 +130,10 @@ def test_a_request_without_limits_gets_none_but_on_its_prefill_leg(kind: str, ro
 @ROUTES
 def test_who_prefills_and_who_decodes(kind: str, route: Route) -> None:
     """And nothing that a client has sent under that name."""
-    p, d = legs(kind, asked(route, kv_transfer_params={"do_remote_prefill": True, "remote_engine_id": "mine"}))
+    p, d = legs(
+        kind,
+        asked(route, kv_transfer_params={"do_remote_prefill": True, "remote_engine_id": "mine"}),
+    )
     if kind in NO_PARAMS:
         assert not {"kv_transfer_params"} & (p.keys() | d.keys())
         return
@@ -120,7 +152,9 @@ def test_who_prefills_and_who_decodes(kind: str, route: Route) -> None:
 @ROUTES
 def test_the_request_itself_is_not_changed(kind: str, route: Route) -> None:
     """Further attempts are made of it."""
-    parsed = asked(route, max_tokens=30, stop=["x"], stream=True, stream_options={"include_usage": True})
+    parsed = asked(
+        route, max_tokens=30, stop=["x"], stream=True, stream_options={"include_usage": True}
+    )
     before = {name: bytes(value) for name, value in parsed.fields.items()}
     legs(kind, parsed)
     assert {name: bytes(value) for name, value in parsed.fields.items()} == before

@@ -1,4 +1,6 @@
-"""Several workers watch engines, each its own legs, with the signs of all: a stall is found as fast as with one process."""
+"""Several workers watch engines, each its own legs, with the signs of all: a stall is found as fast
+as with one process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Lead:
 
 
 class Workers:
-    """The same two engines, as so many workers see them. A verdict of one is passed on, as `fleet.findings` does."""
+    """The same two engines, as so many workers see them. A verdict of one is passed on, as
+    `fleet.findings` does.
+    """
 
     def __init__(self, count: int = 2) -> None:
         table = SharedTable(count, 8, life_signs.MEASURES)
@@ -79,7 +83,9 @@ async def _time_until_out(workers: Workers, legs: list[Leg]) -> float:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("of_worker", [0, 1])
-async def test_an_engine_is_taken_out_as_fast_as_with_one_process(of_worker: int, streams: bool) -> None:
+async def test_an_engine_is_taken_out_as_fast_as_with_one_process(
+    of_worker: int, streams: bool
+) -> None:
     """Its legs are those of one worker, of either, or of both."""
     times = []
     for count, where in ((1, [0]), (2, [of_worker]), (2, [0, 1])):
@@ -97,7 +103,9 @@ async def test_an_engine_is_taken_out_as_fast_as_with_one_process(of_worker: int
 
 
 async def test_a_sign_to_one_worker_is_one_for_all() -> None:
-    """The only leg of a worker waits for long; another worker's stream flows. The engine is not asked for anything."""
+    """The only leg of a worker waits for long; another worker's stream flows. The engine is not
+    asked for anything.
+    """
     workers = Workers()
     quiet, flows = workers.pools[1].leg("d1"), workers.pools[0].leg("d1")
     for _ in range(20):
@@ -109,7 +117,9 @@ async def test_a_sign_to_one_worker_is_one_for_all() -> None:
 
 
 async def test_only_the_leader_asks_an_engine_that_stands_still() -> None:
-    """A follower has found it. The leader sees its sign, and lets it in; both count the next stall as one soon after."""
+    """A follower has found it. The leader sees its sign, and lets it in; both count the next stall
+    as one soon after.
+    """
     workers = Workers()
     workers.pools[1].leg("d1")
     workers.freeze("d1")

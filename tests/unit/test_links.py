@@ -65,7 +65,9 @@ def test_one_that_does_not_read_is_no_longer_sent_to(monkeypatch: pytest.MonkeyP
 
 
 def test_a_message_that_is_too_long_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page of more engines than anybody thought of would otherwise end the worker that makes it, again and again."""
+    """A page of more engines than anybody thought of would otherwise end the worker that makes it,
+    again and again.
+    """
     monkeypatch.setattr(links, "MAX_MESSAGE", 1000)
     one, other = _ends()
     with pytest.raises(TooLongError, match="'page' of 1"):
@@ -86,7 +88,9 @@ def test_the_end_of_the_other_process_is_seen() -> None:
     one.close()
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\0\0\0\3abc", b"\0\0\0\1\x90", b"\0\0\0\0"])
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xff\xff\xff", b"\0\0\0\3abc", b"\0\0\0\1\x90", b"\0\0\0\0"]
+)
 def test_what_is_no_message_is_refused(garbage: bytes) -> None:
     one, other = pair()
     one.sendall(garbage)

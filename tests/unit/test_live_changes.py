@@ -29,7 +29,9 @@ from tests.unit.test_live_settings import NODES, settings
 
 
 async def test_more_requests_than_engines_can_take() -> None:
-    """A limit on all requests that is lowered, and raised again, leaves the bound of the engines as it was."""
+    """A limit on all requests that is lowered, and raised again, leaves the bound of the engines as
+    it was.
+    """
     old = msgspec.structs.replace(settings(), limits=Limits(engine_requests=4))
     proxy = Proxy.build(old, Shelf())
     try:
@@ -49,15 +51,21 @@ async def test_more_requests_than_engines_can_take() -> None:
         await proxy.stop()
 
 
-async def test_an_engine_that_cannot_be_put_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its key file was deleted with the change. The first failure is shown, the other pools are put back, and the log says so."""
+async def test_an_engine_that_cannot_be_put_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its key file was deleted with the change. The first failure is shown, the other pools are put
+    back, and the log says so.
+    """
     key = tmp_path / "key"
     key.write_text("secret")
     a, b, c, new = (ConfiguredEngine(url=f"http://{name}:8000", role="decode") for name in "abcn")
     keyed = msgspec.structs.replace(b, api_key_file=str(key))
 
     def of(*pools: tuple[ConfiguredEngine, ...]) -> Settings:
-        return Settings(pools=tuple(Pool(name=f"pool {at}", nodes=nodes) for at, nodes in enumerate(pools)))
+        return Settings(
+            pools=tuple(Pool(name=f"pool {at}", nodes=nodes) for at, nodes in enumerate(pools))
+        )
 
     old = of((a,), (keyed,), (c,))
     proxy = Proxy.build(old, Shelf())
@@ -79,7 +87,14 @@ def second(**fields: Any) -> Settings:
     """Settings with a second pool that has these."""
     first = Pool(name="first", nodes=(ConfiguredEngine(url="http://a:8000", role="decode"),))
     return Settings(
-        pools=(first, Pool(name="other", nodes=(ConfiguredEngine(url="http://b:8000", role="decode"),), **fields))
+        pools=(
+            first,
+            Pool(
+                name="other",
+                nodes=(ConfiguredEngine(url="http://b:8000", role="decode"),),
+                **fields,
+            ),
+        )
     )
 
 
@@ -91,7 +106,9 @@ async def test_what_is_wrong_with_a_pool_names_it() -> None:
         events = KvEvents(enabled=True, host="127.0.0.1", port=taken.getsockname()[1])
         proxy = Proxy.build(second(kv_events=events, policy=PoolPolicy(prefill="prefix")), Shelf())
         try:
-            with pytest.raises(SettingsError, match=r"pool other: can't bind pools\[1\]\.kv_events"):
+            with pytest.raises(
+                SettingsError, match=r"pool other: can't bind pools\[1\]\.kv_events"
+            ):
                 proxy.start()
         finally:
             await proxy.stop()

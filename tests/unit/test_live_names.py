@@ -1,4 +1,6 @@
-"""Names in DNS that change with the settings while a proxy runs: all of a change is used, or none."""
+"""Names in DNS that change with the settings while a proxy runs: all of a change is used, or
+none.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ class Answers:
 
     async def look_up(self, name: DnsName) -> dict[str, DnsRecords | LookupFailedError]:
         host = self.hosts.get(name.name)
-        return {"A": LookupFailedError("no such name") if host is None else DnsRecords(((host, None),), 60)}
+        return {
+            "A": LookupFailedError("no such name")
+            if host is None
+            else DnsRecords(((host, None),), 60)
+        }
 
 
 def _at(name: str, **fields: Any) -> ConfiguredEngine:
@@ -48,7 +54,9 @@ def _at(name: str, **fields: Any) -> ConfiguredEngine:
 
 def _followed(proxy: Proxy, look_up: LookUp) -> LiveSettings:
     """Have a proxy follow the names of its settings. Return what puts other settings in force."""
-    proxy.sources.make = lambda url, settings: DnsSource(dns_name(url, ("url",)), look_up, settings.dns)
+    proxy.sources.make = lambda url, settings: DnsSource(
+        dns_name(url, ("url",)), look_up, settings.dns
+    )
     proxy.sources.start()
     return LiveSettings(proxy, lambda _: None)
 
@@ -59,7 +67,9 @@ def _engines(proxy: Proxy) -> list[list[str]]:
 
 
 async def test_names_follow_the_settings(tmp_path: Path) -> None:
-    """One that is new is followed, one that went is given up, one with other settings has its engines use them: or nothing."""
+    """One that is new is followed, one that went is given up, one with other settings has its
+    engines use them: or nothing.
+    """
     d, e = D, ConfiguredEngine(url="http://e:8000", role="decode")
     pools = (Pool(name="a", nodes=(d, _at("one"))), Pool(name="b", nodes=(e, _at("two"))))
     old = Settings(pools=pools)
@@ -67,15 +77,22 @@ async def test_names_follow_the_settings(tmp_path: Path) -> None:
     live = _followed(proxy, Answers(one="10.0.0.1", two="10.0.0.2", three="10.0.0.3").look_up)
     try:
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"], ["e", "10.0.0.2"]])
-        labelled = changed(old, ("pools", 0, "nodes"), (d, _at("one", labels={"rack": "1"}), _at("three")))
-        broken = changed(labelled, ("pools", 1, "nodes"), (e, _at("two", api_key_file=str(tmp_path / "missing"))))
+        labelled = changed(
+            old, ("pools", 0, "nodes"), (d, _at("one", labels={"rack": "1"}), _at("three"))
+        )
+        broken = changed(
+            labelled, ("pools", 1, "nodes"), (e, _at("two", api_key_file=str(tmp_path / "missing")))
+        )
         f = ConfiguredEngine(url="http://f:8000", role="decode")
         more = changed(broken, ("pools", 0, "nodes"), (f, *broken.pools[0].nodes))
         with pytest.raises(SettingsError, match="missing"):
             live.use(old, more)
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"], ["e", "10.0.0.2"]])
-        assert [source.name for source in proxy.sources.found] == ["dns://one:8000", "dns://two:8000"]
-        assert [source.node.labels for source in proxy.sources.found] == [{}, {}]
+        assert [source.name for source in proxy.sources.found] == [
+            "dns://one:8000",
+            "dns://two:8000",
+        ]
+        assert [source.template.labels for source in proxy.sources.found] == [{}, {}]
         member = proxy.membership.members["http://10.0.0.1:8000"]
         assert (member.settings.labels, member.drain) == ({}, None)
 
@@ -83,7 +100,11 @@ async def test_names_follow_the_settings(tmp_path: Path) -> None:
         live.use(old, new)
         assert proxy.membership.members["http://10.0.0.1:8000"].settings.labels == {"rack": "1"}
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1", "10.0.0.3"], ["e"]])
-        assert [member.is_new for member in proxy.membership.members.values()] == [False, False, True]
+        assert [member.is_new for member in proxy.membership.members.values()] == [
+            False,
+            False,
+            True,
+        ]
         followed = [name for name, _ in proxy.tasks.failures() if "://" in name]
         assert followed == ["dns://one:8000", "dns://three:8000"]
         text = proxy.metrics.page().decode()
@@ -94,7 +115,9 @@ async def test_names_follow_the_settings(tmp_path: Path) -> None:
 
 
 async def test_a_name_moves_to_another_pool() -> None:
-    """Its engines come once they are gone from the first one, and one that another pool has keeps no other out."""
+    """Its engines come once they are gone from the first one, and one that another pool has keeps
+    no other out.
+    """
     d, e = D, ConfiguredEngine(url="http://e:8000", role="decode")
     old = Settings(
         pools=(Pool(name="a", nodes=(d, _at("one"), _at("two"))), Pool(name="b", nodes=(e,))),
@@ -110,7 +133,10 @@ async def test_a_name_moves_to_another_pool() -> None:
         live.use(old, changed(moved, ("pools", 1, "nodes"), (e, _at("one"), _at("two"))))
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"], ["e", "10.0.0.2"]])
         await until(lambda: proxy.readiness().details)
-        assert "dns://one:8000: http://10.0.0.1:8000 is an engine of pool a" in proxy.readiness().details
+        assert (
+            "dns://one:8000: http://10.0.0.1:8000 is an engine of pool a"
+            in proxy.readiness().details
+        )
         held.clear()
         await until(lambda: _engines(proxy) == [["d"], ["e", "10.0.0.2", "10.0.0.1"]])
     finally:
@@ -118,7 +144,9 @@ async def test_a_name_moves_to_another_pool() -> None:
 
 
 async def test_engines_of_a_name_and_of_the_file() -> None:
-    """Named with the same settings in both, they serve on when one gives them up; with other ones the change is refused."""
+    """Named with the same settings in both, they serve on when one gives them up; with other ones
+    the change is refused.
+    """
     own = ConfiguredEngine(url="http://10.0.0.1:8000", role="decode")
     old = Settings(pools=(Pool(nodes=(D, _at("one"))),))
     proxy = Proxy.build(old, Shelf())
@@ -127,8 +155,12 @@ async def test_engines_of_a_name_and_of_the_file() -> None:
         await until(lambda: own.url in proxy.engines)
         engine = proxy.engines[own.url]
         without = changed(old, ("pools", 0, "nodes"), (D, own))
-        other = changed(old, ("pools", 0, "nodes"), (D, msgspec.structs.replace(own, labels={"rack": "1"})))
-        with pytest.raises(MembershipError, match="was added by dns://one:8000, with other settings"):
+        other = changed(
+            old, ("pools", 0, "nodes"), (D, msgspec.structs.replace(own, labels={"rack": "1"}))
+        )
+        with pytest.raises(
+            MembershipError, match="was added by dns://one:8000, with other settings"
+        ):
             live.use(old, other)
         assert [source.name for source in proxy.sources.found] == ["dns://one:8000"]
         live.use(old, without)

@@ -1,4 +1,6 @@
-"""Each setting, changed while a proxy runs: the parts that use it have the new value, or it is named as needing a restart."""
+"""Each setting, changed while a proxy runs: the parts that use it have the new value, or it is
+named as needing a restart.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import fields_of, is_section
 from tests.fakes.tokenizer import Shelf
 
-NODES = (ConfiguredEngine(url="http://p:8000", role="prefill"), ConfiguredEngine(url="http://d:8000", role="decode"))
+NODES = (
+    ConfiguredEngine(url="http://p:8000", role="prefill"),
+    ConfiguredEngine(url="http://d:8000", role="decode"),
+)
 
 
 def _client(name: str) -> Callable[[Proxy], object]:
@@ -75,7 +80,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.client_head": (9.5, lambda p: p.front.bounds.head_timeout, 9.5),
     "deadlines.client_body": (9.5, lambda p: p.front.bounds.body_timeout, 9.5),
     "deadlines.read_body": (9.5, lambda p: p.bodies._deadlines.read_body, 9.5),
-    "deadlines.queue": (9.5, lambda p: (p.admission._timeout, p.transfer.buffers._deadlines.queue), (9.5, 9.5)),
+    "deadlines.queue": (
+        9.5,
+        lambda p: (p.admission._timeout, p.transfer.buffers._deadlines.queue),
+        (9.5, 9.5),
+    ),
     "deadlines.tokenize": (
         9.5,
         lambda p: p.pools[0].resources.tokenizing._deadlines.tokenize,  # type: ignore[union-attr]
@@ -91,7 +100,10 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.first_token": (9.5, _resource("first_token"), 9.5),
     "deadlines.between_tokens": (
         9.5,
-        lambda p: [p.pools[0].resources.derendering._deadlines.between_tokens, _resource("between_tokens")(p)],  # type: ignore[union-attr]
+        lambda p: [
+            p.pools[0].resources.derendering._deadlines.between_tokens,  # type: ignore[union-attr]
+            _resource("between_tokens")(p),
+        ],
         [9.5, 9.5],
     ),
     "deadlines.stream_comment": (9.5, _resource("stream_comment"), 9.5),
@@ -113,11 +125,19 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         (9.5, 9.5),
     ),
     "deadlines.probe": (9.5, lambda p: p.admin.deadlines.probe, 9.5),
-    "limits.max_inflight": (7, lambda p: (p.admission.places, p.retries.limits.max_inflight), (7, 7)),
+    "limits.max_inflight": (
+        7,
+        lambda p: (p.admission.places, p.retries.limits.max_inflight),
+        (7, 7),
+    ),
     "limits.max_queue": (7, lambda p: p.admission._queue.max_waiting, 7),
     "limits.max_inflight_tokens": (7, lambda p: p.admission._queue._max_size, 7),
     "limits.max_connections": (99, lambda p: p.connections.max_open, 99),
-    "limits.max_body_bytes": (99, lambda p: (p.front.path.max_body, p.front.asgi.max_body), (99, 99)),
+    "limits.max_body_bytes": (
+        99,
+        lambda p: (p.front.path.max_body, p.front.asgi.max_body),
+        (99, 99),
+    ),
     "limits.max_body_items": (50_000, lambda p: p.bodies._bounds.items, 50_000),
     "limits.max_prompts": (7, lambda p: p.bodies._bounds.prompts, 7),
     "limits.body_readers": (7, lambda p: p.bodies.workers._turns._max_places, 7),
@@ -132,7 +152,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "limits.min_send_rate": (7, lambda p: p.front.bounds.min_send_rate, 7),
     "limits.min_read_rate": (7, lambda p: p.front.bounds.slow_readers.min_rate, 7),
     "limits.continuations": (7, lambda p: p.pools[0].resources.limits.continuations, 7),
-    "limits.engine_requests": (7, lambda p: (p.admission.places, p.pools[0].capacity._windows.fixed), (1024, 7)),  # type: ignore[union-attr]
+    "limits.engine_requests": (
+        7,
+        lambda p: (p.admission.places, p.pools[0].capacity._windows.fixed),  # type: ignore[union-attr]
+        (1024, 7),
+    ),
     "limits.engine_tokens": (7, lambda p: p.pools[0].capacity._tokens, 7),  # type: ignore[union-attr]
     "limits.attempts": (7, lambda p: p.pools[0].resources.limits.attempts, 7),
     "limits.retry_share": (0.7, lambda p: p.retries.limits.retry_share, 0.7),
@@ -148,7 +172,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "overload.priority": ("ignore", lambda p: p.admission._by_priority, False),
     "tenants.caches": ("separate", lambda p: p.front.tenants.salt("x") is not None, True),
     "health.stalled_after": (9.5, lambda p: p.stalls.health.stalled_after, 9.5),
-    "health.canary_timeout": (9.5, lambda p: p.pools[0].watching.canary._health.canary_timeout, 9.5),
+    "health.canary_timeout": (
+        9.5,
+        lambda p: p.pools[0].watching.canary._health.canary_timeout,
+        9.5,
+    ),
     "health.canary_interval": (9.5, lambda p: p.stalls.health.canary_interval, 9.5),
     "health.slow_start": (9.5, lambda p: p.ledger.breakers._slow_start, 9.5),
     "outliers.interval": (9.5, lambda p: p.exclusions._settings.interval, 9.5),
@@ -170,7 +198,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         (["http://d:8000"], ["dns://e:8000"]),
     ),
     "pools[0].models": (("a*",), lambda p: p.models.choose("abc", None), (0, "abc")),
-    "pools[0].aliases": ({"fast": "tiny"}, lambda p: p.pools[0].service.routes.of("fast", None)[1], "tiny"),  # type: ignore[union-attr]
+    "pools[0].aliases": (
+        {"fast": "tiny"},
+        lambda p: p.pools[0].service.routes.of("fast", None)[1],  # type: ignore[union-attr]
+        "tiny",
+    ),
     "pools[0].alone": (512, lambda p: p.ledger.alone_up_to, 512),
     "pools[0].weight": (3.0, lambda p: p.models.pools[0].weight, 3.0),
     "pools[0].policy.prefill": ("round_robin", _kind(Role.PREFILL), "RoundRobin"),
@@ -199,13 +231,22 @@ def changed(tree: Any, path: KeyPath, value: object) -> Any:
         return value
     first, *rest = path
     if isinstance(first, int):
-        return tuple(changed(one, tuple(rest), value) if at == first else one for at, one in enumerate(tree))
-    return msgspec.structs.replace(tree, **{first: changed(getattr(tree, first), tuple(rest), value)})
+        return tuple(
+            changed(one, tuple(rest), value) if at == first else one for at, one in enumerate(tree)
+        )
+    return msgspec.structs.replace(
+        tree, **{first: changed(getattr(tree, first), tuple(rest), value)}
+    )
 
 
 def settings(**pool: Any) -> Settings:
     """Return settings with all parts that may be there."""
-    own = {"tokenize": "always", "kv_events": KvEvents(enabled=True), "policy": PoolPolicy(placement="auto"), **pool}
+    own = {
+        "tokenize": "always",
+        "kv_events": KvEvents(enabled=True),
+        "policy": PoolPolicy(placement="auto"),
+        **pool,
+    }
     return Settings(
         auth=Auth(api_keys=("old",), admin_keys=("former",)),
         limits=Limits(engine_requests="auto", engine_tokens=9000),
@@ -224,7 +265,9 @@ def test_the_table_has_every_setting_that_is_used_at_once() -> None:
     assert {*marked(Settings, ""), *marked(Pool, "pools[0].")} == set(LIVE)
 
 
-@pytest.mark.parametrize("path", [path for path in paths() if spell_key(path) not in LIVE], ids=spell_key)
+@pytest.mark.parametrize(
+    "path", [path for path in paths() if spell_key(path) not in LIVE], ids=spell_key
+)
 def test_what_needs_a_restart_is_named(path: KeyPath) -> None:
     """And its old value stays."""
     old = settings()
@@ -242,7 +285,11 @@ async def test_a_setting_is_used_at_once(name: str, tmp_path: Path) -> None:
     if isinstance(value, str) and value.startswith("file of"):
         value = str(tmp_path / value)
     split = PoolPolicy(placement="split", prefill="prefix", decode="random")
-    old = settings(policy=split) if name.startswith("pools[0].policy.") and "late" not in name else settings()
+    old = (
+        settings(policy=split)
+        if name.startswith("pools[0].policy.") and "late" not in name
+        else settings()
+    )
     if name == "pools[0].policy.prefill":
         old = settings(policy=msgspec.structs.replace(split, decode="prefix"))
     new = changed(old, path, value)
@@ -272,7 +319,11 @@ async def test_all_or_nothing(what: str, tmp_path: Path) -> None:
     if what == "an engine":
         proxy.membership.add(ConfiguredEngine(url="http://e:8000", role="decode"), "admin")
         other = ConfiguredEngine(url="http://e:8000", role="decode", labels={"rack": "2"})
-        new = changed(new, ("pools", 0, "nodes"), (*NODES, ConfiguredEngine(url="http://f:8000", role="decode"), other))
+        new = changed(
+            new,
+            ("pools", 0, "nodes"),
+            (*NODES, ConfiguredEngine(url="http://f:8000", role="decode"), other),
+        )
     else:
         new = changed(new, ("auth", "api_keys_file"), str(tmp_path / "missing"))
     before = [*proxy.engines]
@@ -289,7 +340,9 @@ async def test_all_or_nothing(what: str, tmp_path: Path) -> None:
 
 
 async def test_pools_change_together(tmp_path: Path) -> None:
-    """An engine that can't be had in one pool keeps the other pool as it is; then each gets its own."""
+    """An engine that can't be had in one pool keeps the other pool as it is; then each gets its
+    own.
+    """
     d, e, f = (ConfiguredEngine(url=f"http://{name}:8000", role="decode") for name in "def")
     old = Settings(pools=(Pool(name="a", nodes=(d,)), Pool(name="b", nodes=(e,))))
     proxy = Proxy.build(old, Shelf())
@@ -309,7 +362,9 @@ async def test_pools_change_together(tmp_path: Path) -> None:
 
 
 async def test_an_engine_moves_to_another_pool_once_it_is_gone() -> None:
-    """Until then it is refused, and it stays where it is: what is kept of an engine is kept by its URL."""
+    """Until then it is refused, and it stays where it is: what is kept of an engine is kept by its
+    URL.
+    """
     d, e, f = (ConfiguredEngine(url=f"http://{name}:8000", role="decode") for name in "def")
     old = Settings(pools=(Pool(name="a", nodes=(d, f)), Pool(name="b", nodes=(e,))))
     proxy = Proxy.build(old, Shelf())
@@ -317,7 +372,9 @@ async def test_an_engine_moves_to_another_pool_once_it_is_gone() -> None:
     without = changed(old, ("pools", 0, "nodes"), (d,))
     moved = changed(without, ("pools", 1, "nodes"), (e, f))
     try:
-        with pytest.raises(SettingsError, match="is an engine of another pool, or is still leaving it"):
+        with pytest.raises(
+            SettingsError, match="is an engine of another pool, or is still leaving it"
+        ):
             live.use(old, moved)
         assert proxy.pools[0].membership.members[f.url].drain is None
         live.use(old, without)

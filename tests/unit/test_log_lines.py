@@ -1,4 +1,6 @@
-"""The writer of log lines: order, bounds, the count of what is dropped, and streams that can't be written."""
+"""The writer of log lines: order, bounds, the count of what is dropped, and streams that can't be
+written.
+"""
 
 from __future__ import annotations
 
@@ -81,14 +83,18 @@ def test_lines_come_in_order_and_together(stream: Blocking) -> None:
     assert writer.close(PATIENCE)
     assert len(stream.lines) == 1500
     for name in "abc":
-        assert [line for line in stream.lines if line[0] == name] == [f"{name} {number}" for number in range(500)]
+        assert [line for line in stream.lines if line[0] == name] == [
+            f"{name} {number}" for number in range(500)
+        ]
     assert len(stream.writes) < 150
     assert writer.dropped == 0
 
 
 @pytest.mark.parametrize("bound", [{"max_bytes": 10_000}, {"max_lines": 50}])
 def test_what_is_too_much_is_dropped_and_reported(stream: Blocking, bound: dict[str, int]) -> None:
-    """Nobody waits; the queue keeps the first lines; the report stands where lines are missing, and later ones behind it."""
+    """Nobody waits; the queue keeps the first lines; the report stands where lines are missing, and
+    later ones behind it.
+    """
     writer = LineWriter(stream, report, **bound)
     stream.go.clear()
     for number in range(2000):
@@ -150,7 +156,9 @@ def test_no_stream_is_no_failure() -> None:
     assert writer.close()
 
 
-def test_a_pipe_that_does_not_block_is_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_that_does_not_block_is_written_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Somebody who shares standard error has made it non-blocking: lines wait, and none is torn."""
     monkeypatch.setattr(lines, "RETRY", 0.001)
     read_end, write_end = os.pipe()
@@ -174,7 +182,9 @@ def test_half_of_a_letter_is_written(stream: Blocking) -> None:
 
 
 def test_a_destructor_may_log_while_a_line_is_taken(stream: Blocking) -> None:
-    """The garbage collector runs wherever it likes, also inside the writer: no thread waits for itself, no line is lost."""
+    """The garbage collector runs wherever it likes, also inside the writer: no thread waits for
+    itself, no line is lost.
+    """
     writer = LineWriter(stream, report)
 
     class Collecting(deque[bytes]):
@@ -199,7 +209,9 @@ def test_a_destructor_may_log_while_a_line_is_taken(stream: Blocking) -> None:
     assert not thread.is_alive()
     until(lambda: len(stream.lines) == 7)
     assert writer.close(PATIENCE)
-    assert sorted(stream.lines) == sorted(["first", *(f"destroyed {number}" for number in range(1, 7))])
+    assert sorted(stream.lines) == sorted(
+        ["first", *(f"destroyed {number}" for number in range(1, 7))]
+    )
     assert writer._size == 0
 
 
@@ -227,7 +239,9 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_forked_child_writes_its_own_lines() -> None:
-    """It has no thread of its parent's, and starts one; what waited before is its parent's to write, once."""
+    """It has no thread of its parent's, and starts one; what waited before is its parent's to
+    write, once.
+    """
     path = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, "-c", FORK],

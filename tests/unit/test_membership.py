@@ -52,7 +52,9 @@ class Setup:
         if engine.url in self.broken:
             raise SettingsError("its key can't be read")
         return self.engines.add(
-            EngineSpec(engine.url, Role(engine.role)), unused_client(engine.url), buffer_capacity=self.capacity
+            EngineSpec(engine.url, Role(engine.role)),
+            unused_client(engine.url),
+            buffer_capacity=self.capacity,
         )
 
     def remove(self, url: str) -> Engine:
@@ -62,7 +64,14 @@ class Setup:
 class Leg:
     """A leg that ends when it is told to."""
 
-    since, prompt_bytes, stalled_before, in_silence, must_progress, waits_for = 0.0, 0, 0, False, True, None
+    since, prompt_bytes, stalled_before, in_silence, must_progress, waits_for = (
+        0.0,
+        0,
+        0,
+        False,
+        True,
+        None,
+    )
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.errors: list[EngineError] = []
@@ -88,7 +97,9 @@ class World(Recorder):
         self.left: list[str] = []
         self.forgotten: list[str] = []
         self.held: set[str] = set()
-        self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5, slow_start=10))
+        self.ledger = Ledger(
+            [], LedgerOptions(breaker_failures=3, breaker_cooldown=5, slow_start=10)
+        )
         self.engines = EngineRegistry(self.ledger)
         self.engines.keep_known(lambda: self.held)
         self.engines.when_forgotten(self.forgotten.append)
@@ -108,7 +119,11 @@ class World(Recorder):
 
     def changes(self) -> list[tuple[str, str, str]]:
         """Changes of members: the engine, what, by whom."""
-        found = [(one.node[7:8], one.change, one.by) for one in self.events if isinstance(one, MemberChanged)]
+        found = [
+            (one.node[7:8], one.change, one.by)
+            for one in self.events
+            if isinstance(one, MemberChanged)
+        ]
         self.events.clear()
         return found
 
@@ -161,7 +176,9 @@ async def test_it_stays_while_it_has_leases_and_kv(w: World) -> None:
     w.held.add(A.url)
     w.members.drain(A.url, "admin", removes=True)
     (text,) = w.members.shortcomings()
-    assert text == f"decode {A.url} is being drained (by admin): 1 requests are left, for at most 30 s"
+    assert (
+        text == f"decode {A.url} is being drained (by admin): 1 requests are left, for at most 30 s"
+    )
     await later_turns()
     w.close(mine)
     await later_turns()
@@ -187,7 +204,9 @@ async def test_what_is_late_ends(w: World) -> None:
     (error,) = leg.errors
     assert isinstance(error, EngineTimeoutError)
     assert error.wait is Wait.ENGINE_DRAIN
-    assert [one for one in w.events if isinstance(one, DeadlinePassed)] == [DeadlinePassed("engine_drain", A.url)]
+    assert [one for one in w.events if isinstance(one, DeadlinePassed)] == [
+        DeadlinePassed("engine_drain", A.url)
+    ]
     assert A.url in w.engines
     w.time += membership.LAST
     await until(lambda: A.url not in w.engines)
@@ -258,7 +277,9 @@ async def test_an_engine_that_comes_while_others_serve_begins_slowly(w: World) -
 
 
 async def test_an_engine_that_restarts_while_others_serve_begins_slowly(w: World) -> None:
-    """Its caches are empty, and what it had was given to others: not all of it comes back at once."""
+    """Its caches are empty, and what it had was given to others: not all of it comes back at
+    once.
+    """
     again = Evidence(frozenset("m"), "1", 16, (), 0, 2.0)
     w.ledger.mark_down(A.url, "restarts", w.time)
     w.ledger.mark_up(A.url, EVIDENCE)
@@ -287,7 +308,9 @@ async def test_an_engine_that_was_restarted_while_drained_begins_slowly(w: World
 
 
 async def test_a_replaced_engine_keeps_its_breaker(w: World) -> None:
-    """It is the same process: other settings make it no better. What is known of its load stays, too."""
+    """It is the same process: other settings make it no better. What is known of its load stays,
+    too.
+    """
     for _ in range(3):
         lease = w.lease(B.url)
         assert lease is not None
@@ -312,7 +335,9 @@ async def test_a_replaced_engine_keeps_its_breaker(w: World) -> None:
 
 
 async def test_a_replaced_engine_is_in_the_same_run(w: World) -> None:
-    """What waits there for KV that will not come is counted on; after a restart it is not, as before."""
+    """What waits there for KV that will not come is counted on; after a restart it is not, as
+    before.
+    """
     stuck = StuckKv(w.engines.known, PushedToDecode())
     for _ in range(2):
         stuck.add(A.url, stuck.run_of(A.url), w.time)
@@ -326,7 +351,9 @@ async def test_a_replaced_engine_is_in_the_same_run(w: World) -> None:
 
 async def test_a_source_removes_only_its_own(w: World) -> None:
     """What two want stays until neither does."""
-    with pytest.raises(MembershipError, match=r"a:8000 was added by settings: admin can't remove it"):
+    with pytest.raises(
+        MembershipError, match=r"a:8000 was added by settings: admin can't remove it"
+    ):
         w.members.remove(A.url, "admin")
     with pytest.raises(MembershipError, match="is no engine of this pool"):
         w.members.remove(C.url, "admin")
@@ -392,9 +419,12 @@ async def test_a_set_that_fails_changes_nothing(w: World, broken: ConfiguredEngi
     w.setup.broken.add(broken.url)
     setup_add = w.setup.add
 
-    def add(engine: ConfiguredEngine, *, is_checked: bool = False) -> Engine:  # only the new settings are broken
+    # only the new settings are broken
+    def add(engine: ConfiguredEngine, *, is_checked: bool = False) -> Engine:
         if engine is B:
-            return w.engines.add(EngineSpec(engine.url, Role(engine.role)), unused_client(engine.url))
+            return w.engines.add(
+                EngineSpec(engine.url, Role(engine.role)), unused_client(engine.url)
+            )
         return setup_add(engine)
 
     w.setup.add = add  # type: ignore[method-assign]

@@ -14,7 +14,9 @@ UP = EngineHealth("up", None)
 DRAIN = EngineDrain("admin", 1.0, 9.0, True, None)
 
 
-def _entry(url: str = "http://e:1", state: str = "serving", pool: str = "one", **more: Any) -> EngineEntry:
+def _entry(
+    url: str = "http://e:1", state: str = "serving", pool: str = "one", **more: Any
+) -> EngineEntry:
     fields: dict[str, Any] = {
         "health": UP,
         "breaker": EngineBreaker(0, 0.0, None, None),
@@ -54,7 +56,10 @@ def _entry(url: str = "http://e:1", state: str = "serving", pool: str = "one", *
 )
 def test_the_state_is_that_of_the_last_worker(states: list[str | None], found: str) -> None:
     drain = {"drained": DRAIN, "draining": msgspec.structs.replace(DRAIN, waits_for="kv")}
-    each = {n: None if one is None else _entry(state=one, drain=drain.get(one)) for n, one in enumerate(states)}
+    each = {
+        n: None if one is None else _entry(state=one, drain=drain.get(one))
+        for n, one in enumerate(states)
+    }
     shown = merged_entry(each)
     assert shown.state == found
     assert (shown.drain is None) == (found not in ("drained", "draining"))
@@ -64,7 +69,9 @@ def test_the_state_is_that_of_the_last_worker(states: list[str | None], found: s
 
 def test_the_worst_health_is_shown_with_its_worker() -> None:
     down = EngineHealth("down", "refused")
-    assert merged_entry({0: _entry(), 2: _entry(health=down)}).health == EngineHealth("down", "worker 2: refused")
+    assert merged_entry({0: _entry(), 2: _entry(health=down)}).health == EngineHealth(
+        "down", "worker 2: refused"
+    )
     assert merged_entry({0: _entry(health=down), 1: _entry(health=down)}).health == down
     assert merged_entry({0: _entry(health=down), 1: None}).health.reason == "worker 0: refused"
     assert merged_entry({0: _entry(), 1: None}).health == UP

@@ -1,4 +1,6 @@
-"""The benchmarks' mock engine sends the bytes of recorded engines, except for ids, times, counts and texts."""
+"""The benchmarks' mock engine sends the bytes of recorded engines, except for ids, times, counts
+and texts.
+"""
 
 import asyncio
 import importlib.util
@@ -25,9 +27,22 @@ def mock():
 
 MASKED = [
     (rb'"id":"(cmpl|chatcmpl)-[0-9a-f]{16}"', rb'"id":"\1-ID"'),
-    (rb'"remote_request_id":"(cmpl|chatcmpl)-[0-9a-f]{16}-(0-)?[0-9a-f]{8}"', rb'"remote_request_id":"\1-\2ID"'),
-    (rb'"remote_engine_id":"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"', rb'"remote_engine_id":"ID"'),
-    (rb'"(created|prompt_tokens|total_tokens|remote_num_tokens|remote_prefill_cached_tokens)":\d+', rb'"\1":0'),
+    (
+        rb'"remote_request_id":"(cmpl|chatcmpl)-[0-9a-f]{16}-(0-)?[0-9a-f]{8}"',
+        rb'"remote_request_id":"\1-\2ID"',
+    ),
+    (
+        rb'"remote_engine_id":"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"',
+        rb'"remote_engine_id":"ID"',
+    ),
+    (
+        (
+            rb'"(created|prompt_tokens|total_tokens|remote_num_tokens|'
+            rb'remote_prefill_cached_tokens)":'
+            rb"\d+"
+        ),
+        rb'"\1":0',
+    ),
     (rb"vllm-0.32.0-[0-9a-f]{8}", b"vllm-0.32.0-ID"),
     (rb'"model":"\w+"', rb'"model":"m"'),
     (rb'"(text|content)":"[^"]+"', rb'"\1":"w"'),
@@ -65,7 +80,12 @@ async def answer_of(sent, chunks):
 
 
 def recorded_head(seen):
-    lines = [seen.line, *(f"{name}: {value}" for name, value in seen.headers.items() if name != "connection"), "", ""]
+    lines = [
+        seen.line,
+        *(f"{name}: {value}" for name, value in seen.headers.items() if name != "connection"),
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode()
 
 
@@ -98,7 +118,12 @@ async def test_token_ids_are_in_the_stream_if_asked_for_and_usage_is_not(name):
         sent.json | {"return_token_ids": True, "stream_options": None}
     )
     _, body = await answer_of(asked, 4)
-    assert re.findall(rb'"token_ids":(\S+?)\}', body) == [b"[2000]", b"[2001]", b"[2002]", b"[2003]"]
+    assert re.findall(rb'"token_ids":(\S+?)\}', body) == [
+        b"[2000]",
+        b"[2001]",
+        b"[2002]",
+        b"[2003]",
+    ]
     assert re.search(rb'"prompt_token_ids":\[1000,1001', body)
     assert b'"usage"' not in body
     assert body.endswith(b"data: [DONE]\n\n")

@@ -15,7 +15,9 @@ from pdproxy.wire.errors import error_body
 NOW = 100.0
 
 
-def node(*names: str, role: Role = Role.DECODE, adapters: frozenset[str] = frozenset()) -> LedgerEngine:
+def node(
+    *names: str, role: Role = Role.DECODE, adapters: frozenset[str] = frozenset()
+) -> LedgerEngine:
     """An engine that lists these models; without any, one that was never up."""
     made = LedgerEngine(EngineSpec(f"http://{'-'.join(names) or 'new'}:1", role), run_number=1)
     if names:
@@ -25,7 +27,10 @@ def node(*names: str, role: Role = Role.DECODE, adapters: frozenset[str] = froze
 
 
 def pool(
-    *engines: LedgerEngine, models: tuple[str, ...] = (), aliases: dict[str, str] | None = None, weight: float = 1
+    *engines: LedgerEngine,
+    models: tuple[str, ...] = (),
+    aliases: dict[str, str] | None = None,
+    weight: float = 1,
 ) -> PoolModels:
     return PoolModels(lambda: engines, models, aliases or {}, weight)
 
@@ -41,7 +46,10 @@ def test_names_at_engines_go_before_aliases_of_a_pool_and_these_before_patterns(
         pool(node("b"), models=("a-*", "*"), aliases={"slow": "b"}),
         pool(node("c"), models=("a-long-*", "exact")),
     )
-    found = {name: models.choose(name, None) for name in ("a", "fast", "b", "slow", "a-1", "a-long-1", "exact", "x")}
+    found = {
+        name: models.choose(name, None)
+        for name in ("a", "fast", "b", "slow", "a-1", "a-long-1", "exact", "x")
+    }
     assert found == {
         "a": (0, "a"),
         "fast": (0, "a"),
@@ -95,7 +103,9 @@ def test_one_pool_leaves_a_wrong_name_to_its_engines() -> None:
 
 
 def test_a_pool_that_was_never_up_may_have_any_name() -> None:
-    """It answers that no engine is up, which a client may try again. One that was seen is asked no more."""
+    """It answers that no engine is up, which a client may try again. One that was seen is asked no
+    more.
+    """
     new = node()
     models = of(pool(node("a")), pool(new))
     assert models.choose("b", None) == (1, "b")
@@ -107,14 +117,20 @@ def test_a_pool_that_was_never_up_may_have_any_name() -> None:
 
 def test_weights_hold() -> None:
     """With a seeded chance: nine of ten requests, within two of a hundred."""
-    models = of(pool(node("m"), weight=9), pool(node("new"), aliases={"m": "new"}, weight=1), pool(node("x")))
+    models = of(
+        pool(node("m"), weight=9),
+        pool(node("new"), aliases={"m": "new"}, weight=1),
+        pool(node("x")),
+    )
     found = Counter(models.choose("m", None) for _ in range(4000))
     assert set(found) == {(0, "m"), (1, "new")}
     assert found[PoolChoice(0, "m")] / 4000 == pytest.approx(0.9, abs=0.02)
 
 
 def test_a_conversation_stays_in_its_pool() -> None:
-    """By a hash, so that the shares of conversations are the weights, too. A new weight moves only as many as it must."""
+    """By a hash, so that the shares of conversations are the weights, too. A new weight moves only
+    as many as it must.
+    """
     pools = pool(node("m"), weight=3), pool(node("m"), weight=1)
     models = of(*pools)
     names = [f"session {n}" for n in range(2000)]
@@ -122,7 +138,9 @@ def test_a_conversation_stays_in_its_pool() -> None:
     assert [models.choose("m", name).pool for name in names] == first
     assert first.count(0) / 2000 == pytest.approx(0.75, abs=0.03)
     pools[0].weight = 4
-    moved = sum(models.choose("m", name).pool != one for name, one in zip(names, first, strict=True))
+    moved = sum(
+        models.choose("m", name).pool != one for name, one in zip(names, first, strict=True)
+    )
     assert moved / 2000 == pytest.approx(0.05, abs=0.02)
 
 
@@ -163,7 +181,9 @@ def test_a_pool_that_cannot_serve_gets_nothing_another_one_can(why: str) -> None
     elif why == "excluded":
         bad.open_until = NOW + 1
     models = of(pool(bad, weight=1000), pool(node("m")))
-    assert {models.choose("m", session).pool for session in (None, "a", "b", "c") for _ in range(5)} == {1}
+    assert {
+        models.choose("m", session).pool for session in (None, "a", "b", "c") for _ in range(5)
+    } == {1}
     alone = of(pool(bad), pool(node("x")))
     assert alone.choose("m", None) == (0, "m"), "its own answer says why"
 
@@ -194,5 +214,11 @@ def test_names_of_clients_are_not_kept_without_end() -> None:
 
 def test_routes_are_in_the_order_of_the_pools() -> None:
     """The target of a request, and the engines' name of its model."""
-    routes = Routes(of(pool(node("a"), aliases={"fast": "a"}), pool(node("b"))), ["first", "second"])
-    assert [routes.of(name, None) for name in ("fast", "b", None)] == [("first", "a"), ("second", "b"), ("first", None)]
+    routes = Routes(
+        of(pool(node("a"), aliases={"fast": "a"}), pool(node("b"))), ["first", "second"]
+    )
+    assert [routes.of(name, None) for name in ("fast", "b", None)] == [
+        ("first", "a"),
+        ("second", "b"),
+        ("first", None),
+    ]

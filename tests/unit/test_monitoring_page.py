@@ -1,4 +1,6 @@
-"""docs/guide/monitoring.md names only metrics, labels, values and log fields that exist, and all log fields and phases."""
+"""docs/guide/monitoring.md names only metrics, labels, values and log fields that exist, and all
+log fields and phases.
+"""
 
 import json
 import re
@@ -23,13 +25,17 @@ MATCHER = re.compile(r'(pdproxy_[a-z_]+)\{(\w+)=~?"([^"]+)"\}')
 CODE = re.compile(r"`([^`\n]+)`")
 FULL = RequestEnded(
     request_id="r", endpoint="/v1/completions", model="m", outcome="engine", status=502,
-    legs=[LegTimes("p", "d", "n", 0.1, 0.2, 0.3, attempts=1), LegTimes(None, "d", "n", None, 0.2, 0.3, attempts=1)],
-    queue_s=0.0, first_s=0.2, total_s=20.0, prompt_tokens=61, completion_tokens=5, gaps=Gaps(), error="broken",
+    legs=[LegTimes("p", "d", "n", 0.1, 0.2, 0.3, attempts=1), LegTimes(None, "d", "n", None, 0.2,
+    0.3, attempts=1)],
+    queue_s=0.0, first_s=0.2, total_s=20.0, prompt_tokens=61, completion_tokens=5, gaps=Gaps(),
+    error="broken",
     stream=True, client="192.0.2.1", key="file:7", reason="answers",
 )  # fmt: skip
 ALONE = RequestEnded(
-    request_id="a", endpoint="/v1/completions", model="m", outcome="ok", status=200, legs=[LegTimes(None, "d", whole_s=1.0)],
-    queue_s=0.0, first_s=None, total_s=1.0, prompt_tokens=9, completion_tokens=1, gaps=Gaps(), key="file:7",
+    request_id="a", endpoint="/v1/completions", model="m", outcome="ok", status=200,
+    legs=[LegTimes(None, "d", whole_s=1.0)],
+    queue_s=0.0, first_s=None, total_s=1.0, prompt_tokens=9, completion_tokens=1, gaps=Gaps(),
+    key="file:7",
 )  # fmt: skip
 
 
@@ -40,7 +46,9 @@ def code(page: str) -> list[str]:
 
 def queries(page: str) -> list[str]:
     """All PromQL: code with a metric's name, but not the names of single labels."""
-    return [one for one in code(page) if NAME.search(one) and not one.startswith(("jq", "observe."))]
+    return [
+        one for one in code(page) if NAME.search(one) and not one.startswith(("jq", "observe."))
+    ]
 
 
 def programs(page: str) -> list[str]:
@@ -86,7 +94,10 @@ def test_metrics_labels_and_values_exist() -> None:
     ("query", "found"),
     [
         ("pdproxy_nothing_total", ["pdproxy_nothing_total"]),
-        ('rate(pdproxy_alone_total{reason="nothing"}[5m])', ["pdproxy_alone_total{reason=nothing}"]),
+        (
+            'rate(pdproxy_alone_total{reason="nothing"}[5m])',
+            ["pdproxy_alone_total{reason=nothing}"],
+        ),
         ('pdproxy_alone_total{nothing="n"}', ["pdproxy_alone_total{nothing=n}"]),
         ("sum by (nothing) (rate(pdproxy_alone_total[5m]))", ["nothing"]),
         ("pdproxy_ttft_seconds_total", ["pdproxy_ttft_seconds_total"]),
@@ -112,13 +123,24 @@ def test_a_jq_line_finds_something(program: str) -> None:
     refused = Refused("wrong_key", "192.0.2.1")
     logged = [("request", access_fields(FULL)), ("request", access_fields(ALONE))]
     logged.append(("refused", {"reason": refused.reason, "client": refused.client}))
-    log = "\n".join(to_json.line(0, "INFO", "pdproxy.access", message, fields) for message, fields in logged)
+    log = "\n".join(
+        to_json.line(0, "INFO", "pdproxy.access", message, fields) for message, fields in logged
+    )
     slurp = ["-s"] if program.startswith("map(") else []
     done = subprocess.run(
-        ["jq", "-c", *slurp, program.replace('"ID"', '"r"')], input=log, capture_output=True, text=True, timeout=60
+        ["jq", "-c", *slurp, program.replace('"ID"', '"r"')],
+        input=log,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "null" not in done.stdout.replace('"alone_ms":null', "")
     if slurp:
-        assert json.loads(done.stdout) == {"key": "file:7", "requests": 2, "prompt": 70, "completion": 6}
+        assert json.loads(done.stdout) == {
+            "key": "file:7",
+            "requests": 2,
+            "prompt": 70,
+            "completion": 6,
+        }

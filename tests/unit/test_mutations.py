@@ -55,7 +55,9 @@ def test_each_place_is_changed_in_one_way_at_a_time() -> None:
         assert text != SOURCE
 
 
-@pytest.mark.parametrize("module", ["serving/kv/custody.py", "wire/request.py", "web/cycle.py", "scheduling/ledger.py"])
+@pytest.mark.parametrize(
+    "module", ["serving/kv/custody.py", "wire/request.py", "web/cycle.py", "scheduling/ledger.py"]
+)
 def test_the_nearest_tests_are_those_that_import_it_and_those_of_its_part(module: str) -> None:
     found = nearest(module)
     assert found[0].startswith("unit/test_")
@@ -73,11 +75,15 @@ def test_every_module_has_nearest_tests() -> None:
     assert {one.path for one in every if not nearest(one.path)} == set()
 
 
-def test_survivors_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_survivors_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     every = [Mutation("wire/request.py", number, 0, 0, "", "a change") for number in range(9)]
     monkeypatch.setattr(script, "all_mutations", lambda only: every)
     monkeypatch.setattr(script, "judged", lambda *_: script.SURVIVED)
-    monkeypatch.setattr(script, "tried", lambda one, limit: script.SURVIVED if one.line == 4 else script.NOTICED)
+    monkeypatch.setattr(
+        script, "tried", lambda one, limit: script.SURVIVED if one.line == 4 else script.NOTICED
+    )
     assert script.main(["--count", "9", "--jobs", "1"]) == 0
     said = capsys.readouterr().out
     assert "survived: wire/request.py:4: a change\n" in said
@@ -90,5 +96,7 @@ def test_survivors_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_a_copy_is_what_is_tested() -> None:
     """A mutation that nothing could survive is noticed by the smallest of tests."""
     source = (PACKAGE / "scheduling" / "waits.py").read_bytes()
-    broken = Mutation("scheduling/waits.py", 1, 0, len(source), "raise SystemExit(1)", "nothing is left")
+    broken = Mutation(
+        "scheduling/waits.py", 1, 0, len(source), "raise SystemExit(1)", "nothing is left"
+    )
     assert script.judged(broken, ["unit/test_waits.py"], 100.0) == script.NOTICED

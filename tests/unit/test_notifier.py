@@ -1,4 +1,6 @@
-"""The notifier in a vLLM of fakes: what each hook says, and that nothing of ours ever reaches the engine's own work."""
+"""The notifier in a vLLM of fakes: what each hook says, and that nothing of ours ever reaches the
+engine's own work.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from tests.fakes.vllm_nixl import Output, Request, Results, Stats, Status, confi
 FOLDER = Path(__file__).parents[2] / "proxy/pdproxy/notifier"
 PREFILL = "cmpl-pd-1-0-0123abcd"
 DECODE = "chatcmpl-client-89abcdef"
-GIVEN = {"do_remote_prefill": True, "remote_request_id": PREFILL, "remote_block_ids": [[1, 2], [3]], "remote_port": 5}
+GIVEN = {
+    "do_remote_prefill": True,
+    "remote_request_id": PREFILL,
+    "remote_block_ids": [[1, 2], [3]],
+    "remote_port": 5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +92,9 @@ class Stage:
         settings = config({"pdproxy_notify": inbox.address} | extra)
         self.inbox = inbox
         self.scheduler = getattr(nixl, kind)(settings, "scheduler", kv_cache_config=None)
-        self.workers = [getattr(nixl, kind)(settings, "worker", kv_cache_config=None) for _ in range(2)]
+        self.workers = [
+            getattr(nixl, kind)(settings, "worker", kv_cache_config=None) for _ in range(2)
+        ]
         deadline = time.monotonic() + 30
         while True:  # connected once a first notice arrives
             self.finish(Request("cmpl-hello-0-00000000", {"do_remote_decode": True}), False, None)
@@ -113,7 +122,9 @@ class Stage:
         return request
 
     def step(self, **finished: Any) -> list[Any]:
-        """The workers' polls; the executor pickles and joins what they have to say. `finished` is what vLLM would count out."""
+        """The workers' polls; the executor pickles and joins what they have to say. `finished` is
+        what vLLM would count out.
+        """
         metas = []
         for worker in self.workers:
             worker.get_transfer_results(set())
@@ -133,7 +144,12 @@ class Stage:
     def known(self) -> list[dict[str, Any]]:
         """What is remembered of requests, anywhere."""
         parts = [self.scheduler._scheduler, *(worker._worker for worker in self.workers)]
-        return [held for part in parts for held in vars(part).values() if isinstance(held, dict) and held]
+        return [
+            held
+            for part in parts
+            for held in vars(part).values()
+            if isinstance(held, dict) and held
+        ]
 
 
 @pytest.fixture
@@ -143,10 +159,13 @@ def stage(nixl: Any, listen: Callable[..., Inbox]) -> Stage:
 
 
 def test_ready(stage: Stage) -> None:
-    """P's handle is told as its answer will have it, with the prompt; vLLM's own dict is left as it was."""
+    """P's handle is told as its answer will have it, with the prompt; vLLM's own dict is left as it
+    was.
+    """
     request = Request(PREFILL, {"do_remote_decode": True}, prefill_stats=Stats(num_cached_tokens=2))
     stage.scheduler.update_state_after_alloc(request, None, 0)
-    stats, request.prefill_stats = request.prefill_stats, None  # vLLM takes them off the request before it ends
+    # vLLM takes them off the request before it ends
+    stats, request.prefill_stats = request.prefill_stats, None
     assert stats is not None
     stats.num_cache_creation_tokens = 1
     before = time.monotonic()
@@ -162,9 +181,18 @@ def test_ready(stage: Stage) -> None:
     }
     assert notice.at is not None
     assert before <= notice.at <= time.monotonic()
-    assert (notice.event, notice.request_id, notice.remote_request_id) == (NoticeEvent.READY, "pd-1", PREFILL)
+    assert (notice.event, notice.request_id, notice.remote_request_id) == (
+        NoticeEvent.READY,
+        "pd-1",
+        PREFILL,
+    )
     assert (notice.role, notice.engine_id, notice.rank) == ("P", "engine", None)
-    assert (notice.tokens, notice.cached_tokens, notice.created_cache_tokens, notice.blocks) == (3, 2, 1, 3)
+    assert (notice.tokens, notice.cached_tokens, notice.created_cache_tokens, notice.blocks) == (
+        3,
+        2,
+        1,
+        3,
+    )
     assert notice.token_ids == b"[5,6,7]"
 
 
@@ -172,7 +200,8 @@ def test_ready_without_the_allocator_of_groups(stage: Stage) -> None:
     """The older hook says the same."""
     stage.scheduler.decision = (True, {"remote_block_ids": [[1]]})
     assert (
-        stage.scheduler.request_finished(Request(PREFILL, {"do_remote_decode": True}), [1]) == stage.scheduler.decision
+        stage.scheduler.request_finished(Request(PREFILL, {"do_remote_decode": True}), [1])
+        == stage.scheduler.decision
     )
     notice = stage.inbox.next()
     assert (notice.event, notice.request_id) == (NoticeEvent.READY, "pd-1")
@@ -206,21 +235,33 @@ def test_ready_of_a_long_prompt(stage: Stage, nixl: Any) -> None:
     assert len(payload) < nixl.LONGEST
     long = decode(payload)
     assert long is not None
-    assert (long.event, long.token_ids, long.params, long.blocks) == (NoticeEvent.READY, None, None, 50_000)
+    assert (long.event, long.token_ids, long.params, long.blocks) == (
+        NoticeEvent.READY,
+        None,
+        None,
+        50_000,
+    )
 
 
 def test_prefill_ends_with_nothing(stage: Stage) -> None:
     """An aborted prefill holds nothing, nor does one whose connector found no blocks."""
-    stage.finish(Request(PREFILL, {"do_remote_decode": True}, status=Status("FINISHED_ABORTED")), False, None)
+    stage.finish(
+        Request(PREFILL, {"do_remote_decode": True}, status=Status("FINISHED_ABORTED")), False, None
+    )
     notice = stage.inbox.next()
-    assert (notice.event, notice.role, notice.reason) == (NoticeEvent.FAILED, "P", "FINISHED_ABORTED")
+    assert (notice.event, notice.role, notice.reason) == (
+        NoticeEvent.FAILED,
+        "P",
+        "FINISHED_ABORTED",
+    )
     assert (notice.request_id, notice.remote_request_id) == ("pd-1", PREFILL)
     stage.finish(Request(PREFILL, {"do_remote_decode": True}), False, {"remote_block_ids": [[]]})
     assert stage.inbox.next().event is NoticeEvent.FAILED
 
 
 @pytest.mark.parametrize(
-    "params", [None, {}, {"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_request_id": 3}]
+    "params",
+    [None, {}, {"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_request_id": 3}],
 )
 def test_requests_without_a_transfer(stage: Stage, params: dict[str, Any] | None) -> None:
     """What is no transfer isn't told."""
@@ -232,7 +273,9 @@ def test_requests_without_a_transfer(stage: Stage, params: dict[str, Any] | None
 
 
 def test_loaded(stage: Stage) -> None:
-    """All workers' bytes together and the slowest transfer, under the prefill's id, once vLLM counts them all in."""
+    """All workers' bytes together and the slowest transfer, under the prefill's id, once vLLM
+    counts them all in.
+    """
     stage.decode(3)
     one, two = (worker.connector_worker for worker in stage.workers)
     one.ends |= {1: (100, 0.1), 2: (100, 0.3)}
@@ -265,7 +308,9 @@ def test_loads_that_end_together(stage: Stage) -> None:
 
 
 def test_figures_in_doubt_are_none(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    """Of two transfers that ended one failed, and vLLM recorded the other: nobody can tell which, so neither gets a size."""
+    """Of two transfers that ended one failed, and vLLM recorded the other: nobody can tell which,
+    so neither gets a size.
+    """
     other = "cmpl-other-0-00000001"
     stage.decode(3)
     stage.decode(3, other)
@@ -279,20 +324,29 @@ def test_figures_in_doubt_are_none(stage: Stage, caplog: pytest.LogCaptureFixtur
 
 
 def test_failed(stage: Stage) -> None:
-    """One worker could not: the pull has failed, however much the others moved, and it is told once."""
+    """One worker could not: the pull has failed, however much the others moved, and it is told
+    once.
+    """
     stage.decode(3)
     one, two = (worker.connector_worker for worker in stage.workers)
     one.ends |= {1: (100, 0.1), 2: (100, 0.1)}
     two.ends |= {11: None, 12: None}
     stage.step(finished_recving={DECODE}, failed_recving={DECODE})
     notice = stage.inbox.next()
-    assert (notice.event, notice.role, notice.request_id, notice.tokens) == (NoticeEvent.FAILED, "D", "pd-1", 3)
+    assert (notice.event, notice.role, notice.request_id, notice.tokens) == (
+        NoticeEvent.FAILED,
+        "D",
+        "pd-1",
+        3,
+    )
     assert notice.moved_bytes is None
     assert stage.silent()
 
 
 def test_found_here(stage: Stage) -> None:
-    """D has all of it in its cache: vLLM reports no transfer, so it is told when the blocks are found."""
+    """D has all of it in its cache: vLLM reports no transfer, so it is told when the blocks are
+    found.
+    """
     stage.decode(0)
     notice = stage.inbox.next()
     assert (notice.event, notice.tokens, notice.cached_tokens) == (NoticeEvent.LOADED, 0, 2)
@@ -300,7 +354,9 @@ def test_found_here(stage: Stage) -> None:
 
 
 def test_it_is_told_once(stage: Stage) -> None:
-    """Blocks are found anew when the KV has come, and after a preemption: these are no transfers."""
+    """Blocks are found anew when the KV has come, and after a preemption: these are no
+    transfers.
+    """
     request = stage.decode(3)
     stage.step(finished_recving={DECODE})
     assert stage.inbox.next().event is NoticeEvent.LOADED
@@ -321,14 +377,21 @@ def test_decode_given_up_while_it_pulls(stage: Stage) -> None:
 
 
 def test_released_and_expired(stage: Stage) -> None:
-    """vLLM has one word for both; one worker that gave up makes it an expiry, whenever it said so."""
+    """vLLM has one word for both; one worker that gave up makes it an expiry, whenever it said
+    so.
+    """
     for request_id in (PREFILL, "cmpl-pd-2-0-0123abcd"):
         assert stage.prefill(request_id).event is NoticeEvent.READY
     one, two = (worker.connector_worker for worker in stage.workers)
     one.heard, two.heard = {PREFILL}, {PREFILL}
     stage.step(finished_sending={PREFILL})
     notice = stage.inbox.next()
-    assert (notice.event, notice.role, notice.request_id, notice.reason) == (NoticeEvent.RELEASED, "P", "pd-1", None)
+    assert (notice.event, notice.role, notice.request_id, notice.reason) == (
+        NoticeEvent.RELEASED,
+        "P",
+        "pd-1",
+        None,
+    )
     assert notice.seconds is not None
     assert 0 <= notice.seconds < 60
     one.lapsed = {"cmpl-pd-2-0-0123abcd"}
@@ -337,7 +400,11 @@ def test_released_and_expired(stage: Stage) -> None:
     two.heard = {"cmpl-pd-2-0-0123abcd"}
     stage.step(finished_sending={"cmpl-pd-2-0-0123abcd"})
     notice = stage.inbox.next()
-    assert (notice.event, notice.request_id, notice.reason) == (NoticeEvent.EXPIRED, "pd-2", "1 worker(s)")
+    assert (notice.event, notice.request_id, notice.reason) == (
+        NoticeEvent.EXPIRED,
+        "pd-2",
+        "1 worker(s)",
+    )
     assert stage.silent()
     assert stage.known() == []
 
@@ -372,7 +439,10 @@ def test_push(nixl: Any, listen: Callable[..., Inbox]) -> None:
     """The push connector's ends are told, too; it has no handles to look at."""
     stage = Stage(nixl, listen(), "NixlPushConnector")
     assert isinstance(
-        stage.scheduler, sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector"].NixlPushConnector
+        stage.scheduler,
+        sys.modules[
+            "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector"
+        ].NixlPushConnector,
     )
     stage.prefill(transfer_mode="push")
     stage.step(finished_sending={PREFILL})
@@ -413,7 +483,9 @@ HOOKS: list[tuple[str, str, Callable[[Stage], Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "method", "use", "calls"), HOOKS, ids=[f"{hook[0]}.{hook[1]}" for hook in HOOKS])
+@pytest.mark.parametrize(
+    ("owner", "method", "use", "calls"), HOOKS, ids=[f"{hook[0]}.{hook[1]}" for hook in HOOKS]
+)
 def test_what_fails_in_us_ends_in_us(
     stage: Stage,
     nixl: Any,
@@ -424,7 +496,9 @@ def test_what_fails_in_us_ends_in_us(
     use: Callable[[Stage], Any],
     calls: list[str],
 ) -> None:
-    """The connector's own call is made and its answer returned; the log has one traceback, however often it fails."""
+    """The connector's own call is made and its answer returned; the log has one traceback, however
+    often it fails.
+    """
     tries = []
 
     def fail(*_: Any) -> None:
@@ -440,7 +514,9 @@ def test_what_fails_in_us_ends_in_us(
     assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
-def test_what_fails_in_the_connector_is_the_engines(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_the_connector_is_the_engines(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An exception of vLLM's own is not ours to hide, and what didn't happen isn't told."""
     base = type(stage.scheduler).__mro__[2]
 
@@ -457,8 +533,12 @@ def test_what_fails_in_the_connector_is_the_engines(stage: Stage, monkeypatch: p
     assert stage.silent()
 
 
-def test_a_connector_that_has_changed(nixl: Any, listen: Callable[..., Inbox], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the places that the worker's part looks at, there are no figures and no expiries; all else is told."""
+def test_a_connector_that_has_changed(
+    nixl: Any, listen: Callable[..., Inbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the places that the worker's part looks at, there are no figures and no expiries; all
+    else is told.
+    """
     worker = vllm_nixl.NixlWorker
     monkeypatch.delattr(worker, "_reap_expired_send_leases")
     monkeypatch.setattr(worker, "get_transfer_results", lambda _: Results())
@@ -470,14 +550,18 @@ def test_a_connector_that_has_changed(nixl: Any, listen: Callable[..., Inbox], m
 
 
 def test_metadata_of_the_connectors_own(stage: Stage) -> None:
-    """A later vLLM may use the way itself: its metadata goes first, and what arrives of another kind is left alone."""
+    """A later vLLM may use the way itself: its metadata goes first, and what arrives of another
+    kind is left alone.
+    """
     worker = stage.workers[0]
     worker.connector_worker.lapsed = {PREFILL}
     worker.get_transfer_results(set())
     worker.meta = object()
     assert worker.build_connector_worker_meta() is worker.meta
     stage.prefill()
-    stage.scheduler.update_connector_output(Output(finished_sending={PREFILL}, kv_connector_worker_meta=worker.meta))
+    stage.scheduler.update_connector_output(
+        Output(finished_sending={PREFILL}, kv_connector_worker_meta=worker.meta)
+    )
     assert stage.inbox.next().event is NoticeEvent.RELEASED
 
 
@@ -485,7 +569,8 @@ def test_metadata_of_the_connectors_own(stage: Stage) -> None:
 def test_without_an_address(nixl: Any, extra: dict[str, Any]) -> None:
     """Nothing is opened, wrapped or sent."""
     scheduler, worker = (
-        nixl.NixlConnector(config(extra), role, kv_cache_config=None) for role in ("scheduler", "worker")
+        nixl.NixlConnector(config(extra), role, kv_cache_config=None)
+        for role in ("scheduler", "worker")
     )
     assert scheduler._sender is None
     assert "_reap_expired_send_leases" not in vars(worker.connector_worker)
@@ -504,13 +589,21 @@ def test_without_an_address(nixl: Any, extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", [7, [7], {"a": 1}, ["tcp://127.0.0.1:9", None]])
 def test_addresses_of_a_wrong_type(nixl: Any, caplog: pytest.LogCaptureFixture, wrong: Any) -> None:
     """The engine starts all the same, and the log says what is wrong."""
-    scheduler = nixl.NixlConnector(config({"pdproxy_notify": wrong}), "scheduler", kv_cache_config=None)
+    scheduler = nixl.NixlConnector(
+        config({"pdproxy_notify": wrong}), "scheduler", kv_cache_config=None
+    )
     assert "pdproxy_notify must be an address" in caplog.text
-    assert scheduler.request_finished_all_groups(Request(PREFILL, {"do_remote_decode": True}), ()) == (False, None)
+    assert scheduler.request_finished_all_groups(
+        Request(PREFILL, {"do_remote_decode": True}), ()
+    ) == (False, None)
 
 
-def test_every_proxy_gets_everything(nixl: Any, listen: Callable[..., Inbox], caplog: pytest.LogCaptureFixture) -> None:
-    """Notices aren't dealt out among the proxies, and an address that can't be used is logged and left out."""
+def test_every_proxy_gets_everything(
+    nixl: Any, listen: Callable[..., Inbox], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Notices aren't dealt out among the proxies, and an address that can't be used is logged and
+    left out.
+    """
     one, two = listen(), listen()
     stage = Stage(nixl, one, pdproxy_notify=[one.address, "nonsense", two.address, one.address])
     assert "no notices to nonsense" in caplog.text
@@ -524,18 +617,25 @@ def test_every_proxy_gets_everything(nixl: Any, listen: Callable[..., Inbox], ca
     assert [notice.remote_request_id for notice in seen] == ids
 
 
-def test_the_environments_address(nixl: Any, listen: Callable[..., Inbox], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environments_address(
+    nixl: Any, listen: Callable[..., Inbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The variable counts where the config says nothing."""
     inbox, other = listen(), listen()
     monkeypatch.setenv("PDPROXY_NOTIFY", f" {inbox.address}, ,{other.address}")
-    assert nixl.addresses(None, f" {inbox.address}, ,{other.address}") == [inbox.address, other.address]
+    assert nixl.addresses(None, f" {inbox.address}, ,{other.address}") == [
+        inbox.address,
+        other.address,
+    ]
     stage = Stage(nixl, inbox, pdproxy_notify=None)
     stage.prefill()
     assert nixl.addresses("tcp://x:1", "tcp://y:1") == ["tcp://x:1"]
 
 
 def test_a_proxy_that_is_not_there(nixl: Any, listen: Callable[..., Inbox]) -> None:
-    """Nothing waits and nothing piles up; the first notice that can be sent says how many couldn't."""
+    """Nothing waits and nothing piles up; the first notice that can be sent says how many
+    couldn't.
+    """
     inbox = listen()
     address = inbox.address
     inbox.close()
@@ -543,7 +643,8 @@ def test_a_proxy_that_is_not_there(nixl: Any, listen: Callable[..., Inbox]) -> N
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     for _ in range(10_000):
         sender.send({"n": 1})
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 1000  # a thread that waits lets others run
+    # a thread that waits lets others run
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 1000
     inbox = listen(address)
     deadline = time.monotonic() + 30
     sent = 10_000
@@ -557,7 +658,9 @@ def test_a_proxy_that_is_not_there(nixl: Any, listen: Callable[..., Inbox]) -> N
 
 
 def test_a_proxy_that_does_not_read(nixl: Any, listen: Callable[..., Inbox]) -> None:
-    """What waits for it is bounded; then notices are dropped, counted, and the count is told and begun anew."""
+    """What waits for it is bounded; then notices are dropped, counted, and the count is told and
+    begun anew.
+    """
     inbox = listen()
     sender = nixl.Sender([inbox.address])
     big, sent, deadline = {"x": b"x" * 100_000}, 0, time.monotonic() + 60
@@ -598,7 +701,10 @@ def test_what_vllm_asks_of_an_external_connector(nixl: Any) -> None:
 
 
 @given(
-    st.text(), st.sampled_from(["cmpl-{}-0-0123abcd", "chatcmpl-{}-0123abcd", "{}", "cmpl-{}", "chatcmpl-{}-0123ABCD"])
+    st.text(),
+    st.sampled_from(
+        ["cmpl-{}-0-0123abcd", "chatcmpl-{}-0123abcd", "{}", "cmpl-{}", "chatcmpl-{}-0123ABCD"]
+    ),
 )
 def test_ids_are_read_as_the_proxy_reads_them(nixl: Any, text: str, form: str) -> None:
     """The notifier can't import the proxy's function, so it has its own: they agree on every id."""

@@ -55,8 +55,10 @@ def ended(model: str | None = "m", outcome: str = "ok", **fields: object) -> Req
     gaps = Gaps()
     gaps.buckets[3], gaps.total = 4, 0.03
     values: dict[str, object] = {
-        "request_id": "r", "endpoint": "/v1/completions", "model": model, "outcome": outcome, "status": 200, "legs": legs,
-        "queue_s": 0.0, "first_s": 0.2, "total_s": 1.0, "prompt_tokens": 61, "completion_tokens": 5, "gaps": gaps, **fields,
+        "request_id": "r", "endpoint": "/v1/completions", "model": model, "outcome": outcome,
+        "status": 200, "legs": legs,
+        "queue_s": 0.0, "first_s": 0.2, "total_s": 1.0, "prompt_tokens": 61, "completion_tokens": 5,
+        "gaps": gaps, **fields,
     }  # fmt: skip
     return RequestEnded(**values)  # type: ignore[arg-type]
 
@@ -78,17 +80,28 @@ EVENTS: list[Event] = [
 
 
 def test_the_page_is_prometheus_text() -> None:
-    """The official parser reads the page; counters end in _total, histograms are cumulative and add up."""
+    """The official parser reads the page; counters end in _total, histograms are cumulative and add
+    up.
+    """
     metrics = Metrics()
     metrics.show(KV_MISSING, lambda: [(('q"\\\n',), 1.5)])
     for _ in range(3):
         for event in EVENTS:
             metrics.notify(event)
-    families = {family.name: family for family in text_string_to_metric_families(metrics.page().decode())}
-    values = {
-        (sample.name, *sorted(sample.labels.items())): sample.value for f in families.values() for sample in f.samples
+    families = {
+        family.name: family for family in text_string_to_metric_families(metrics.page().decode())
     }
-    requests = ("pdproxy_requests_total", ("endpoint", "/v1/completions"), ("model", "m"), ("outcome", "ok"))
+    values = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for f in families.values()
+        for sample in f.samples
+    }
+    requests = (
+        "pdproxy_requests_total",
+        ("endpoint", "/v1/completions"),
+        ("model", "m"),
+        ("outcome", "ok"),
+    )
     assert values[requests] == 6
     for wait in Wait:
         assert values["pdproxy_deadline_total", ("wait", wait.value)] == 3
@@ -108,7 +121,9 @@ def test_an_empty_page_is_one_too() -> None:
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_every_event_makes_a_line_in_both_formats(event: Event, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_event_makes_a_line_in_both_formats(
+    event: Event, caplog: pytest.LogCaptureFixture
+) -> None:
     """A JSON line is one JSON object; a text line is one line."""
     caplog.set_level(logging.DEBUG, "pdproxy")
     LogObserver().notify(event)
@@ -134,13 +149,17 @@ def test_no_text_of_a_client_breaks_a_line(model: str, error: str) -> None:
 
 
 def test_an_exception_is_one_json_line() -> None:
-    """Where it came from stays inside the object; its words, which may quote a prompt, are in neither format."""
+    """Where it came from stays inside the object; its words, which may quote a prompt, are in
+    neither format.
+    """
     try:
         raise ValueError("boom")
     except ValueError:
         import sys
 
-        record = logging.LogRecord("pdproxy", logging.ERROR, "", 0, "failed %s", ("here",), sys.exc_info())
+        record = logging.LogRecord(
+            "pdproxy", logging.ERROR, "", 0, "failed %s", ("here",), sys.exc_info()
+        )
     found = json.loads(JsonFormatter().format(record))
     assert found["message"] == "failed here"
     assert "ValueError at " in found["exception"]
@@ -165,7 +184,9 @@ VALUES = st.one_of(
 
 @given(LONG, st.dictionaries(st.text("abc", min_size=1, max_size=4), VALUES, max_size=30))
 def test_every_line_is_bounded_and_can_be_read(message: str, fields: dict[str, object]) -> None:
-    """Whatever a client or an engine says, of any length: one line of bounded length, and JSON is JSON."""
+    """Whatever a client or an engine says, of any length: one line of bounded length, and JSON is
+    JSON.
+    """
     record = logging.LogRecord("pdproxy.access", logging.INFO, "", 0, "%s", (message,), None)
     record.fields = fields
     text = TextFormatter().format(record)
@@ -178,10 +199,15 @@ def test_every_line_is_bounded_and_can_be_read(message: str, fields: dict[str, o
 
 
 def test_what_is_cut_shows_that_it_is() -> None:
-    """A long value ends with its length; the values beside it are whole; a text at the bound is whole."""
+    """A long value ends with its length; the values beside it are whole; a text at the bound is
+    whole.
+    """
     fields = {"id": "r", "model": "m" * 100_000, "whole": "w" * MAX_VALUE, "status": 404}
     text = TextFormatter().line(0, "INFO", "pdproxy.access", "request", fields)
-    assert f'model="{"m" * MAX_VALUE}... (100000 characters)" whole={"w" * MAX_VALUE} status=404' in text
+    assert (
+        f'model="{"m" * MAX_VALUE}... (100000 characters)" whole={"w" * MAX_VALUE} status=404'
+        in text
+    )
     line = json.loads(JsonFormatter().line(0, "INFO", "pdproxy.access", "x" * 20_000, fields))
     assert line["model"] == "m" * MAX_VALUE + "... (100000 characters)"
     assert (line["whole"], line["status"]) == ("w" * MAX_VALUE, 404)
@@ -200,7 +226,9 @@ def test_what_is_cut_shows_that_it_is() -> None:
 def test_a_lines_time_has_milliseconds_and_a_zone(
     monkeypatch: pytest.MonkeyPatch, zone: str, created: float, shown: str
 ) -> None:
-    """As RFC 3339 has it in JSON, with a space in text; also in a second whose lines came before."""
+    """As RFC 3339 has it in JSON, with a space in text; also in a second whose lines came
+    before.
+    """
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
@@ -208,8 +236,12 @@ def test_a_lines_time_has_milliseconds_and_a_zone(
         for _ in range(2):
             line = json.loads(to_json.line(created, "INFO", "x", "y", {}))
             assert line["time"] == shown
-            assert datetime.fromisoformat(line["time"]).timestamp() == pytest.approx(created, abs=0.001)
-            assert to_text.line(created, "INFO", "x", "y", {}) == f"{shown.replace('T', ' ')} INFO x y"
+            assert datetime.fromisoformat(line["time"]).timestamp() == pytest.approx(
+                created, abs=0.001
+            )
+            assert (
+                to_text.line(created, "INFO", "x", "y", {}) == f"{shown.replace('T', ' ')} INFO x y"
+            )
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -231,7 +263,9 @@ def test_a_list_of_prompts_shows_all_engines_and_the_longest_phases() -> None:
 
 
 def test_an_access_line_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with the long names of engines and models that a cluster has: each request writes one."""
+    """Also with the long names of engines and models that a cluster has: each request writes
+    one.
+    """
     leg = LegTimes(
         "http://prefill-0.engines-of-a-model.the-namespace-of-it.svc.cluster.local:8200",
         "http://decode-12.engines-of-a-model.the-namespace-of-it.svc.cluster.local:8300",
@@ -241,7 +275,13 @@ def test_an_access_line_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         decode_s=3.21,
         attempts=1,
     )
-    event = ended("organization/Some-Model-70B-Instruct", legs=[leg], client="10.20.30.40", key="file:12", stream=True)
+    event = ended(
+        "organization/Some-Model-70B-Instruct",
+        legs=[leg],
+        client="10.20.30.40",
+        key="file:12",
+        stream=True,
+    )
     for formatter in (JsonFormatter(), TextFormatter()):
         made: list[str] = []
         line = formatter._line
@@ -252,14 +292,21 @@ def test_an_access_line_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
         expected = formatter.line(0, "INFO", "pdproxy.access", "request", access_fields(event))
         monkeypatch.setattr(formatter, "_line", counted)
-        shown = formatter.own_line(0, "INFO", "pdproxy.access", "request", ACCESS_FIELDS, access_values(event))
+        shown = formatter.own_line(
+            0, "INFO", "pdproxy.access", "request", ACCESS_FIELDS, access_values(event)
+        )
         assert made == ([shown] if isinstance(formatter, JsonFormatter) else [])
         assert shown == expected
         assert len(shown) > MAX_VALUE
 
 
 _VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.text(max_size=1).map(lambda one: one * 600)
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.text(max_size=1).map(lambda one: one * 600),
 )
 
 
@@ -270,9 +317,14 @@ def test_an_own_line_is_the_same_as_any_line(lines: list[tuple[object, ...]]) ->
     for formatter in (JsonFormatter(), TextFormatter()):
         for at, values in enumerate(lines):
             formatter.show_always({"worker": at // 2, "100%s": "%d"})
-            fields = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+            fields = {
+                name: value for name, value in zip(names, values, strict=True) if value is not None
+            }
             expected = formatter.line(0, "INFO", "pdproxy.access", "request", fields)
-            assert formatter.own_line(0, "INFO", "pdproxy.access", "request", names, values) == expected
+            assert (
+                formatter.own_line(0, "INFO", "pdproxy.access", "request", names, values)
+                == expected
+            )
 
 
 def test_an_unknown_engine_makes_no_series() -> None:
@@ -295,7 +347,9 @@ def test_what_a_formatter_keeps_is_bounded_in_bytes() -> None:
     """Words are kept since they may come again: not long ones, and not many."""
     formatter = TextFormatter()
     for number in range(2000):
-        formatter.line(0, "INFO", "x", "request", {"model": f"- {number}" + "x" * 5000, "id": f"{number}-"})
+        formatter.line(
+            0, "INFO", "x", "request", {"model": f"- {number}" + "x" * 5000, "id": f"{number}-"}
+        )
         formatter.line(0, "INFO", "x", "request", {"model": f"- {number}" + "x" * 400})
     kept = formatter._cached.cache_info()
     assert kept.currsize == kept.maxsize == 256
@@ -303,7 +357,9 @@ def test_what_a_formatter_keeps_is_bounded_in_bytes() -> None:
 
 
 def test_labels_are_bounded_in_number_and_length() -> None:
-    """Models that no engine lists, that are too long, or too many; ranks that an engine says it has."""
+    """Models that no engine lists, that are too long, or too many; ranks that an engine says it
+    has.
+    """
     metrics = Metrics(lambda model: model.startswith("listed"))
     for number in range(MAX_MODELS + 100):
         metrics.notify(ended(f"listed-{number}"))
@@ -361,7 +417,9 @@ log.close()
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_no_exceptions_words_reach_the_log(log_format: str) -> None:
-    """Of libraries, callbacks, futures, threads and destructors: each makes one line, with its type and its place."""
+    """Of libraries, callbacks, futures, threads and destructors: each makes one line, with its type
+    and its place.
+    """
     done = subprocess.run(
         [sys.executable, "-c", LIBRARIES, log_format],
         env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
@@ -401,7 +459,9 @@ def test_a_placements_reasons_are_labels_up_to_a_bound() -> None:
 
 
 def test_what_is_counted_of_an_engine_is_dropped_with_it() -> None:
-    """Whoever counts it, and whether by an event or not: with an engine that is not known as that of "removed"."""
+    """Whoever counts it, and whether by an event or not: with an engine that is not known as that
+    of "removed".
+    """
     metrics = Metrics()
     observers = Observers([metrics])
     for url in ("http://here:1", "http://gone:1"):
@@ -442,7 +502,13 @@ def test_a_metric_that_is_declared_later_is_counted(monkeypatch: pytest.MonkeyPa
     """A module may be imported while the proxy runs, a plugin's for example."""
     metrics = Metrics()
     monkeypatch.setattr(description, "_declared", {**description._declared})
-    toys = counter("pdproxy_toys_total", "toys", "toys", Label("choice", (("split", "a"), ("whole", "b"))), of=Decided)
+    toys = counter(
+        "pdproxy_toys_total",
+        "toys",
+        "toys",
+        Label("choice", (("split", "a"), ("whole", "b"))),
+        of=Decided,
+    )
     others = counter("pdproxy_other_toys_total", "toys", "toys")
     metrics.count(others)
     answers = counter("pdproxy_toy_answers_total", "answers", "toys", of=RequestEnded, by="status")

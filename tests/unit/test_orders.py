@@ -1,4 +1,6 @@
-"""The worker's end of its link to the supervisor: what it sends while nobody reads, and before its end."""
+"""The worker's end of its link to the supervisor: what it sends while nobody reads, and before its
+end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MIB = 1 << 20
 
 @pytest.fixture
 async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Orders, Link, list[int]]]:
-    """A worker's end, the supervisor's, and the exit codes with which the worker would have ended."""
+    """A worker's end, the supervisor's, and the exit codes with which the worker would have
+    ended.
+    """
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     parents, end = pair()
@@ -35,7 +39,9 @@ async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Orders, L
     link.close()
 
 
-async def test_a_supervisor_that_stands_still_ends_no_worker(ends: tuple[Orders, Link, list[int]]) -> None:
+async def test_a_supervisor_that_stands_still_ends_no_worker(
+    ends: tuple[Orders, Link, list[int]],
+) -> None:
     """Reports of an hour are not kept for it, and it gets the newest once it reads again."""
     orders, link, codes = ends
     for number in range(3600):
@@ -87,7 +93,9 @@ async def test_nobody_waits_for_a_supervisor_that_does_not_read(
 
 
 async def test_what_is_too_long_is_not_sent(
-    ends: tuple[Orders, Link, list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ends: tuple[Orders, Link, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The worker serves on; the log says it."""
     monkeypatch.setattr(links, "MAX_MESSAGE", 1000)
@@ -102,7 +110,9 @@ async def test_what_is_too_long_is_not_sent(
 async def test_one_message_that_fails_loses_none_behind_it(
     ends: tuple[Orders, Link, list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is in the log, without what it says; the worker drains, and says how long that may take now."""
+    """It is in the log, without what it says; the worker drains, and says how long that may take
+    now.
+    """
     orders, link, codes = ends
 
     def fail(message: Message) -> None:

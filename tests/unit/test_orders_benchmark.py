@@ -1,4 +1,6 @@
-"""The benchmarks of both orders of the legs and of a change's cost: what they count, on simulated engines and by hand."""
+"""The benchmarks of both orders of the legs and of a change's cost: what they count, on simulated
+engines and by hand.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def _result(order: str, first: float | None, connector: str = "nixl-push") -> or
 
 def test_sums_and_counts_of_a_page_of_metrics() -> None:
     before, after = orders.sums(b""), orders.sums(PAGE)
-    assert after == {"pdproxy_phase_seconds": (2.5, 10.0), "pdproxy_legs_overlap_seconds": (0.4, 8.0)}
+    assert after == {
+        "pdproxy_phase_seconds": (2.5, 10.0),
+        "pdproxy_legs_overlap_seconds": (0.4, 8.0),
+    }
     kv = "pdproxy_phase_seconds"
     assert orders.mean(before[kv], after[kv]) == 0.25
     assert orders.mean(after[kv], after[kv]) is None
@@ -51,7 +56,13 @@ def test_a_prompt_has_exactly_its_tokens_and_no_other_like_it(tokens: int) -> No
 
 
 def test_the_table_has_ratios_to_the_sequential_push_and_gaps_where_nothing_is_known() -> None:
-    text = orders.table([_result("sequential", 20.0), _result("concurrent", 15.0), _result("sequential", None, "nixl")])
+    text = orders.table(
+        [
+            _result("sequential", 20.0),
+            _result("concurrent", 15.0),
+            _result("sequential", None, "nixl"),
+        ]
+    )
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()[2:]]
     assert [row[10] for row in rows] == ["1.000", "0.750", ""]
     assert {(row[5], row[6]) for row in rows} == {("0.500", "")}
@@ -59,7 +70,10 @@ def test_the_table_has_ratios_to_the_sequential_push_and_gaps_where_nothing_is_k
 
 
 def test_each_client_has_a_request_whatever_the_scale() -> None:
-    assert [case.requests for case in orders.scaled([orders.Case(1, 50, 150), orders.Case(1, 1, 8)], 0.01)] == [50, 1]
+    assert [
+        case.requests
+        for case in orders.scaled([orders.Case(1, 50, 150), orders.Case(1, 1, 8)], 0.01)
+    ] == [50, 1]
 
 
 def test_both_orders_on_simulated_engines(
@@ -67,10 +81,14 @@ def test_both_orders_on_simulated_engines(
 ) -> None:
     monkeypatch.setattr(orders, "CASES", (orders.Case(300, 2, 4),))
     monkeypatch.setattr(orders, "WAYS", orders.WAYS[1:])
-    monkeypatch.setattr(sys, "argv", ["orders.py", "--speed", "10", "--json", str(tmp_path / "found.json")])
+    monkeypatch.setattr(
+        sys, "argv", ["orders.py", "--speed", "10", "--json", str(tmp_path / "found.json")]
+    )
     assert orders.main() == 0
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [(one["connector"], one["order"], one["failed"]) for one in found] == [(*way, 0) for way in orders.WAYS]
+    assert [(one["connector"], one["order"], one["failed"]) for one in found] == [
+        (*way, 0) for way in orders.WAYS
+    ]
     assert all(one["kv_s"] > 0 and one["first_p50_ms"] > 0 for one in found)
     assert [one["overlap_s"] is not None for one in found] == [False, True]
     assert capsys.readouterr().out.count("\n| 300 | 2 |") == 2
@@ -110,9 +128,13 @@ def test_a_pair_of_equal_checkouts_is_measured_without_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(paired, "LOADS", {"whole": paired.Load(4, 0, 20, ("--conc", 2))})
-    monkeypatch.setattr(sys, "argv", ["paired.py", "--before", str(ROOT), "--rounds", "1", "--loads", "whole"])
+    monkeypatch.setattr(
+        sys, "argv", ["paired.py", "--before", str(ROOT), "--rounds", "1", "--loads", "whole"]
+    )
     assert paired.main() == 0
-    load, before, after, ratio, *_, errors = [cell.strip() for cell in capsys.readouterr().out.split("|")[-7:-1]]
+    load, before, after, ratio, *_, errors = [
+        cell.strip() for cell in capsys.readouterr().out.split("|")[-7:-1]
+    ]
     assert (load, errors) == ("whole", "0")
     assert float(before) > 0
     assert float(after) > 0

@@ -1,4 +1,6 @@
-"""Engines of another version of vLLM: what is laid over the environment's, and what proving a version prints."""
+"""Engines of another version of vLLM: what is laid over the environment's, and what proving a
+version prints.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.engines.prove import PARTS, Result
 
 PROGRAM = Path(prove.__file__).with_name("other_vllm.py")
 FILES = {
-    "vllm/distributed/device_communicators/shm_broadcast.py": "def wait(busy_loop_s: float = 1,): ...",
+    (
+        "vllm/distributed/device_communicators/shm_broadcast.py"
+    ): "def wait(busy_loop_s: float = 1,): ...",
     "vllm/platforms/cpu.py": 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"',
     "vllm/_C.abi3.so": "for GPUs",
     "vllm/vllm-rs": "a server in Rust",
@@ -25,7 +29,7 @@ FILES = {
 REPORT = """<testsuites><testsuite>
 <testcase classname="a" name="good"/><testcase classname="a" name="bad"><failure/></testcase>
 <testcase classname="a" name="worse"><error/></testcase><testcase classname="a" name="left out"><skipped/></testcase>
-</testsuite></testsuites>"""
+</testsuite></testsuites>"""  # noqa: E501
 
 
 def test_a_release_is_laid_over_the_kernels(tmp_path: Path) -> None:
@@ -35,14 +39,23 @@ def test_a_release_is_laid_over_the_kernels(tmp_path: Path) -> None:
         for name, text in FILES.items():
             made.writestr(name, text)
     subprocess.run([sys.executable, PROGRAM, wheel, folder], check=True)
-    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     assert sorted(found) == sorted(set(FILES) - {"vllm/_C.abi3.so", "vllm/vllm-rs"})
-    assert "busy_loop_s: float = 0.001," in found["vllm/distributed/device_communicators/shm_broadcast.py"]
+    assert (
+        "busy_loop_s: float = 0.001,"
+        in found["vllm/distributed/device_communicators/shm_broadcast.py"]
+    )
     assert found["vllm/platforms/cpu.py"].endswith('= "fork"')
 
 
 def test_engines_of_another_version_have_its_folder_first() -> None:
-    """Behind the overlays of a connector; the CPU is said, since the release's own files do not see it."""
+    """Behind the overlays of a connector; the CPU is said, since the release's own files do not see
+    it.
+    """
     one, two = Path("/one"), Path("/two")
     assert Built(one, one, one).environment() == {}
     assert Built(one, one, one).environment(two) == {"PYTHONPATH": "/two"}
@@ -70,8 +83,12 @@ def test_the_row_has_a_cell_for_each_part() -> None:
     cells = line.strip("| ").split(" | ")
     assert len(cells) == 3 + len(PARTS)
     assert cells[:3] == ["9.0.0", f"{pinned_vllm()}'s", "2026-11-28"]
-    assert dict(zip(PARTS, cells[3:], strict=True)) == dict.fromkeys(PARTS, "not run") | {"answers": "3 of 4"}
-    assert prove.row(pinned_vllm(), "today", {}).startswith(f"| {pinned_vllm()} | own | today | not run")
+    assert dict(zip(PARTS, cells[3:], strict=True)) == dict.fromkeys(PARTS, "not run") | {
+        "answers": "3 of 4"
+    }
+    assert prove.row(pinned_vllm(), "today", {}).startswith(
+        f"| {pinned_vllm()} | own | today | not run"
+    )
 
 
 def test_the_parts_are_there() -> None:

@@ -1,4 +1,6 @@
-"""Engines that fail more often, or are slower, than their peers: who is left out, for how long, and how many at most."""
+"""Engines that fail more often, or are slower, than their peers: who is left out, for how long, and
+how many at most.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def made(**limits: float) -> Outliers:
 
 
 def send(
-    judge: Outliers, url: str, good: int = 0, failed: int = 0, *, now: float = NOW, pace: float | None = None,
+    judge: Outliers, url: str, good: int = 0, failed: int = 0, *, now: float = NOW,
+    pace: float | None = None,
     role: Role = Role.DECODE,
 ) -> None:  # fmt: skip
     """Have so many legs of an engine end."""
@@ -37,7 +40,14 @@ def out(judge: Outliers, urls: list[str], now: float = NOW) -> list[tuple[str, s
 
 @pytest.mark.parametrize(
     ("good", "failed", "others_failed", "is_out"),
-    [(10, 10, 0, True), (11, 9, 0, False), (4, 5, 0, False), (0, 20, 0, True), (10, 10, 4, True), (10, 10, 40, False)],
+    [
+        (10, 10, 0, True),
+        (11, 9, 0, False),
+        (4, 5, 0, False),
+        (0, 20, 0, True),
+        (10, 10, 4, True),
+        (10, 10, 40, False),
+    ],
 )
 def test_errors(good: int, failed: int, others_failed: int, is_out: bool) -> None:
     """Half of enough requests, and its peers do not fail as well: then the cause is none of it."""
@@ -48,7 +58,9 @@ def test_errors(good: int, failed: int, others_failed: int, is_out: bool) -> Non
     assert out(judge, FOUR) == ([("a", "errors")] if is_out else [])
 
 
-@pytest.mark.parametrize(("slow", "count", "is_out"), [(3.1, 10, True), (2.9, 10, False), (30.0, 9, False)])
+@pytest.mark.parametrize(
+    ("slow", "count", "is_out"), [(3.1, 10, True), (2.9, 10, False), (30.0, 9, False)]
+)
 def test_latency(slow: float, count: int, is_out: bool) -> None:
     """More than three times the median of its peers, in enough requests."""
     judge = made()
@@ -121,7 +133,10 @@ def test_what_is_past_does_not_count() -> None:
     assert out(judge, ["a", "b"]) == []
 
 
-ACTS = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans(), st.floats(0, 9), st.floats(0, 20)), max_size=200)
+ACTS = st.lists(
+    st.tuples(st.sampled_from("abcdef"), st.booleans(), st.floats(0, 9), st.floats(0, 20)),
+    max_size=200,
+)
 
 
 @given(ACTS, st.integers(1, 6))
@@ -152,7 +167,9 @@ def test_an_engine_with_the_short_prompts_is_not_slow() -> None:
 
 
 def test_a_larger_batch_is_no_slower_engine() -> None:
-    """Of two, one waits for KV most of the time, so that the other one has the larger batches: their steps take longer."""
+    """Of two, one waits for KV most of the time, so that the other one has the larger batches:
+    their steps take longer.
+    """
     judge = made()
     for _ in range(20):
         judge.ended("healthy", Role.DECODE, NOW, failed=False, pace=0.08, beside=40)
@@ -190,7 +207,9 @@ def kv(judge: Outliers, slow: Callable[[str, str], bool]) -> None:
     ],
 )
 def test_kv_that_takes_long(slow: Callable[[str, str], bool], found: list[str]) -> None:
-    """With each partner it is the engine; with one of them it is not. Workers tell each other what they have counted."""
+    """With each partner it is the engine; with one of them it is not. Workers tell each other what
+    they have counted.
+    """
     judge = made()
     kv(judge, slow)
     groups = [["p1", "p2"], ["d1", "d2"]]

@@ -1,4 +1,6 @@
-"""The parts of benchmarks/overload.py: what counts as good, late and refused, and the percentile of delays."""
+"""The parts of benchmarks/overload.py: what counts as good, late and refused, and the percentile of
+delays.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,22 @@ async def test_each_request_is_counted_once() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while (head := await reader.readuntil(b"\r\n\r\n")) is not None:
             asked.append(head)
-            await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n", 1)[0]))
+            await reader.readexactly(
+                int(head.partition(b"content-length: ")[2].split(b"\r\n", 1)[0])
+            )
             if len(asked) % 6 == 0:
                 writer.close()
                 return
             status, body, wait = ANSWERS[len(asked) % 6 - 1]
             await asyncio.sleep(wait)
-            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+            writer.write(
+                b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+            )
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    load = overload_load.Load(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("one", "two"), "m", (SHAPE,))
+    load = overload_load.Load(
+        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("one", "two"), "m", (SHAPE,)
+    )
     load.limits[SHAPE] = 1.0
     tally = overload_load.Tally()
     for number in range(6):
@@ -58,7 +66,9 @@ async def test_an_answer_past_its_deadline_is_late() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    load = overload_load.Load(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("", ""), "m", (SHAPE,))
+    load = overload_load.Load(
+        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("", ""), "m", (SHAPE,)
+    )
     load.limits[SHAPE] = 1.0
     tally = overload_load.Tally()
     await load._one(SHAPE, "a", asyncio.get_running_loop().time() - 1000.0, tally)
@@ -71,10 +81,15 @@ async def test_a_stream_that_ends_with_an_error_is_none() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         body = b'data: {"error":{"message":"late"}}\n\n'
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    load = overload_load.Load(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("", ""), "m", (SHAPE,))
+    load = overload_load.Load(
+        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("", ""), "m", (SHAPE,)
+    )
     load.limits[SHAPE] = 1.0
     tally = overload_load.Tally()
     await load._one(SHAPE, "a", asyncio.get_running_loop().time(), tally)
@@ -92,5 +107,8 @@ def test_the_percentile_of_delays_in_between() -> None:
 
 
 def test_the_delays_are_read_from_the_page() -> None:
-    page = 'pdproxy_loop_lateness_seconds_bucket{le="0.005"} 7.0\npdproxy_loop_lateness_seconds_bucket{le="+Inf"} 9.0\n'
+    page = (
+        'pdproxy_loop_lateness_seconds_bucket{le="0.005"} 7.0\n'
+        'pdproxy_loop_lateness_seconds_bucket{le="+Inf"} 9.0\n'
+    )
     assert overload.LATENESS.findall(page) == [("0.005", "7.0"), ("+Inf", "9.0")]

@@ -13,7 +13,9 @@ def test_at_first_only_the_setting_counts() -> None:
 
 
 def test_a_compile_at_the_first_request_is_suspicious_once() -> None:
-    """An engine that was silent for eight seconds may be silent for as long again, and for some time more."""
+    """An engine that was silent for eight seconds may be silent for as long again, and for some
+    time more.
+    """
     pace = Pace()
     pace.came_back(8, 100)
     pace.came_back(3, 110)

@@ -1,4 +1,6 @@
-"""Engines with several ranks and workers: which sizes go together, and which numbers each engine is sent of the other one."""
+"""Engines with several ranks and workers: which sizes go together, and which numbers each engine is
+sent of the other one.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,26 @@ def of_nixl(tp: int, dcp: int, pp: int, mode: str) -> PrefillAnswer:
 
 def of_moriio(rank: int, ranks: int, local: int) -> dict[str, Any]:
     """The params of a rank of a prefill engine with MoRIIO."""
-    own = {"remote_dp_rank": rank, "remote_dp_size": ranks, "remote_dp_size_local": local, "tp_size": 1}
+    own = {
+        "remote_dp_rank": rank,
+        "remote_dp_size": ranks,
+        "remote_dp_size_local": local,
+        "tp_size": 1,
+    }
     return moriio_params(remote_handshake_port=6301, **own)
 
 
-def between(prefill: tuple[int, int], decode: tuple[int, int], mode: str, rank: int = 0) -> Dispatch:
+def between(
+    prefill: tuple[int, int], decode: tuple[int, int], mode: str, rank: int = 0
+) -> Dispatch:
     """A dispatch of MoRIIO to a rank of P. Sides: ranks, workers of each."""
     p = Peer(rank, prefill[0], address=P_ADDRESS, tp_size=prefill[1], mode=mode)
     d = Peer(0, decode[0], address=D_ADDRESS, tp_size=decode[1], mode=mode)
-    return Dispatch(f"___prefill_addr_{P_ADDRESS}___decode_addr_{D_ADDRESS}_{MINTED}", prefill_peer=p, decode_peer=d)
+    return Dispatch(
+        f"___prefill_addr_{P_ADDRESS}___decode_addr_{D_ADDRESS}_{MINTED}",
+        prefill_peer=p,
+        decode_peer=d,
+    )
 
 
 def params_of(body: bytes) -> dict[str, Any]:
@@ -67,13 +80,22 @@ def test_where_p_is_read_its_sizes_go_on_unchanged(tp: int, dcp: int, pp: int) -
     handle = nixl.handle(COMPLETION, of_nixl(tp, dcp, pp, "pull"), Dispatch())
     assert isinstance(handle, Handle)
     sent = params_of(nixl.decode(COMPLETION, COMPLETION.prompts[0], handle, Dispatch()).body)
-    assert (sent["tp_size"], sent["dcp_size"], sent["pp_size"], sent["transfer_mode"]) == (tp, dcp, pp, "pull")
+    assert (sent["tp_size"], sent["dcp_size"], sent["pp_size"], sent["transfer_mode"]) == (
+        tp,
+        dcp,
+        pp,
+        "pull",
+    )
 
 
 @pytest.mark.parametrize(("tp", "dcp", "pp"), TOPOLOGIES)
 @pytest.mark.parametrize("first", [True, False])
-def test_where_p_pushes_d_waits_for_each_of_its_workers(first: bool, tp: int, dcp: int, pp: int) -> None:
-    """A write for each stage, from each worker: in the promise as behind the answer from which it was learnt."""
+def test_where_p_pushes_d_waits_for_each_of_its_workers(
+    first: bool, tp: int, dcp: int, pp: int
+) -> None:
+    """A write for each stage, from each worker: in the promise as behind the answer from which it
+    was learnt.
+    """
     dispatch = Dispatch("leg", prefill_peer=Peer(1, 2))
     got = of_nixl(tp, dcp, pp, "push")
     if first:
@@ -109,7 +131,9 @@ def test_moriio_s_p_is_sent_d_s_sizes(prefill: tuple[int, int], decode: tuple[in
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 @pytest.mark.parametrize("rank", [0, 3, 7])
-def test_moriio_s_d_is_sent_p_s_sizes_and_rank(prefill: tuple[int, int], decode: tuple[int, int], rank: int) -> None:
+def test_moriio_s_d_is_sent_p_s_sizes_and_rank(
+    prefill: tuple[int, int], decode: tuple[int, int], rank: int
+) -> None:
     dispatch = between(prefill, decode, "WRITE", rank % prefill[0])
     handle = moriio.promise(COMPLETION, dispatch)
     assert handle is not None
@@ -120,7 +144,9 @@ def test_moriio_s_d_is_sent_p_s_sizes_and_rank(prefill: tuple[int, int], decode:
     assert headers == (((b"x-data-parallel-rank", b"%d" % rank),) if prefill[0] > 1 else ())
 
 
-@pytest.mark.parametrize(("rank", "ranks", "local"), [(11, 16, 8), (4, 8, 8), (0, 1, 1), (0, 16, 8)])
+@pytest.mark.parametrize(
+    ("rank", "ranks", "local"), [(11, 16, 8), (4, 8, 8), (0, 1, 1), (0, 16, 8)]
+)
 def test_the_rank_that_worked_is_the_one_that_d_reads(rank: int, ranks: int, local: int) -> None:
     """As P has said it. If it is not the rank that the leg was sent to, the answer is not used."""
     said = of_moriio(rank, ranks, local)
@@ -137,13 +163,16 @@ def test_the_rank_that_worked_is_the_one_that_d_reads(rank: int, ranks: int, loc
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "tp"), [((None, None), 1, 1), ((1, 8), 1, 8), ((8, 1), 8, 1), ((16, 4), 16, 4)]
+    ("given", "ranks", "tp"),
+    [((None, None), 1, 1), ((1, 8), 1, 8), ((8, 1), 8, 1), ((16, 4), 16, 4)],
 )
 def test_a_registration_s_sizes(given: tuple[int | None, int | None], ranks: int, tp: int) -> None:
     beat = Registration(role="P", http_address="p:1", zmq_address=P_ADDRESS, transfer_mode="READ")
     found = moriio.registered(msgspec.structs.replace(beat, dp_size=given[0], tp_size=given[1]))
     assert not isinstance(found, str)
-    assert [(peer.rank, peer.ranks, peer.tp_size) for peer in found] == [(rank, ranks, tp) for rank in range(ranks)]
+    assert [(peer.rank, peer.ranks, peer.tp_size) for peer in found] == [
+        (rank, ranks, tp) for rank in range(ranks)
+    ]
 
 
 # -- which sizes go together
@@ -155,7 +184,9 @@ NO_SIZES = [(6, 4), (4, 6), (3, 2), (8, 3)]
 def in_settings(connector: str, prefill: int, decode: int) -> str | None:
     """What is wrong with the settings of a pair."""
     engines = (
-        ConfiguredEngine(url="http://p:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)),
+        ConfiguredEngine(
+            url="http://p:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)
+        ),
         ConfiguredEngine(url="http://d:1", role="decode", facts=Facts(tensor_parallel_size=decode)),
     )
     found = Mistakes()
@@ -184,7 +215,9 @@ def test_workers_that_are_paired_by_their_numbers(connector: str) -> None:
 
 @pytest.mark.parametrize("pair", [*SIZES, *NO_SIZES], ids=str)
 def test_engines_that_report_their_sizes_are_paired_by_them(pair: tuple[int, int]) -> None:
-    """The workers of sizes that don't fit raise an error at their first transfer, and the engine dies."""
+    """The workers of sizes that don't fit raise an error at their first transfer, and the engine
+    dies.
+    """
     urls = ("http://p", "http://d")
     ledger = Ledger(
         [EngineSpec(urls[0], Role.PREFILL), EngineSpec(urls[1], Role.DECODE)],
@@ -201,9 +234,15 @@ def test_engines_that_report_their_sizes_are_paired_by_them(pair: tuple[int, int
     assert ledger.shortcomings(0.0) == []
 
 
-@pytest.mark.parametrize(("sizes", "fit"), [((8, 4), True), ((4, 8), True), ((6, 4), False), ((4, 6), False)])
-async def test_engines_that_register_with_sizes_that_do_not_fit(sizes: tuple[int, int], fit: bool) -> None:
-    """They are named in `/ready`, and paired as soon as one of them comes back with another size."""
+@pytest.mark.parametrize(
+    ("sizes", "fit"), [((8, 4), True), ((4, 8), True), ((6, 4), False), ((4, 6), False)]
+)
+async def test_engines_that_register_with_sizes_that_do_not_fit(
+    sizes: tuple[int, int], fit: bool
+) -> None:
+    """They are named in `/ready`, and paired as soon as one of them comes back with another
+    size.
+    """
     stage = Stage(moriio.registered)
 
     def beats(url: str, role: str, size: int, connection: bytes) -> None:
@@ -212,7 +251,10 @@ async def test_engines_that_register_with_sizes_that_do_not_fit(sizes: tuple[int
 
     beats(P, "P", sizes[0], b"1")
     beats(D, "D", sizes[1], b"2")
-    said = f"{P} and {D} are not paired: tensor-parallel sizes {sizes[0]} / {sizes[1]}: one must be a multiple of the other"
+    said = (
+        f"{P} and {D} are not paired: tensor-parallel sizes {sizes[0]} / {sizes[1]}: one must be "
+        f"a multiple of the other"
+    )
     assert stage.ledger.shortcomings(0.0) == ([] if fit else [said])
     await stage.clock.advance(TIMEOUT + 1)
     beats(P, "P", sizes[1], b"1")

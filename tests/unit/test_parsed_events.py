@@ -1,4 +1,6 @@
-"""Chat events of derendered token ids: what is asked for, what becomes of the answers, and what hostile engines send."""
+"""Chat events of derendered token ids: what is asked for, what becomes of the answers, and what
+hostile engines send.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,32 @@ LAST = LastEvent(
 DONE = b"data: [DONE]\n\n"
 
 
-def made(*, most: int = 1000, shows_stop: bool = False, calls: tuple[str, ...] = ()) -> ParsedEvents:
+def made(
+    *, most: int = 1000, shows_stop: bool = False, calls: tuple[str, ...] = ()
+) -> ParsedEvents:
     kept = Continuable(Route.CHAT, "m", b"{}", 64, 0, (), shows_stop, True)
     plain = ContinuedEvents(LAST.shown, is_chat=True, done=2)
-    return ParsedEvents(plain, LAST.shown, kept, b'{"messages":[]}', b"[1, 2, 3]", array("I", [7, 8]), [2], calls, most)
+    return ParsedEvents(
+        plain,
+        LAST.shown,
+        kept,
+        b'{"messages":[]}',
+        b"[1, 2, 3]",
+        array("I", [7, 8]),
+        [2],
+        calls,
+        most,
+    )
 
 
 def event(ids: list[int] | None, finish: str | None = None, **more: Any) -> bytes:
-    choice = {"index": 0, "text": "unused", "token_ids": ids, "finish_reason": finish, "stop_reason": None}
+    choice = {
+        "index": 0,
+        "text": "unused",
+        "token_ids": ids,
+        "finish_reason": finish,
+        "stop_reason": None,
+    }
     body = {"id": "b", "created": 6, "choices": [choice | more.pop("choice", {})]} | more
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
@@ -40,7 +60,11 @@ def event(ids: list[int] | None, finish: str | None = None, **more: Any) -> byte
 def answer(**delta: Any) -> bytes:
     """What derender returns, with all its nulls."""
     nulls = {"role": None, "content": None, "reasoning": None}
-    chunk = {"id": "c", "created": 9, "choices": [{"index": 0, "delta": nulls | delta, "finish_reason": "tool_calls"}]}
+    chunk = {
+        "id": "c",
+        "created": 9,
+        "choices": [{"index": 0, "delta": nulls | delta, "finish_reason": "tool_calls"}],
+    }
     return json.dumps({"chunk": chunk, "stream_state": {"output_token_ids": [1]}}).encode()
 
 
@@ -55,7 +79,12 @@ def shown(data: bytes) -> Any:
 
 
 def call(index: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"index": index, "id": None, "type": None, "function": {"name": None, "arguments": "{"}} | fields
+    return {
+        "index": index,
+        "id": None,
+        "type": None,
+        "function": {"name": None, "arguments": "{"},
+    } | fields
 
 
 def test_a_call_may_return_more_the_more_tokens_it_is_about() -> None:
@@ -89,10 +118,16 @@ def test_one_call_after_another() -> None:
     }
     events.take(event([22]))
     found = shown(events.answered(answer(content="héllo")))
-    choice = {"index": 0, "delta": {"content": "héllo"}, "logprobs": None, "finish_reason": None, "token_ids": None}
-    assert found == json.loads(b"{%b}" % b'"id":"a","object":"chat.completion.chunk","created":5,"model":"m"') | {
-        "choices": [choice]
+    choice = {
+        "index": 0,
+        "delta": {"content": "héllo"},
+        "logprobs": None,
+        "finish_reason": None,
+        "token_ids": None,
     }
+    assert found == json.loads(
+        b"{%b}" % b'"id":"a","object":"chat.completion.chunk","created":5,"model":"m"'
+    ) | {"choices": [choice]}
     second = asked(events)
     assert second["generate_chunk"]["choices"][0]["token_ids"] == [22]
     assert second["stream_state"]["output_token_ids"] == [7, 8, 20, 21]
@@ -111,13 +146,21 @@ def test_one_call_after_another() -> None:
         ("length", None, False, [20, 2]),
     ],
 )
-def test_an_end_token_is_not_parsed(finish: str, stop_reason: Any, shows_stop: bool, ids: list[int]) -> None:
+def test_an_end_token_is_not_parsed(
+    finish: str, stop_reason: Any, shows_stop: bool, ids: list[int]
+) -> None:
     """Derender would show it."""
     events = made(shows_stop=shows_stop)
     events.take(event([20, 2], finish, choice={"stop_reason": stop_reason}) + DONE)
-    assert asked(events)["generate_chunk"]["choices"][0] == {"index": 0, "token_ids": ids, "finish_reason": finish}
+    assert asked(events)["generate_chunk"]["choices"][0] == {
+        "index": 0,
+        "token_ids": ids,
+        "finish_reason": finish,
+    }
     (choice,) = shown(events.answered(answer()))["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == (finish, stop_reason), "not what derender says"
+    assert (choice["finish_reason"], choice["stop_reason"]) == (finish, stop_reason), (
+        "not what derender says"
+    )
     assert events.call() is None
     assert events.rest() == DONE
 
@@ -145,7 +188,11 @@ def test_an_end_that_comes_while_a_call_is_under_way() -> None:
     asked(events)
     events.take(event([2], "stop", system_fingerprint="f") + DONE)
     assert shown(events.answered(answer(content="a")))["choices"][0]["finish_reason"] is None
-    assert asked(events)["generate_chunk"]["choices"][0] == {"index": 0, "token_ids": [], "finish_reason": "stop"}
+    assert asked(events)["generate_chunk"]["choices"][0] == {
+        "index": 0,
+        "token_ids": [],
+        "finish_reason": "stop",
+    }
     last = shown(events.answered(answer(content="b")))
     assert (last["choices"][0]["delta"], last["system_fingerprint"]) == ({"content": "b"}, "f")
     assert last["choices"][0]["finish_reason"] == "stop"
@@ -156,11 +203,16 @@ def test_the_usage_counts_the_whole_answer() -> None:
     events = made()
     events.take(event([20], usage=usage))
     events.take(
-        b"data: " + json.dumps({"id": "b", "created": 1, "choices": [], "usage": usage}).encode() + b"\n\n" + DONE
+        b"data: "
+        + json.dumps({"id": "b", "created": 1, "choices": [], "usage": usage}).encode()
+        + b"\n\n"
+        + DONE
     )
     asked(events)
     counts = {"prompt_tokens": 3, "total_tokens": 9, "completion_tokens": 6}
-    assert shown(events.answered(answer(content="a")))["usage"] == counts | {"completion_tokens_details": None}
+    assert shown(events.answered(answer(content="a")))["usage"] == counts | {
+        "completion_tokens_details": None
+    }
     assert events.call() is None
     assert shown(events.rest().removesuffix(DONE))["usage"] == counts
 
@@ -235,7 +287,9 @@ def test_an_answer_that_becomes_too_long() -> None:
         b'{"chunk":{"choices":[{"delta":{"content":7}}]}}',
         b'{"chunk":{"choices":[{"delta":{"tool_calls":[{}]}}]}}',
         b'{"chunk":{"choices":[{"delta":{"tool_calls":[{"index":200}]}}]}}',
-        b'{"chunk":{"choices":[{"delta":{"tool_calls":[{"index":0,"id":"' + b"x" * 300 + b'"}]}}]}}',
+        b'{"chunk":{"choices":[{"delta":{"tool_calls":[{"index":0,"id":"'
+        + b"x" * 300
+        + b'"}]}}]}}',
         b"[" * 5000,
     ],
 )
@@ -302,12 +356,20 @@ def test_events_that_do_not_fit_the_ids(several: list[int]) -> None:
 @pytest.mark.parametrize(
     ("batch", "ids"),
     [
-        (b'data: {"choices":[{"delta":{"tool_calls":[{"id":"a","index":0},{"index":1}]}}]}\n\n', ["a"]),
+        (
+            b'data: {"choices":[{"delta":{"tool_calls":[{"id":"a","index":0},{"index":1}]}}]}\n\n',
+            ["a"],
+        ),
         (b'data: {"choices":[{"delta":{"content":"\\"tool_calls\\""}}]}\n\n', []),
         (b'data: {"choices":[{"delta":{"tool_calls":[{"id":7}]}}]}\n\n', None),
         (b'data: {"tool_calls"\n\n', None),
         (b'data: {"choices":[{"delta":{"tool_calls":[{"id":"' + b"a" * 300 + b'"}]}}]}\n\n', None),
-        (b'data: {"choices":[{"delta":{"tool_calls":[' + b",".join([b'{"id":"a"}'] * 200) + b"]}}]}\n\n", None),
+        (
+            b'data: {"choices":[{"delta":{"tool_calls":['
+            + b",".join([b'{"id":"a"}'] * 200)
+            + b"]}}]}\n\n",
+            None,
+        ),
     ],
 )
 def test_ids_of_calls(batch: bytes, ids: list[str] | None) -> None:

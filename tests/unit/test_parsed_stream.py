@@ -97,10 +97,14 @@ async def test_a_stream_that_was_not_written_is_not_finished() -> None:
 
 
 async def test_calls_at_a_time() -> None:
-    """Many streams are cut at once, and the engines parse slowly: a probe still gets a connection, and each call its turn."""
+    """Many streams are cut at once, and the engines parse slowly: a probe still gets a connection,
+    and each call its turn.
+    """
     now = most = 0
 
-    async def ask(url: str, path: str, body: bytes, authorization: bytes | None, max_bytes: int) -> bytes:
+    async def ask(
+        url: str, path: str, body: bytes, authorization: bytes | None, max_bytes: int
+    ) -> bytes:
         nonlocal now, most
         now, most = now + 1, max(most, now + 1)
         await asyncio.sleep(0)
@@ -116,10 +120,18 @@ async def test_calls_at_a_time() -> None:
     )
     engines = {"http://e": SimpleNamespace(in_ledger=engine)}
     derendering = Derendering(
-        ask, cast("Any", engines), Observers([]), Clock(), deadlines=Deadlines(between_tokens=60), most=8192
+        ask,
+        cast("Any", engines),
+        Observers([]),
+        Clock(),
+        deadlines=Deadlines(between_tokens=60),
+        most=8192,
     )
     found = await asyncio.gather(
-        *(derendering.answer("/", None, b"", None, without="", max_bytes=9, asked_for=NOBODY) for _ in range(300))
+        *(
+            derendering.answer("/", None, b"", None, without="", max_bytes=9, asked_for=NOBODY)
+            for _ in range(300)
+        )
     )
     assert found == [b"x"] * 300
     assert 1 < most < 100
@@ -133,13 +145,19 @@ async def test_calls_at_a_time() -> None:
         (EngineTimeoutError("stalled", wait=Wait.STALLED), True),
     ],
 )
-async def test_a_deadline_while_the_engine_shows_that_it_has_a_request(error: EngineError, has_it: bool) -> None:
-    """The client has left, the engine has sent headers: its silence is no refusal, whatever ends it."""
+async def test_a_deadline_while_the_engine_shows_that_it_has_a_request(
+    error: EngineError, has_it: bool
+) -> None:
+    """The client has left, the engine has sent headers: its silence is no refusal, whatever ends
+    it.
+    """
     relay = Relay(wants_usage=False)
     relay.head(200, list(HEAD))
     relay.first.cancel()
     request = SimpleNamespace(parsed=SimpleNamespace(stream=True))
-    leg = SimpleNamespace(relay=relay, _resources=SimpleNamespace(clock=Clock()), _request=request, _sent_at=0.0)
+    leg = SimpleNamespace(
+        relay=relay, _resources=SimpleNamespace(clock=Clock()), _request=request, _sent_at=0.0
+    )
     asked = asyncio.ensure_future(DecodeLeg._is_accepted(cast("Any", leg)))
     while relay.first.cancelled():
         await asyncio.sleep(0)

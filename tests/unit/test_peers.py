@@ -15,7 +15,12 @@ def test_ranks_take_turns_whether_they_are_known_or_not() -> None:
     peers = Peers(3)
     peers.learn(Peer(1, 3, engine_id="b"))
     taken = [peers.take_turn() for _ in range(4)]
-    assert [(peer.rank, peer.engine_id) for peer in taken] == [(0, None), (1, "b"), (2, None), (0, None)]
+    assert [(peer.rank, peer.engine_id) for peer in taken] == [
+        (0, None),
+        (1, "b"),
+        (2, None),
+        (0, None),
+    ]
     assert peers.missing == (0, 2)
 
 
@@ -50,7 +55,9 @@ def test_engines_that_can_not_transfer_kv_yet_are_not_paired() -> None:
     assert ledger.mark_kv("http://p", "has not registered")
     assert not ledger.mark_kv("http://p", "has not registered"), "nothing has changed"
     assert ledger.assign(roles, ask) is None
-    assert ledger.shortcomings(0.0) == ["http://p and http://d are not paired: http://p has not registered"]
+    assert ledger.shortcomings(0.0) == [
+        "http://p and http://d are not paired: http://p has not registered"
+    ]
     assert ledger.mark_kv("http://p", None)
     assert ledger.assign(roles, ask) is not None
     assert prefill_and_decode(*ledger.engines) is None
@@ -60,7 +67,10 @@ def test_engines_that_can_not_transfer_kv_yet_are_not_paired() -> None:
 def test_a_full_engine_gets_no_more_prompts_with_pushed_kv() -> None:
     """It still serves prompts alone. A place that is given back counts at once."""
     urls = {"http://p": Role.PREFILL, "http://d": Role.DECODE, "http://e": Role.DECODE}
-    specs = [EngineSpec(url, role, places=1 if role is Role.DECODE else None) for url, role in urls.items()]
+    specs = [
+        EngineSpec(url, role, places=1 if role is Role.DECODE else None)
+        for url, role in urls.items()
+    ]
     ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=1))
     for url in urls:
         ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))

@@ -1,4 +1,6 @@
-"""Policies and KV contracts of other packages: found by their entry points, and named by the settings."""
+"""Policies and KV contracts of other packages: found by their entry points, and named by the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/guide/plugins.md").read_text()
 POLICY = "[pdproxy.policies]\nlongest_idle = my_policy:LongestIdle\n"
 EXAMPLE = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
-CONNECTOR = "from pdproxy.transfer import shared\nfrom msgspec.structs import replace\nENTRY = replace(shared.ENTRY, name='{}')\n"
+CONNECTOR = (
+    "from pdproxy.transfer import shared\nfrom msgspec.structs import replace\nENTRY = "
+    "replace(shared.ENTRY, name='{}')\n"
+)
 RANKS = """
 from types import SimpleNamespace as N
 from pdproxy.scheduling.ledger_engine import Role
@@ -30,11 +35,25 @@ nodes = [N(url="a"), N(url="b")]
 policy.opened(N(engine=nodes[0]), Ask("m", 1, 5.0))
 print([node.url for node in policy.rank(Ask("m", 1, 6.0), nodes)])
 """
-ENTRY = "from pdproxy.transfer import registry; print(registry.entry_of('mine').name, 'mine' in registry.names())"
-CHECK = ("-m", "pdproxy", "config", "validate", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2")
+ENTRY = (
+    "from pdproxy.transfer import registry; print(registry.entry_of('mine').name, 'mine' in "
+    "registry.names())"
+)
+CHECK = (
+    "-m",
+    "pdproxy",
+    "config",
+    "validate",
+    "--prefill",
+    "127.0.0.1:1",
+    "--decode",
+    "127.0.0.1:2",
+)
 
 
-def run(where: Path, files: dict[str, str], entry_points: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    where: Path, files: dict[str, str], entry_points: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python where a package with these files and entry points is installed."""
     for name, text in files.items():
         (where / name).write_text(text)
@@ -85,7 +104,10 @@ def test_a_contract_of_another_package(tmp_path: Path) -> None:
             "[pdproxy.policies]\nmine = nowhere:Policy\n",
             "can't be imported: ModuleNotFoundError: No module named 'nowhere'",
         ),
-        ("[pdproxy.policies]\nleast_load = my_policy:LongestIdle\n", "there is another one of this name"),
+        (
+            "[pdproxy.policies]\nleast_load = my_policy:LongestIdle\n",
+            "there is another one of this name",
+        ),
         (
             "[pdproxy.policies]\nmine = my_policy:__doc__\n",
             "'mine' of pdproxy.policies is no function that makes a policy",

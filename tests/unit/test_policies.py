@@ -1,4 +1,6 @@
-"""The policies besides least_load: what each chooses, how evenly, and what an engine that comes changes."""
+"""The policies besides least_load: what each chooses, how evenly, and what an engine that comes
+changes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def nodes(*requests: int, role: Role = Role.DECODE) -> list[LedgerEngine]:
     return made
 
 
-def policy(name: str, role: Role = Role.DECODE, chance: Callable[[], float] | None = None, **more: object) -> Policy:
+def policy(
+    name: str, role: Role = Role.DECODE, chance: Callable[[], float] | None = None, **more: object
+) -> Policy:
     """A policy by its name."""
     return POLICIES[name](PolicyContext(role, chance or Random(1).random, **more))  # type: ignore[arg-type]
 
@@ -94,7 +98,9 @@ def test_a_ledger_with_any_policy_serves_and_forgets(name: str) -> None:
         if chance.random() < 0.6 and (lease := made.assign_alone(ask)) is not None:
             open_leases.append(lease)
         elif open_leases:
-            made.close(open_leases.pop(chance.randrange(len(open_leases))), Verdict.GOOD, float(step))
+            made.close(
+                open_leases.pop(chance.randrange(len(open_leases))), Verdict.GOOD, float(step)
+            )
         if step % 50 == 25:
             made.mark_down("http://0:1", "gone", float(step))
         if step % 50 == 49:
@@ -121,7 +127,9 @@ def fleet(name: str, *specs: EngineSpec) -> Ledger:
 
 
 def used(made: Ledger, whole: str) -> Counter[tuple[str, str]]:
-    """How often each engine had each role: requests one after the other, split, or whole where `whole` has a 1."""
+    """How often each engine had each role: requests one after the other, split, or whole where
+    `whole` has a 1.
+    """
     found = Counter[tuple[str, str]]()
     for n in range(120):
         ask = Ask("m", 100, float(n), session=f"s{n}", tokens=50)
@@ -143,18 +151,28 @@ def used(made: Ledger, whole: str) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", names())
 def test_engines_for_any_role_have_all_roles(name: str, count: int, whole: str) -> None:
-    """The best one to prefill is mostly also the best one to decode, and can't do both for one request."""
+    """The best one to prefill is mostly also the best one to decode, and can't do both for one
+    request.
+    """
     found = used(fleet(name, *[EngineSpec(f"http://{n}:1", Role.ANY) for n in range(count)]), whole)
-    assert {url for url, role in found if role == "prefill"} == {f"http://{n}:1" for n in range(count)}
-    assert {url for url, role in found if role == "decode"} == {f"http://{n}:1" for n in range(count)}
+    assert {url for url, role in found if role == "prefill"} == {
+        f"http://{n}:1" for n in range(count)
+    }
+    assert {url for url, role in found if role == "decode"} == {
+        f"http://{n}:1" for n in range(count)
+    }
 
 
 @pytest.mark.parametrize("whole", ["0", "01", "001", "0111"])
 @pytest.mark.parametrize("name", names())
 def test_no_engine_starves_in_its_rack(name: str, whole: str) -> None:
     """Two racks, of which the second one has more engines: pairs form within each of them."""
-    specs = [EngineSpec(f"http://p{n}:1", Role.PREFILL, within=(("rack", "abb"[n]),)) for n in range(3)]
-    specs += [EngineSpec(f"http://d{n}:1", Role.DECODE, within=(("rack", "abb"[n]),)) for n in range(3)]
+    specs = [
+        EngineSpec(f"http://p{n}:1", Role.PREFILL, within=(("rack", "abb"[n]),)) for n in range(3)
+    ]
+    specs += [
+        EngineSpec(f"http://d{n}:1", Role.DECODE, within=(("rack", "abb"[n]),)) for n in range(3)
+    ]
     found = used(fleet(name, *specs), whole)
     assert {url for url, role in found if role != "aggregated"} == {spec.url for spec in specs}
 
@@ -172,10 +190,14 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
 
 
 def test_round_robin_takes_turns_within_each_model() -> None:
-    """Requests of two models alternate: with one turn for all, each would have the same engine every time."""
+    """Requests of two models alternate: with one turn for all, each would have the same engine
+    every time.
+    """
     made = ledger("round_robin", 4)
     for engine in made.engines:
-        made.mark_up(engine.url, Evidence(frozenset("mn"[engine.url[7] > "1"]), "1", 16, ((1, 2),), 5, 1.0))
+        made.mark_up(
+            engine.url, Evidence(frozenset("mn"[engine.url[7] > "1"]), "1", 16, ((1, 2),), 5, 1.0)
+        )
     found = Counter[str]()
     for n in range(40):
         lease = made.assign_alone(Ask("mn"[n % 2], 100, 0.0))
@@ -185,15 +207,23 @@ def test_round_robin_takes_turns_within_each_model() -> None:
 
 
 def test_random_takes_each_engine_as_often() -> None:
-    """Both where engines are prepared and where they are ranked: 3000 draws of 5, within six standard deviations."""
+    """Both where engines are prepared and where they are ranked: 3000 draws of 5, within six
+    standard deviations.
+    """
     one, among = policy("random"), nodes(9, 0, 0, 4, 1)
     best = one.best_of(among)
-    for draw in (lambda: best(ASK), lambda: one.rank(ASK, among)[0], lambda: one.rank(ASK, among)[-1]):
+    for draw in (
+        lambda: best(ASK),
+        lambda: one.rank(ASK, among)[0],
+        lambda: one.rank(ASK, among)[-1],
+    ):
         counts = Counter(draw().url for _ in range(3000))
         assert all(abs(counts[engine.url] - 600) < 132 for engine in among), counts
 
 
-@pytest.mark.parametrize(("draws", "wanted"), [((0.0, 0.0), 1), ((0.5, 0.0), 0), ((0.99, 0.99), 1), ((0.0, 0.99), 0)])
+@pytest.mark.parametrize(
+    ("draws", "wanted"), [((0.0, 0.0), 1), ((0.5, 0.0), 0), ((0.99, 0.99), 1), ((0.0, 0.99), 0)]
+)
 def test_power_of_two_takes_the_better_of_two(draws: tuple[float, float], wanted: int) -> None:
     """The two that are drawn are different: engines 0 and 1, 1 and 0, 2 and 1, 0 and 2."""
     drawn = iter(draws)
@@ -206,11 +236,17 @@ def test_power_of_two_of_two_is_least_load() -> None:
         among = nodes(*loads, role=role)
         one = policy("power_of_two", role)
         least = min(among, key=lambda engine: engine.requests)
-        assert {chosen(one, among) for _ in range(20)} == {least} == {one.rank(ASK, among)[0] for _ in range(20)}
+        assert (
+            {chosen(one, among) for _ in range(20)}
+            == {least}
+            == {one.rank(ASK, among)[0] for _ in range(20)}
+        )
 
 
 def test_power_of_two_keeps_loads_close() -> None:
-    """800 requests on 8 engines that keep them all: chance alone would spread them by 10 either way."""
+    """800 requests on 8 engines that keep them all: chance alone would spread them by 10 either
+    way.
+    """
     made = ledger("power_of_two", 8)
     for _ in range(800):
         assert made.assign_alone(ASK) is not None
@@ -232,13 +268,17 @@ def home(among: Sequence[LedgerEngine], session: str) -> LedgerEngine:
 
 
 def test_a_session_stays_at_its_engine() -> None:
-    """In each process: the choice is by the engines' URLs and the session alone, in whatever order the engines are."""
+    """In each process: the choice is by the engines' URLs and the session alone, in whatever order
+    the engines are.
+    """
     among = nodes(0, 0, 0, 0, 0)
     for n in range(50):
         first = home(among, f"s{n}")
         assert home(among[::-1], f"s{n}") is first
         assert policy("session").rank(in_session(f"s{n}"), among)[0] is first
-    assert home(among, "s1").url == "http://3:1", "it must not change with a version either: caches would be lost"
+    assert home(among, "s1").url == "http://3:1", (
+        "it must not change with a version either: caches would be lost"
+    )
 
 
 def test_without_a_session_the_least_load_counts() -> None:
@@ -294,7 +334,9 @@ def test_one_hot_session_is_spread_by_the_bound() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 16])
 def test_in_a_pool_with_few_requests_sessions_stay(count: int) -> None:
-    """Two requests at one engine are no overload, however idle the others are; a third one leaves."""
+    """Two requests at one engine are no overload, however idle the others are; a third one
+    leaves.
+    """
     among = nodes(*[0] * count)
     first = home(among, "s")
     first.requests = 1
@@ -309,7 +351,9 @@ def test_in_a_pool_with_few_requests_sessions_stay(count: int) -> None:
 def prefix(matched: Sequence[int], role: Role = Role.DECODE) -> Policy:
     """With so many cached tokens at the engines 0, 1, ..."""
     return policy(
-        "prefix", role, cached=lambda _: {f"http://{n}:1": tokens for n, tokens in enumerate(matched) if tokens}
+        "prefix",
+        role,
+        cached=lambda _: {f"http://{n}:1": tokens for n, tokens in enumerate(matched) if tokens},
     )
 
 
@@ -318,10 +362,12 @@ def prefix(matched: Sequence[int], role: Role = Role.DECODE) -> Policy:
     [
         ((0, 0, 0), (0, 500, 900), 2),  # most cached tokens
         ((4, 4, 4), (0, 500, 900), 2),
-        ((4, 4, 8), (0, 0, 1000), 2),  # 8 is 1.5 times the mean: half a mean too much, less than a whole prompt
+        # 8 is 1.5 times the mean: half a mean too much, less than a whole prompt
+        ((4, 4, 8), (0, 0, 1000), 2),
         ((0, 1, 24), (0, 0, 1000), 0),  # 3 times the mean
         ((1, 1, 1), (0, 0, 1), 2),  # the same load
-        ((0, 1, 1), (0, 0, 1000), 0),  # one request more than an idle engine is worth the whole prompt
+        # one request more than an idle engine is worth the whole prompt
+        ((0, 1, 1), (0, 0, 1000), 0),
         ((0, 1, 2), (0, 0, 900), 0),  # two requests more than an idle engine
         ((2, 1, 2), (0, 0, 0), 1),  # nothing is cached: the least load
         ((2, 2, 2), (0, 9000, 1000), 1),  # never more than the whole prompt
@@ -341,7 +387,9 @@ def test_prefix_weighs_what_is_cached_against_load(
     role=st.sampled_from(ROLES),
 )
 @settings(max_examples=200, deadline=None)
-def test_the_prepared_choice_of_prefix_is_the_rankings(pairs: list[tuple[int, int]], role: Role) -> None:
+def test_the_prepared_choice_of_prefix_is_the_rankings(
+    pairs: list[tuple[int, int]], role: Role
+) -> None:
     """Or one with the same score."""
     loads, matched = [load for load, _ in pairs], [tokens for _, tokens in pairs]
     among, ask = nodes(*loads, role=role), Ask("m", 4000, 0.0, tokens=1000)
@@ -356,7 +404,9 @@ def test_the_prepared_choice_of_prefix_is_the_rankings(pairs: list[tuple[int, in
 
 
 def test_engines_with_the_same_score_take_turns() -> None:
-    """Of those without any part of the prompt; an engine that is gone and still in the index is none of them."""
+    """Of those without any part of the prompt; an engine that is gone and still in the index is
+    none of them.
+    """
     among, ask = nodes(1, 1, 1, 9), Ask("m", 4000, 0.0, tokens=1000)
     one = prefix((0, 0, 0, 500, 900))
     best = one.best_of(among)
@@ -365,7 +415,9 @@ def test_engines_with_the_same_score_take_turns() -> None:
 
 
 def test_a_hot_prefix_spreads() -> None:
-    """Everybody's prompts begin in the same way: an engine that has that gets more, but never leaves the others idle."""
+    """Everybody's prompts begin in the same way: an engine that has that gets more, but never
+    leaves the others idle.
+    """
     have: set[str] = set()
     made = ledger("prefix", 4, cached=lambda _: dict.fromkeys(have, 900))
     for _ in range(200):
@@ -385,7 +437,11 @@ def test_without_tokens_prefix_is_least_load(tokens: int | None) -> None:
 def test_without_an_index_prefix_is_least_load_and_says_so() -> None:
     among, one = nodes(2, 0, 1), policy("prefix")
     assert one.rank(Ask("m", 4000, 0.0, tokens=1000), among)[0] is among[1]
-    assert one.status() == "policy prefix: nothing is known of the engines' caches, so it chooses as least_load does"
+    assert (
+        one.status()
+        == "policy prefix: nothing is known of the engines' caches, so it chooses as least_load "
+        "does"
+    )
     assert ledger("prefix", 2).shortcomings(0.0) == [one.status()], "once, not for each role"
     assert prefix((1, 1)).status() is None
 

@@ -1,4 +1,6 @@
-"""The policies: what least_load chooses, what a policy is asked and learns, and how the settings name one."""
+"""The policies: what least_load chooses, what a policy is asked and learns, and how the settings
+name one.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def evidence(models: str = "m", version: str = "1", started: float = 1.0) -> Evi
 
 
 class Reference:
-    """The choices of least_load by its first implementation, with nothing prepared. Its engines are its own."""
+    """The choices of least_load by its first implementation, with nothing prepared. Its engines are
+    its own.
+    """
 
     def __init__(self, specs: Sequence[EngineSpec], failures: int, cooldown: float) -> None:
         self.nodes = {spec.url: LedgerEngine(spec) for spec in specs}
@@ -46,7 +50,11 @@ class Reference:
     def pair(self, ask: Ask, without: Collection[str]) -> list[Lease] | None:
         if not without and not self.tripped:
             best = [self.least(role, ask.model) for role in SPLIT]
-            if best[0] is not None and best[1] is not None and prefill_and_decode(best[0], best[1]) is None:
+            if (
+                best[0] is not None
+                and best[1] is not None
+                and prefill_and_decode(best[0], best[1]) is None
+            ):
                 return [self.lease(best[0], ask.prompt_bytes), self.lease(best[1], 0)]
         prefills, decodes = (self.ranked(role, ask, without) for role in SPLIT)
         for prefill in prefills:
@@ -58,7 +66,9 @@ class Reference:
     def alone(self, ask: Ask, without: Collection[str]) -> Lease | None:
         roles = (Role.AGGREGATED, Role.DECODE)
         if not without and not self.tripped:
-            whole = [role for role in roles if any(n.role is role and n.up for n in self.nodes.values())]
+            whole = [
+                role for role in roles if any(n.role is role and n.up for n in self.nodes.values())
+            ]
             groups = [self.group(role, ask.model) for role in whole]
             if groups and all(groups):
                 best = [self.next(role, group) for role, group in zip(whole, groups, strict=True)]
@@ -69,17 +79,24 @@ class Reference:
         tried = {n.url for n in self.nodes.values() if n.url in self.tripped and n.trials}
         found.sort(
             key=lambda n: (
-                ask.model is not None and not n.serves(ask.model), not n.usable(ask.now) or n.url in tried
+                ask.model is not None and not n.serves(ask.model),
+                not n.usable(ask.now) or n.url in tried
             )
         )  # fmt: skip
         return self.lease(found[0], ask.prompt_bytes)
 
     def release_through(self, prefill: str, ask: Ask, prefer_not: str) -> LedgerEngine | None:
         ranked = [
-            engine for engine in self.ranked(Role.DECODE, ask, ()) if engine.spec.takes_from(self.nodes[prefill].spec)
+            engine
+            for engine in self.ranked(Role.DECODE, ask, ())
+            if engine.spec.takes_from(self.nodes[prefill].spec)
         ]
         others = [engine for engine in ranked if engine.url != prefer_not]
-        settled = [engine for engine in others if engine.url not in self.tripped or ask.now < engine.open_until]
+        settled = [
+            engine
+            for engine in others
+            if engine.url not in self.tripped or ask.now < engine.open_until
+        ]
         return next(iter(settled or others or ranked), None)
 
     def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[LedgerEngine]:
@@ -88,7 +105,9 @@ class Reference:
         known = serving or (alive if role is not Role.PREFILL else [])
         fitting = [n for n in known if n.url not in without]
         usable = [n for n in fitting if n.usable(ask.now)]
-        candidates = [n for n in usable if not (n.url in self.tripped and n.trials)] or usable or fitting
+        candidates = (
+            [n for n in usable if not (n.url in self.tripped and n.trials)] or usable or fitting
+        )
         return sorted(self.turned((role, "ranked"), candidates), key=load)
 
     def least(self, role: Role, model: str | None) -> LedgerEngine | None:
@@ -106,7 +125,11 @@ class Reference:
         return engines[turn:] + engines[:turn]
 
     def group(self, role: Role, model: str | None) -> list[LedgerEngine]:
-        return [n for n in self.nodes.values() if n.role is role and n.up and (model is None or n.serves(model))]
+        return [
+            n
+            for n in self.nodes.values()
+            if n.role is role and n.up and (model is None or n.serves(model))
+        ]
 
     def lease(self, engine: LedgerEngine, prompt_bytes: int) -> Lease:
         engine.requests += 1
@@ -142,7 +165,12 @@ class Reference:
 
     def mark_down(self, url: str, now: float) -> bool:
         engine = self.nodes[url]
-        was_up, engine.down_because, engine.down_since, engine.probed = engine.down_because is None, "gone", now, True
+        was_up, engine.down_because, engine.down_since, engine.probed = (
+            engine.down_because is None,
+            "gone",
+            now,
+            True,
+        )
         return was_up
 
     def mark_up(self, url: str, found: Evidence) -> None:
@@ -186,18 +214,29 @@ MODELS = st.sampled_from(["m", "m", "n", "x", None])
     st.lists(st.tuples(st.sampled_from(ACTS), NUMBERS, NUMBERS, MODELS), min_size=20, max_size=80),
 )  # fmt: skip
 def test_choices_are_those_of_the_reference(
-    prefills: int, decodes: int, others: int, sources: bool, steps: list[tuple[str, int, int, str | None]]
+    prefills: int,
+    decodes: int,
+    others: int,
+    sources: bool,
+    steps: list[tuple[str, int, int, str | None]],
 ) -> None:
-    """Whatever happens, in any order: the same engines are chosen, and the same closings report that an engine is out of use."""
+    """Whatever happens, in any order: the same engines are chosen, and the same closings report
+    that an engine is out of use.
+    """
     counts = ((Role.PREFILL, prefills), (Role.DECODE, decodes), (Role.AGGREGATED, others))
     specs = [
         EngineSpec(
-            f"{role.value}{n}", role, frozenset({"prefill0"} if sources and role is Role.DECODE and not n else ())
+            f"{role.value}{n}",
+            role,
+            frozenset({"prefill0"} if sources and role is Role.DECODE and not n else ()),
         )
         for role, count in counts
         for n in range(count)
     ]
-    made, reference = Ledger(specs, LedgerOptions(breaker_failures=2, breaker_cooldown=10)), Reference(specs, 2, 10)
+    made, reference = (
+        Ledger(specs, LedgerOptions(breaker_failures=2, breaker_cooldown=10)),
+        Reference(specs, 2, 10),
+    )
     for spec in specs:
         made.mark_up(spec.url, evidence())
         reference.mark_up(spec.url, evidence())
@@ -206,7 +245,9 @@ def test_choices_are_those_of_the_reference(
     for act, number, other, model in steps:
         ask = Ask(model, number, now)
         url, decode = specs[number % len(specs)].url, f"decode{other % decodes}"
-        without = {specs[(number + n) % len(specs)].url for n in range(other % 4 if other > 20 else 0)}
+        without = {
+            specs[(number + n) % len(specs)].url for n in range(other % 4 if other > 20 else 0)
+        }
         if act == "pair":
             got, wanted = made.assign(SPLIT, ask, without=without), reference.pair(ask, without)
             assert urls(None if got is None else got.leases) == urls(wanted)
@@ -229,7 +270,9 @@ def test_choices_are_those_of_the_reference(
         elif act == "lost":
             assert made.mark_down(url, "gone", now) is reference.mark_down(url, now)
         elif act == "saw":
-            found = evidence("m" if other % 3 else "mn", version="12"[other > 35], started=float(other % 2))
+            found = evidence(
+                "m" if other % 3 else "mn", version="12"[other > 35], started=float(other % 2)
+            )
             made.mark_up(url, found)
             reference.mark_up(url, found)
         elif act == "eject":
@@ -237,7 +280,9 @@ def test_choices_are_those_of_the_reference(
             reference.eject(f"prefill{number % prefills}", decode)
         elif act == "wait":
             now += number / 4
-        assert [load(engine) for engine in made.engines] == [load(engine) for engine in reference.nodes.values()]
+        assert [load(engine) for engine in made.engines] == [
+            load(engine) for engine in reference.nodes.values()
+        ]
 
 
 class Favourite(Policy):
@@ -272,7 +317,9 @@ def ledger(policies: Mapping[Role, PolicyFactory], *urls: str) -> Ledger:
 
 
 def test_a_policy_ranks_and_is_informed() -> None:
-    """It gets the request as it was asked, chooses again and again the same engine, and learns how each lease ends."""
+    """It gets the request as it was asked, chooses again and again the same engine, and learns how
+    each lease ends.
+    """
     favourite = Favourite("d2")
     made = ledger({Role.DECODE: lambda role: favourite}, "p1", "d1", "d2", "d3")
     parsed = parse(Route.COMPLETIONS, b'{"model": "m", "prompt": [1, 2]}')
@@ -323,7 +370,9 @@ def test_aggregated_engines_have_decodes_policy() -> None:
 
 
 def test_any_roles_can_be_assigned() -> None:
-    """One lease for each role, in their order. The first role decides where the best engines are not compatible."""
+    """One lease for each role, in their order. The first role decides where the best engines are
+    not compatible.
+    """
     roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
     first = {role: (lambda made_for: Favourite(f"{made_for.role.value[0]}1")) for role in roles}
     made = ledger(first, "p1", "p2", "d1", "d2", "a1", "a2")
@@ -341,7 +390,9 @@ def test_any_roles_can_be_assigned() -> None:
         made.eject(prefill, decode)
     before = [engine.requests for engine in made.engines]
     assert made.assign(roles, Ask("m", 7, 0.0)) is None
-    assert [engine.requests for engine in made.engines] == before, "an engine was leased for a request that got none"
+    assert [engine.requests for engine in made.engines] == before, (
+        "an engine was leased for a request that got none"
+    )
     only = made.assign((Role.DECODE,), Ask("m", 7, 0.0))
     assert only is not None
     assert only[Role.DECODE].prompt_bytes == 7, "it reads the prompt itself"
@@ -369,7 +420,11 @@ def test_engines_are_prepared_once_for_all_models_that_they_serve() -> None:
     """Until an engine changes. Models that no engine serves leave nothing behind."""
     counting = Counting("d1")
     made = ledger(
-        {Role.DECODE: lambda made_for: counting if made_for.role is Role.DECODE else LeastLoad(made_for.role)},
+        {
+            Role.DECODE: lambda made_for: (
+                counting if made_for.role is Role.DECODE else LeastLoad(made_for.role)
+            )
+        },
         "d1",
         "d2",
     )
@@ -393,7 +448,13 @@ def test_loads_of_engines_that_changed_are_dropped() -> None:
     """Else each change would leave a list behind, which every lease then has to update."""
     policy = LeastLoad(Role.DECODE)
     made = ledger(
-        {Role.DECODE: lambda made_for: policy if made_for.role is Role.DECODE else LeastLoad(made_for.role)}, "d1", "d2"
+        {
+            Role.DECODE: lambda made_for: (
+                policy if made_for.role is Role.DECODE else LeastLoad(made_for.role)
+            )
+        },
+        "d1",
+        "d2",
     )
     for _ in range(5):
         made.mark_down("d1", "gone", 0.0)
@@ -409,7 +470,9 @@ def test_every_name_of_the_settings_is_a_policy() -> None:
 async def test_the_settings_choose_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each role's policy is the one that its setting names."""
     monkeypatch.setattr(
-        policies, "POLICIES", {**POLICIES, "second": lambda made_for: Favourite(f"http://{made_for.role.value[0]}2:1")}
+        policies,
+        "POLICIES",
+        {**POLICIES, "second": lambda made_for: Favourite(f"http://{made_for.role.value[0]}2:1")},
     )
     nodes = [
         engines.ConfiguredEngine(url=f"http://{role[0]}{n}:1", role=role)
@@ -423,18 +486,27 @@ async def test_the_settings_choose_the_policies(monkeypatch: pytest.MonkeyPatch)
             proxy.ledger.mark_up(engine.url, evidence())
         used: set[str] = set()
         for _ in range(4):
-            pair, alone = proxy.ledger.assign(SPLIT, Ask("m", 1, 0.0)), proxy.ledger.assign_alone(Ask("m", 1, 0.0))
+            pair, alone = (
+                proxy.ledger.assign(SPLIT, Ask("m", 1, 0.0)),
+                proxy.ledger.assign_alone(Ask("m", 1, 0.0)),
+            )
             assert pair is not None
             assert alone is not None
             used |= {lease.engine.url[7:9] for lease in (*pair.leases, alone)}
-        assert used == ({"p2", "d1", "d2", "a1", "a2"} if prefill == "second" else {"p1", "p2", "d2", "a2"})
+        assert used == (
+            {"p2", "d1", "d2", "a1", "a2"} if prefill == "second" else {"p1", "p2", "d2", "a2"}
+        )
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_unknown_policy_is_refused(role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_policy_is_refused(
+    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line with the key, what is expected and what was given, and exit code 2."""
     path = tmp_path / "x.yaml"
-    path.write_text(f"pools: [{{policy: {{{role}: fastest}}, nodes: [{{url: 'http://a:1', role: decode}}]}}]")
+    path.write_text(
+        f"pools: [{{policy: {{{role}: fastest}}, nodes: [{{url: 'http://a:1', role: decode}}]}}]"
+    )
     assert main(["serve", "--config", str(path)]) == 2
     error = capsys.readouterr().err
     assert f'pools[0].policy.{role}: expected {" or ".join(names())}, got "fastest"' in error

@@ -32,7 +32,9 @@ class Pool:
     def __init__(self, limits: Limits | None = None) -> None:
         self.engines, self.ledger = registry(*(EngineSpec(url, Role.DECODE) for url in (A, B)))
         self.admission = Admission()
-        self.capacity = PoolCapacity(limits or Limits(engine_requests=4), self.engines, self.admission)
+        self.capacity = PoolCapacity(
+            limits or Limits(engine_requests=4), self.engines, self.admission
+        )
         self.engines.watch(self.capacity)
         for url in (A, B):
             self.ledger.mark_up(url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
@@ -84,7 +86,9 @@ def test_tokens_per_engine_follow_the_engines() -> None:
     pool.capacity.notify(LegFailed("1", B, "decode", "refused", will_retry=True, status=503))
     assert pool.admission.places is None, "nothing is learned unless a setting says so"
     pool.engines.remove(B)
-    assert pool.admission.tokens == 1000, "a request that comes now is refused because there is no engine"
+    assert pool.admission.tokens == 1000, (
+        "a request that comes now is refused because there is no engine"
+    )
 
 
 def test_a_replaced_engine_is_the_same_machine() -> None:
@@ -119,15 +123,24 @@ def test_the_places_of_several_pools() -> None:
     for engines, _ in pools:
         for engine in engines.values():
             engine.in_ledger.requests = 5
-    assert [first.inflight, second.inflight] == [5, 5], "a prompt that is being prefilled has a decode engine, too"
+    assert [first.inflight, second.inflight] == [5, 5], (
+        "a prompt that is being prefilled has a decode engine, too"
+    )
 
 
 def test_a_pool_that_goes_down_leaves_the_others_their_bound() -> None:
-    """It takes no more than it has. Without any pool there is no bound: nobody waits for an engine that is not there."""
+    """It takes no more than it has. Without any pool there is no bound: nobody waits for an engine
+    that is not there.
+    """
     admission = Admission()
     shared = ProxyPlaces(admission)  # type: ignore[arg-type]
-    pools = [registry(EngineSpec(url, Role.DECODE), EngineSpec(f"{url}2", Role.PREFILL)) for url in (A, B)]
-    capacities = [PoolCapacity(Limits(engine_requests=4), engines, shared.of(engines)) for engines, _ in pools]
+    pools = [
+        registry(EngineSpec(url, Role.DECODE), EngineSpec(f"{url}2", Role.PREFILL))
+        for url in (A, B)
+    ]
+    capacities = [
+        PoolCapacity(Limits(engine_requests=4), engines, shared.of(engines)) for engines, _ in pools
+    ]
     ledgers = [ledger for _, ledger in pools]
 
     def changed() -> int | None:

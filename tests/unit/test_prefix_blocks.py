@@ -15,7 +15,9 @@ SIZES = (2, 4, 8)
 
 
 def hash_of(seed, before, what):
-    """Return a block's hash as an engine makes it: of the hash before and all that its KV depends on."""
+    """Return a block's hash as an engine makes it: of the hash before and all that its KV depends
+    on.
+    """
     return hash((seed, before, repr(what))) & (2**64 - 1)
 
 
@@ -35,8 +37,8 @@ class Beginning(NamedTuple):
 class Model:
     """Per place and memory: where blocks end, and the beginnings that are held.
 
-    `unsure`: beginnings that two blocks had under different hashes, of which one was removed. The index may drop them with the
-    first block, or keep them for the second one.
+    `unsure`: beginnings that two blocks had under different hashes, of which one was removed. The
+    index may drop them with the first block, or keep them for the second one.
     """
 
     def __init__(self, reports):
@@ -44,7 +46,12 @@ class Model:
         self.places = {}
 
     def add(self, place):
-        self.places[place] = {"group": None, "blocks": {}, "copies": {}, "unsure": {"GPU": set(), "CPU": set()}}
+        self.places[place] = {
+            "group": None,
+            "blocks": {},
+            "copies": {},
+            "unsure": {"GPU": set(), "CPU": set()},
+        }
 
     def clear(self, place, *, restart=False):
         group = self.places[place]["group"]
@@ -69,17 +76,25 @@ class Model:
         if medium != "GPU" and all(self.find(place, block) for block in blocks):
             entries = [(block, self.find(place, block)) for block in blocks]
         elif parent is None and tokens:
-            salt = extras[0][-1] if extras and extras[0] and isinstance(extras[0][-1], str) else None
+            salt = (
+                extras[0][-1] if extras and extras[0] and isinstance(extras[0][-1], str) else None
+            )
             salt = None if extras and extras[0] and len(extras[0]) == 1 and lora else salt
             end = Beginning(lora or "", salt or "", ())
         elif tokens and self.find(place, parent):
             end = self.find(place, parent)[0]
         else:
-            entries = [(block, self.find(place, block)) for block in blocks if self.find(place, block)]
+            entries = [
+                (block, self.find(place, block)) for block in blocks if self.find(place, block)
+            ]
         if entries is None:
             entries = []
             for at, block in enumerate(blocks):
-                extra = [item for item in (extras[at] or ()) if not isinstance(item, str)] if extras else []
+                extra = (
+                    [item for item in (extras[at] or ()) if not isinstance(item, str)]
+                    if extras
+                    else []
+                )
                 items = (*end.items, *(("extra", repr(item)) for item in extra))
                 begun = len([item for item in items if isinstance(item, int)])
                 items += tuple(tokens[at * size : (at + 1) * size])
@@ -107,7 +122,9 @@ class Model:
                 one["copies"][medium, block] -= 1
             elif (medium, block) in one["blocks"]:
                 end, units = one["blocks"].pop((medium, block))
-                if any(of == medium and other == end for (of, _), (other, _) in one["blocks"].items()):
+                if any(
+                    of == medium and other == end for (of, _), (other, _) in one["blocks"].items()
+                ):
                     one["unsure"][medium] |= set(units)
 
     def lookup(self, tokens, lora, salt, *, sure):
@@ -118,7 +135,12 @@ class Model:
             for runs, media in ((gpu, ("GPU",)), (anywhere, ("GPU", "CPU"))):
                 held: set[object] = set()
                 for medium in media:
-                    units = {unit for (of, _), (_, found) in one["blocks"].items() if of == medium for unit in found}
+                    units = {
+                        unit
+                        for (of, _), (_, found) in one["blocks"].items()
+                        if of == medium
+                        for unit in found
+                    }
                     held |= units - one["unsure"][medium] if sure else units
                 length = 0
                 while (length + 1) * UNIT <= len(tokens):
@@ -136,11 +158,17 @@ def check(index):
     for one in index._places.values():
         for medium, held in one.held.items():
             total += held.size
-            assert held.size == sum(1 if isinstance(value, int) else len(value) or 1 for value in held.values.values())
+            assert held.size == sum(
+                1 if isinstance(value, int) else len(value) or 1 for value in held.values.values()
+            )
             assert set(held.copies) <= set(held.values)
             assert all(count > 0 for count in held.copies.values())
             assert set(held.ends) == {block for block, value in held.values.items() if value == ()}
-            keys_of = {key for value in held.values.values() for key in ((value,) if isinstance(value, int) else value)}
+            keys_of = {
+                key
+                for value in held.values.values()
+                for key in ((value,) if isinstance(value, int) else value)
+            }
             for shard in index._media[medium].shards:
                 assert all(key in keys_of for key, bits in shard.items() if bits & one.bit)
     leaving = sum(held.size for _, media in index._leaving for held in media.values())
@@ -218,7 +246,9 @@ class World:
                 one.stored(place, *arguments, counts=counts)
         elif event["what"] == "removed":
             known = self.hashes[engine]
-            blocks = [known[-1 - at % len(known)] if known and at % 9 else at for at in event["blocks"]]
+            blocks = [
+                known[-1 - at % len(known)] if known and at % 9 else at for at in event["blocks"]
+            ]
             for one in both:
                 one.removed(place, blocks, event["medium"], event["group"])
         elif event["what"] == "cleared":
@@ -260,11 +290,22 @@ class World:
         if not any(given_extras) and event["bare"]:
             given_extras = []
         # Engines that send bytes or lists instead mean the same.
-        as_bytes = (lambda one: b"begun" + one.to_bytes(32, "big")) if engine == 3 else (lambda one: one)
+        as_bytes = (
+            (lambda one: b"begun" + one.to_bytes(32, "big")) if engine == 3 else (lambda one: one)
+        )
         given = [as_bytes(one) for one in hashes[start:]]
         parent = parent if parent is None else as_bytes(parent)
         counts = event["group"] < 2
-        return (given, parent, tokens, size, event["medium"], event["group"], lora, given_extras or None), counts
+        return (
+            given,
+            parent,
+            tokens,
+            size,
+            event["medium"],
+            event["group"],
+            lora,
+            given_extras or None,
+        ), counts
 
 
 def questions():
@@ -286,7 +327,9 @@ def compare(world, questions):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(events, min_size=20, max_size=50), st.lists(st.sampled_from(SIZES), min_size=4, max_size=4), st.booleans()
+    st.lists(events, min_size=20, max_size=50),
+    st.lists(st.sampled_from(SIZES), min_size=4, max_size=4),
+    st.booleans(),
 )
 def test_it_finds_what_a_model_finds(happened, sizes, reports):
     world = World(10_000, sizes, reports=reports)
@@ -302,7 +345,10 @@ def test_it_finds_what_a_model_finds(happened, sizes, reports):
 
 few = st.lists(
     st.tuples(
-        st.sampled_from(["stored", "reported", "removed"]), st.integers(0, 2), st.integers(0, 3), st.integers(1, 4)
+        st.sampled_from(["stored", "reported", "removed"]),
+        st.integers(0, 2),
+        st.integers(0, 3),
+        st.integers(1, 4),
     ),
     min_size=5,
     max_size=30,
@@ -312,7 +358,9 @@ few = st.lists(
 @settings(max_examples=80, deadline=None)
 @given(few, st.booleans())
 def test_equal_blocks_are_removed_one_by_one(happened, reports):
-    """Prompts of one beginning: each block is computed, computed once more, reported and evicted, in any order."""
+    """Prompts of one beginning: each block is computed, computed once more, reported and evicted,
+    in any order.
+    """
     world = World(10_000, [UNIT] * 4, reports=reports)
     place = world.numbers[0]
     held: dict[int, int] = {}
@@ -325,12 +373,22 @@ def test_equal_blocks_are_removed_one_by_one(happened, reports):
         elif blocks and what == "stored" and (not start or held.get(hashes[prompt][start - 1])):
             tokens = tokens_of([prompt if at else 0 for at in range(start, end)], UNIT)
             parent = hashes[prompt][start - 1] if start else None
-            world.index.stored(place, blocks, parent, tokens, UNIT, "GPU", 0, None, None, counts=True)
+            world.index.stored(
+                place, blocks, parent, tokens, UNIT, "GPU", 0, None, None, counts=True
+            )
             for block in blocks:
-                held[block] = held.get(block, 0) + 1 if start or not reports else max(held.get(block, 0), 1)
-        elif reports and what == "reported" and all(held.get(block) for block in hashes[prompt][:end]):
+                held[block] = (
+                    held.get(block, 0) + 1 if start or not reports else max(held.get(block, 0), 1)
+                )
+        elif (
+            reports
+            and what == "reported"
+            and all(held.get(block) for block in hashes[prompt][:end])
+        ):
             tokens = tokens_of([prompt if at else 0 for at in range(end)], UNIT)
-            world.index.stored(place, hashes[prompt][:end], None, tokens, UNIT, "GPU", 0, None, None, counts=True)
+            world.index.stored(
+                place, hashes[prompt][:end], None, tokens, UNIT, "GPU", 0, None, None, counts=True
+            )
         check(world.index)
     for prompt in range(3):
         tokens = tokens_of([prompt if at else 0 for at in range(4)], UNIT)
@@ -352,7 +410,10 @@ def test_without_space_it_keeps_its_bounds(happened, max_blocks, sizes):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(events, min_size=20, max_size=50), st.lists(st.sampled_from(SIZES), min_size=4, max_size=4))
+@given(
+    st.lists(events, min_size=20, max_size=50),
+    st.lists(st.sampled_from(SIZES), min_size=4, max_size=4),
+)
 def test_nothing_stays_of_places_that_are_gone(happened, sizes):
     world = World(10_000, sizes)
     for event in happened:
@@ -362,4 +423,7 @@ def test_nothing_stays_of_places_that_are_gone(happened, sizes):
     while world.index.tidy(3):
         pass
     assert (len(world.index), world.index.distinct(), world.index._bits.live) == (0, 0, 0)
-    assert all(not world.index.lookup(keys.of_ids(tokens, UNIT, keys.root())).anywhere for tokens in questions())
+    assert all(
+        not world.index.lookup(keys.of_ids(tokens, UNIT, keys.root())).anywhere
+        for tokens in questions()
+    )

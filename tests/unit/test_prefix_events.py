@@ -1,4 +1,6 @@
-"""What the index of engines' blocks makes of events: each kind that engines send, and events that no engine should send."""
+"""What the index of engines' blocks makes of events: each kind that engines send, and events that
+no engine should send.
+"""
 
 import pytest
 
@@ -17,9 +19,21 @@ class Engine:
         self.index, self.place = index, index.add_place()
 
     def stored(
-        self, hashes, tokens, parent=None, *, size=UNIT, medium="GPU", group=0, lora=None, extras=None, counts=True
+        self,
+        hashes,
+        tokens,
+        parent=None,
+        *,
+        size=UNIT,
+        medium="GPU",
+        group=0,
+        lora=None,
+        extras=None,
+        counts=True,
     ):
-        self.index.stored(self.place, hashes, parent, tokens, size, medium, group, lora, extras, counts=counts)
+        self.index.stored(
+            self.place, hashes, parent, tokens, size, medium, group, lora, extras, counts=counts
+        )
 
     def removed(self, hashes, medium="GPU", group=0):
         self.index.removed(self.place, hashes, medium, group)
@@ -180,7 +194,9 @@ def test_media_in_a_first_block_with_a_salt(index, engine):
 
 
 def test_one_group_is_entered(index, engine):
-    """Of a model with several groups: a window's blocks say nothing, and a second full group holds the same tokens."""
+    """Of a model with several groups: a window's blocks say nothing, and a second full group holds
+    the same tokens.
+    """
     engine.stored([8, 9], tokens(2), group=0, counts=False)
     engine.stored([1, 2], tokens(2), group=1)
     engine.stored([3, 4], tokens(2), group=2)
@@ -211,7 +227,9 @@ def test_a_restarted_engine_may_count_another_group(index, engine):
 
 
 def test_equal_blocks_of_one_engine(index, engine):
-    """A prompt of whole blocks, once more: its last block is computed again, and both are there until they are evicted."""
+    """A prompt of whole blocks, once more: its last block is computed again, and both are there
+    until they are evicted.
+    """
     engine.stored([1, 2], tokens(2))
     engine.stored([2], tokens(1, 16), parent=1)
     engine.removed([2])
@@ -233,7 +251,9 @@ def test_equal_beginnings_of_one_engine():
 
 
 def test_blocks_that_are_reported_once_more_are_no_copies(index, engine):
-    """`kv_cache_report_mode: full` tells of the blocks that a request reuses, also of those that weren't known."""
+    """`kv_cache_report_mode: full` tells of the blocks that a request reuses, also of those that
+    weren't known.
+    """
     engine.stored([1, 2, 3], tokens(3))
     engine.stored([1, 2], tokens(2))
     engine.stored([1, 2, 3, 4], tokens(4))
@@ -250,7 +270,10 @@ def test_what_an_engine_disproves(index, engine):
     prompt = keys.of_ids(tokens(180), UNIT, keys.root())
     index.disproved(engine.place, prompt, 70)
     check(index)
-    assert found(index, tokens(200)) == ({engine.place: 70, other.place: 200}, {engine.place: 70, other.place: 200})
+    assert found(index, tokens(200)) == (
+        {engine.place: 70, other.place: 200},
+        {engine.place: 70, other.place: 200},
+    )
     index.disproved(engine.place, prompt, 180)
     index.disproved(12345, prompt, 0)
     assert found(index, tokens(200))[0] == {engine.place: 70, other.place: 200}
@@ -433,7 +456,8 @@ def test_a_block_that_lost_its_space_is_a_new_one_later():
     assert found(index, tokens(100))[0][large.place] < 99
     large.removed([*range(98, 20, -1)])
     large.stored([*range(100)], tokens(100))
-    assert found(index, tokens(100))[0] == {large.place: 99}  # the other place has the rest of the space
+    # the other place has the rest of the space
+    assert found(index, tokens(100))[0] == {large.place: 99}
     large.removed([99])
     check(index)
 
@@ -576,7 +600,9 @@ def test_a_hash_keeps_its_first_tokens_until_it_is_removed(index, engine):
 
 
 def test_two_hashes_of_the_same_tokens(index, engine):
-    """An adapter that was loaded again from another path. The first one that goes counts for both."""
+    """An adapter that was loaded again from another path. The first one that goes counts for
+    both.
+    """
     engine.stored([1], tokens(1))
     engine.stored([2], tokens(1))
     engine.removed([2])
@@ -631,7 +657,9 @@ def test_two_stores_of_one_kind_hold_the_same_blocks(index, engine):
 
 
 def test_blocks_that_begin_alike_keep_what_they_share():
-    """Engines' blocks of several units: one of two siblings goes, and the units that it shares with the other one stay."""
+    """Engines' blocks of several units: one of two siblings goes, and the units that it shares with
+    the other one stay.
+    """
     index = BlockIndex(2, 100)
     place = index.add_place()
     index.stored(place, [1], None, [1, 2, 3, 4, 5, 6], 6, "GPU", 0, None, None, counts=True)

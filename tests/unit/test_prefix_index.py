@@ -12,7 +12,9 @@ SHORT = st.binary(max_size=6).map(lambda one: bytes(byte % 3 for byte in one))
 @given(st.binary(max_size=40), st.binary(max_size=40), st.binary(max_size=40))
 def test_common_prefix(begin, one, other):
     pairs = zip(begin + one, begin + other, strict=False)
-    expected = next((at for at, (a, b) in enumerate(pairs) if a != b), len(begin) + min(len(one), len(other)))
+    expected = next(
+        (at for at, (a, b) in enumerate(pairs) if a != b), len(begin) + min(len(one), len(other))
+    )
     assert common_prefix(begin + one, begin + other) == expected
 
 

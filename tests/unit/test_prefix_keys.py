@@ -21,13 +21,19 @@ def test_each_form_of_the_ids_gives_the_same_keys(ids, unit):
     assert keys.of_ids(ids, unit, start).all() == expected
     assert keys.of_ids(tuple(ids), unit, start).all() == expected
     assert keys.of_ids(from_numbers(ids), unit, start).all() == expected
-    assert keys.of_ids(TokenIds(json.dumps(ids, indent=1).encode(), len(ids)), unit, start).all() == expected
+    assert (
+        keys.of_ids(TokenIds(json.dumps(ids, indent=1).encode(), len(ids)), unit, start).all()
+        == expected
+    )
     assert keys.of_packed(keys.pack(ids), unit, start).all() == expected
 
 
 @given(IDS, IDS, st.integers(1, 9))
 def test_keys_are_equal_as_far_as_the_beginnings_are(one, other, unit):
-    common = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    common = next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
     first, second = (keys.of_ids(ids, unit, keys.root()).all() for ids in (one, other))
     assert first[: common // unit] == second[: common // unit]
     assert not set(first[common // unit :]) & set(second[common // unit :])
@@ -37,7 +43,9 @@ def test_keys_are_equal_as_far_as_the_beginnings_are(one, other, unit):
 def test_long_prompts_are_read_in_steps(count):
     ids = [number * 7919 % 150000 for number in range(count)]
     steps = list(keys.of_ids(from_numbers(ids), 16, keys.root()))
-    assert [key for step in steps for key in step] == keys.of_packed(keys.pack(ids), 16, keys.root()).all()
+    assert [key for step in steps for key in step] == keys.of_packed(
+        keys.pack(ids), 16, keys.root()
+    ).all()
     assert len(steps) > count // 2000
 
 
@@ -61,7 +69,9 @@ def test_a_step_is_made_when_it_is_asked_for_and_once():
 
 def test_roots_separate_adapters_salts_and_texts():
     roots = [
-        make(*args) for make in (keys.root, keys.text_root) for args in ((), ("a",), ("b",), (None, "a"), ("a", "a"))
+        make(*args)
+        for make in (keys.root, keys.text_root)
+        for args in ((), ("a",), ("b",), (None, "a"), ("a", "a"))
     ]
     assert len(set(roots)) == len(roots)
     assert keys.root("", "") == keys.root(None, None)
@@ -75,7 +85,9 @@ def test_a_long_salt_is_not_kept():
 
 
 def test_keys_take_one_pair_of_digits():
-    assert all(0 <= key <= keys.MASK for key in keys.of_ids(list(range(1000)), 16, keys.root()).all())
+    assert all(
+        0 <= key <= keys.MASK for key in keys.of_ids(list(range(1000)), 16, keys.root()).all()
+    )
 
 
 def test_a_text_has_keys_of_whole_units():
@@ -92,12 +104,16 @@ def test_odd_ids_end_the_keys(odd):
     known = keys.of_ids(good, 16, keys.root()).all()
     for found in (
         keys.of_ids([*good, odd, *good], 16, keys.root()).all(),
-        keys.of_ids(TokenIds(json.dumps([*good, odd, *good]).encode(), 8193), 16, keys.root()).all(),
+        keys.of_ids(
+            TokenIds(json.dumps([*good, odd, *good]).encode(), 8193), 16, keys.root()
+        ).all(),
     ):
         assert found == known[: len(found)]
         assert len(found) > 100
 
 
-@pytest.mark.parametrize("odd", [b"", b"[", b"[]", b"[1,2", b"nonsense", b"[[1,2,3]]", b'{"a":1}', b"[,,,,,,]" * 5000])
+@pytest.mark.parametrize(
+    "odd", [b"", b"[", b"[]", b"[1,2", b"nonsense", b"[[1,2,3]]", b'{"a":1}', b"[,,,,,,]" * 5000]
+)
 def test_odd_json_has_no_keys(odd):
     assert keys.of_ids(TokenIds(odd, 0), 1, keys.root()).all() == []

@@ -8,7 +8,15 @@ from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import keys
 from pdproxy.scheduling.prefix.block_index import BlockIndex
-from pdproxy.scheduling.prefix.knowledge import EVENTS, FRESH, ROUTING, TEXT, FedIndex, Knowledge, Prediction
+from pdproxy.scheduling.prefix.knowledge import (
+    EVENTS,
+    FRESH,
+    ROUTING,
+    TEXT,
+    FedIndex,
+    Knowledge,
+    Prediction,
+)
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, beginning_of
 from pdproxy.scheduling.prefix.refreshing import GAP, MOST, REFUSALS, Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
@@ -27,7 +35,11 @@ class World:
     def __init__(self, block_size=UNIT, ranks=1):
         self.now = 100.0
         self.knowledge = Knowledge(
-            UNIT, BlockIndex(UNIT, 10_000), RoutedIndex(1000), SpeculativeIndex(TTL, 10_000), Refreshing()
+            UNIT,
+            BlockIndex(UNIT, 10_000),
+            RoutedIndex(1000),
+            SpeculativeIndex(TTL, 10_000),
+            Refreshing(),
         )
         self.index = FedIndex(self.knowledge)
         for url in (FED, OTHER):
@@ -39,8 +51,12 @@ class World:
     def stored(self, tokens, rank=0):
         """The engine reports the whole blocks of a prompt."""
         whole = tokens[: len(tokens) // UNIT * UNIT]
-        hashes = [hash(tuple(tokens[: at + UNIT])) & (2**64 - 1) for at in range(0, len(whole), UNIT)]
-        self.index.stored(self.places[FED, rank], hashes, None, whole, UNIT, "GPU", 0, None, None, counts=True)
+        hashes = [
+            hash(tuple(tokens[: at + UNIT])) & (2**64 - 1) for at in range(0, len(whole), UNIT)
+        ]
+        self.index.stored(
+            self.places[FED, rank], hashes, None, whole, UNIT, "GPU", 0, None, None, counts=True
+        )
         return hashes
 
     def begin(self, tokens):
@@ -181,7 +197,10 @@ def test_how_right_it_was_is_counted_by_what_it_is_based_on():
 def test_what_shows_nothing_is_not_compared():
     world = World()
     world.stored(prompt(1))
-    for prediction in (world.sent(prompt(1), reports=False), world.sent(list(range(MAX_KEYS * UNIT + 1)))):
+    for prediction in (
+        world.sent(prompt(1), reports=False),
+        world.sent(list(range(MAX_KEYS * UNIT + 1))),
+    ):
         world.knowledge.answered(prediction, 0, 100)
     world.knowledge.answered(world.sent(prompt(1)), 101, 100)
     several = World(ranks=2)
@@ -232,7 +251,9 @@ def test_a_request_asks_for_what_was_not_known():
 
 
 def test_what_the_unit_hides_is_not_asked_for():
-    """An engine's blocks may be smaller than the unit: of its last ones nothing is known, whatever it reports."""
+    """An engine's blocks may be smaller than the unit: of its last ones nothing is known, whatever
+    it reports.
+    """
     world = World(block_size=4)
     world.stored(prompt(1))
     assert world.served(prompt(1)[:94], 92).tokens == 80
@@ -262,10 +283,15 @@ def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
     world.served(prompt(1), 96)
     world.later()
     split = ((OTHER, Role.PREFILL), (FED, Role.DECODE))
-    leases = tuple(Lease(LedgerEngine(EngineSpec(url, role), run_number=0), role, 0) for url, role in split)
+    leases = tuple(
+        Lease(LedgerEngine(EngineSpec(url, role), run_number=0), role, 0) for url, role in split
+    )
     prefixes = PrefixQuestions(world.knowledge, lambda: world.now)
     made = prefixes.routed(world.begin(prompt(1)), Assignment(leases))
-    assert [(one.url, one.scored, one.refreshes) for one in made] == [(OTHER, True, False), (FED, False, False)]
+    assert [(one.url, one.scored, one.refreshes) for one in made] == [
+        (OTHER, True, False),
+        (FED, False, False),
+    ]
     assert world.knowledge.refreshing.asked == 0
     (alone,) = prefixes.routed(world.begin(prompt(1)), Assignment(leases[1:]))
     assert (alone.scored, alone.refreshes) == (True, True)
@@ -327,7 +353,9 @@ def test_no_salt_may_be_spelled_null():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"truncate_prompt_tokens": 10}, {"cache_salt": 5}, {"cache_salt": "s" * 2000}], ids=str
+    "fields",
+    [{"truncate_prompt_tokens": 10}, {"cache_salt": 5}, {"cache_salt": "s" * 2000}],
+    ids=str,
 )
 def test_nothing_is_known_of_prompts_that_engines_change(fields):
     assert beginning(prompt=prompt(1), **fields) is None
@@ -363,7 +391,12 @@ def test_texts_say_how_much_of_an_engine_that_was_sent_them():
     def made():
         world.now += FRESH + 0.01
         return beginning_of(
-            parsed, parsed.prompts[0], None, UNIT, is_adapter=False, text_per_token=world.knowledge.text_per_token
+            parsed,
+            parsed.prompts[0],
+            None,
+            UNIT,
+            is_adapter=False,
+            text_per_token=world.knowledge.text_per_token,
         )
 
     def predicted() -> Prediction:
@@ -389,8 +422,14 @@ def test_texts_say_how_much_of_an_engine_that_was_sent_them():
         ({}, {"kv_cache_report_mode": "full"}),
         ({"vllm_xargs": None}, {"kv_cache_report_mode": "full"}),
         ({"vllm_xargs": {}}, {"kv_cache_report_mode": "full"}),
-        ({"vllm_xargs": {"a": [1, "}"], "b": "}"}}, {"a": [1, "}"], "b": "}", "kv_cache_report_mode": "full"}),
-        ({"vllm_xargs": {"kv_cache_report_mode": "incremental"}}, {"kv_cache_report_mode": "incremental"}),
+        (
+            {"vllm_xargs": {"a": [1, "}"], "b": "}"}},
+            {"a": [1, "}"], "b": "}", "kv_cache_report_mode": "full"},
+        ),
+        (
+            {"vllm_xargs": {"kv_cache_report_mode": "incremental"}},
+            {"kv_cache_report_mode": "incremental"},
+        ),
         ({"vllm_xargs": "odd"}, "odd"),
         ({"vllm_xargs": [1]}, [1]),
     ],
@@ -404,10 +443,14 @@ def test_the_field_joins_the_clients_own(own, sent):
 
 
 def test_a_large_field_of_a_client_stays_as_it_is():
-    parsed = parse(Route.COMPLETIONS, msgspec.json.encode({"prompt": "p", "vllm_xargs": {"a": "x" * 70_000}}))
+    parsed = parse(
+        Route.COMPLETIONS, msgspec.json.encode({"prompt": "p", "vllm_xargs": {"a": "x" * 70_000}})
+    )
     assert reporting(parsed) is parsed
 
 
 def test_an_empty_object_with_spaces_is_empty():
     parsed = parse(Route.COMPLETIONS, b'{"prompt": "p", "vllm_xargs": { }}')
-    assert msgspec.json.decode(reporting(parsed).fields["vllm_xargs"]) == {"kv_cache_report_mode": "full"}
+    assert msgspec.json.decode(reporting(parsed).fields["vllm_xargs"]) == {
+        "kv_cache_report_mode": "full"
+    }

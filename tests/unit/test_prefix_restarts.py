@@ -13,7 +13,15 @@ from pdproxy.app.worker_prefixes import SharingPrefixes
 from pdproxy.scheduling.prefix import worker_knowledge
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS
 from pdproxy.scheduling.prefix.worker_knowledge import BATCH, KEPT_PARTS, WorkerKnowledge
-from tests.unit.test_prefix_worker_knowledge import CAPACITY, SPECS, Run, beginning, knowledge, prompts, with_one
+from tests.unit.test_prefix_worker_knowledge import (
+    CAPACITY,
+    SPECS,
+    Run,
+    beginning,
+    knowledge,
+    prompts,
+    with_one,
+)
 
 
 class Lead:
@@ -46,11 +54,15 @@ async def caught_up(late: WorkerKnowledge, leader: WorkerKnowledge) -> None:
 
 def order(known: WorkerKnowledge) -> dict[str, list[int]]:
     """The keys of each engine, the most recently used first."""
-    return {spec.url: known.routing.newest(known.place_of(spec.url) or 0, 0, 10**6) for spec in SPECS}
+    return {
+        spec.url: known.routing.newest(known.place_of(spec.url) or 0, 0, 10**6) for spec in SPECS
+    }
 
 
 async def hits_of_a_restarted_worker(*, told: bool) -> float:
-    """The part of its prompts' blocks that are cached, of the first 150 behind its restart, of four workers."""
+    """The part of its prompts' blocks that are cached, of the first 150 behind its restart, of four
+    workers.
+    """
     run, chance = Run(4), random.Random(3)
     blocks = cached = served = 0
     for at, keys in enumerate(prompts(3, 5000)):
@@ -67,15 +79,22 @@ async def hits_of_a_restarted_worker(*, told: bool) -> float:
 
 
 async def test_a_restarted_worker_finds_as_much_as_before() -> None:
-    """Within 0.03 of what one process finds; without what the others know it would find much less."""
-    told, alone = await hits_of_a_restarted_worker(told=True), await hits_of_a_restarted_worker(told=False)
+    """Within 0.03 of what one process finds; without what the others know it would find much
+    less.
+    """
+    told, alone = (
+        await hits_of_a_restarted_worker(told=True),
+        await hits_of_a_restarted_worker(told=False),
+    )
     print(f"hits of a restarted worker: {told:.3f}, {alone:.3f} without what the others know")
     assert told >= with_one() - 0.03
     assert alone < told - 0.05
 
 
 async def test_it_knows_the_same_in_the_same_order() -> None:
-    """Also of texts, of many parts, and of an engine with more than is passed on: then the newest."""
+    """Also of texts, of many parts, and of an engine with more than is passed on: then the
+    newest.
+    """
     leader, late = knowledge(), knowledge()
     for one in (leader, late):
         one.routing.set_capacity(one.place_of("a0") or 0, 10**6)
@@ -172,7 +191,9 @@ async def test_the_leader_ends_or_is_this_worker(monkeypatch: pytest.MonkeyPatch
     assert order(other)["a1"] == []
 
 
-async def test_who_does_not_answer_holds_up_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_answer_holds_up_nothing_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What was told meanwhile is taken in then."""
     monkeypatch.setattr(worker_prefixes, "PATIENCE", 0.02)
     other, late = knowledge(), knowledge()
@@ -197,7 +218,13 @@ def test_a_part_has_a_bound() -> None:
     known.routing.set_capacity(known.place_of("a1") or 0, 10**6)
     for begin in range(0, 3 * BATCH, MAX_KEYS):
         known.routed(beginning([1 + begin + key for key in range(MAX_KEYS)]), "a1", 1.0)
-    assert [len(known.part("a1", number).keys) // 8 for number in range(5)] == [BATCH, BATCH, BATCH, 0, 0]
+    assert [len(known.part("a1", number).keys) // 8 for number in range(5)] == [
+        BATCH,
+        BATCH,
+        BATCH,
+        0,
+        0,
+    ]
     assert known.part("a1", KEPT_PARTS) == worker_knowledge.KeysPart()
     assert known.part("nowhere", 0) == worker_knowledge.KeysPart()
     assert known.sent_to() == ["a1"]

@@ -38,7 +38,12 @@ def test_a_prompt_is_found_across_generations():
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.floats(0, 1.7 * TTL), st.integers(0, 2), st.text("ab", min_size=1, max_size=3), st.booleans()),
+        st.tuples(
+            st.floats(0, 1.7 * TTL),
+            st.integers(0, 2),
+            st.text("ab", min_size=1, max_size=3),
+            st.booleans(),
+        ),
         max_size=40,
     )
 )
@@ -59,7 +64,10 @@ def test_ages_are_between_one_and_two_times_to_live(happened):
                 lengths = {
                     limit: max(
                         (
-                            next((at for at in range(min(3, len(one))) if one[at] != asked[at]), len(one))
+                            next(
+                                (at for at in range(min(3, len(one))) if one[at] != asked[at]),
+                                len(one),
+                            )
                             for when, where, one in routed
                             if where == place_asked and now - when < limit
                         ),
@@ -166,7 +174,10 @@ def test_what_is_forgotten_leaves_the_capacity():
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.text("ab", min_size=1, max_size=8), st.sampled_from("rrrrrg")), max_size=60
+        st.tuples(
+            st.integers(0, 2), st.text("ab", min_size=1, max_size=8), st.sampled_from("rrrrrg")
+        ),
+        max_size=60,
     ),
     st.integers(1, 9),
 )
@@ -194,7 +205,9 @@ def test_each_place_keeps_what_was_used_last(happened, capacity):
             place: next((at for at, key in enumerate(keys) if key not in one), len(keys))
             for place, one in model.items()
         }
-        assert index.lookup([keys]).gpu == {place: length for place, length in runs.items() if length}
+        assert index.lookup([keys]).gpu == {
+            place: length for place, length in runs.items() if length
+        }
     for place in range(3):
         index.remove_place(place)
     while index.tidy(3):

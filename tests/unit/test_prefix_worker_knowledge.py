@@ -1,4 +1,6 @@
-"""Workers that tell each other what they have sent to engines find as much in the engines' caches as one process."""
+"""Workers that tell each other what they have sent to engines find as much in the engines' caches
+as one process.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ SPECS = [EngineSpec(f"a{at}", Role.AGGREGATED) for at in range(ENGINES)]
 def knowledge() -> WorkerKnowledge:
     """What a worker knows of the engines at first."""
     made = WorkerKnowledge(
-        UNIT, BlockIndex(UNIT, 1000), RoutedIndex(CAPACITY, 100_000), SpeculativeIndex(2.0, 1000), Refreshing(on=False)
+        UNIT,
+        BlockIndex(UNIT, 1000),
+        RoutedIndex(CAPACITY, 100_000),
+        SpeculativeIndex(2.0, 1000),
+        Refreshing(on=False),
     )
     for spec in SPECS:
         made.add(spec.url, UNIT, CAPACITY)
@@ -49,11 +55,15 @@ def knowledge() -> WorkerKnowledge:
 
 
 def beginning(keys: list[int], *, of_text: bool = False) -> PromptBeginning:
-    return PromptBeginning(PromptKeys(UNIT, iter([keys])), len(keys) * UNIT + 1, UNIT, of_text=of_text)
+    return PromptBeginning(
+        PromptKeys(UNIT, iter([keys])), len(keys) * UNIT + 1, UNIT, of_text=of_text
+    )
 
 
 class Cache:
-    """An engine's prefix cache: the least recently used blocks go, of one prompt the last ones first."""
+    """An engine's prefix cache: the least recently used blocks go, of one prompt the last ones
+    first.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[int, None] = {}
@@ -79,14 +89,19 @@ def prompts(seed: int, count: int) -> Iterable[list[int]]:
         if len(open_ones) < 240:
             open_ones.append([*chance.choice(applications)])
         at = chance.randrange(len(open_ones))
-        turn = open_ones[at] = [*open_ones[at], *(next(numbers) for _ in range(chance.randrange(1, 8)))]
+        turn = open_ones[at] = [
+            *open_ones[at],
+            *(next(numbers) for _ in range(chance.randrange(1, 8))),
+        ]
         yield turn
         if len(turn) > 60:
             del open_ones[at]
 
 
 class Run:
-    """So many workers serve prompts at a rate, in simulated time. `tells`: whether they tell each other what they sent."""
+    """So many workers serve prompts at a rate, in simulated time. `tells`: whether they tell each
+    other what they sent.
+    """
 
     def __init__(self, workers: int, *, tells: bool = True, late: float = 0.005) -> None:
         loads = SharedTable(workers, 16, worker_ledger.MEASURES)
@@ -104,7 +119,12 @@ class Run:
                 one.due = partial(self._after, SEND_EVERY, partial(self._send, number))
 
     def _ledger(self, number: int, loads: SharedTable, breakers: SharedTable) -> WorkerLedger:
-        make = partial(WorkerBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
+        make = partial(
+            WorkerBreakers,
+            column=breakers.column(number),
+            others=breakers.others(number),
+            number=number,
+        )
         made = WorkerLedger(
             SPECS,
             LedgerOptions(
@@ -135,7 +155,9 @@ class Run:
                     one.take(sent, self.now)
 
     def share(self, seed: int, count: int = 3000, rate: float = 200.0) -> float:
-        """Serve prompts, each by any of the workers. Return the part of their blocks that was in the engines' caches."""
+        """Serve prompts, each by any of the workers. Return the part of their blocks that was in
+        the engines' caches.
+        """
         chance = random.Random(seed)
         blocks = cached = 0
         for keys in prompts(seed, count):
@@ -144,8 +166,12 @@ class Run:
             cached += self.serve(number, keys, chance, rate)
         return cached / blocks
 
-    def serve(self, number: int, keys: list[int], chance: random.Random, rate: float = 200.0) -> int:
-        """Serve the next prompt by a worker. Return how many of its blocks were in its engine's cache."""
+    def serve(
+        self, number: int, keys: list[int], chance: random.Random, rate: float = 200.0
+    ) -> int:
+        """Serve the next prompt by a worker. Return how many of its blocks were in its engine's
+        cache.
+        """
         at = self.at = self.at + chance.expovariate(rate)
         while self._due and self._due[0][0] <= at:
             self.now, _, then = heapq.heappop(self._due)
@@ -176,7 +202,9 @@ def with_one() -> float:
 
 @pytest.mark.parametrize("workers", [2, 8])
 def test_as_much_is_cached_as_with_one_process(workers: int) -> None:
-    """Within 0.02 of one process's. Of what they know of each other nothing is older than a batch and its way."""
+    """Within 0.02 of one process's. Of what they know of each other nothing is older than a batch
+    and its way.
+    """
     one, several = with_one(), Run(workers)
     share = several.share(1)
     assert one > 0.6
@@ -190,7 +218,9 @@ def test_workers_that_tell_nothing_find_less() -> None:
 
 
 def test_what_is_told_late_costs_little() -> None:
-    """A quarter of a second, as while the parent or a worker is busy: a conversation's next turn comes later."""
+    """A quarter of a second, as while the parent or a worker is busy: a conversation's next turn
+    comes later.
+    """
     assert Run(4, late=0.25).share(1) >= with_one() - 0.02
 
 
@@ -250,8 +280,12 @@ def test_what_waits_to_be_told_has_a_bound() -> None:
     assert one.batch() is not None
 
 
-async def test_messages_are_sent_in_batches_and_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In between other work has its turn; what is too much is dropped and counted; the age is that of the last prompt."""
+async def test_messages_are_sent_in_batches_and_taken_in_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In between other work has its turn; what is too much is dropped and counted; the age is that
+    of the last prompt.
+    """
     monkeypatch.setattr(worker_prefixes, "SEND_EVERY", 0.0)
     monkeypatch.setattr(worker_prefixes, "MAX_QUEUED", 3 * MAX_KEYS)
     first, second = knowledge(), knowledge()

@@ -39,7 +39,14 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def workers(**options: Any) -> AsyncIterator[ProcessPool]:
-    given = {"max_processes": 1, "waiting": 4, "memory": MEMORY, "idle": 60.0, "clock": Clock(), **options}
+    given = {
+        "max_processes": 1,
+        "waiting": 4,
+        "memory": MEMORY,
+        "idle": 60.0,
+        "clock": Clock(),
+        **options,
+    }
     made = ProcessPool("tests.fakes.slow_worker", **given)
     try:
         yield made
@@ -48,7 +55,9 @@ async def workers(**options: Any) -> AsyncIterator[ProcessPool]:
         assert (made.busy, made.idle, made.waiting) == (0, 0, 0)
 
 
-def ask(w: ProcessPool, question: bytes, data: bytes = b"", client: str = "me") -> asyncio.Task[bytes | memoryview]:
+def ask(
+    w: ProcessPool, question: bytes, data: bytes = b"", client: str = "me"
+) -> asyncio.Task[bytes | memoryview]:
     return asyncio.ensure_future(w.ask(client, question, data, w._clock.now() + SECONDS))
 
 
@@ -94,7 +103,9 @@ async def test_one_more_than_may_wait_is_refused() -> None:
 
 
 async def test_who_stops_waiting_leaves_the_process_to_the_next(tmp_path: Path) -> None:
-    """It ends the work that it has, and is not killed: the next caller needs no other one. Until then the place is taken."""
+    """It ends the work that it has, and is not killed: the next caller needs no other one. Until
+    then the place is taken.
+    """
     async with workers() as w:
         pid = int(await ask(w, b"who"))
         go = tmp_path / "go"
@@ -180,7 +191,9 @@ async def test_who_stops_waiting_while_a_process_starts_leaves_it_to_the_next() 
         assert w.idle == 1
 
 
-@pytest.mark.parametrize(("question", "error"), [(b"die", ProcessLostError), (b"grow", NoMemoryError)])
+@pytest.mark.parametrize(
+    ("question", "error"), [(b"die", ProcessLostError), (b"grow", NoMemoryError)]
+)
 async def test_a_process_that_ends_is_replaced(question: bytes, error: type[Exception]) -> None:
     """Its caller gets an error, the next one an answer."""
     async with workers() as w:
@@ -273,8 +286,12 @@ async def test_reading_a_body_has_a_deadline() -> None:
             return await super().ask(asker, b"sleep", data, end)
 
     clock = Clock()
-    asleep = Asleep("tests.fakes.slow_worker", max_processes=1, waiting=1, memory=MEMORY, idle=60, clock=clock)
-    bodies = BodyReader(Limits(), Deadlines(read_body=0.3), MediaSettings(), clock, Observers([heard]), asleep)
+    asleep = Asleep(
+        "tests.fakes.slow_worker", max_processes=1, waiting=1, memory=MEMORY, idle=60, clock=clock
+    )
+    bodies = BodyReader(
+        Limits(), Deadlines(read_body=0.3), MediaSettings(), clock, Observers([heard]), asleep
+    )
     with pytest.raises(OverloadedError, match=r"not read in 0\.3 s"):
         await bodies.request(Route.CHAT, b" " * (LARGE + 1), Client("a client"))
     assert heard.events == [DeadlinePassed("read_body")]

@@ -1,4 +1,6 @@
-"""Limits of keys: how fast they fill, what is charged and paid back, and what a new file changes."""
+"""Limits of keys: how fast they fill, what is charged and paid back, and what a new file
+changes.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def kept_out(keys: Keys, prompt: int, most: int | None) -> float | None:
 
 
 def test_what_a_request_may_use_is_reserved_until_its_end() -> None:
-    """Requests at the same time count with the most that they may have; what they have not used is free again."""
+    """Requests at the same time count with the most that they may have; what they have not used is
+    free again.
+    """
     keys = Keys(a=KeyLimits(tpm=6000))
     first, second = keys.used(), keys.used()
     first.reserve(1000, 3000)
@@ -130,8 +134,15 @@ def test_four_requests_without_a_limit_at_once(tpm: int) -> None:
 
 
 def test_a_whole_minute_is_the_most_that_a_request_needs() -> None:
-    """One that names more is served by a key that has used nothing, and pays its debt later; a long prompt needs a quarter."""
-    for prompt, most, needed in ((10, 10**9, 600), (10, 10**400, 600), (10**6, 4, 154), (10**6, None, 150)):
+    """One that names more is served by a key that has used nothing, and pays its debt later; a long
+    prompt needs a quarter.
+    """
+    for prompt, most, needed in (
+        (10, 10**9, 600),
+        (10, 10**400, 600),
+        (10**6, 4, 154),
+        (10**6, None, 150),
+    ):
         keys = Keys(a=KeyLimits(tpm=600))
         one = keys.used()
         one.reserve(prompt, most)
@@ -143,9 +154,10 @@ def test_a_whole_minute_is_the_most_that_a_request_needs() -> None:
         again = keys.used()
         again.reserve(prompt, most)
         assert level(keys) == pytest.approx(needed - 600)
-        assert keys.refused() == (RefusalReason.KEY_TOKENS, 1.0 if needed < 600 else pytest.approx(0.1)), (
-            "it may end soon"
-        )
+        assert keys.refused() == (
+            RefusalReason.KEY_TOKENS,
+            1.0 if needed < 600 else pytest.approx(0.1),
+        ), "it may end soon"
         again.end(1200)
         assert keys.refused()[0] is RefusalReason.KEY_TOKENS
         keys.now += (1200 - needed) / 10 + 0.1
@@ -193,7 +205,9 @@ def test_what_was_not_served_is_not_charged() -> None:
 @given(st.integers(100, 5000), st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_no_more_tokens_than_a_minute_and_its_refill(tpm: int, seed: int) -> None:
-    """Whatever requests come at once: of those that use no more than they may, all together use what the limit allows."""
+    """Whatever requests come at once: of those that use no more than they may, all together use
+    what the limit allows.
+    """
     keys, chance = Keys(a=KeyLimits(tpm=tpm)), random.Random(seed)
     began, used = keys.now, 0
     going: list[tuple[Use, int]] = []
@@ -221,7 +235,9 @@ def test_no_more_tokens_than_a_minute_and_its_refill(tpm: int, seed: int) -> Non
 
 
 def test_a_new_file_gives_nobody_a_new_minute() -> None:
-    """What a name has used counts on under its new limits. A name that is gone is forgotten once it has no requests."""
+    """What a name has used counts on under its new limits. A name that is gone is forgotten once it
+    has no requests.
+    """
     keys = Keys(a=KeyLimits(rpm=10), b=KeyLimits(rpm=10), c=KeyLimits(rpm=10))
     for name in "abc":
         for _ in range(10):

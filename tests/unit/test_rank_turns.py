@@ -1,4 +1,6 @@
-"""Which engine, and which data-parallel rank of it, a prompt goes to: each equally often, on both sides."""
+"""Which engine, and which data-parallel rank of it, a prompt goes to: each equally often, on both
+sides.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ Slot = tuple[int, str | None]
 class Fleet:
     """Engines of two roles, and prompts that are dispatched to them one after the other."""
 
-    def __init__(self, prefill: tuple[int, int], decode: tuple[int, int], contract: Contract = PUSH) -> None:
+    def __init__(
+        self, prefill: tuple[int, int], decode: tuple[int, int], contract: Contract = PUSH
+    ) -> None:
         shapes = {Role.PREFILL: prefill, Role.DECODE: decode}
         self.contract, self.numbers, known, specs = contract, dict[str, int](), {}, []
         for role, (engines, ranks) in shapes.items():
@@ -40,7 +44,9 @@ class Fleet:
                 url = f"http://{role.value}-{number}"
                 peers = Peers(ranks)
                 for rank in range(ranks):
-                    peers.learn(Peer(rank, ranks, f"{url}_dp{rank}", "10.0.0.1", 1, ADDRESS, 1, 1, "WRITE"))
+                    peers.learn(
+                        Peer(rank, ranks, f"{url}_dp{rank}", "10.0.0.1", 1, ADDRESS, 1, 1, "WRITE")
+                    )
                 known[url] = SimpleNamespace(run=SimpleNamespace(peers=peers), receiver=None)
                 self.numbers[url] = number
                 specs.append(EngineSpec(url, role))
@@ -48,7 +54,9 @@ class Fleet:
         for url in known:
             self.ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))
         self.resources = SimpleNamespace(
-            transfer=SimpleNamespace(contract=contract), engines=SimpleNamespace(known=known), now=lambda: 0.0
+            transfer=SimpleNamespace(contract=contract),
+            engines=SimpleNamespace(known=known),
+            now=lambda: 0.0,
         )
         self.request = SimpleNamespace(ids=None, headers=SimpleNamespace(shown_id="mine"))
         self.parsed = parse(Route.COMPLETIONS, b'{"model":"m","prompt":"a b"}')
@@ -59,7 +67,11 @@ class Fleet:
         assert assignment is not None
         attempt = Attempt(cast("Any", self.resources), cast("Any", self.request), assignment)
         prompt, dispatch = self.parsed.prompts[0], attempt.dispatch
-        handle = self.contract.promise(self.parsed, dispatch) if self.contract.promise is not None else None
+        handle = (
+            self.contract.promise(self.parsed, dispatch)
+            if self.contract.promise is not None
+            else None
+        )
         assert handle is not None
         legs = (
             self.contract.prefill(self.parsed, prompt, dispatch),
@@ -70,7 +82,8 @@ class Fleet:
             self.ledger.close(lease, Verdict.GOOD, 0.0)
         ranks = [dict(leg.headers).get(b"x-data-parallel-rank") for leg in legs]
         first, second = (
-            (self.numbers[url], None if rank is None else rank.decode()) for url, rank in zip(urls, ranks, strict=True)
+            (self.numbers[url], None if rank is None else rank.decode())
+            for url, rank in zip(urls, ranks, strict=True)
         )
         return first, second
 
@@ -83,7 +96,11 @@ class Fleet:
 def every(shape: tuple[int, int]) -> set[Slot]:
     """All places that engines of a shape have."""
     engines, ranks = shape
-    return {(engine, str(rank) if ranks > 1 else None) for engine in range(engines) for rank in range(ranks)}
+    return {
+        (engine, str(rank) if ranks > 1 else None)
+        for engine in range(engines)
+        for rank in range(ranks)
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -91,7 +108,9 @@ def every(shape: tuple[int, int]) -> set[Slot]:
 def test_every_rank_of_every_engine_is_used_equally_often(
     contract: Contract, side: int, shape: tuple[int, int]
 ) -> None:
-    """Not a part of the ranks, which is what comes of one counter for both. MoRIIO's decode engines choose a rank themselves."""
+    """Not a part of the ranks, which is what comes of one counter for both. MoRIIO's decode engines
+    choose a rank themselves.
+    """
     prefill, decode = (shape, (1, 1)) if side == 0 else ((1, 1), shape)
     places = shape[0] * shape[1]
     hits = Counter(Fleet(prefill, decode, contract).slots(3 * places)[side])

@@ -1,4 +1,6 @@
-"""What follows from an attempt that did not answer the client: the whole table, and that every course ends."""
+"""What follows from an attempt that did not answer the client: the whole table, and that every
+course ends.
+"""
 
 from __future__ import annotations
 
@@ -73,14 +75,23 @@ SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
     [
         # No engines: a pair that is missing is replaced by one engine, and that one by nothing.
         (NoEngines(), FIRST, ServeAlone(Alone.NO_PAIR)),
-        (NoEngines(), Progress(2, 3, alone=False, prefill_failed=Alone.NO_HANDLE), ServeAlone(Alone.NO_HANDLE)),
-        # A prefill that failed: another pair while there are attempts left, then one engine. Never an error.
+        (
+            NoEngines(),
+            Progress(2, 3, alone=False, prefill_failed=Alone.NO_HANDLE),
+            ServeAlone(Alone.NO_HANDLE),
+        ),
+        # A prefill that failed: another pair while there are attempts left, then one engine. Never
+        # an error.
         (PrefillFailed(P, Alone.PREFILL_FAILED, CLOSED), FIRST, Retry(P)),
         (PrefillFailed(P, Alone.NO_HANDLE, CLOSED), FIRST, Retry(P)),
         (PrefillFailed(P, Alone.NO_HANDLE, CLOSED), LAST, ServeAlone(Alone.NO_HANDLE, P)),
         # It may have waited for KV that a decode engine keeps: that one is avoided, too.
         (PrefillFailed(P, Alone.PREFILL_FAILED, TIMEOUT, D), FIRST, Retry(P, avoid=D)),
-        (PrefillFailed(P, Alone.PREFILL_FAILED, TIMEOUT, D), LAST, ServeAlone(Alone.PREFILL_FAILED, P, avoid=D)),
+        (
+            PrefillFailed(P, Alone.PREFILL_FAILED, TIMEOUT, D),
+            LAST,
+            ServeAlone(Alone.PREFILL_FAILED, P, avoid=D),
+        ),
         # A prompt that can't be split: one engine at once, however many attempts are left.
         (CannotSplit(Alone.KV_LATE, D), FIRST, ServeAlone(Alone.KV_LATE, D)),
         (CannotSplit(Alone.PREFILL_REFUSED, P), LAST, ServeAlone(Alone.PREFILL_REFUSED, P)),
@@ -98,14 +109,28 @@ SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
         (DecodeFailed(D, NO_SPACE, data_sent=False), FIRST, Fail(NO_SPACE)),
         (DecodeFailed(D, TOO_LARGE, data_sent=False), FIRST, Fail(TOO_LARGE)),
         (DecodeFailed(D, TOO_LARGE, data_sent=True), GOES_ON, Fail(TOO_LARGE)),
-        (PrefillFailed(P, Alone.PREFILL_FAILED, TOO_LARGE), FIRST, ServeAlone(Alone.PREFILL_FAILED, P)),
-        # A failure that has followed the request to a second engine: no third one. What is at fault for KV needs no KV.
+        (
+            PrefillFailed(P, Alone.PREFILL_FAILED, TOO_LARGE),
+            FIRST,
+            ServeAlone(Alone.PREFILL_FAILED, P),
+        ),
+        # A failure that has followed the request to a second engine: no third one. What is at fault
+        # for KV needs no KV.
         (DecodeFailed(D, BROKEN, data_sent=False), FOLLOWED, Fail(BROKEN)),
-        (DecodeFailed(D, BROKEN, data_sent=False, leave_out=P), FOLLOWED, ServeAlone(Alone.KV_FAILED, avoid=D)),
-        (PrefillFailed(P, Alone.PREFILL_FAILED, BROKEN), FOLLOWED, ServeAlone(Alone.PREFILL_FAILED, P)),
+        (
+            DecodeFailed(D, BROKEN, data_sent=False, leave_out=P),
+            FOLLOWED,
+            ServeAlone(Alone.KV_FAILED, avoid=D),
+        ),
+        (
+            PrefillFailed(P, Alone.PREFILL_FAILED, BROKEN),
+            FOLLOWED,
+            ServeAlone(Alone.PREFILL_FAILED, P),
+        ),
         (DecodeFailed(D, CLOSED, data_sent=True), FIRST, Fail(CLOSED)),
         (DecodeFailed(D, BROKEN, data_sent=True), FIRST_ALONE, Fail(BROKEN)),
-        # A part of a stream was sent: another engine goes on, if streams are continued, however many attempts there were.
+        # A part of a stream was sent: another engine goes on, if streams are continued, however
+        # many attempts there were.
         (DecodeFailed(D, CLOSED, data_sent=True), GOES_ON, Continue(D)),
         (DecodeFailed(D, TIMEOUT, data_sent=True), GOES_ON, Continue(D)),
         (DecodeFailed(D, BROKEN, data_sent=True), GOES_ON, Continue(D)),
@@ -113,10 +138,12 @@ SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
         (DecodeFailed(D, NO_SPACE, data_sent=True), GOES_ON, Fail(NO_SPACE)),
         (DecodeFailed(D, CLOSED, data_sent=False), GOES_ON, Fail(CLOSED)),
         (Failed(TIMEOUT), FIRST, Fail(TIMEOUT)),
-        # What the proxy had added was refused: the same again without it, however many attempts there were.
+        # What the proxy had added was refused: the same again without it, however many attempts
+        # there were.
         (AskAgain(), FIRST, Retry(None)),
         (AskAgain(), LAST_ALONE, Retry(None)),
-        # A connection that was closed while it was idle, KV that is gone: nothing against the engine.
+        # A connection that was closed while it was idle, KV that is gone: nothing against the
+        # engine.
         (PrefillFailed(P, Alone.PREFILL_FAILED, STALE, D), FIRST, Retry(None, avoid=P)),
         (DecodeFailed(D, STALE, data_sent=False), FIRST, Retry(None, avoid=D)),
         (DecodeFailed(D, GONE, data_sent=False), FIRST, Retry(None)),
@@ -125,19 +152,26 @@ SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
         (DecodeFailed(D, GONE, data_sent=False), LAST, Fail(GONE)),
         # No engine parses what is streamed: another one would not, either.
         (DecodeFailed(D, UNPARSED, data_sent=False), FIRST, Fail(UNPARSED)),
-        # An engine that stood still may have done so because of the request: a second one, and no third.
+        # An engine that stood still may have done so because of the request: a second one, and no
+        # third.
         (PrefillFailed(P, Alone.PREFILL_FAILED, STALLED), FIRST, Retry(P)),
         (DecodeFailed(D, STALLED, data_sent=False), FIRST, Retry(D)),
         (PrefillFailed(P, Alone.PREFILL_FAILED, STALLED), SECOND, Fail(STALLED)),
         (DecodeFailed(D, STALLED, data_sent=False), SECOND, Fail(STALLED)),
         (DecodeFailed(D, STOPPED, data_sent=False), SECOND, Retry(D)),
         (DecodeFailed(D, CLOSED, data_sent=False), SECOND, Retry(D)),
-        # KV that may not have been loaded: another try shows whose fault it is, and the last one needs no KV.
+        # KV that may not have been loaded: another try shows whose fault it is, and the last one
+        # needs no KV.
         (DecodeFailed(D, BROKEN, data_sent=False, leave_out=D), FIRST, Retry(D)),
         (DecodeFailed(D, BROKEN, data_sent=False, leave_out=P), FIRST, Retry(P, keep=D)),
-        (DecodeFailed(D, BROKEN, data_sent=False, leave_out=P), LAST_TRY, ServeAlone(Alone.KV_FAILED, avoid=D)),
+        (
+            DecodeFailed(D, BROKEN, data_sent=False, leave_out=P),
+            LAST_TRY,
+            ServeAlone(Alone.KV_FAILED, avoid=D),
+        ),
         (DecodeFailed(D, BROKEN, data_sent=False, leave_out=P), LAST, Fail(BROKEN)),
-        # An engine that does not know the model, although it or another one lists it: however many attempts there were.
+        # An engine that does not know the model, although it or another one lists it: however many
+        # attempts there were.
         (REFUSED_MODEL, LAST_ALONE, Retry(D)),
     ],
 )
@@ -172,8 +206,17 @@ ERRORS = [
 FAILED_LEGS = st.sampled_from(ERRORS)
 FAILURES = st.one_of(
     st.just(NoEngines()),
-    st.builds(PrefillFailed, st.just(P), st.sampled_from([Alone.PREFILL_FAILED, Alone.NO_HANDLE]), FAILED_LEGS),
-    st.builds(CannotSplit, st.sampled_from([Alone.KV_LATE, Alone.PREFILL_REFUSED, Alone.FIRST_TOKEN]), st.just(D)),
+    st.builds(
+        PrefillFailed,
+        st.just(P),
+        st.sampled_from([Alone.PREFILL_FAILED, Alone.NO_HANDLE]),
+        FAILED_LEGS,
+    ),
+    st.builds(
+        CannotSplit,
+        st.sampled_from([Alone.KV_LATE, Alone.PREFILL_REFUSED, Alone.FIRST_TOKEN]),
+        st.just(D),
+    ),
     st.builds(DecodeFailed, st.just(D), FAILED_LEGS, st.booleans(), st.sampled_from([None, P, D])),
     st.sampled_from([AskAgain(), REFUSED_MODEL]),
     st.builds(Failed, FAILED_LEGS),
@@ -186,27 +229,44 @@ def test_every_course_has_every_outcome_in_it() -> None:
     assert made == set(get_args(Failure))
 
 
-@given(st.integers(1, 8), st.booleans(), st.booleans(), st.lists(FAILURES, min_size=20, max_size=20))
-def test_every_course_ends(limit: int, continues: bool, whole: bool, failures: list[Failure]) -> None:
-    """Whatever fails: at most `limit` attempts, and one more where the last prefill failed, which is one engine alone.
+@given(
+    st.integers(1, 8), st.booleans(), st.booleans(), st.lists(FAILURES, min_size=20, max_size=20)
+)
+def test_every_course_ends(
+    limit: int, continues: bool, whole: bool, failures: list[Failure]
+) -> None:
+    """Whatever fails: at most `limit` attempts, and one more where the last prefill failed, which
+    is one engine alone.
 
-    Each time that an engine refused what the proxy had added, or did not know the model, there is one more.
+    Each time that an engine refused what the proxy had added, or did not know the model, there is
+    one more.
     """
     is_alone, prefill_failed, stalled = False, None, 0
     for number, outcome in enumerate(failures, 1):
         if is_alone and isinstance(outcome, PrefillFailed | CannotSplit):
             continue  # an engine that serves alone prefills nothing for others
-        action = after(outcome, Progress(number, limit, is_alone, prefill_failed, continues, stalled, whole))
-        if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(outcome.error, StandstillError):
+        action = after(
+            outcome, Progress(number, limit, is_alone, prefill_failed, continues, stalled, whole)
+        )
+        if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(
+            outcome.error, StandstillError
+        ):
             stalled += outcome.error.may_be_cause
         if isinstance(outcome, PrefillFailed):
             prefill_failed = outcome.reason
         if isinstance(action, Fail | Continue):
             sent = isinstance(outcome, DecodeFailed) and outcome.data_sent
-            assert isinstance(action, Fail) or (sent and continues), "only a stream that was begun goes on"
+            assert isinstance(action, Fail) or (sent and continues), (
+                "only a stream that was begun goes on"
+            )
             return
         assert stalled < MOST_STALLED
-        assert number <= limit or not isinstance(action, Retry) or isinstance(outcome, AskAgain | ModelRefused)
+        assert (
+            number <= limit
+            or not isinstance(action, Retry)
+            or isinstance(outcome, AskAgain | ModelRefused)
+        )
         is_alone = is_alone or isinstance(action, ServeAlone)
-    # The rest were outcomes that one engine alone cannot have, or requests that are sent without what was added.
+    # The rest were outcomes that one engine alone cannot have, or requests that are sent without
+    # what was added.
     assert is_alone or all(isinstance(outcome, AskAgain | ModelRefused) for outcome in failures)

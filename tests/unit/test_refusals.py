@@ -1,4 +1,6 @@
-"""Requests that are refused now and may be served later: each has a reason, and the time after which to ask again."""
+"""Requests that are refused now and may be served later: each has a reason, and the time after
+which to ask again.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,16 @@ def made(path: Path) -> list[ast.Call]:
 
 
 def test_each_overload_error_names_its_reason() -> None:
-    """Where it is made, a member of `RefusalReason` stands behind the message; and each reason is used somewhere."""
+    """Where it is made, a member of `RefusalReason` stands behind the message; and each reason is
+    used somewhere.
+    """
     used: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
-        used |= {word.attr for word in ast.walk(ast.parse(path.read_text())) if isinstance(word, ast.Attribute)}
+        used |= {
+            word.attr
+            for word in ast.walk(ast.parse(path.read_text()))
+            if isinstance(word, ast.Attribute)
+        }
         for call in made(path):
             _, reason, *_ = call.args
             assert isinstance(reason, ast.Attribute), f"{path}:{call.lineno}"
@@ -61,7 +69,9 @@ def test_each_overload_error_names_its_reason() -> None:
     ],
 )
 def test_the_reason_is_in_the_body(error: PdproxyError, status: int, reason: str) -> None:
-    """Clients can tell their own limit from a lack of engines, and the metric has the same words."""
+    """Clients can tell their own limit from a lack of engines, and the metric has the same
+    words.
+    """
     assert (error.status, STATUS_OF[reason]) == (status, str(status))
     found = json.loads(error_body(error))["error"]
     assert (found["reason"], found["code"], found["message"]) == (reason, status, "x")
@@ -76,7 +86,8 @@ def test_other_failures_have_neither_a_reason_nor_a_time(error: PdproxyError) ->
 
 
 @pytest.mark.parametrize(
-    ("seconds", "header"), [(None, b"1"), (0.0, b"1"), (-3.0, b"1"), (1.01, b"2"), (59.2, b"60"), (1e9, b"60")]
+    ("seconds", "header"),
+    [(None, b"1"), (0.0, b"1"), (-3.0, b"1"), (1.01, b"2"), (59.2, b"60"), (1e9, b"60")],
 )
 def test_the_time_is_whole_seconds_from_1_to_60(seconds: float | None, header: bytes) -> None:
     error = OverloadedError("x", RefusalReason.QUEUE_FULL, retry_after=seconds)
@@ -90,4 +101,11 @@ def test_refusals_before_a_body_is_complete_count_as_well() -> None:
     metrics.notify(Refused("bad_http", "192.0.2.1"))
     page = metrics.page().decode()
     assert 'pdproxy_refusals_total{reason="bodies",status="503"} 1.0' in page
-    assert sum(line.endswith(" 1.0") for line in page.splitlines() if line.startswith("pdproxy_refusals_total")) == 1
+    assert (
+        sum(
+            line.endswith(" 1.0")
+            for line in page.splitlines()
+            if line.startswith("pdproxy_refusals_total")
+        )
+        == 1
+    )

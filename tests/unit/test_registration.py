@@ -1,4 +1,6 @@
-"""Who registers which engine: heartbeats, silence, restarts, and senders that are not the engine."""
+"""Who registers which engine: heartbeats, silence, restarts, and senders that are not the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,13 @@ class Stage:
         self.clock = clock or ManualClock()
         self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         self.engines = EngineRegistry(self.ledger)
-        self.known = Registrations(self.engines, self.ledger, read, Observers([self]), self.clock, timeout=TIMEOUT)
+        self.known = Registrations(
+            self.engines, self.ledger, read, Observers([self]), self.clock, timeout=TIMEOUT
+        )
         for url, role in ((P, Role.PREFILL), (D, Role.DECODE), (A, Role.AGGREGATED)):
-            self.engines.add(EngineSpec(url, role), unused_client(url), registered_as=of_url(url, None))
+            self.engines.add(
+                EngineSpec(url, role), unused_client(url), registered_as=of_url(url, None)
+            )
             self.up(url)
 
     def notify(self, event: Event) -> None:
@@ -69,7 +75,12 @@ class Stage:
 
 def beat(url: str = P, role: str = "P", zmq: str = "10.0.0.1:21001", **more: Any) -> Registration:
     """A heartbeat."""
-    return Registration(role=role, http_address=url.removeprefix("http://"), zmq_address=zmq, **more)  # type: ignore[arg-type]
+    return Registration(
+        role=role,  # type: ignore[arg-type]
+        http_address=url.removeprefix("http://"),
+        zmq_address=zmq,
+        **more,
+    )
 
 
 async def test_an_engine_is_used_from_its_first_heartbeat_until_it_falls_silent() -> None:
@@ -86,7 +97,10 @@ async def test_an_engine_is_used_from_its_first_heartbeat_until_it_falls_silent(
     assert stage.not_ready(P) == "has not registered"
     assert stage.peer(P).address is None
     assert stage.results == {"known": 4, "expired": 1}
-    assert f"prefill {P} has not registered (expected from 10.0.0.1:8000)" in stage.known.shortcomings()
+    assert (
+        f"prefill {P} has not registered (expected from 10.0.0.1:8000)"
+        in stage.known.shortcomings()
+    )
 
 
 async def test_aggregated_engines_need_not_register() -> None:
@@ -105,7 +119,9 @@ async def test_a_restart_keeps_what_the_engines_next_process_has_registered() ->
 
 
 async def test_a_stranger_on_another_machine_changes_nothing() -> None:
-    """Neither with another address nor with the same one, as long as the engine's own heartbeats come."""
+    """Neither with another address nor with the same one, as long as the engine's own heartbeats
+    come.
+    """
     stage = Stage()
     stage.known.receive(beat(), b"1", "10.0.0.1")
     for _ in range(4):
@@ -140,7 +156,9 @@ async def test_a_connection_that_was_made_again_counts() -> None:
     assert stage.results == {"known": 2}
 
 
-async def test_the_next_process_on_the_same_machine_takes_over_once_the_last_one_is_silent() -> None:
+async def test_the_next_process_on_the_same_machine_takes_over_once_the_last_one_is_silent() -> (
+    None
+):
     stage = Stage()
     stage.known.receive(beat(), b"1", "10.0.0.1")
     stage.known.receive(beat(zmq="10.0.0.1:21002"), b"2", "10.0.0.1")
@@ -187,14 +205,22 @@ async def test_another_connectors_engine() -> None:
 async def test_modes_must_be_those_of_the_other_engine_and_ranks_are_as_registered() -> None:
     stage = Stage(moriio.registered)
     address = "host:10.0.0.1,handshake:6301,notify:61005"
-    stage.known.receive(beat(zmq=address, dp_size=2, tp_size=8, transfer_mode="READ"), b"1", "10.0.0.1")
-    stage.known.receive(beat(D, "D", address, dp_size=1, tp_size=4, transfer_mode="WRITE"), b"2", "10.0.0.2")
+    stage.known.receive(
+        beat(zmq=address, dp_size=2, tp_size=8, transfer_mode="READ"), b"1", "10.0.0.1"
+    )
+    stage.known.receive(
+        beat(D, "D", address, dp_size=1, tp_size=4, transfer_mode="WRITE"), b"2", "10.0.0.2"
+    )
     peers = stage.engines[P].run.peers
     assert (peers.ranks, peers.missing) == (2, ())
     assert peers.get(1) == Peer(1, 2, host="10.0.0.1", address=address, tp_size=8, mode="READ")
-    assert stage.ledger.shortcomings(0.0) == [f"{P} and {D} are not paired: different transfer modes (READ / WRITE)"]
+    assert stage.ledger.shortcomings(0.0) == [
+        f"{P} and {D} are not paired: different transfer modes (READ / WRITE)"
+    ]
     await stage.clock.advance(TIMEOUT + 1)
-    stage.known.receive(beat(D, "D", address, dp_size=1, tp_size=4, transfer_mode="READ"), b"2", "10.0.0.2")
+    stage.known.receive(
+        beat(D, "D", address, dp_size=1, tp_size=4, transfer_mode="READ"), b"2", "10.0.0.2"
+    )
     stage.known.receive(beat(zmq=address, tp_size=8, transfer_mode="READ"), b"1", "10.0.0.1")
     assert peers.ranks == 1
     assert stage.ledger.shortcomings(0.0) == []
@@ -209,7 +235,9 @@ async def test_unknown_addresses_are_named_and_bounded() -> None:
     said = [text for text in stage.known.shortcomings() if "10.9.9.9" in text]
     assert len(said) == 4
     assert "is nodes[].facts.registered_as missing?" in said[0]
-    assert stage.known.shortcomings()[-1] == "60 or more other addresses register that are no engine's"
+    assert (
+        stage.known.shortcomings()[-1] == "60 or more other addresses register that are no engine's"
+    )
     await stage.clock.advance(TIMEOUT + 1)
     assert stage.known._unknown == {}
 
@@ -222,7 +250,9 @@ async def test_engines_come_and_go() -> None:
     assert stage.results == {"known": 1, "unknown": 1}
     await stage.clock.advance(TIMEOUT + 1)
     assert stage.results["expired"] == 0
-    stage.engines.add(EngineSpec(P, Role.PREFILL), unused_client(P), registered_as=of_url(P, "proxied:1"))
+    stage.engines.add(
+        EngineSpec(P, Role.PREFILL), unused_client(P), registered_as=of_url(P, "proxied:1")
+    )
     assert stage.not_ready(P) == "has not registered"
     stage.known.receive(beat("proxied:1/v1"), b"1", "10.0.0.1")
     assert stage.not_ready(P) is None
@@ -233,7 +263,9 @@ def test_the_address_that_is_expected(given_as: str | None) -> None:
     assert of_url(P, given_as) == "10.0.0.1:8000"
 
 
-_SENDERS = st.sampled_from([(b"1", "10.0.0.1"), (b"2", "10.0.0.1"), (b"3", "6.6.6.6"), (b"4", "6.6.6.6")])
+_SENDERS = st.sampled_from(
+    [(b"1", "10.0.0.1"), (b"2", "10.0.0.1"), (b"3", "6.6.6.6"), (b"4", "6.6.6.6")]
+)
 _BEATS = st.tuples(
     st.sampled_from([P, D, A, "http://9.9.9.9:1"]),
     st.sampled_from("PD"),
@@ -245,8 +277,12 @@ _BEATS = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_BEATS, max_size=25))
-async def test_no_sequence_of_heartbeats_breaks_it(beats: list[tuple[str, str, str, tuple[bytes, str], float]]) -> None:
-    """An engine is ready only with an address of its own kind; all that is kept is bounded, and silence ends all of it."""
+async def test_no_sequence_of_heartbeats_breaks_it(
+    beats: list[tuple[str, str, str, tuple[bytes, str], float]],
+) -> None:
+    """An engine is ready only with an address of its own kind; all that is kept is bounded, and
+    silence ends all of it.
+    """
     stage = Stage()
     for url, role, zmq, (connection, address), pause in beats:
         stage.known.receive(beat(url, role, zmq), connection, address)
@@ -272,5 +308,8 @@ async def test_the_log_says_once_what_has_changed(caplog: pytest.LogCaptureFixtu
     assert [record.getMessage() for record in caplog.records] == [
         f"{P} takes part in KV transfer: it has registered",
         f"{P} takes part in no KV transfer: it has not registered",
-        f'{P} takes part in no KV transfer: it registers as "D", but is configured as prefill: that needs "P"',
+        (
+            f'{P} takes part in no KV transfer: it registers as "D", but is configured as prefill: '
+            f'that needs "P"'
+        ),
     ]

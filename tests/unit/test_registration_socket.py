@@ -53,7 +53,9 @@ async def bound() -> AsyncIterator[Stage]:
         stage.socket.close()
 
 
-def send(address: str, *messages: list[bytes], identity: bytes = b"", kind: int = zmq.DEALER) -> None:
+def send(
+    address: str, *messages: list[bytes], identity: bytes = b"", kind: int = zmq.DEALER
+) -> None:
     """Send messages over one connection."""
     with zmq.Context() as context, context.socket(kind) as sender:
         sender.setsockopt(zmq.LINGER, 5000)
@@ -72,7 +74,9 @@ def beat(**changes: object) -> bytes:
 async def test_a_heartbeat_comes_with_its_senders_connection_and_address() -> None:
     async with bound() as stage:
         assert stage.socket.address is not None
-        await asyncio.to_thread(send, stage.socket.address, [beat()], [beat()], identity=b"10.0.0.1:2")
+        await asyncio.to_thread(
+            send, stage.socket.address, [beat()], [beat()], identity=b"10.0.0.1:2"
+        )
         await stage.until(2)
         (one, connection, address), again = stage.received
         assert (one.role, connection, address) == ("P", b"10.0.0.1:2", "127.0.0.1")
@@ -121,12 +125,18 @@ async def test_a_stranger_can_not_take_the_name_of_a_connection_that_is_there() 
             engine.connect(where)
             engine.send(beat())
             await stage.until(1)
-            await asyncio.to_thread(send, where, [beat(zmq_address="6.6.6.6:1")], identity=b"10.0.0.1:2")
+            await asyncio.to_thread(
+                send, where, [beat(zmq_address="6.6.6.6:1")], identity=b"10.0.0.1:2"
+            )
             await asyncio.to_thread(send, where, [beat(zmq_address="6.6.6.6:2")], identity=b"other")
             await stage.until(2)
             engine.send(beat())
             await stage.until(3)
-        assert [connection for _, connection, _ in stage.received] == [b"10.0.0.1:2", b"other", b"10.0.0.1:2"]
+        assert [connection for _, connection, _ in stage.received] == [
+            b"10.0.0.1:2",
+            b"other",
+            b"10.0.0.1:2",
+        ]
 
 
 async def test_an_address_that_is_taken() -> None:

@@ -1,4 +1,6 @@
-"""Files that settings name are regular files of a limited size: no FIFO is waited for, and no device read for ever."""
+"""Files that settings name are regular files of a limited size: no FIFO is waited for, and no
+device read for ever.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,18 @@ AT_START: dict[str, str] = {
     "pools.tls.certificate": "pools: [{tls: {certificate: PATH}, NODES}]",
     "pools.tls.key": "pools: [{tls: {certificate: GOOD, key: PATH}, NODES}]",
     "pools.nodes.tls.ca": "pools: [{nodes: [{url: 'https://p:1', role: any, tls: {ca: PATH}}]}]",
-    "pools.nodes.tls.certificate": "pools: [{nodes: [{url: 'https://p:1', role: any, tls: {certificate: PATH}}]}]",
-    "pools.nodes.tls.key": "pools: [{nodes: [{url: 'https://p:1', role: any, tls: {certificate: GOOD, key: PATH}}]}]",
-    "pools.nodes.api_key_file": "pools: [{nodes: [{url: 'http://p:1', role: any, api_key_file: PATH}]}]",
-    "pools.nodes.facts.profile": "pools: [{nodes: [{url: 'http://p:1', role: any, facts: {profile: PATH}}]}]",
+    (
+        "pools.nodes.tls.certificate"
+    ): "pools: [{nodes: [{url: 'https://p:1', role: any, tls: {certificate: PATH}}]}]",
+    "pools.nodes.tls.key": (
+        "pools: [{nodes: [{url: 'https://p:1', role: any, tls: {certificate: GOOD, key: PATH}}]}]"
+    ),
+    (
+        "pools.nodes.api_key_file"
+    ): "pools: [{nodes: [{url: 'http://p:1', role: any, api_key_file: PATH}]}]",
+    (
+        "pools.nodes.facts.profile"
+    ): "pools: [{nodes: [{url: 'http://p:1', role: any, facts: {profile: PATH}}]}]",
     "pools.profile": "pools: [{profile: PATH, nodes: [{url: 'http://p:1', role: any}]}]",
 }
 """For each setting that names a file: settings with it. GOOD: a certificate with its key."""
@@ -109,9 +119,18 @@ def test_at_the_start(place: Path, setting: str, make: Callable[[Path], None], w
     good = place.with_name("good.pem")
     trustme.CA().issue_cert("host").private_key_and_cert_chain_pem.write_to_path(str(good))
     make(place)
-    text = AT_START[setting].replace("NODES", NODES).replace("PATH", str(place)).replace("GOOD", str(good))
+    text = (
+        AT_START[setting]
+        .replace("NODES", NODES)
+        .replace("PATH", str(place))
+        .replace("GOOD", str(good))
+    )
     file = place.with_name("x.yaml")
-    file.write_text(text if "pools" in text else f"{text}\npools: [{{nodes: [{{url: 'http://p:1', role: any}}]}}]")
+    file.write_text(
+        text
+        if "pools" in text
+        else f"{text}\npools: [{{nodes: [{{url: 'http://p:1', role: any}}]}}]"
+    )
     with pytest.raises(SettingsError) as caught:
         Credentials(load(file, {}))
     (line,) = str(caught.value).splitlines()

@@ -68,7 +68,9 @@ class Sink:
 
 
 async def run(pieces: Sequence[bytes], relay: Relay, *, end: bool = True, late: int = 0) -> bytes:
-    """Feed pieces; `flow` is called `late` pieces after the first data. Return what a client got; raise what it is told."""
+    """Feed pieces; `flow` is called `late` pieces after the first data. Return what a client got;
+    raise what it is told.
+    """
     sink = Sink()
     relay.head(200, list(HEAD))
     waiting, flowing = late, False
@@ -102,7 +104,9 @@ def cut(data: bytes, at: Sequence[int]) -> list[bytes]:
 
 
 def without_usage(events: Sequence[bytes]) -> bytes:
-    """A stream as vLLM sends it without `include_usage`: the fingerprint stands beside the finish reason."""
+    """A stream as vLLM sends it without `include_usage`: the fingerprint stands beside the finish
+    reason.
+    """
     return b"".join(answers.without_usage(events))
 
 
@@ -117,14 +121,25 @@ async def test_split_at_every_byte(events: list[bytes]) -> None:
         assert relay.usage.prompt_tokens == 9
 
 
-@given(st.sets(st.integers(0, 2000), max_size=40), st.booleans(), st.integers(0, 5), st.sampled_from([TEXT, CHAT]))
+@given(
+    st.sets(st.integers(0, 2000), max_size=40),
+    st.booleans(),
+    st.integers(0, 5),
+    st.sampled_from([TEXT, CHAT]),
+)
 @settings(deadline=None)
-def test_split_and_joined_anyhow(places: set[int], wants: bool, late: int, events: list[bytes]) -> None:
-    """Any cuts, any moment at which the client's side begins: nothing lost, doubled or reordered."""
+def test_split_and_joined_anyhow(
+    places: set[int], wants: bool, late: int, events: list[bytes]
+) -> None:
+    """Any cuts, any moment at which the client's side begins: nothing lost, doubled or
+    reordered.
+    """
     data = b"".join(events)
 
     async def check() -> None:
-        got = await run(cut(data, [p for p in places if p < len(data)]), Relay(wants_usage=wants), late=late)
+        got = await run(
+            cut(data, [p for p in places if p < len(data)]), Relay(wants_usage=wants), late=late
+        )
         assert got == (data if wants else without_usage(events))
 
     asyncio.run(check())
@@ -133,7 +148,9 @@ def test_split_and_joined_anyhow(places: set[int], wants: bool, late: int, event
 @given(st.integers(0, 2000), st.booleans())
 @settings(deadline=None)
 def test_a_stream_cut_off_anywhere_fails(keep: int, end: bool) -> None:
-    """A stream without its end mark is a failure wherever it stops; whole events before it are passed on."""
+    """A stream without its end mark is a failure wherever it stops; whole events before it are
+    passed on.
+    """
     data = b"".join(TEXT)
     keep = min(keep, len(data) - len(answers.DONE))
 
@@ -154,14 +171,22 @@ async def test_an_error_event_at_any_place(at: int) -> None:
     with pytest.raises(EngineRefusedError, match="error event with status 503") as caught:
         await run(events, Relay(wants_usage=False))
     assert caught.value.status == 503
-    assert b"".join(caught.value.body.split()) == b"".join(answers.error_event("boom", 503)[6:].split())
+    assert b"".join(caught.value.body.split()) == b"".join(
+        answers.error_event("boom", 503)[6:].split()
+    )
     with pytest.raises(EngineRefusedError, match="error event with status 503"):
         await run([b"".join(events)], Relay(wants_usage=False))
 
 
 async def test_text_that_looks_like_structure_passes() -> None:
     """A model that writes end marks, errors or usage in its text changes nothing."""
-    nasty = ["data: [DONE]\n\n", '"choices":[],"usage":{', 'data: {"error": {', '"delta":{"role":"', '{"index":0,']
+    nasty = [
+        "data: [DONE]\n\n",
+        '"choices":[],"usage":{',
+        'data: {"error": {',
+        '"delta":{"role":"',
+        '{"index":0,',
+    ]
     events = answers.stream(False, 9, nasty, with_usage=False)
     for pieces in (events, [b"".join(events)]):
         relay = Relay(wants_usage=False)
@@ -170,26 +195,36 @@ async def test_text_that_looks_like_structure_passes() -> None:
 
 
 async def test_a_finish_is_held_until_the_next_event() -> None:
-    """A finish waits for the usage event, goes as it is before any other event, and not at all where nothing follows."""
+    """A finish waits for the usage event, goes as it is before any other event, and not at all
+    where nothing follows.
+    """
     finish, usage = TEXT[-3], TEXT[-2]
-    fields = [b'"finish_reason":"length"', b'"system_fingerprint":"' + answers.FINGERPRINT.encode() + b'"']
+    fields = [
+        b'"finish_reason":"length"',
+        b'"system_fingerprint":"' + answers.FINGERPRINT.encode() + b'"',
+    ]
     data = [b"".join([*TEXT[:-3], finish]), usage, answers.DONE]
     body = await run(data, Relay(wants_usage=False))
     assert all(field in body.split(sse.END)[-3] for field in fields)
     other = answers.piece(False, "c", index=1)
-    body = await run([*TEXT[:-2], other, answers.piece(False, "", index=1, finish="stop"), usage, answers.DONE],
+    body = await run([*TEXT[:-2], other, answers.piece(False, "", index=1, finish="stop"), usage,
+        answers.DONE],
                      Relay(wants_usage=False))  # fmt: skip
     assert finish + other in body
     assert body.count(b'"system_fingerprint"') == 1, "vLLM puts it into the last event alone"
     with pytest.raises(EngineError) as caught:
         await run(TEXT[:-2], Relay(wants_usage=False))
     assert "".join(caught.value.__notes__).encode() == b"".join(TEXT[:-3])
-    assert await run([*TEXT[:-2], answers.DONE], Relay(wants_usage=False)) == b"".join([*TEXT[:-2], answers.DONE])
+    assert await run([*TEXT[:-2], answers.DONE], Relay(wants_usage=False)) == b"".join(
+        [*TEXT[:-2], answers.DONE]
+    )
 
 
 @pytest.mark.parametrize("usage", [False, True])
 async def test_a_choice_that_never_came_is_missed(usage: bool) -> None:
-    """A terminated vLLM sends nothing of a choice without a token, then the usage and the mark. Neither goes to the client."""
+    """A terminated vLLM sends nothing of a choice without a token, then the usage and the mark.
+    Neither goes to the client.
+    """
     rest = [*([TEXT[-2]] if usage else []), answers.DONE]
     for of_one in ([], TEXT[:-2]):
         with pytest.raises(EngineError, match=r"before the answer's end|without any data"):
@@ -201,7 +236,9 @@ async def test_a_choice_that_never_came_is_missed(usage: bool) -> None:
 
 
 def of_two() -> tuple[list[bytes], list[bytes]]:
-    """A stream of two choices, of which the second one ends first, before its usage; and the ends of both."""
+    """A stream of two choices, of which the second one ends first, before its usage; and the ends
+    of both.
+    """
     first, second = [[answers.piece(False, word, index=index) for word in "ab"] for index in (0, 1)]
     ends = [answers.piece(False, "", index=index, finish="stop") for index in (0, 1)]
     return [first[0], *second, ends[1], first[1], ends[0]], ends
@@ -219,12 +256,14 @@ async def test_choices_that_end_before_others_wait_for_the_usage() -> None:
         ]
         assert body == b"".join([*shown, answers.DONE])
         assert relay.usage is not None
-    assert await run([*events, usage, answers.DONE], Relay(wants_usage=True, choices=2)) == b"".join(
-        [*events, usage, answers.DONE]
-    )
+    assert await run(
+        [*events, usage, answers.DONE], Relay(wants_usage=True, choices=2)
+    ) == b"".join([*events, usage, answers.DONE])
 
 
-@pytest.mark.parametrize("ending", [[], [answers.DONE], [answers.error_event()]], ids=["eof", "mark", "error"])
+@pytest.mark.parametrize(
+    "ending", [[], [answers.DONE], [answers.error_event()]], ids=["eof", "mark", "error"]
+)
 async def test_a_stream_that_fails_keeps_no_end_of_a_choice(ending: list[bytes]) -> None:
     """A choice that was over when the engine failed is over for the client."""
     events, _ = of_two()
@@ -243,7 +282,9 @@ async def test_large_ends_of_choices_do_not_wait(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_client_that_sees_the_usage_gets_no_fingerprint_elsewhere() -> None:
-    """One stream of several whose common usage event goes to the client leaves the finish as it is."""
+    """One stream of several whose common usage event goes to the client leaves the finish as it
+    is.
+    """
     relay = Relay(wants_usage=False, wants_done=False, index=0, keeps_usage=True)
     assert await run(TEXT, relay) == b"".join(TEXT[:-2])
     assert relay.filter.usage_event == TEXT[-2]
@@ -287,7 +328,8 @@ async def test_gaps_are_counted_an_event() -> None:
 
 
 def test_what_had_come_while_the_loop_was_held_up_is_not_late() -> None:
-    """Callbacks of another socket hold the loop up, and the engine sends meanwhile: its stream goes on.
+    """Callbacks of another socket hold the loop up, and the engine sends meanwhile: its stream goes
+    on.
 
     On the loop that serves, whose clock stands still while it calls back.
     """
@@ -337,17 +379,23 @@ def _with_ids(event: bytes, ids: bytes) -> bytes:
     return event.replace(b'"token_ids":null', b'"token_ids":' + ids)
 
 
-PLAIN = [_with_ids(answers.piece(False, text), b"[%d]" % number) for number, text in enumerate("abc", 20)]
+PLAIN = [
+    _with_ids(answers.piece(False, text), b"[%d]" % number) for number, text in enumerate("abc", 20)
+]
 NOT_SENT = {
     "an error": answers.error_event(),
     "an aborted answer": _with_ids(answers.piece(False, "d", finish="abort"), b"[99]"),
-    "the end of the choice, while its usage is awaited": _with_ids(answers.piece(False, "d", finish="stop"), b"[99]"),
+    "the end of the choice, while its usage is awaited": _with_ids(
+        answers.piece(False, "d", finish="stop"), b"[99]"
+    ),
 }
 
 
 @pytest.mark.parametrize("what", NOT_SENT)
 async def test_ids_are_those_of_what_was_sent(what: str) -> None:
-    """Ids of what the client has not got are not counted, wherever the reads are cut: another engine has to make them."""
+    """Ids of what the client has not got are not counted, wherever the reads are cut: another
+    engine has to make them.
+    """
     data = b"".join([*PLAIN, NOT_SENT[what]])
     for at in range(len(PLAIN[0]), len(data)):
         relay = Relay(wants_usage=False, takes_ids=True)

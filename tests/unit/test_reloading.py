@@ -1,4 +1,6 @@
-"""Settings that are read again: what is used at once, what needs a restart, and files that can't be used."""
+"""Settings that are read again: what is used at once, what needs a restart, and files that can't be
+used.
+"""
 
 from __future__ import annotations
 
@@ -83,10 +85,14 @@ class File:
     def results(self) -> dict[str, float]:
         metrics = Metrics()
         self.reloading.show(Observers([metrics]))
-        return {labels[0]: value for labels, value in metrics.snapshot().values[RELOADED.name].items()}
+        return {
+            labels[0]: value for labels, value in metrics.snapshot().values[RELOADED.name].items()
+        }
 
 
-async def test_a_process_that_takes_the_place_of_another_begins_with_the_files_as_they_are(tmp_path: Path) -> None:
+async def test_a_process_that_takes_the_place_of_another_begins_with_the_files_as_they_are(
+    tmp_path: Path,
+) -> None:
     """Once, and only where they have changed since they were read."""
     one = File(tmp_path / "pdproxy.yaml")
     await one.reloading.catch_up()
@@ -94,7 +100,10 @@ async def test_a_process_that_takes_the_place_of_another_begins_with_the_files_a
     one.write(MORE)
     await one.reloading.catch_up()
     await one.looked()
-    assert (one.reads, one.members.sets) == (1, [["http://p:8000", "http://d:8000", "http://e:8000"]])
+    assert (one.reads, one.members.sets) == (
+        1,
+        [["http://p:8000", "http://d:8000", "http://e:8000"]],
+    )
 
 
 @pytest.fixture
@@ -178,7 +187,9 @@ async def test_a_file_that_cannot_be_looked_at(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 300)
     reloading = Reloading(SettingsSource(load(path, {}), lambda: load(long, {}), [long]), members)
     await reloading.look(asked=True)
-    assert reloading.shortcomings() == [f"the settings can't be read again: {long}: can't be read: File name too long"]
+    assert reloading.shortcomings() == [
+        f"the settings can't be read again: {long}: can't be read: File name too long"
+    ]
 
 
 async def test_a_file_that_is_a_link(tmp_path: Path) -> None:
@@ -268,7 +279,9 @@ async def test_what_needs_a_restart_is_named(file: File, caplog: pytest.LogCaptu
     file.write(MORE + "listen: {port: 9000}\nobserve: {log_level: warning}\n")
     await file.looked()
     assert (len(file.members.sets), file.members.levels) == (1, ["warning"])
-    assert file.reloading.shortcomings() == ["these settings have changed, and need a restart: listen.port"]
+    assert file.reloading.shortcomings() == [
+        "these settings have changed, and need a restart: listen.port"
+    ]
     assert "need a restart: listen.port" in caplog.text
     caplog.clear()
     file.write(MORE)
@@ -280,7 +293,10 @@ async def test_what_needs_a_restart_is_named(file: File, caplog: pytest.LogCaptu
 
 def test_pools_that_come_and_go_need_a_restart() -> None:
     """So does another order: each pool keeps what it has."""
-    one, other = Pool(name="a", nodes=(ConfiguredEngine(url="http://a:1", role="decode"),)), Pool(name="b")
+    one, other = (
+        Pool(name="a", nodes=(ConfiguredEngine(url="http://a:1", role="decode"),)),
+        Pool(name="b"),
+    )
     both = Settings(pools=(one, other))
     for pools in ((one,), (other, one), (one, other, Pool(name="c"))):
         found = changes(both, Settings(pools=pools))
@@ -293,8 +309,13 @@ def test_pools_that_come_and_go_need_a_restart() -> None:
 
 
 def test_an_engine_of_role_any_asks_for_another_placement() -> None:
-    """It is added all the same. Until a restart the placement is the one that runs, also for what changes next."""
-    engines = (ConfiguredEngine(url="http://p:1", role="prefill"), ConfiguredEngine(url="http://d:1", role="decode"))
+    """It is added all the same. Until a restart the placement is the one that runs, also for what
+    changes next.
+    """
+    engines = (
+        ConfiguredEngine(url="http://p:1", role="prefill"),
+        ConfiguredEngine(url="http://d:1", role="decode"),
+    )
     more = (*engines, ConfiguredEngine(url="http://a:1", role="any"))
 
     def of(engines: tuple[ConfiguredEngine, ...], **fields: Any) -> Settings:
@@ -304,9 +325,13 @@ def test_an_engine_of_role_any_asks_for_another_placement() -> None:
     assert (first.at_once, first.restart) == (("pools[0].nodes",), ("pools[0].policy.placement",))
     assert (first.used.pool.nodes, first.used.pool.placement) == (more, "split")
     objective = changes(first.used, of(more, slo=PoolSlo(ttft=1.0)))
-    assert objective.restart == ("pools[0].slo.ttft", "pools[0].policy.placement"), "nothing would use it"
+    assert objective.restart == ("pools[0].slo.ttft", "pools[0].policy.placement"), (
+        "nothing would use it"
+    )
     assert objective.used == first.used
-    assert changes(first.used, of(more)) == SettingsChanges(first.used, (), ("pools[0].policy.placement",))
+    assert changes(first.used, of(more)) == SettingsChanges(
+        first.used, (), ("pools[0].policy.placement",)
+    )
     back = changes(first.used, of(engines))
     assert (back.used, back.restart) == (of(engines), ())
     away = changes(of(more), of(engines, policy=PoolPolicy(prefill="round_robin")))
@@ -315,13 +340,27 @@ def test_an_engine_of_role_any_asks_for_another_placement() -> None:
 
 
 def test_an_engine_of_role_any_asks_for_another_order() -> None:
-    """With a connector whose decode engines hold blocks while they wait: two of them could wait for each other."""
-    engines = (ConfiguredEngine(url="http://p:1", role="prefill"), ConfiguredEngine(url="http://d:1", role="decode"))
+    """With a connector whose decode engines hold blocks while they wait: two of them could wait for
+    each other.
+    """
+    engines = (
+        ConfiguredEngine(url="http://p:1", role="prefill"),
+        ConfiguredEngine(url="http://d:1", role="decode"),
+    )
     more = (*engines, ConfiguredEngine(url="http://a:1", role="any"))
 
-    def of(engines: tuple[ConfiguredEngine, ...], connector: str = "mooncake", **fields: Any) -> Settings:
+    def of(
+        engines: tuple[ConfiguredEngine, ...], connector: str = "mooncake", **fields: Any
+    ) -> Settings:
         return Settings(
-            pools=(Pool(nodes=engines, connector=connector, policy=PoolPolicy(placement="split"), **fields),)
+            pools=(
+                Pool(
+                    nodes=engines,
+                    connector=connector,
+                    policy=PoolPolicy(placement="split"),
+                    **fields,
+                ),
+            )
         )
 
     found = changes(of(engines), of(more))
@@ -354,7 +393,9 @@ def test_an_engine_of_role_any_asks_for_another_order() -> None:
 def test_what_turns_something_on_or_off_needs_a_restart(
     section: str, old: dict[str, Any], new: dict[str, Any], at_once: bool
 ) -> None:
-    """Its other values are used at once. An open proxy, or one that closes, is never made by a change of the file alone."""
+    """Its other values are used at once. An open proxy, or one that closes, is never made by a
+    change of the file alone.
+    """
     kind = type(getattr(Settings(), section))
     before = Settings(**{section: kind(**old)}, pools=(Pool(),))
     after = Settings(**{section: kind(**new)}, pools=(Pool(),))
@@ -367,7 +408,11 @@ def test_what_turns_something_on_or_off_needs_a_restart(
 @pytest.mark.parametrize(
     ("old", "new", "at_once"),
     [
-        ({"prefill": "random", "decode": "session"}, {"prefill": "round_robin", "decode": "power_of_two"}, True),
+        (
+            {"prefill": "random", "decode": "session"},
+            {"prefill": "round_robin", "decode": "power_of_two"},
+            True,
+        ),
         ({"prefill": "prefix"}, {"prefill": "prefix", "decode": "prefix"}, True),
         ({"prefill": "prefix"}, {"prefill": "random"}, False),
         ({"placement": "auto"}, {"placement": "auto", "refuse_late": True}, True),
@@ -388,7 +433,8 @@ def test_the_log_level(capsys: pytest.CaptureFixture[str]) -> None:
     """Access lines follow it."""
     names = ("pdproxy", "uvicorn", None)
     before = [
-        (logging.getLogger(name), logging.getLogger(name).handlers, logging.getLogger(name).level) for name in names
+        (logging.getLogger(name), logging.getLogger(name).handlers, logging.getLogger(name).level)
+        for name in names
     ]
     propagates = [logging.getLogger(name).propagate for name in names]
     log = configure("warning", "text")
@@ -424,7 +470,11 @@ def test_a_hangup_has_the_settings_read(caplog: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_the_files_of_a_command_line(
-    config: str | None, variable: str | None, stages: str | None, files: list[str], monkeypatch: pytest.MonkeyPatch
+    config: str | None,
+    variable: str | None,
+    stages: str | None,
+    files: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that the settings are read from: the option goes before the variable."""
     monkeypatch.delenv("PDPROXY_CONFIG", raising=False)

@@ -41,7 +41,9 @@ def test_a_file_is_read_once_it_was_the_same_at_two_looks(path: Path, of_lines: 
 
 @pytest.mark.parametrize("cut", ["team:key", "team:k", "other:key\nteam:key models=n"])
 def test_a_file_that_was_cut_in_place_is_refused(path: Path, cut: str) -> None:
-    """The old content stays in force until the last line is whole; a file renamed to this place needs no newline."""
+    """The old content stays in force until the last line is whole; a file renamed to this place
+    needs no newline.
+    """
     file = followed(path)
     path.write_text(cut)
     for _ in range(3):

@@ -40,8 +40,12 @@ class World(Recorder):
         assert name == NAME
         return self.found
 
-    async def has(self, four: int | LookupFailedError, six: int | LookupFailedError = 0, ttl: float = 20) -> float:
-        """Have the name have so many addresses of each family, and have it asked. Return until when that holds."""
+    async def has(
+        self, four: int | LookupFailedError, six: int | LookupFailedError = 0, ttl: float = 20
+    ) -> float:
+        """Have the name have so many addresses of each family, and have it asked. Return until when
+        that holds.
+        """
         self.found = {
             kind: DnsRecords(tuple((f"{kind}{at}", None) for at in range(count)), ttl)
             if isinstance(count, int)
@@ -96,10 +100,14 @@ async def test_what_can_not_be_answered_changes_nothing(w: World) -> None:
     failed = LookupFailedError("no answer in 5 s", late=True)
     assert [await w.has(failed, failed) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
     w.time = 90.0
-    assert w.count.shortcomings() == ["replicas.name replicas.example: no answer in 5 s, for 90 s: taken to be 3"]
+    assert w.count.shortcomings() == [
+        "replicas.name replicas.example: no answer in 5 s, for 90 s: taken to be 3"
+    ]
     assert w.events[0] == DeadlinePassed("dns")
     await w.has(0)
-    assert w.count.shortcomings() == ["replicas.name replicas.example: has no address, for 0 s: taken to be 3"]
+    assert w.count.shortcomings() == [
+        "replicas.name replicas.example: has no address, for 0 s: taken to be 3"
+    ]
     assert w.used == [3]
     await w.has(3)
     assert w.count.shortcomings() == []
@@ -109,7 +117,10 @@ async def test_what_can_not_be_answered_changes_nothing(w: World) -> None:
     ("text", "said"),
     [
         ("{count: auto}", "replicas.count = auto needs replicas.name"),
-        ("{count: 2, name: replicas.example}", "replicas.name has no effect without replicas.count = auto"),
+        (
+            "{count: 2, name: replicas.example}",
+            "replicas.name has no effect without replicas.count = auto",
+        ),
         ("{count: auto, name: 'a b'}", "no name in DNS can be so"),
         ("{count: auto, name: 10.0.0.1}", "no name in DNS can be so"),
         ("{count: 0}", "replicas.count"),
@@ -121,7 +132,9 @@ def test_settings_that_can_not_be_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     file = tmp_path / "pdproxy.yaml"
-    file.write_text(f"replicas: {text}\npools: [{{nodes: [{{url: 'http://d:8000', role: aggregated}}]}}]\n")
+    file.write_text(
+        f"replicas: {text}\npools: [{{nodes: [{{url: 'http://d:8000', role: aggregated}}]}}]\n"
+    )
     assert main(["config", "validate", "--config", str(file)]) == 2
     shown = capsys.readouterr().err
     assert said in shown

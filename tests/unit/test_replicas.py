@@ -1,4 +1,6 @@
-"""One of several replicas: what is estimated of the others' load, and that our own is never lost in it."""
+"""One of several replicas: what is estimated of the others' load, and that our own is never lost in
+it.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,24 @@ REPLICAS = st.integers(1, MAX_REPLICAS)
 
 
 def made(
-    *, replicas: int = 4, max_age: float = 15.0, specs: list[EngineSpec] = SPECS, policy: str | None = None
+    *,
+    replicas: int = 4,
+    max_age: float = 15.0,
+    specs: list[EngineSpec] = SPECS,
+    policy: str | None = None,
 ) -> ReplicaLedger:
     """All engines, up and compatible."""
-    policies = {} if policy is None else dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[policy])
+    policies = (
+        {} if policy is None else dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[policy])
+    )
     of = ReplicaLedger(
         specs,
-        LedgerOptions(breaker_failures=2, breaker_cooldown=10, policies=policies, chance=random.Random(0).random),
+        LedgerOptions(
+            breaker_failures=2,
+            breaker_cooldown=10,
+            policies=policies,
+            chance=random.Random(0).random,
+        ),
         replicas=replicas,
         max_age=lambda: max_age,
     )
@@ -60,7 +73,9 @@ def test_without_a_report_ours_stands_for_that_of_all(own: int, replicas: int) -
 
 
 @given(own=COUNTS, reported=st.floats(0, MAX_REPORTED), replicas=REPLICAS)
-def test_at_a_report_the_load_is_what_was_reported(own: int, reported: float, replicas: int) -> None:
+def test_at_a_report_the_load_is_what_was_reported(
+    own: int, reported: float, replicas: int
+) -> None:
     """But never less than our own."""
     assert own + others(own, replicas, reported, own) == max(own, round(reported))
 
@@ -69,7 +84,9 @@ def test_at_a_report_the_load_is_what_was_reported(own: int, reported: float, re
 def test_each_lease_since_the_report_counts_for_all_replicas(
     own: int, then: int, reported: float, replicas: int
 ) -> None:
-    """One that began adds as many as there are replicas, where the others have any; one that ended takes as many."""
+    """One that began adds as many as there are replicas, where the others have any; one that ended
+    takes as many.
+    """
     load, more = (count + others(count, replicas, reported, then) for count in (own, own + 1))
     assert load >= own
     assert 1 <= more - load <= replicas
@@ -78,7 +95,9 @@ def test_each_lease_since_the_report_counts_for_all_replicas(
 
 
 @given(own=COUNTS, then=COUNTS, reported=st.floats(0, MAX_REPORTED))
-def test_with_one_replica_the_report_is_what_others_had(own: int, then: int, reported: float) -> None:
+def test_with_one_replica_the_report_is_what_others_had(
+    own: int, then: int, reported: float
+) -> None:
     assert others(own, 1, reported, then) == max(0, round(reported) - then)
 
 
@@ -86,7 +105,9 @@ def test_with_one_replica_the_report_is_what_others_had(own: int, then: int, rep
 
 
 class ReplicaMachine(RuleBasedStateMachine):
-    """Any events in any order: an engine's load is always that of our open leases, and what is estimated of others."""
+    """Any events in any order: an engine's load is always that of our open leases, and what is
+    estimated of others.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,11 +168,16 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @invariant()
     def ours_is_not_lost(self) -> None:
-        engines = {id(engine): engine for engine in (*self.ledger.engines, *(lease.engine for lease in self.open))}
+        engines = {
+            id(engine): engine
+            for engine in (*self.ledger.engines, *(lease.engine for lease in self.open))
+        }
         for engine in engines.values():
             ours = [lease for lease in self.open if lease.engine is engine]
             assert engine.requests - engine.elsewhere[0] == len(ours)
-            assert engine.prompt_bytes - engine.elsewhere[1] == sum(lease.prompt_bytes for lease in ours)
+            assert engine.prompt_bytes - engine.elsewhere[1] == sum(
+                lease.prompt_bytes for lease in ours
+            )
             assert 0 <= engine.elsewhere[0] <= MAX_REPORTED + 8 * len(ours)
             assert engine.elsewhere[1] >= 0
             if engine.url in self.draining or engine.url in self.gone:
@@ -172,7 +198,12 @@ def test_one_replica_without_reports_chooses_as_a_plain_ledger(policy: str, seed
         made(replicas=1, policy=policy),
         Ledger(
             SPECS,
-            LedgerOptions(breaker_failures=2, breaker_cooldown=10, policies=policies, chance=random.Random(0).random),
+            LedgerOptions(
+                breaker_failures=2,
+                breaker_cooldown=10,
+                policies=policies,
+                chance=random.Random(0).random,
+            ),
         ),
     ]
     for url in URLS:
@@ -186,7 +217,10 @@ def test_one_replica_without_reports_chooses_as_a_plain_ledger(policy: str, seed
         ask = Ask("m", chance.randrange(1000), float(step), session=chance.choice((None, "a", "b")))
         pair = chance.random() < 0.5
         got = [of.assign(SPLIT, ask) if pair else of.assign_alone(ask) for of in same]
-        found = [list(each.leases) if each is not None and not isinstance(each, Lease) else [each] for each in got]
+        found = [
+            list(each.leases) if each is not None and not isinstance(each, Lease) else [each]
+            for each in got
+        ]
         for ours, theirs in zip(*found, strict=True):
             assert isinstance(ours, Lease)
             assert isinstance(theirs, Lease)
@@ -202,7 +236,9 @@ def test_an_engine_that_others_use_gets_less(policy: str) -> None:
         of.reported(url, 0, 0.0)
     seen = Counter(one(of).engine.url for _ in range(6))
     assert seen == {"a1": 2, "a2": 2, "a3": 2}
-    assert Counter(one(of).engine.url for _ in range(4)) == {"a0": 1, "a1": 1, "a2": 1, "a3": 1}, "each stands for four"
+    assert Counter(one(of).engine.url for _ in range(4)) == {"a0": 1, "a1": 1, "a2": 1, "a3": 1}, (
+        "each stands for four"
+    )
 
 
 def test_a_report_that_is_too_old_does_not_count() -> None:
@@ -226,7 +262,11 @@ def test_a_report_of_another_run_does_not_count() -> None:
 
 
 def test_others_prompts_are_taken_to_be_as_large_as_ours() -> None:
-    specs = [EngineSpec("p1", Role.PREFILL), EngineSpec("p2", Role.PREFILL), EngineSpec("d1", Role.DECODE)]
+    specs = [
+        EngineSpec("p1", Role.PREFILL),
+        EngineSpec("p2", Role.PREFILL),
+        EngineSpec("d1", Role.DECODE),
+    ]
     of = made(specs=specs, replicas=2)
     for _ in range(1000):
         assignment = of.assign(SPLIT, Ask("m", 600, 0.0))
@@ -267,7 +307,9 @@ def placing(replicas: int | None, engines: int = 4) -> ReplicaLedger:
             placement=auto(B)
             if replicas is None
             else ReplicaAuto(
-                AutoOptions(times_of=lambda _: (H200, 2048), slo=B), replicas=replicas, chance=lambda: 0.0
+                AutoOptions(times_of=lambda _: (H200, 2048), slo=B),
+                replicas=replicas,
+                chance=lambda: 0.0,
             ),
         ),
         replicas=replicas or 1,

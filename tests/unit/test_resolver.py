@@ -131,8 +131,10 @@ def test_urls_of_engines() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "dns://x", "dns://:1", "dns://1.2.3.4:5", "dns://[::1]:5", "srv://x:1", "dns://a b:1", "dns://x:1/v1", "srv://",
-        "dns://-x:1", "dns://x:99999", "dns://u@x:1", "dns://x:1?a", "http://x:1", f"srv://{'a.' * 130}x", "dns://é:1",
+        "dns://x", "dns://:1", "dns://1.2.3.4:5", "dns://[::1]:5", "srv://x:1", "dns://a b:1",
+        "dns://x:1/v1", "srv://",
+        "dns://-x:1", "dns://x:99999", "dns://u@x:1", "dns://x:1?a", "http://x:1",
+        f"srv://{'a.' * 130}x", "dns://é:1",
     ],
 )  # fmt: skip
 def test_wrong_urls(url: str) -> None:

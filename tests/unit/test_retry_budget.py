@@ -1,4 +1,6 @@
-"""The retry budget: shares, turns, deadlines, and that no place is lost whoever leaves at which moment."""
+"""The retry budget: shares, turns, deadlines, and that no place is lost whoever leaves at which
+moment.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Made:
         self.clock = ManualClock()
         self.inflight = 0
         limits = Limits(retry_share=share, min_retries=least, max_inflight=most)
-        self.budget = RetryBudget(limits, Deadlines(retry=SECONDS), lambda: self.inflight, self.clock, Observers([]))
+        self.budget = RetryBudget(
+            limits, Deadlines(retry=SECONDS), lambda: self.inflight, self.clock, Observers([])
+        )
 
     def enter(self) -> asyncio.Task[RetrySlot | None]:
         return asyncio.ensure_future(self.budget.enter())
@@ -129,7 +133,9 @@ async def test_no_order_of_calls_loses_a_place() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    slots += [slot for task in tasks if not task.cancelled() and (slot := task.result()) is not None]
+    slots += [
+        slot for task in tasks if not task.cancelled() and (slot := task.result()) is not None
+    ]
     for slot in slots:
         slot.leave()
     assert (made.budget.running, made.budget.waiting, len(made.budget._waiting)) == (0, 0, 0)
@@ -157,7 +163,9 @@ async def test_half_of_a_thousand_requests_are_tried_again_within_the_share() ->
 
 
 async def test_a_turn_that_comes_with_the_deadline_is_taken() -> None:
-    """At the very moment at which the wait is over: the place is the request's, and is lost to nobody."""
+    """At the very moment at which the wait is over: the place is the request's, and is lost to
+    nobody.
+    """
     made = Made(least=1)
     slot = await made.budget.enter()
     assert slot is not None

@@ -1,4 +1,6 @@
-"""Runs of engines that are removed and come back: what waits there for KV that will not come still does without a restart."""
+"""Runs of engines that are removed and come back: what waits there for KV that will not come still
+does without a restart.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class World:
         self.engines = EngineRegistry(self.ledger)
         self.ups: list[tuple[str, bool]] = []
         self.ledger.when_up(lambda url, restarted: self.ups.append((url, restarted)))
-        self.stuck = StuckKv(self.engines.known, dataclasses.replace(PushedToDecode(), stuck_for=stuck_for))
+        self.stuck = StuckKv(
+            self.engines.known, dataclasses.replace(PushedToDecode(), stuck_for=stuck_for)
+        )
 
     def add(self, url: str = D, evidence: Evidence | None = EVIDENCE) -> None:
         self.engines.add(EngineSpec(url, Role.DECODE), unused_client(url))
@@ -41,7 +45,9 @@ class World:
 
 
 def test_one_that_comes_back_counts_on() -> None:
-    """It has shown its start time: nothing has freed its blocks. Until it is back, and probed, it has no series."""
+    """It has shown its start time: nothing has freed its blocks. Until it is back, and probed, it
+    has no series.
+    """
     w = World()
     w.add()
     run = w.stuck.run_of(D)
@@ -63,7 +69,9 @@ def test_one_that_comes_back_counts_on() -> None:
     assert w.count() == 0, "a leg of the run before"
 
 
-@pytest.mark.parametrize(("before", "after"), [(EVIDENCE, LATER), (SILENT, SILENT)], ids=["restarted", "no start time"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(EVIDENCE, LATER), (SILENT, SILENT)], ids=["restarted", "no start time"]
+)
 def test_another_process_begins_at_0(before: Evidence, after: Evidence) -> None:
     """And without start times nothing shows that it is the same."""
     w = World()
@@ -124,7 +132,9 @@ def test_engines_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_where_nothing_waits_is_forgotten() -> None:
-    """Once it is not needed any more. One with something stuck is remembered, for when it is back."""
+    """Once it is not needed any more. One with something stuck is remembered, for when it is
+    back.
+    """
     w = World()
     for url in (D, E):
         w.add(url)

@@ -30,7 +30,10 @@ def test_each_prompt_has_solved_questions_and_ends_with_an_open_one() -> None:
     prompts = [evaluate.prompt_of(questions, index) for index in range(30)]
     assert len(set(prompts)) == 30
     assert all(prompt.count("Question:") == evaluate.EXAMPLES + 1 for prompt in prompts)
-    assert all(prompt.endswith(f"{one.text}\nAnswer:") for prompt, one in zip(prompts, questions, strict=True))
+    assert all(
+        prompt.endswith(f"{one.text}\nAnswer:")
+        for prompt, one in zip(prompts, questions, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,9 @@ async def test_equal_engines_give_equal_answers_and_others_do_not() -> None:
     async with (
         SimServer(SimFacts(hardware=FAST, connector="none", eos_every=0), chance=1) as one,
         SimServer(SimFacts(hardware=FAST, connector="none", eos_every=0), chance=2) as same,
-        SimServer(SimFacts(hardware=FAST, connector="none", eos_every=0, weights=1), chance=3) as other,
+        SimServer(
+            SimFacts(hardware=FAST, connector="none", eos_every=0, weights=1), chance=3
+        ) as other,
     ):
         questions = evaluate.made_up(12)
         good = await evaluate.evaluate(one.url, same.url, questions, 5, 8)

@@ -39,7 +39,9 @@ def pool_error(*engines: tuple[Role, str]) -> str:
     ],
 )
 def test_one_spelling(url: str, spelling: str) -> None:
-    """However an engine's URL is written, it becomes http://host:port, and that again becomes itself."""
+    """However an engine's URL is written, it becomes http://host:port, and that again becomes
+    itself.
+    """
     assert engine_url(url, ("url",)) == spelling
     assert engine_url(spelling, ("url",)) == spelling
 
@@ -67,23 +69,43 @@ def test_one_spelling(url: str, spelling: str) -> None:
         (f"http://{'.'.join(['a' * 63] * 4)}:1", "its host name can't exist"),
         (
             "http://host:1/v1",
-            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1",
+            (
+                "an engine is a host and a port, and perhaps a path before its routes: nothing may "
+                "follow, not even /v1"
+            ),
         ),
         (
             "http://host:1?a",
-            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1",
+            (
+                "an engine is a host and a port, and perhaps a path before its routes: nothing may "
+                "follow, not even /v1"
+            ),
         ),
         (
             "http://host:1/#",
-            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1",
+            (
+                "an engine is a host and a port, and perhaps a path before its routes: nothing may "
+                "follow, not even /v1"
+            ),
         ),
-        ("http://ho st:1", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),
-        ("http://host:1\n", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),
-        ("http://höst:1", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),
+        (
+            "http://ho st:1",
+            "an engine's URL can't hold blanks, control characters or letters beyond ASCII",
+        ),
+        (
+            "http://host:1\n",
+            "an engine's URL can't hold blanks, control characters or letters beyond ASCII",
+        ),
+        (
+            "http://höst:1",
+            "an engine's URL can't hold blanks, control characters or letters beyond ASCII",
+        ),
     ],
 )
 def test_wrong_urls(url: str, why: str) -> None:
-    """A URL that no engine can have is refused with the key, the URL and the reason, on one line."""
+    """A URL that no engine can have is refused with the key, the URL and the reason, on one
+    line.
+    """
     with pytest.raises(SettingsError) as caught:
         engine_url(url, ("pools", 0, "nodes", 2, "url"))
     text = str(caught.value)
@@ -96,7 +118,8 @@ def test_passwords_in_urls_are_refused_unseen() -> None:
     """A URL with a password is no engine's, and the error doesn't print it."""
     text = pool_error(("decode", "http://user:hunter2@host:1"))
     assert text == (
-        'pools[0].nodes[0].url: "http://***@host:1": user and password aren\'t supported: set auth.engine_api_key (--decode)'
+        'pools[0].nodes[0].url: "http://***@host:1": user and password aren\'t supported: set '
+        "auth.engine_api_key (--decode)"
     )
     assert "hunter2" not in pool_error(("decode", "user:hunter2@host:1"))
 
@@ -112,17 +135,24 @@ def test_an_engine_given_twice() -> None:
 def test_pools_that_could_serve_nothing() -> None:
     """No engine, or prefill engines without anyone to hand over to, is an error that says so."""
     assert pool_error() == (
-        "pools[0].nodes: no engine is configured: give --prefill and --decode, or nodes in the YAML file"
+        "pools[0].nodes: no engine is configured: give --prefill and --decode, or nodes in the "
+        "YAML file"
     )
-    alone = "pools[0].nodes: prefill engines, but no decode engine that could take what they compute"
+    alone = (
+        "pools[0].nodes: prefill engines, but no decode engine that could take what they compute"
+    )
     assert pool_error(("prefill", "a:1")) == alone
     assert pool_error(("prefill", "a:1"), ("aggregated", "b:1")) == alone
 
 
-@pytest.mark.parametrize("roles", [("decode",), ("aggregated",), ("decode", "aggregated"), ("prefill", "decode")])
+@pytest.mark.parametrize(
+    "roles", [("decode",), ("aggregated",), ("decode", "aggregated"), ("prefill", "decode")]
+)
 def test_pools_that_can_serve(roles: tuple[Role, ...]) -> None:
     """One engine that answers by itself is enough; prefill is optional."""
-    settings = load(None, {}, (), [EngineFlag(role, f"host:{port}") for port, role in enumerate(roles, 1)])
+    settings = load(
+        None, {}, (), [EngineFlag(role, f"host:{port}") for port, role in enumerate(roles, 1)]
+    )
     assert tuple(node.role for node in settings.pool.nodes) == roles
 
 
@@ -145,30 +175,48 @@ MORIIO = f"{{name: b, connector: moriio, registration_port: 7500, nodes: [{D}]}}
         ),
         (f"[{{name: a, nodes: [{D}]}}, {{name: b}}]", "pools[1].nodes: no engine is configured"),
         (
-            f"[{{name: a, nodes: [{NAMED}]}}, {{name: b, nodes: [{OTHER}, {NAMED.replace('dns:', 'DNSS:')}]}}]",
+            (
+                f"[{{name: a, nodes: [{NAMED}]}}, {{name: b, nodes: [{OTHER}, "
+                f"{NAMED.replace('dns:', 'DNSS:')}]}}]"
+            ),
             "pools[0].nodes[0] and pools[1].nodes[1]: two pools can't share the engine d:1",
         ),
         (
             f"[{{name: a, nodes: [{SERVICE}]}}, {{name: b, nodes: [{OTHER}, {SERVICE}]}}]",
-            "pools[0].nodes[0] and pools[1].nodes[1]: two pools can't share the engine _vllm._tcp.x",
+            (
+                "pools[0].nodes[0] and pools[1].nodes[1]: two pools can't share the engine "
+                "_vllm._tcp.x"
+            ),
         ),
         (
             f"[{{name: a, nodes: [{D}]}}, {{name: b, nodes: [{NAMED}]}}]",
             "pools[0].nodes[0] and pools[1].nodes[0]: two pools can't share the engine d:1",
         ),
         (
-            f"[{{name: a, connector: p2p-nccl, nodes: [{D}]}}, {{name: b, connector: p2p-nccl, nodes: [{OTHER}]}}]",
-            "pools[0].registration_port and pools[1].registration_port: two pools can't share the port 30001",
+            (
+                f"[{{name: a, connector: p2p-nccl, nodes: [{D}]}}, {{name: b, connector: p2p-nccl, "
+                f"nodes: [{OTHER}]}}]"
+            ),
+            (
+                "pools[0].registration_port and pools[1].registration_port: two pools can't share "
+                "the port 30001"
+            ),
         ),
         (
             f"[{{name: a, connector: lmcache-pd, nodes: [{ALONE}]}}, {MORIIO}]",
-            "pools[0].kv_ready_port and pools[1].registration_port: two pools can't share the port 7500",
+            (
+                "pools[0].kv_ready_port and pools[1].registration_port: two pools can't share the "
+                "port 7500"
+            ),
         ),
         (
             f"[{{name: a, aliases: {{x: y, y: z}}, nodes: [{D}]}}]",
             'pools[0].aliases: "x": "y" is an alias itself',
         ),
-        (f"[{{name: a, models: ['a*b*'], nodes: [{D}]}}]", 'pools[0].models[0]: "a*b*": a pattern has one * at most'),
+        (
+            f"[{{name: a, models: ['a*b*'], nodes: [{D}]}}]",
+            'pools[0].models[0]: "a*b*": a pattern has one * at most',
+        ),
         (f"[{{name: a, weight: -1, nodes: [{D}]}}]", "pools[0].weight: expected a number >= 0"),
     ],
 )
@@ -185,7 +233,8 @@ def test_several_pools(tmp_path: Path) -> None:
     """Each with a connector of its own, and sockets of its own where both need one."""
     path = tmp_path / "x.yaml"
     path.write_text(
-        f"pools: [{{name: a, connector: p2p-nccl, nodes: [{P}, {D}]}}, {{name: b, connector: p2p-nccl,"
+        f"pools: [{{name: a, connector: p2p-nccl, nodes: [{P}, {D}]}}, {{name: b, connector: "
+        f"p2p-nccl,"
         f" registration_port: 30002, nodes: [{OTHER}]}}]"
     )
     settings = load(path, {})
@@ -207,7 +256,12 @@ FULL = Settings(
         Pool(
             name="gänse",
             nodes=(
-                ConfiguredEngine(url="http://a:1", role="prefill", labels={"zone": "1"}, facts=Facts(block_size=16)),
+                ConfiguredEngine(
+                    url="http://a:1",
+                    role="prefill",
+                    labels={"zone": "1"},
+                    facts=Facts(block_size=16),
+                ),
                 ConfiguredEngine(url="http://b:1", role="decode"),
             ),
         ),
@@ -224,10 +278,16 @@ def test_dump_can_be_loaded_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "auth",
-    [Auth(api_keys=("s3cret", "t0p")), Auth(engine_api_key="s3cret"), Auth(api_keys=("t0p",), engine_api_key="s3cret")],
+    [
+        Auth(api_keys=("s3cret", "t0p")),
+        Auth(engine_api_key="s3cret"),
+        Auth(api_keys=("t0p",), engine_api_key="s3cret"),
+    ],
 )
 def test_dump_masks_keys(tmp_path: Path, auth: Auth) -> None:
-    """Keys are masked, and a dump with masks isn't taken for settings: `********` must never open a proxy."""
+    """Keys are masked, and a dump with masks isn't taken for settings: `********` must never open a
+    proxy.
+    """
     settings = Settings(pools=FULL.pools, auth=auth)
     text = dump(settings)
     assert "s3cret" not in text
@@ -244,11 +304,15 @@ def test_crosscheck_is_idempotent() -> None:
     assert checked(checked(FULL)) == checked(FULL) == FULL
 
 
-@pytest.mark.parametrize("text", ["nobody", "10.0.0.0/33", "10.0.0.1:80", "::1/129", "[::1]", "10.0.0.*"])
+@pytest.mark.parametrize(
+    "text", ["nobody", "10.0.0.0/33", "10.0.0.1:80", "::1/129", "[::1]", "10.0.0.*"]
+)
 def test_a_trusted_proxy_is_an_address_or_a_network(text: str) -> None:
     """Anything else is refused with its place in the list."""
     listen = Listen(trusted_proxies=("10.0.0.0/8", text))
-    with pytest.raises(SettingsError, match=r"listen\.trusted_proxies\[1\]: .*expected an address or a network"):
+    with pytest.raises(
+        SettingsError, match=r"listen\.trusted_proxies\[1\]: .*expected an address or a network"
+    ):
         checked(Settings(listen=listen), need_engines=False)
 
 
@@ -260,19 +324,26 @@ def test_trusted_proxies_as_networks() -> None:
 
 @pytest.mark.parametrize(("space", "fits"), [(1143, True), (1142, False), (500, False)])
 def test_the_largest_body_has_space(space: int, fits: bool) -> None:
-    """An eighth of the space is kept for small bodies: the largest one must fit into the rest, or it could never be served."""
+    """An eighth of the space is kept for small bodies: the largest one must fit into the rest, or
+    it could never be served.
+    """
     settings = Settings(limits=Limits(max_body_bytes=1000, max_buffered_bytes=space))
     if fits:
         assert checked(settings, need_engines=False).limits == settings.limits
         return
-    with pytest.raises(SettingsError, match=r"limits\.max_buffered_bytes = \d+ has no space .*expected at least 1143"):
+    with pytest.raises(
+        SettingsError,
+        match=r"limits\.max_buffered_bytes = \d+ has no space .*expected at least 1143",
+    ):
         checked(settings, need_engines=False)
 
 
 def test_the_largest_answer_has_space() -> None:
     """A bound for all answers below that of one would refuse what the other allows."""
     settings = Settings(limits=Limits(max_answer_bytes=1000, max_buffered_answer_bytes=999))
-    with pytest.raises(SettingsError, match=r"limits\.max_buffered_answer_bytes = 999 has no space"):
+    with pytest.raises(
+        SettingsError, match=r"limits\.max_buffered_answer_bytes = 999 has no space"
+    ):
         checked(settings, need_engines=False)
 
 
@@ -283,7 +354,11 @@ def test_the_largest_answer_has_space() -> None:
         ("127.0.0.1:9000", Auth(), None),
         ("[::1]:9000", Auth(), None),
         ("localhost:9000", Auth(), None),
-        ("0.0.0.0:9000", Auth(), "listen.admin: 0.0.0.0:9000: others than this machine can reach it: give it keys"),
+        (
+            "0.0.0.0:9000",
+            Auth(),
+            "listen.admin: 0.0.0.0:9000: others than this machine can reach it: give it keys",
+        ),
         ("[::]:9000", Auth(), r"listen.admin: \[::\]:9000: others"),
         ("proxy.example:9000", Auth(), "others than this machine"),
         ("0.0.0.0:9000", Auth(admin_keys=("k",)), None),
@@ -293,7 +368,9 @@ def test_the_largest_answer_has_space() -> None:
         (None, Auth(admin_keys=(MASK,)), "is what `pdproxy config print` shows"),
     ],
 )
-def test_the_admin_api_is_open_to_this_machine_alone(address: str | None, auth: Auth, why: str | None) -> None:
+def test_the_admin_api_is_open_to_this_machine_alone(
+    address: str | None, auth: Auth, why: str | None
+) -> None:
     """Unless it has keys."""
     settings = Settings(listen=Listen(admin=address), auth=auth)
     if why is None:
@@ -303,7 +380,9 @@ def test_the_admin_api_is_open_to_this_machine_alone(address: str | None, auth: 
         checked(settings, need_engines=False)
 
 
-@pytest.mark.parametrize("text", ["9000", "unix:", "host", "[::1]", "a b:1", "http://h:1", "::1:9000"])
+@pytest.mark.parametrize(
+    "text", ["9000", "unix:", "host", "[::1]", "a b:1", "http://h:1", "::1:9000"]
+)
 def test_wrong_forms_of_its_address(text: str) -> None:
     with pytest.raises(SettingsError, match=r"listen\.admin: expected unix:PATH or HOST:PORT"):
         load(None, {"PDPROXY_LISTEN__ADMIN": text}, need_engines=False)
@@ -318,13 +397,24 @@ def test_its_keys_are_not_printed() -> None:
 @pytest.mark.parametrize(
     ("tenants", "why"),
     [
-        ({"secret": "x" * 31}, "tenants.secret: expected 32 or more visible ASCII characters without blanks"),
-        ({"secret": "x y" * 20}, "tenants.secret: expected 32 or more visible ASCII characters without blanks"),
-        ({"secret": "x" * 32, "secret_file": "f"}, "tenants: secret and secret_file exclude each other: give one"),
+        (
+            {"secret": "x" * 31},
+            "tenants.secret: expected 32 or more visible ASCII characters without blanks",
+        ),
+        (
+            {"secret": "x y" * 20},
+            "tenants.secret: expected 32 or more visible ASCII characters without blanks",
+        ),
+        (
+            {"secret": "x" * 32, "secret_file": "f"},
+            "tenants: secret and secret_file exclude each other: give one",
+        ),
         ({"caches": "mine"}, "tenants.caches: expected auto or separate or shared"),
     ],
 )
-def test_the_secret_of_tenants_is_one_long_text(tenants: dict[str, str], why: str, tmp_path: Path) -> None:
+def test_the_secret_of_tenants_is_one_long_text(
+    tenants: dict[str, str], why: str, tmp_path: Path
+) -> None:
     """No error quotes it."""
     (path := tmp_path / "settings.yaml").write_text(json.dumps({"tenants": tenants}))
     with pytest.raises(SettingsError) as wrong:

@@ -39,7 +39,11 @@ URL = "http://a:1"
 
 def settings(own: KvEvents, node: EngineKvEvents | None = None, ranks: int = 1) -> Settings:
     facts = Facts(data_parallel_size=ranks, kv_events=node or EngineKvEvents())
-    return Settings(pools=(Pool(kv_events=own, nodes=(ConfiguredEngine(url=URL, role="aggregated", facts=facts),)),))
+    return Settings(
+        pools=(
+            Pool(kv_events=own, nodes=(ConfiguredEngine(url=URL, role="aggregated", facts=facts),)),
+        )
+    )
 
 
 def test_they_are_off_by_default() -> None:
@@ -52,7 +56,9 @@ def test_right_endpoints(endpoint: str) -> None:
     assert checked(settings(own, EngineKvEvents(endpoint=endpoint))).pool.kv_events == own
 
 
-@pytest.mark.parametrize("endpoint", ["x", "tcp://", "tcp://*", "tcp://*:0", "http://a:1", "ipc:///tmp/x", "tcp://*:x"])
+@pytest.mark.parametrize(
+    "endpoint", ["x", "tcp://", "tcp://*", "tcp://*:0", "http://a:1", "ipc:///tmp/x", "tcp://*:x"]
+)
 def test_wrong_endpoints_are_named(endpoint: str) -> None:
     text = wrong(settings(KvEvents(endpoint=endpoint)))
     assert text.startswith("pools[0].kv_events.endpoint: ")
@@ -64,14 +70,20 @@ def test_wrong_endpoints_are_named(endpoint: str) -> None:
 def test_each_rank_needs_a_port() -> None:
     node = EngineKvEvents(endpoint="tcp://*:65535")
     assert "leaves no port for each of 2 ranks" in wrong(settings(KvEvents(), node, ranks=2))
-    assert "leaves no port for each of 2 ranks" in wrong(settings(KvEvents(endpoint="tcp://*:65535"), ranks=2))
+    assert "leaves no port for each of 2 ranks" in wrong(
+        settings(KvEvents(endpoint="tcp://*:65535"), ranks=2)
+    )
     checked(settings(KvEvents(), node))
     own = KvEvents(host="127.0.0.1", port=65535)
-    assert wrong(settings(own, ranks=2)).startswith("pools[0].kv_events.port = 65535 leaves no port")
+    assert wrong(settings(own, ranks=2)).startswith(
+        "pools[0].kv_events.port = 65535 leaves no port"
+    )
 
 
 def test_an_engine_that_is_added_later_is_checked() -> None:
-    node = ConfiguredEngine(url=URL, role="aggregated", facts=Facts(kv_events=EngineKvEvents(endpoint="x")))
+    node = ConfiguredEngine(
+        url=URL, role="aggregated", facts=Facts(kv_events=EngineKvEvents(endpoint="x"))
+    )
     with pytest.raises(SettingsError, match="expected tcp://host:port"):
         checked_node(node, Pool(), ())
 
@@ -80,8 +92,14 @@ def test_an_engine_that_is_added_later_is_checked() -> None:
     ("source", "expected"),
     [
         (EventPublisher("tcp://*:5557"), PublisherAddress("tcp://e:5557", None, "")),
-        (EventPublisher("tcp://*:5557", "tcp://*:5571", "t"), PublisherAddress("tcp://e:5557", "tcp://e:5571", "t")),
-        (EventPublisher("tcp://10.0.0.1:41000"), PublisherAddress("tcp://10.0.0.1:41000", None, "")),
+        (
+            EventPublisher("tcp://*:5557", "tcp://*:5571", "t"),
+            PublisherAddress("tcp://e:5557", "tcp://e:5571", "t"),
+        ),
+        (
+            EventPublisher("tcp://10.0.0.1:41000"),
+            PublisherAddress("tcp://10.0.0.1:41000", None, ""),
+        ),
         (
             EventPublisher("tcp://proxy:7000", "tcp://10.0.0.1:5571"),
             PublisherAddress("tcp://proxy:7000", "tcp://10.0.0.1:5571", "", 7000),
@@ -96,7 +114,8 @@ def test_who_connects_to_whom(source: EventPublisher, expected: PublisherAddress
 
 
 @pytest.mark.parametrize(
-    "source", [EventPublisher("inproc://x"), EventPublisher("tcp://*:1", "ipc:///tmp/x"), EventPublisher("")]
+    "source",
+    [EventPublisher("inproc://x"), EventPublisher("tcp://*:1", "ipc:///tmp/x"), EventPublisher("")],
 )
 def test_what_can_not_be_read_is_said(source: EventPublisher) -> None:
     found = resolve(source, "e", ())
@@ -107,10 +126,16 @@ def test_what_can_not_be_read_is_said(source: EventPublisher) -> None:
 def build(own: KvEvents, index: PlainIndex | None, ranks: int = 1) -> ReadingKvEvents | None:
     engines, _ = registry()
     process: Any = SimpleNamespace(
-        share=ALONE, observers=Observers([]), metrics=Metrics(), clock=Clock(), tasks=TaskOwner("test")
+        share=ALONE,
+        observers=Observers([]),
+        metrics=Metrics(),
+        clock=Clock(),
+        tasks=TaskOwner("test"),
     )
     made, admin = settings(own, ranks=ranks), EngineAdmin(deadlines=Deadlines(probe=1))
-    return build_kv_events(made, index, lambda _: EngineKvEvents(), engines, admin, process, BoundHere())
+    return build_kv_events(
+        made, index, lambda _: EngineKvEvents(), engines, admin, process, BoundHere()
+    )
 
 
 async def test_nothing_is_built_while_they_are_off() -> None:
@@ -130,7 +155,9 @@ async def test_a_port_per_rank_is_bound_and_one_that_is_taken_is_named() -> None
     first, second = built(own), built(own)
     first.start()
     try:
-        with pytest.raises(SettingsError, match=rf"can't bind pools\[0\].kv_events.host.* = 127.0.0.1:{own.port}"):
+        with pytest.raises(
+            SettingsError, match=rf"can't bind pools\[0\].kv_events.host.* = 127.0.0.1:{own.port}"
+        ):
             second.start()
     finally:
         first.stop()
@@ -141,8 +168,16 @@ async def test_a_port_per_rank_is_bound_and_one_that_is_taken_is_named() -> None
 @pytest.mark.parametrize(
     ("own", "policy", "ports"),
     [
-        (KvEvents(enabled=True, host="127.0.0.1", port=7000), PoolPolicy(placement="auto"), [7000, 7001]),
-        (KvEvents(enabled=True, host="127.0.0.1", port=7000), PoolPolicy(prefill="prefix"), [7000, 7001]),
+        (
+            KvEvents(enabled=True, host="127.0.0.1", port=7000),
+            PoolPolicy(placement="auto"),
+            [7000, 7001],
+        ),
+        (
+            KvEvents(enabled=True, host="127.0.0.1", port=7000),
+            PoolPolicy(prefill="prefix"),
+            [7000, 7001],
+        ),
         (KvEvents(enabled=True, host="127.0.0.1", port=7000), PoolPolicy(placement="split"), []),
         (KvEvents(host="127.0.0.1", port=7000), PoolPolicy(placement="auto"), []),
         (KvEvents(enabled=True), PoolPolicy(placement="auto"), []),
@@ -153,14 +188,18 @@ def test_workers_share_a_port_per_rank_where_events_are_read(
 ) -> None:
     made = settings(own, ranks=2)
     (pool,) = made.pools
-    made = msgspec.structs.replace(made, pools=(msgspec.structs.replace(pool, policy=policy, connector="auto"),))
+    made = msgspec.structs.replace(
+        made, pools=(msgspec.structs.replace(pool, policy=policy, connector="auto"),)
+    )
     found = list(places(made))
     assert [place.port for place in found] == ports
     assert len({place.key for place in found}) == len(ports)
 
 
 async def test_workers_take_connections_of_one_socket_per_rank() -> None:
-    """Each binds once it knows what comes, and again after it stood still, with what its parent has bound."""
+    """Each binds once it knows what comes, and again after it stood still, with what its parent has
+    bound.
+    """
     own = KvEvents(enabled=True, host="127.0.0.1", port=free_port())
     made = settings(own, ranks=2)
     engines, _ = registry()
@@ -178,13 +217,21 @@ async def test_workers_take_connections_of_one_socket_per_rank() -> None:
             )
             admin = EngineAdmin(deadlines=Deadlines(probe=1))
             reading = build_kv_events(
-                made, PlainIndex(), lambda _: EngineKvEvents(), engines, admin, process, share.pool(0).sockets
+                made,
+                PlainIndex(),
+                lambda _: EngineKvEvents(),
+                engines,
+                admin,
+                process,
+                share.pool(0).sockets,
             )
             assert reading is not None
             assert isinstance(reading.sources, WorkerKvEventSources)
             found.append(reading)
             reading.start()
-        await until(lambda: all(socket.address for one in found for socket in one.sources.bound.values()))
+        await until(
+            lambda: all(socket.address for one in found for socket in one.sources.bound.values())
+        )
         addresses = [[socket.address for socket in one.sources.bound.values()] for one in found]
         assert addresses == [[f"tcp://127.0.0.1:{own.port + at}" for at in range(2)]] * 2
         await until(lambda: len(sent) >= 4)

@@ -19,7 +19,10 @@ def write(folder: Path, text: str) -> Path:
 
 
 def mistakes(
-    config: Path | None, env: dict[str, str], flags: tuple[Flag, ...] = (), engines: tuple[EngineFlag, ...] = DECODE
+    config: Path | None,
+    env: dict[str, str],
+    flags: tuple[Flag, ...] = (),
+    engines: tuple[EngineFlag, ...] = DECODE,
 ) -> list[str]:
     """The lines of the error that loading gives."""
     with pytest.raises(SettingsError) as caught:
@@ -29,16 +32,26 @@ def mistakes(
 
 
 def test_all_mistakes_of_all_sources_at_once(tmp_path: Path) -> None:
-    """Each names its key and its source, in the order file, variables, flags, engines, and what excludes what."""
+    """Each names its key and its source, in the order file, variables, flags, engines, and what
+    excludes what.
+    """
     path = write(
         tmp_path,
         "listen: {port: x, hots: y}\nlisten: {port: y}\nobserve: {log_level: loud}\n"
-        "auth: {engine_api_key: k, engine_api_key_file: f}\nlimits: {max_answer_bytes: 9, max_buffered_answer_bytes: 8}\n"
+        "auth: {engine_api_key: k, engine_api_key_file: f}\nlimits: {max_answer_bytes: 9, "
+        "max_buffered_answer_bytes: 8}\n"
         "pools: [{tokenize: on, nodes: [{url: 'http://a:1'}, {url: 'b:2', role: decode}]}]",
     )
-    env = {"PDPROXY_LIMIT__ATTEMPTS": "1", "PDPROXY_DEADLINES__QUEUE": "-1", "PDPROXY_DEADLINES__TOTAL": ""}
+    env = {
+        "PDPROXY_LIMIT__ATTEMPTS": "1",
+        "PDPROXY_DEADLINES__QUEUE": "-1",
+        "PDPROXY_DEADLINES__TOTAL": "",
+    }
     engines = (EngineFlag("prefill", "http://c:1"), EngineFlag("decode", "http://d/v1"))
-    flags = (Flag("--max-inflight", "limits.max_inflight", "0"), Flag("--connector", f"{POOL}connector", "nixel"))
+    flags = (
+        Flag("--max-inflight", "limits.max_inflight", "0"),
+        Flag("--connector", f"{POOL}connector", "nixel"),
+    )
     file = f"(file {path})"
     assert mistakes(path, env, flags, engines) == [
         f"listen: given twice, in line 1 and 2 {file}",
@@ -46,17 +59,27 @@ def test_all_mistakes_of_all_sources_at_once(tmp_path: Path) -> None:
         f'observe.log_level: expected debug or info or warning or error, got "loud" {file}',
         f"pools[0].tokenize: expected off or auto or always, got true {file}",
         f"pools[0].nodes[0].role: missing: expected prefill or decode or aggregated or any {file}",
-        'deadlines.queue: expected a number > 0 and <= 604800, got "-1" (environment PDPROXY_DEADLINES__QUEUE)',
+        (
+            'deadlines.queue: expected a number > 0 and <= 604800, got "-1" (environment '
+            "PDPROXY_DEADLINES__QUEUE)"
+        ),
         "PDPROXY_DEADLINES__TOTAL: is empty: unset the environment variable or give it a value",
-        "PDPROXY_LIMIT__ATTEMPTS: unknown environment variable (did you mean PDPROXY_LIMITS__ATTEMPTS?)",
-        'limits.max_inflight: expected a whole number >= 1 and <= 2147483647, got "0" (--max-inflight)',
+        (
+            "PDPROXY_LIMIT__ATTEMPTS: unknown environment variable (did you mean "
+            "PDPROXY_LIMITS__ATTEMPTS?)"
+        ),
+        (
+            'limits.max_inflight: expected a whole number >= 1 and <= 2147483647, got "0" '
+            "(--max-inflight)"
+        ),
         (
             f"pools[0].connector: expected {' or '.join(registry.choices())}, "
             'got "nixel" (did you mean nixl?) (--connector)'
         ),
         f'pools[0].nodes[1].url: "b:2": expected http://host:port or https://host:port {file}',
         (
-            'pools[0].nodes[3].url: "http://d/v1": an engine is a host and a port, and perhaps a path before its routes: '
+            'pools[0].nodes[3].url: "http://d/v1": an engine is a host and a port, and perhaps a '
+            "path before its routes: "
             "nothing may follow, not even /v1 (--decode)"
         ),
         f"auth: engine_api_key and engine_api_key_file exclude each other: give one {file}",
@@ -67,24 +90,36 @@ def test_what_excludes_what_is_found_in_all_sections_at_once(tmp_path: Path) -> 
     """No section hides the contradictions in another, and each names where its values were read."""
     path = write(
         tmp_path,
-        "listen: {trusted_proxies: [x, 10.0.0.1, y], tls: {key: k}}\nlimits: {max_answer_bytes: 9}\n"
-        "pools: [{lmcache: {pd_buffer_size: 1}, nodes: [{url: 'http://a:1', role: decode, api_key: k, api_key_file: f},"
+        "listen: {trusted_proxies: [x, 10.0.0.1, y], tls: {key: k}}\nlimits: {max_answer_bytes: "
+        "9}\n"
+        "pools: [{lmcache: {pd_buffer_size: 1}, nodes: [{url: 'http://a:1', role: decode, "
+        "api_key: k, api_key_file: f},"
         " {url: 'http://b:1', role: decode, sources: ['http://c:1']}]}]",
     )
     file = f"(file {path})"
     env = {"PDPROXY_LIMITS__MAX_BUFFERED_ANSWER_BYTES": "8"}
     assert mistakes(path, env, (), (EngineFlag("aggregated", "a:1"),)) == [
         f"listen.tls.key: has no effect without listen.tls.certificate {file}",
-        f'listen.trusted_proxies[0]: "x": expected an address or a network, such as 10.0.0.0/8, or unix: {file}',
-        f'listen.trusted_proxies[2]: "y": expected an address or a network, such as 10.0.0.0/8, or unix: {file}',
         (
-            "limits.max_buffered_answer_bytes = 8 has no space for an answer of limits.max_answer_bytes = 9 "
+            f'listen.trusted_proxies[0]: "x": expected an address or a network, such as '
+            f"10.0.0.0/8, "
+            f"or unix: {file}"
+        ),
+        (
+            f'listen.trusted_proxies[2]: "y": expected an address or a network, such as '
+            f"10.0.0.0/8, "
+            f"or unix: {file}"
+        ),
+        (
+            "limits.max_buffered_answer_bytes = 8 has no space for an answer of "
+            "limits.max_answer_bytes = 9 "
             "(environment PDPROXY_LIMITS__MAX_BUFFERED_ANSWER_BYTES)"
         ),
         f"pools[0].nodes[0]: api_key and api_key_file exclude each other: give one {file}",
         f"pools[0].lmcache: pd_buffer_size and kv_bytes_per_token must be given together {file}",
         (
-            "pools[0].nodes[0] and pools[0].nodes[2]: http://a:1 is given twice: an engine has one role "
+            "pools[0].nodes[0] and pools[0].nodes[2]: http://a:1 is given twice: an engine has "
+            "one role "
             "(flags add to the file's nodes) (--aggregated)"
         ),
         f"pools[0].nodes[1].sources[0]: http://c:1 is no prefill engine of this pool {file}",
@@ -92,7 +127,9 @@ def test_what_excludes_what_is_found_in_all_sections_at_once(tmp_path: Path) -> 
 
 
 def test_a_mistake_causes_no_others(tmp_path: Path) -> None:
-    """A file that can't be read, a misspelt section and a wrong node don't look like missing engines."""
+    """A file that can't be read, a misspelt section and a wrong node don't look like missing
+    engines.
+    """
     assert mistakes(tmp_path / "none.yaml", {}, (), ()) == [
         f"{tmp_path / 'none.yaml'}: can't be read: No such file or directory"
     ]
@@ -131,12 +168,16 @@ ORIGINS = "listen.cors.allowed_origins"
 )
 def test_a_list_is_comma_separated_or_json(text: str, origins: tuple[str, ...]) -> None:
     """Both forms, in flags and variables: vLLM's own flags take JSON."""
-    assert load(None, {}, (Flag("--x", ORIGINS, text),), DECODE).listen.cors.allowed_origins == origins
+    assert (
+        load(None, {}, (Flag("--x", ORIGINS, text),), DECODE).listen.cors.allowed_origins == origins
+    )
     env = {"PDPROXY_LISTEN__CORS__ALLOWED_ORIGINS": text}
     assert load(None, env, (), DECODE).listen.cors.allowed_origins == origins
 
 
-@pytest.mark.parametrize("text", ['["https://a"', "[https://a]", "['https://a']", '["https://a"] x', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ['["https://a"', "[https://a]", "['https://a']", '["https://a"] x', "[" * 100_000]
+)
 def test_broken_json_is_no_origin(text: str) -> None:
     """What begins as a JSON list and is none is refused, not taken as one literal item."""
     (line,) = mistakes(None, {}, (Flag("--allowed-origins", ORIGINS, text),))
@@ -155,9 +196,15 @@ def test_an_item_of_a_json_list_is_checked() -> None:
 
 
 def test_bytes_that_are_no_text_are_a_mistake(tmp_path: Path) -> None:
-    """Python reads such a byte of a variable or a flag as half of a surrogate pair; YAML can escape one."""
+    """Python reads such a byte of a variable or a flag as half of a surrogate pair; YAML can escape
+    one.
+    """
     path = write(tmp_path, 'limits: {max_inflight: "\\udcff"}')
-    found = mistakes(path, {"PDPROXY_LISTEN__PORT": "\udcff"}, (Flag("--kv-ready-port", "kv_ready.port", "\udcff"),))
+    found = mistakes(
+        path,
+        {"PDPROXY_LISTEN__PORT": "\udcff"},
+        (Flag("--kv-ready-port", "kv_ready.port", "\udcff"),),
+    )
     assert [line.partition(",")[0] for line in found] == [
         "limits.max_inflight: expected a whole number >= 1 and <= 2147483647",
         "listen.port: expected a whole number >= 1 and <= 65535",

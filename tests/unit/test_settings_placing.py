@@ -1,4 +1,6 @@
-"""The settings of who serves a request: roles, policies, placements, objectives, profiles and the labels that pair engines."""
+"""The settings of who serves a request: roles, policies, placements, objectives, profiles and the
+labels that pair engines.
+"""
 
 from __future__ import annotations
 
@@ -63,27 +65,41 @@ def test_which_connectors_have_engines_for_any_role() -> None:
 
 
 @pytest.mark.parametrize("connector", [entry.name for entry in ENTRIES])
-def test_any_only_where_one_engine_can_do_both(connector: str, read: Read, wrong: Callable[[str], str]) -> None:
-    nodes = "nodes: [{url: 'http://a:1', role: any, facts: {bootstrap: 'http://a:2'}}, {url: 'http://b:1', role: any}]"
+def test_any_only_where_one_engine_can_do_both(
+    connector: str, read: Read, wrong: Callable[[str], str]
+) -> None:
+    nodes = (
+        "nodes: [{url: 'http://a:1', role: any, facts: {bootstrap: 'http://a:2'}}, {url: "
+        "'http://b:1', role: any}]"
+    )
     text = f"pools: [{{connector: {connector}, {nodes}}}]"
     if connector in BOTH:
         assert [node.role for node in read(text).pool.nodes] == ["any", "any"]
         return
     text = f"pools: [{{connector: {connector}, nodes: [{{url: 'http://a:1', role: any}}]}}]"
-    words = f"an engine of connector {connector} has one role, only those of {', '.join(BOTH)} can be any"
+    words = (
+        f"an engine of connector {connector} has one role, only those of {', '.join(BOTH)} can "
+        f"be any"
+    )
     assert wrong(text) == f"pools[0].nodes[0].role: {words}"
 
 
 def test_engines_for_any_role_by_flags() -> None:
     pool = load(None, {}, (), [EngineFlag("any", "a:1"), EngineFlag("any", "b:1")]).pool
-    assert [(node.url, node.role) for node in pool.nodes] == [("http://a:1", "any"), ("http://b:1", "any")]
+    assert [(node.url, node.role) for node in pool.nodes] == [
+        ("http://a:1", "any"),
+        ("http://b:1", "any"),
+    ]
     mixed = load(None, {}, (), [EngineFlag("prefill", "p:1"), EngineFlag("any", "b:1")]).pool
     assert len(mixed.nodes) == 2, "an engine for any role can decode"
 
 
-def test_sources_may_be_engines_for_any_role_and_belong_to_them(read: Read, wrong: Callable[[str], str]) -> None:
+def test_sources_may_be_engines_for_any_role_and_belong_to_them(
+    read: Read, wrong: Callable[[str], str]
+) -> None:
     text = (
-        "pools: [{nodes: [{url: 'http://a:1', role: any, sources: ['http://b:1']}, {url: 'http://b:1', role: any},"
+        "pools: [{nodes: [{url: 'http://a:1', role: any, sources: ['http://b:1']}, {url: "
+        "'http://b:1', role: any},"
         " {url: 'http://d:1', role: %s, sources: ['http://a:1']}]}]"
     )
     assert read(text % "decode").pool.nodes[2].sources == ("http://a:1",)
@@ -92,22 +108,29 @@ def test_sources_may_be_engines_for_any_role_and_belong_to_them(read: Read, wron
 
 def test_an_engine_for_any_role_has_a_bootstrap_server(read: Read) -> None:
     pool = read(
-        "pools: [{connector: mooncake, nodes: [{url: 'http://a:1', role: any}, {url: 'http://b:1', role: any}]}]"
+        "pools: [{connector: mooncake, nodes: [{url: 'http://a:1', role: any}, {url: "
+        "'http://b:1', role: any}]}]"
     ).pool
-    assert [bootstrap_address(node, pool) for node in pool.nodes] == ["http://a:8998", "http://b:8998"]
+    assert [bootstrap_address(node, pool) for node in pool.nodes] == [
+        "http://a:8998",
+        "http://b:8998",
+    ]
 
 
 def test_serves_whole(read: Read, wrong: Callable[[str], str]) -> None:
     text = (
-        "pools: [{connector: %s, nodes: [{url: 'http://p:1', role: prefill%s}, {url: 'http://d:1', role: decode%s}]}]"
+        "pools: [{connector: %s, nodes: [{url: 'http://p:1', role: prefill%s}, {url: "
+        "'http://d:1', role: decode%s}]}]"
     )
     assert read(text % ("nixl", ", serves_whole: true", "")).pool.nodes[0].serves_whole
     assert wrong(text % ("nixl", "", ", serves_whole: true")) == (
-        "pools[0].nodes[1].serves_whole: only a prefill engine has this setting, other roles say whether an engine serves"
+        "pools[0].nodes[1].serves_whole: only a prefill engine has this setting, other roles say "
+        "whether an engine serves"
         " requests whole"
     )
     assert wrong(text % ("p2p-nccl", ", serves_whole: true", "")) == (
-        "pools[0].nodes[0].serves_whole: a prefill engine of connector p2p-nccl can't serve a request whole"
+        "pools[0].nodes[0].serves_whole: a prefill engine of connector p2p-nccl can't serve a "
+        "request whole"
     )
 
 
@@ -128,12 +151,16 @@ def test_pairs_of_engines_for_any_role_are_tried_in_a_ring() -> None:
 
 
 def test_pairs_of_engines_for_any_role_are_tried_within_their_label() -> None:
-    """Neighbours in the settings are in different racks: a ring of all engines would have no pair."""
+    """Neighbours in the settings are in different racks: a ring of all engines would have no
+    pair.
+    """
     nodes = tuple(
         ConfiguredEngine(url=f"http://{name}:1", role="any", labels={"rack": name[0]})
         for name in ("a1", "b1", "a2", "b2")
     )
-    pairs = [(p.url[7:9], d.url[7:9]) for p, d in pairs_to_try(Pool(nodes=nodes, pair_within=("rack",)))]
+    pairs = [
+        (p.url[7:9], d.url[7:9]) for p, d in pairs_to_try(Pool(nodes=nodes, pair_within=("rack",)))
+    ]
     assert sorted(pairs) == [("a1", "a2"), ("a2", "a1"), ("b1", "b2"), ("b2", "b1")]
 
 
@@ -147,10 +174,13 @@ def test_each_engine_for_any_role_is_tried_with_its_sources() -> None:
     pairs = {(p.url[7], d.url[7]) for p, d in pairs_to_try(Pool(nodes=nodes))}
     assert pairs == {("c", "a"), ("d", "b"), ("a", "c"), ("b", "d")}
     one = tuple(
-        ConfiguredEngine(url=f"http://{n}:1", role="any", sources=("http://0:1",) if n else ()) for n in range(4)
+        ConfiguredEngine(url=f"http://{n}:1", role="any", sources=("http://0:1",) if n else ())
+        for n in range(4)
     )
     tried = {(p.url[7], d.url[7]) for p, d in pairs_to_try(Pool(nodes=one))}
-    assert {d for _, d in tried} == set("0123"), "each one as decode engine, all but one with the only source"
+    assert {d for _, d in tried} == set("0123"), (
+        "each one as decode engine, all but one with the only source"
+    )
 
 
 # -- labels
@@ -158,24 +188,38 @@ def test_each_engine_for_any_role_is_tried_with_its_sources() -> None:
 
 def test_labels_that_pair(read: Read, wrong: Callable[[str], str]) -> None:
     text = (
-        "pools: [{pair_within: [rack], nodes: [{url: 'http://p:1', role: prefill, labels: {rack: a}},"
+        "pools: [{pair_within: [rack], nodes: [{url: 'http://p:1', role: prefill, labels: {rack: "
+        "a}},"
         " {url: 'http://d:1', role: decode%s}]}]"
     )
     pool = read(text % ", labels: {rack: a, host: x}").pool
     assert pool.pair_within == ("rack",)
-    assert wrong(text % ", labels: {rak: a}") == 'pools[0].pair_within[0]: "rack": http://d:1 has no such label'
-    aggregated = f"{text % ', labels: {rack: a}'}".replace("}]}]", "}, {url: 'http://x:1', role: aggregated}]}]")
+    assert (
+        wrong(text % ", labels: {rak: a}")
+        == 'pools[0].pair_within[0]: "rack": http://d:1 has no such label'
+    )
+    aggregated = f"{text % ', labels: {rack: a}'}".replace(
+        "}]}]", "}, {url: 'http://x:1', role: aggregated}]}]"
+    )
     assert len(read(aggregated).pool.nodes) == 3, "an aggregated engine has no partner"
     node = ConfiguredEngine(url="http://e:1", role="decode")
-    with pytest.raises(SettingsError, match=r"can't be added: .*rack.*http://e:1 has no such label"):
+    with pytest.raises(
+        SettingsError, match=r"can't be added: .*rack.*http://e:1 has no such label"
+    ):
         checked_node(node, pool, pool.nodes)
 
 
 def test_parallel_sizes_count_only_within_a_label(read: Read) -> None:
     """Engines that are never paired may differ in anything."""
     sized = "{url: 'http://%s:1', role: %s, labels: {rack: %s}, facts: {tensor_parallel_size: %s}}"
-    nodes = [sized % one for one in (("p", "prefill", "a", 2), ("d", "decode", "a", 2), ("e", "decode", "b", 3))]
-    assert read(f"pools: [{{pair_within: [rack], nodes: [{', '.join(nodes)}, {sized % ('q', 'prefill', 'b', 3)}]}}]")
+    nodes = [
+        sized % one
+        for one in (("p", "prefill", "a", 2), ("d", "decode", "a", 2), ("e", "decode", "b", 3))
+    ]
+    assert read(
+        f"pools: [{{pair_within: [rack], nodes: [{', '.join(nodes)}, "
+        f"{sized % ('q', 'prefill', 'b', 3)}]}}]"
+    )
 
 
 # -- policies and placements
@@ -188,13 +232,18 @@ def test_parallel_sizes_count_only_within_a_label(read: Read) -> None:
         ("split", PoolPolicy(placement="split")),
         ("scripted", PoolPolicy(placement="scripted")),
         ("{decode: prefix}", PoolPolicy(decode="prefix")),
-        ("{placement: scripted, decode: random}", PoolPolicy(placement="scripted", decode="random")),
+        (
+            "{placement: scripted, decode: random}",
+            PoolPolicy(placement="scripted", decode="random"),
+        ),
         ("{session_header: X-My.Own}", PoolPolicy(session_header="X-My.Own")),
         ("{}", PoolPolicy()),
         ("", PoolPolicy()),
     ],
 )
-def test_a_policy_by_its_name_alone(text: str, wanted: PoolPolicy, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_by_its_name_alone(
+    text: str, wanted: PoolPolicy, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what is printed can be read again."""
     monkeypatch.setattr(placements, "PLACEMENTS", MappingProxyType({"scripted": Scripted}))
     settings = read(f"pools: [{{policy: {text}, {NODES}}}]")
@@ -217,7 +266,9 @@ def test_a_policy_by_its_name_alone(text: str, wanted: PoolPolicy, read: Read, m
         (f"policy: auto, {NODES}", "auto"),
     ],
 )
-def test_the_placement_is_auto_where_it_has_something_to_decide_by(text: str, wanted: str, read: Read) -> None:
+def test_the_placement_is_auto_where_it_has_something_to_decide_by(
+    text: str, wanted: str, read: Read
+) -> None:
     settings = read(f"pools: [{{{text}}}]")
     assert settings.pool.placement == wanted
     assert isinstance(build_ledger(settings, Profiles(None)).placement, Auto) is (wanted == "auto")
@@ -225,9 +276,12 @@ def test_the_placement_is_auto_where_it_has_something_to_decide_by(text: str, wa
 
 @pytest.mark.parametrize("useless", ["slo: {ttft: 0.5}", "profile: h200-8b"])
 @pytest.mark.parametrize("policy", ["split", "session", "{prefill: prefix}"])
-def test_what_only_predictions_use_needs_a_placement(useless: str, policy: str, wrong: Callable[[str], str]) -> None:
+def test_what_only_predictions_use_needs_a_placement(
+    useless: str, policy: str, wrong: Callable[[str], str]
+) -> None:
     assert wrong(f"pools: [{{policy: {policy}, {useless}, {NODES}}}]") == (
-        f"pools[0].{useless.split(':')[0]}: has no effect with placement split, which predicts no times"
+        f"pools[0].{useless.split(':')[0]}: has no effect with placement split, which predicts "
+        f"no times"
     )
 
 
@@ -235,7 +289,9 @@ def test_a_policy_by_its_flag() -> None:
     """In place of the file's section."""
     engines = [EngineFlag("prefill", "p:1"), EngineFlag("decode", "d:1")]
     pool = load(None, {}, [Flag("--policy", "pool.policy", "power_of_two")], engines).pool
-    assert pool.policy == PoolPolicy(placement="split", prefill="power_of_two", decode="power_of_two")
+    assert pool.policy == PoolPolicy(
+        placement="split", prefill="power_of_two", decode="power_of_two"
+    )
     with pytest.raises(SettingsError, match=r'got "fast" \(--policy\)$'):
         load(None, {}, [Flag("--policy", "pool.policy", "fast")], engines)
 
@@ -245,29 +301,53 @@ def test_a_policy_by_its_flag() -> None:
     [
         (
             "sesion",
-            f'pools[0].policy: expected {" or ".join(SHORT)}, or a mapping, got "sesion" (did you mean session?)',
+            (
+                f'pools[0].policy: expected {" or ".join(SHORT)}, or a mapping, got "sesion" (did '
+                f"you mean session?)"
+            ),
         ),
         (
             "{placement: fast}",
-            f'pools[0].policy.placement: expected {" or ".join(placements.names())} or null, got "fast"',
+            (
+                f"pools[0].policy.placement: expected {' or '.join(placements.names())} or null, "
+                f"got "
+                f'"fast"'
+            ),
         ),
         ("3", None),
-        ("{session_header: 'a b'}", 'pools[0].policy.session_header: expected a header\'s name, got "a b"'),
-        ("{session_header: ''}", 'pools[0].policy.session_header: expected a header\'s name, got ""'),
+        (
+            "{session_header: 'a b'}",
+            'pools[0].policy.session_header: expected a header\'s name, got "a b"',
+        ),
+        (
+            "{session_header: ''}",
+            'pools[0].policy.session_header: expected a header\'s name, got ""',
+        ),
         (
             "{refuse_late: true}",
-            "pools[0].policy.refuse_late: has no effect with placement split, which predicts no times",
+            (
+                "pools[0].policy.refuse_late: has no effect with placement split, which predicts "
+                "no "
+                "times"
+            ),
         ),
-        ("{refuse_late: maybe}", 'pools[0].policy.refuse_late: expected true or false, got "maybe"'),
+        (
+            "{refuse_late: maybe}",
+            'pools[0].policy.refuse_late: expected true or false, got "maybe"',
+        ),
     ],
 )
-def test_a_wrong_policy_is_one_line(text: str, words: str | None, wrong: Callable[[str], str]) -> None:
+def test_a_wrong_policy_is_one_line(
+    text: str, words: str | None, wrong: Callable[[str], str]
+) -> None:
     line = wrong(f"pools: [{{policy: {text}, {NODES}}}]")
     assert line.startswith("pools[0].policy") if words is None else line == words
 
 
 def test_an_objective(read: Read, wrong: Callable[[str], str]) -> None:
-    assert read(f"pools: [{{slo: {{ttft: 0.5, tpot: 0.015}}, {NODES}}}]").pool.slo == PoolSlo(ttft=0.5, tpot=0.015)
+    assert read(f"pools: [{{slo: {{ttft: 0.5, tpot: 0.015}}, {NODES}}}]").pool.slo == PoolSlo(
+        ttft=0.5, tpot=0.015
+    )
     assert wrong(f"pools: [{{slo: {{gap: 0}}, {NODES}}}]") == (
         "pools[0].slo.gap: expected a number > 0 and <= 604800 or null, got 0"
     )
@@ -279,7 +359,9 @@ def test_an_objective(read: Read, wrong: Callable[[str], str]) -> None:
 def test_profiles_are_read_once_and_by_engine(read: Read, tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     shipped = Path("proxy/pdproxy/engine_model/profiles/h200-8b.json").read_text()
-    own.write_text(shipped.replace('"max_num_batched_tokens": 8192', '"max_num_batched_tokens": 512'))
+    own.write_text(
+        shipped.replace('"max_num_batched_tokens": 8192', '"max_num_batched_tokens": 512')
+    )
     nodes = NODES.replace("role: decode", f"role: decode, facts: {{profile: '{own}'}}")
     pool = read(f"pools: [{{profile: h200-8b, {nodes}}}]").pool
     profiles = Profiles(pool.profile)
@@ -293,7 +375,9 @@ def test_profiles_are_read_once_and_by_engine(read: Read, tmp_path: Path) -> Non
     assert (none.chunk("http://p:1"), none.hardware("http://p:1")) == (None, None)
 
 
-def test_a_profile_that_cannot_be_used_is_one_line(wrong: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_used_is_one_line(
+    wrong: Callable[[str], str], tmp_path: Path
+) -> None:
     assert wrong(f"pools: [{{profile: h100, {NODES}}}]") == (
         "pools[0].profile: h100: neither a file nor one of h200-8b"
     )

@@ -1,4 +1,6 @@
-"""Properties of loading: whatever a file, a variable or a flag holds, there are settings or one line that says why not."""
+"""Properties of loading: whatever a file, a variable or a flag holds, there are settings or one
+line that says why not.
+"""
 
 import tempfile
 from pathlib import Path
@@ -14,19 +16,30 @@ from pdproxy.settings.schema import Settings
 
 DECODE = (EngineFlag("decode", "127.0.0.1:8300"),)
 PATHS = [path for path, _ in leaves(Settings)]
-KEYS = st.sampled_from(sorted({step for path in PATHS for step in path} | {"pools", "nodes", "url", "role", "labels"}))
+KEYS = st.sampled_from(
+    sorted({step for path in PATHS for step in path} | {"pools", "nodes", "url", "role", "labels"})
+)
 
 scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["decode", "http://a:1"])
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["decode", "http://a:1"])
 )
 trees = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=3), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=3), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
-def load_text(text: bytes, env: dict[str, str] | None = None, flags: tuple[Flag, ...] = ()) -> Settings | None:
+def load_text(
+    text: bytes, env: dict[str, str] | None = None, flags: tuple[Flag, ...] = ()
+) -> Settings | None:
     """Load bytes as a file; None where it is refused properly."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.yaml"
@@ -60,7 +73,10 @@ def test_any_tree_loads_or_is_refused_in_one_line(tree: dict[str, object]) -> No
 
 
 @relaxed
-@given(st.binary(max_size=200) | st.text(alphabet="{}[]:,-&*!|>?#'\"%@` \nab1.", max_size=60).map(str.encode))
+@given(
+    st.binary(max_size=200)
+    | st.text(alphabet="{}[]:,-&*!|>?#'\"%@` \nab1.", max_size=60).map(str.encode)
+)
 @example(b"a: !!binary {}")
 @example(b"? [a]\n: b")
 @example(b"? {a: 1}\n: b")
@@ -83,7 +99,9 @@ def test_any_bytes_load_or_are_refused_in_one_line(text: bytes) -> None:
 
 @relaxed
 @given(st.sampled_from(PATHS), st.text())
-def test_any_variable_and_any_flag_loads_or_is_refused_in_one_line(path: tuple[str, ...], text: str) -> None:
+def test_any_variable_and_any_flag_loads_or_is_refused_in_one_line(
+    path: tuple[str, ...], text: str
+) -> None:
     """Any text in a known variable, and the same text in a flag."""
     load_text(b"", {variable(path): text})
     load_text(b"", flags=(Flag("--x", ".".join(path), text),))

@@ -1,4 +1,6 @@
-"""Settings of keys and TLS: where they can be given, what excludes what, and how engines with https are spelt."""
+"""Settings of keys and TLS: where they can be given, what excludes what, and how engines with https
+are spelt.
+"""
 
 from pathlib import Path
 
@@ -23,10 +25,13 @@ def refused(tmp_path: Path, text: str) -> str:
 
 
 def test_all_sources_and_their_order(tmp_path: Path) -> None:
-    """Files of keys and certificates come from YAML, variables and flags, the later being stronger."""
+    """Files of keys and certificates come from YAML, variables and flags, the later being
+    stronger.
+    """
     path = tmp_path / "x.yaml"
     path.write_text(
-        "auth: {api_keys_file: /yaml, engine_api_key_file: /yaml}\nlisten: {tls: {certificate: /yaml, key: /yaml}}"
+        "auth: {api_keys_file: /yaml, engine_api_key_file: /yaml}\nlisten: {tls: {certificate: "
+        "/yaml, key: /yaml}}"
     )
     env = {"PDPROXY_AUTH__API_KEYS_FILE": "/env", "PDPROXY_LISTEN__TLS__CERTIFICATE": "/env"}
     flags = [
@@ -43,12 +48,15 @@ def test_nodes_and_pools(tmp_path: Path) -> None:
     """A pool's and a node's TLS, and a node's key, are read from YAML."""
     path = tmp_path / "x.yaml"
     path.write_text(
-        "pools: [{tls: {ca: /ca}, nodes: [{url: 'https://A', role: decode, api_key: k, tls: {verify: false}}]}]"
+        "pools: [{tls: {ca: /ca}, nodes: [{url: 'https://A', role: decode, api_key: k, tls: "
+        "{verify: false}}]}]"
     )
     pool = load(path, {}).pool
     assert pool.tls == EngineTls(ca="/ca")
     assert pool.nodes == (
-        ConfiguredEngine(url="https://a:443", role="decode", api_key="k", tls=EngineTls(verify=False)),
+        ConfiguredEngine(
+            url="https://a:443", role="decode", api_key="k", tls=EngineTls(verify=False)
+        ),
     )
 
 
@@ -60,11 +68,26 @@ def test_nodes_and_pools(tmp_path: Path) -> None:
             "auth: engine_api_key and engine_api_key_file exclude each",
         ),
         ("listen: {tls: {key: f}}", "listen.tls.key: has no effect without listen.tls.certificate"),
-        ("listen: {tls: {client_ca: f}}", "listen.tls.client_ca: has no effect without listen.tls.certificate"),
-        ("listen: {tls: {key_password_file: f}}", "listen.tls.key_password_file: has no effect without"),
-        ("listen: {tls: {certificate: ''}}", "listen.tls.certificate: expected a file's name or null"),
-        ("pools: [{tls: {key: f}}]", "pools[0].tls.key: has no effect without pools[0].tls.certificate"),
-        ("pools: [{tls: {verify: maybe}}]", 'pools[0].tls.verify: expected true or false or null, got "maybe"'),
+        (
+            "listen: {tls: {client_ca: f}}",
+            "listen.tls.client_ca: has no effect without listen.tls.certificate",
+        ),
+        (
+            "listen: {tls: {key_password_file: f}}",
+            "listen.tls.key_password_file: has no effect without",
+        ),
+        (
+            "listen: {tls: {certificate: ''}}",
+            "listen.tls.certificate: expected a file's name or null",
+        ),
+        (
+            "pools: [{tls: {key: f}}]",
+            "pools[0].tls.key: has no effect without pools[0].tls.certificate",
+        ),
+        (
+            "pools: [{tls: {verify: maybe}}]",
+            'pools[0].tls.verify: expected true or false or null, got "maybe"',
+        ),
         (
             "pools: [{nodes: [{url: 'http://b:1', role: decode, tls: {ca: f}}]}]",
             'pools[0].nodes[0].tls: "http://b:1" is without TLS: expected an https:// URL',
@@ -95,7 +118,9 @@ def test_https_urls(url: str, spelt: str) -> None:
 
 
 def test_files_of_keys(tmp_path: Path) -> None:
-    """One key a line; one key where one is expected; a device or a huge file is refused, not read for ever."""
+    """One key a line; one key where one is expected; a device or a huge file is refused, not read
+    for ever.
+    """
     path = tmp_path / "keys"
     path.write_text("# a\n\n one \r\ntwo\n")
     assert read_keys("s", str(path)) == ("one", "two")

@@ -1,4 +1,6 @@
-"""What connectors ask of the settings: receivers, buffers, and the flags that spread over decode engines."""
+"""What connectors ask of the settings: receivers, buffers, and the flags that spread over decode
+engines.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
 def decode(engine: str = "d", port: int = 7300, ranks: int = 1, **more: Any) -> ConfiguredEngine:
     """A decode engine with a receiver."""
     init = tuple(range(port, port + ranks))
-    receiver = ReceiverSettings(init_ports=init, alloc_ports=tuple(one + 100 for one in init), **more)
+    receiver = ReceiverSettings(
+        init_ports=init, alloc_ports=tuple(one + 100 for one in init), **more
+    )
     return ConfiguredEngine(url=f"http://{engine}:8200", role="decode", receiver=receiver)
 
 
@@ -61,7 +65,8 @@ def test_decode_engines_of_lmcache_need_receivers() -> None:
     """The key is named, and the flags."""
     message = wrong(pool(decode("a"), ConfiguredEngine(url="http://b:8200", role="decode")))
     assert message.startswith(
-        "pools[0].nodes[2].receiver: connector lmcache-pd needs init_ports and alloc_ports of http://b:8200"
+        "pools[0].nodes[2].receiver: connector lmcache-pd needs init_ports and alloc_ports of "
+        "http://b:8200"
     )
     assert "--receiver-init-port" in message
 
@@ -69,14 +74,18 @@ def test_decode_engines_of_lmcache_need_receivers() -> None:
 def test_each_rank_has_one_port_of_both_kinds() -> None:
     """Lists of different lengths are refused."""
     node = ConfiguredEngine(
-        url="http://d:1", role="decode", receiver=ReceiverSettings(init_ports=(1, 2), alloc_ports=(3,))
+        url="http://d:1",
+        role="decode",
+        receiver=ReceiverSettings(init_ports=(1, 2), alloc_ports=(3,)),
     )
     assert "2 init_ports, but 1 alloc_ports" in wrong(pool(node))
 
 
 def test_no_port_is_given_twice_on_one_host() -> None:
     """KV would go to the wrong engine. On another host the same ports are fine."""
-    second = ConfiguredEngine(url="http://same:8201", role="decode", receiver=decode("same").receiver)
+    second = ConfiguredEngine(
+        url="http://same:8201", role="decode", receiver=decode("same").receiver
+    )
     assert "port 7300 of same is given twice" in wrong(pool(decode("same"), second))
     assert len(checked(pool(decode("a"), decode("b"))).pool.nodes) == 3
 
@@ -84,7 +93,10 @@ def test_no_port_is_given_twice_on_one_host() -> None:
 def test_only_decode_engines_of_lmcache_have_receivers() -> None:
     """A receiver that nothing would use is a mistake."""
     stray = Settings(pools=(Pool(nodes=(P, decode("a"))),))
-    assert wrong(stray) == "pools[0].nodes[1].receiver: only a decode engine of connector lmcache-pd has one"
+    assert (
+        wrong(stray)
+        == "pools[0].nodes[1].receiver: only a decode engine of connector lmcache-pd has one"
+    )
 
 
 def test_a_receiver_is_where_its_engine_is() -> None:
@@ -128,12 +140,16 @@ def receivers(settings: Settings) -> list[ReceiverSettings]:
 @pytest.mark.parametrize("prefix", ["--receiver", "--nixl-peer"])
 def test_one_flag_for_all_decode_engines(prefix: str) -> None:
     """Also under the names of production-stack's router."""
-    found = receivers(from_flags(f"{prefix}-init-port", "7300,7301", f"{prefix}-alloc-port", "7400,7401"))
+    found = receivers(
+        from_flags(f"{prefix}-init-port", "7300,7301", f"{prefix}-alloc-port", "7400,7401")
+    )
     assert found == [ReceiverSettings(init_ports=(7300, 7301), alloc_ports=(7400, 7401))] * 2
 
 
 def test_a_flag_for_each_decode_engine() -> None:
-    """In their order; hosts may also stand in one list; an address to bind stands for the URL's host."""
+    """In their order; hosts may also stand in one list; an address to bind stands for the URL's
+    host.
+    """
     ports = ["--receiver-init-port", "1", "--receiver-init-port", "2", "--receiver-alloc-port", "3"]
     found = receivers(from_flags(*ports, "--receiver-host", "x,0.0.0.0"))
     assert found == [
@@ -160,7 +176,8 @@ def test_flags_that_are_wrong(arguments: Sequence[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "port"), [("--kv-ready-host", "--kv-ready-port"), ("--nixl-proxy-host", "--nixl-proxy-port")]
+    ("host", "port"),
+    [("--kv-ready-host", "--kv-ready-port"), ("--nixl-proxy-host", "--nixl-proxy-port")],
 )
 def test_where_notices_are_awaited(host: str, port: str) -> None:
     """Also under the names of production-stack's router."""
@@ -172,23 +189,31 @@ def test_where_notices_are_awaited(host: str, port: str) -> None:
 @pytest.mark.parametrize("connector", ["lmcache-pd", "kvstore-keys"])
 def test_connectors_that_need_ids_need_them_made(connector: Any) -> None:
     """`tokenize: off` would have every prompt served by one engine, silently."""
-    engine = decode("a") if connector == "lmcache-pd" else ConfiguredEngine(url="http://a:1", role="decode")
+    engine = (
+        decode("a")
+        if connector == "lmcache-pd"
+        else ConfiguredEngine(url="http://a:1", role="decode")
+    )
     settings = Settings(pools=(Pool(connector=connector, nodes=(P, engine), tokenize="off"),))
     message = wrong(settings)
     assert (
         message
-        == f"pools[0].tokenize: connector {connector} needs prompts' token ids: expected auto or always, got off"
+        == f"pools[0].tokenize: connector {connector} needs prompts' token ids: expected auto or "
+        f"always, got off"
     )
 
 
 @pytest.mark.parametrize("connector", ["shared", "lmcache-mp"])
 def test_connectors_that_take_no_ids_have_none_made(connector: Any) -> None:
-    """Their legs are the same with ids and without: `tokenize: always` would be work for nothing."""
+    """Their legs are the same with ids and without: `tokenize: always` would be work for
+    nothing.
+    """
     nodes = (P, ConfiguredEngine(url="http://d:8200", role="decode"))
     always = Settings(pools=(Pool(connector=connector, nodes=nodes, tokenize="always"),))
     assert (
         wrong(always)
-        == f"pools[0].tokenize: connector {connector} takes no token ids: expected off or auto, got always"
+        == f"pools[0].tokenize: connector {connector} takes no token ids: expected off or auto, "
+        f"got always"
     )
     settings = checked(Settings(pools=(Pool(connector=connector, nodes=nodes),)))
     assert _legs(settings, TokenIds(b"[1,2]", 2)) == _legs(settings, None)
@@ -211,7 +236,10 @@ def _legs(settings: Settings, ids: TokenIds | None) -> list[bytes]:
     handle = Handle(b"{}", None, 2, "")
     return [
         leg.body
-        for leg in (contract.prefill(parsed, prompt, dispatch), contract.decode(parsed, prompt, handle, dispatch))
+        for leg in (
+            contract.prefill(parsed, prompt, dispatch),
+            contract.decode(parsed, prompt, handle, dispatch),
+        )
     ]
 
 
@@ -219,7 +247,10 @@ def test_an_order_that_the_connector_can_not_run_is_refused() -> None:
     """The key is named, and what the connector can do."""
     nodes = (P, ConfiguredEngine(url="http://d:8200", role="decode"))
     both = Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="concurrent"),))
-    assert wrong(both) == "pools[0].dispatch: connector nixl can't: expected sequential, got concurrent"
+    assert (
+        wrong(both)
+        == "pools[0].dispatch: connector nixl can't: expected sequential, got concurrent"
+    )
     checked(Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="sequential"),)))
 
 
@@ -231,8 +262,12 @@ def one_pool(*nodes: ConfiguredEngine, **more: Any) -> Settings:
 def sizes(prefill: int | None, decode: int | None, **more: Any) -> Settings:
     """A pair with these tensor-parallel sizes."""
     return one_pool(
-        ConfiguredEngine(url="http://prefill:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)),
-        ConfiguredEngine(url="http://decode:1", role="decode", facts=Facts(tensor_parallel_size=decode)),
+        ConfiguredEngine(
+            url="http://prefill:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)
+        ),
+        ConfiguredEngine(
+            url="http://decode:1", role="decode", facts=Facts(tensor_parallel_size=decode)
+        ),
         **more,
     )
 
@@ -250,7 +285,9 @@ def sizes(prefill: int | None, decode: int | None, **more: Any) -> Settings:
         ("auto", (4, 6), None),
     ],
 )
-def test_tensor_parallel_sizes_of_a_pair(connector: str, given: tuple[int, int | None], words: str | None) -> None:
+def test_tensor_parallel_sizes_of_a_pair(
+    connector: str, given: tuple[int, int | None], words: str | None
+) -> None:
     settings = sizes(*given, connector=connector)
     if words is None:
         checked(settings)
@@ -261,7 +298,9 @@ def test_tensor_parallel_sizes_of_a_pair(connector: str, given: tuple[int, int |
 
 def test_sizes_of_engines_that_do_not_work_together() -> None:
     prefills = [
-        ConfiguredEngine(url=f"http://p{size}:1", role="prefill", facts=Facts(tensor_parallel_size=size))
+        ConfiguredEngine(
+            url=f"http://p{size}:1", role="prefill", facts=Facts(tensor_parallel_size=size)
+        )
         for size in (4, 6)
     ]
     decodes = [
@@ -289,7 +328,9 @@ def test_hosts_of_handles() -> None:
         "pools[0].nodes[0].facts.remote_host: the KV handles of connector shared name no host"
     )
     nodes[0] = ConfiguredEngine(url="http://p:1", role="prefill")
-    assert "pools[0].remote_host: the KV handles" in wrong(one_pool(*nodes, connector="shared", remote_host="url"))
+    assert "pools[0].remote_host: the KV handles" in wrong(
+        one_pool(*nodes, connector="shared", remote_host="url")
+    )
     for connector in ("nixl", "nixl-push", "auto"):
         checked(one_pool(*nodes, connector=connector, remote_host="url"))
 
@@ -306,7 +347,9 @@ def test_hosts_of_handles() -> None:
 def test_the_host_that_decode_engines_are_sent(facts: Facts, way: Any, host: str | None) -> None:
     node = ConfiguredEngine(url="http://10.0.0.1:8000", role="prefill", facts=facts)
     assert kv_host_of(node, Pool(remote_host=way)) == host
-    assert kv_host_of(msgspec.structs.replace(node, role="decode"), Pool(remote_host=way)) == host, "for turns"
+    assert (
+        kv_host_of(msgspec.structs.replace(node, role="decode"), Pool(remote_host=way)) == host
+    ), "for turns"
 
 
 def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
@@ -315,14 +358,23 @@ def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
     able = Turns(bidirectional=True)
     checked(Settings(pools=(structs.replace(nixl, turns=able),)))
     shared = structs.replace(nixl, connector="shared", turns=able)
-    expected = "pools[0].turns.bidirectional: connector shared can't hand KV back to prefill engines, only nixl can"
+    expected = (
+        "pools[0].turns.bidirectional: connector shared can't hand KV back to prefill engines, "
+        "only nixl can"
+    )
     assert wrong(Settings(pools=(shared,))) == expected
     off = structs.replace(nixl, turns=able, tokenize="off")
-    expected = "pools[0].tokenize: turns.bidirectional needs prompts' token ids: expected auto or always, got off"
+    expected = (
+        "pools[0].tokenize: turns.bidirectional needs prompts' token ids: expected auto or "
+        "always, got off"
+    )
     assert wrong(Settings(pools=(off,))) == expected
     checked(Settings(pools=(structs.replace(nixl, turns=able, remote_host="url"),)))
     late = structs.replace(nixl, turns=Turns(decoder_kv_blocks_ttl=10, margin=10))
-    assert wrong(Settings(pools=(late,))) == "pools[0].turns.margin: 10 s leave nothing of decoder_kv_blocks_ttl = 10 s"
+    assert (
+        wrong(Settings(pools=(late,)))
+        == "pools[0].turns.margin: 10 s leave nothing of decoder_kv_blocks_ttl = 10 s"
+    )
 
 
 # -- bootstrap servers
@@ -331,7 +383,13 @@ def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
 def bootstraps(*nodes: ConfiguredEngine, **more: Any) -> Settings:
     """Settings of a Mooncake pool."""
     return Settings(
-        pools=(Pool(connector="mooncake", nodes=(*nodes, ConfiguredEngine(url="http://d:1", role="decode")), **more),)
+        pools=(
+            Pool(
+                connector="mooncake",
+                nodes=(*nodes, ConfiguredEngine(url="http://d:1", role="decode")),
+                **more,
+            ),
+        )
     )
 
 
@@ -348,11 +406,21 @@ def prefill(url: str, bootstrap: str | None = None) -> ConfiguredEngine:
         (prefill("https://p:8100"), 8998, "http://p:8998"),
         (prefill("http://[::1]:8100"), 8998, "http://[::1]:8998"),
         (prefill("http://p:8100", "http://other:7/"), 8998, "http://other:7"),
-        (ConfiguredEngine(url="http://d:1", role="decode", facts=Facts(bootstrap="http://other:7")), 8998, None),
+        (
+            ConfiguredEngine(
+                url="http://d:1", role="decode", facts=Facts(bootstrap="http://other:7")
+            ),
+            8998,
+            None,
+        ),
     ],
 )
-def test_where_an_engines_bootstrap_server_is(node: ConfiguredEngine, port: int, address: str | None) -> None:
-    """By its facts, else at its host and the pool's port. It speaks plain HTTP, whatever the engine does."""
+def test_where_an_engines_bootstrap_server_is(
+    node: ConfiguredEngine, port: int, address: str | None
+) -> None:
+    """By its facts, else at its host and the pool's port. It speaks plain HTTP, whatever the engine
+    does.
+    """
     assert bootstrap_address(node, Pool(connector="mooncake", bootstrap_port=port)) == address
     assert bootstrap_address(node, Pool(connector="nixl", bootstrap_port=port)) is None
 
@@ -361,7 +429,8 @@ def test_two_prefill_engines_need_two_bootstrap_servers() -> None:
     """They would be taken for one another."""
     message = wrong(bootstraps(prefill("http://p:1"), prefill("http://p:2")))
     assert message.startswith(
-        "pools[0].nodes[1].facts.bootstrap: http://p:8998 would be the bootstrap server of http://p:1, too"
+        "pools[0].nodes[1].facts.bootstrap: http://p:8998 would be the bootstrap server of "
+        "http://p:1, too"
     )
     checked(bootstraps(prefill("http://p:1"), prefill("http://p:2", "http://p:8999")))
     checked(bootstraps(prefill("http://p:1"), prefill("http://q:1")))

@@ -27,7 +27,8 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
 
 
 @pytest.mark.parametrize(
-    "connector", ["nixl", "nixl-push", "mooncake", "shared", "auto", "moriio", "p2p-nccl", "lmcache-mp"]
+    "connector",
+    ["nixl", "nixl-push", "mooncake", "shared", "auto", "moriio", "p2p-nccl", "lmcache-mp"],
 )
 def test_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
     assert _load(tmp_path, f"pools: [{{connector: {connector}}}]").listen.workers == 2
@@ -75,7 +76,9 @@ def test_limits_are_divided() -> None:
 
 
 def test_files_are_divided_by_the_workers_that_run() -> None:
-    """A number of workers that has changed in the file needs a restart: until then limits are divided as before."""
+    """A number of workers that has changed in the file needs a restart: until then limits are
+    divided as before.
+    """
     first = Settings(listen=Listen(workers=2), limits=Limits(max_connections=100))
     changed = Settings(listen=Listen(workers=4), limits=Limits(max_connections=200))
     source = one_workers(SettingsSource(first, lambda: changed, ()), 2)

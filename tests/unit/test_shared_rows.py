@@ -1,4 +1,6 @@
-"""Rows of floats that processes share: each is read as it was written, whoever is killed while it writes."""
+"""Rows of floats that processes share: each is read as it was written, whoever is killed while it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_row_that_is_dropped_and_made_again_is_new() -> None:
 
 
 def test_what_was_written_is_named_once() -> None:
-    """With the place of its column, and its beginning. One that comes or goes may be any; those of a writer far ahead, too."""
+    """With the place of its column, and its beginning. One that comes or goes may be any; those of
+    a writer far ahead, too.
+    """
     table = SharedRows(3, 4, 1)
     columns, others = [table.column(number) for number in (1, 2)], table.others(0)
     rows = [column.own(7) for column in columns]

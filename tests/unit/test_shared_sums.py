@@ -1,4 +1,6 @@
-"""Sums over processes, followed by what has changed: as all columns hold them, whatever comes, goes and is killed."""
+"""Sums over processes, followed by what has changed: as all columns hold them, whatever comes, goes
+and is killed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pdproxy.kit.shared_table import RING, SharedTable
 
 
 class Followed:
-    """What one process follows of these keys: their sums as it was told of them, and how often something else had changed."""
+    """What one process follows of these keys: their sums as it was told of them, and how often
+    something else had changed.
+    """
 
     def __init__(self, table: SharedTable, number: int, keys: dict[int, str]) -> None:
         self.sums: Counter[str] = Counter()
@@ -67,8 +71,14 @@ def test_the_sums_are_those_of_all_columns(keys: int, seed: int) -> None:
                     shared_sums.note(column, slot)
         if chance.random() < 0.3:
             sums = followed.look()
-            assert sums == {name: sum(one.get(key, 0) for one in held) for key, name in names.items() if sums[name]}
-            assert sum(sums.values()) == sum(one[key] for one in held for key in one if key in names)
+            assert sums == {
+                name: sum(one.get(key, 0) for one in held)
+                for key, name in names.items()
+                if sums[name]
+            }
+            assert sum(sums.values()) == sum(
+                one[key] for one in held for key in one if key in names
+            )
 
 
 def test_what_follows_a_key_later_gets_its_sums_at_once() -> None:
@@ -88,7 +98,9 @@ def test_what_follows_a_key_later_gets_its_sums_at_once() -> None:
 
 @pytest.mark.parametrize("keys", [1, 2 * MANY])
 def test_what_is_noted_beside_the_table(keys: int) -> None:
-    """Once. Whoever was killed between a change and its note has said nothing: that counts as a note."""
+    """Once. Whoever was killed between a change and its note has said nothing: that counts as a
+    note.
+    """
     table = SharedTable(2, keys, MEASURES)
     column = table.column(1)
     slots = [column.place(key + 1) for key in range(keys)]
@@ -124,7 +136,9 @@ def test_what_was_not_noted_of_many_is_found_by_a_look_at_all_of_it() -> None:
 
 @pytest.mark.parametrize("keys", [1])
 def test_a_number_that_changes_while_a_layout_is_read_is_found_by_the_next_look(keys: int) -> None:
-    """A key that takes another one's slot meanwhile is found by the look behind it, and nothing stays with the key before."""
+    """A key that takes another one's slot meanwhile is found by the look behind it, and nothing
+    stays with the key before.
+    """
     table = SharedTable(2, keys, MEASURES)
     column = table.column(1)
     for key in range(1, keys + 1):

@@ -1,4 +1,6 @@
-"""Numbers that processes share: sums, changes, keys that come and go, and processes that are killed at any moment."""
+"""Numbers that processes share: sums, changes, keys that come and go, and processes that are killed
+at any moment.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_a_reader_far_behind_looks_at_all() -> None:
 
 
 def test_the_first_number_of_a_row_is_stored_last() -> None:
-    """So a reader that finds the same stamp at both ends of a row has read a whole row: it reads the first one first."""
+    """So a reader that finds the same stamp at both ends of a row has read a whole row: it reads
+    the first one first.
+    """
 
     class Stores(list[int]):
         """Numbers that note in which order they are stored."""
@@ -124,13 +128,23 @@ def test_keys_are_the_same_everywhere() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 3), st.integers(0, 99)), max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 3), st.integers(0, 99)),
+        max_size=80,
+    )
+)
 def test_sums_follow_any_course(steps: list[tuple[int, int, int, int]]) -> None:
-    """Whatever is written, dropped, cleared and read: a reader that follows `changed` has the same sums as one that adds up."""
+    """Whatever is written, dropped, cleared and read: a reader that follows `changed` has the same
+    sums as one that adds up.
+    """
     table = SharedTable(3, 5, 1)
     columns = [table.column(number) for number in range(3)]
     held: list[dict[int, int]] = [{}, {}, {}]
-    followers, known = [table.others(number) for number in range(3)], [dict[int, int]() for _ in range(3)]
+    followers, known = (
+        [table.others(number) for number in range(3)],
+        [dict[int, int]() for _ in range(3)],
+    )
     for number, key, what, amount in steps:
         if what == 0:
             columns[number].drop(key)

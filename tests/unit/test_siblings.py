@@ -1,4 +1,6 @@
-"""Questions of one worker to the others: answered, late, shared, and what a dead one leaves behind."""
+"""Questions of one worker to the others: answered, late, shared, and what a dead one leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Parent:
 
     def __init__(self, count: int) -> None:
         self.restarts = 4
-        self.workers = [WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)]
+        self.workers = [
+            WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)
+        ]
         self.switchboard = Switchboard(self, lambda past, report: past + report)  # type: ignore[arg-type]
         self.all = [
             Siblings(lambda message, number=number: self.sent(number, message))  # type: ignore[misc]
@@ -46,7 +50,10 @@ async def test_all_others_are_asked_at_once() -> None:
     """Also by several callers: the question is sent once."""
     parent, asked = Parent(3), []
     for number, one in enumerate(parent.all):
-        one.answers["name"] = lambda number=number: (asked.append(number), f"I am {number}".encode())[1]  # type: ignore[misc,func-returns-value]
+        one.answers["name"] = lambda number=number: (
+            asked.append(number),  # type: ignore[misc,func-returns-value]
+            f"I am {number}".encode(),
+        )[1]
     first, second = await asyncio.gather(parent.all[1].ask("name"), parent.all[1].ask("name"))
     assert first is second
     assert first.of == {0: b"I am 0", 2: b"I am 2"}
@@ -77,14 +84,18 @@ async def test_a_question_may_say_what_it_is_about() -> None:
     assert [one.of for one in asked] == [{1: b"of a b"}, {1: b"of "}, {1: b"whole"}]
 
 
-async def test_a_question_that_nobody_knows_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_question_that_nobody_knows_is_not_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(siblings, "PATIENCE", 0.05)
     parent = Parent(2)
     assert (await parent.all[0].ask("what")).silent == [1]
 
 
 async def test_all_others_are_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is being started. One that reads nothing misses what is told, and is not killed for that."""
+    """Also one that is being started. One that reads nothing misses what is told, and is not killed
+    for that.
+    """
     monkeypatch.setattr(switchboard, "MAX_BEHIND", 5)
     parent, heard = Parent(4), list[tuple[int, bytes]]()
     for number, one in enumerate(parent.all):
@@ -132,7 +143,9 @@ async def test_the_last_report_of_a_dead_worker_stays() -> None:
 
 
 async def test_what_is_left_comes_before_the_question_is_over() -> None:
-    """However long the parent pauses between two messages: a worker without others waits for nobody."""
+    """However long the parent pauses between two messages: a worker without others waits for
+    nobody.
+    """
     parent, messages = Parent(2), list[Message]()
     parent.send = lambda worker, message: messages.append(message)  # type: ignore[method-assign]
     parent.sent(1, Message(REPORT, body=b"a"))
@@ -149,7 +162,9 @@ async def test_what_is_left_comes_before_the_question_is_over() -> None:
 
 
 async def test_one_that_ends_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it: its last report comes in place of its answer, and is in what is left for the next question only."""
+    """Nobody waits for it: its last report comes in place of its answer, and is in what is left for
+    the next question only.
+    """
     monkeypatch.setattr(siblings, "PATIENCE", 30.0)
     parent = Parent(3)
     parent.all[1].answers["name"] = lambda: b"x"
@@ -166,14 +181,21 @@ async def test_one_that_ends_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) 
     assert not parent.switchboard._questions
 
 
-async def test_one_that_stands_still_has_its_last_report_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_stands_still_has_its_last_report_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An answer behind that is not passed on; one that has never reported has none."""
     monkeypatch.setattr(siblings, "PATIENCE", 0.05)
     parent = Parent(3)
     parent.silent |= {1, 2}
     parent.sent(2, Message(REPORT, body=b"r"))
     found = await parent.all[0].ask("name")
-    assert (found.of, found.silent, found.last, found.complete) == ({}, [1, 2], {1: b"", 2: b"r"}, True)
+    assert (found.of, found.silent, found.last, found.complete) == (
+        {},
+        [1, 2],
+        {1: b"", 2: b"r"},
+        True,
+    )
     parent.sent(1, Message(switchboard.REPLY, 1, body=b"late"))
     assert not parent.switchboard._questions
 
@@ -187,13 +209,26 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
 
 def _counted(parent: Parent, number: int, count: list[float]) -> ShownOfAll:
     """What a worker shows that has counted so much."""
-    metrics = SimpleNamespace(snapshot=lambda: Snapshot({"pdproxy_requests_total": {("a",): count[number]}}, {}))
-    return ShownOfAll(None, lambda: _ready(OperationState.OK), metrics, parent.all[number], number, lambda: 0)  # type: ignore[arg-type]
+    metrics = SimpleNamespace(
+        snapshot=lambda: Snapshot({"pdproxy_requests_total": {("a",): count[number]}}, {})
+    )
+    return ShownOfAll(
+        None,  # type: ignore[arg-type]
+        lambda: _ready(OperationState.OK),
+        metrics,  # type: ignore[arg-type]
+        parent.all[number],
+        number,
+        lambda: 0,
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_no_page_shows_less_than_one_before(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Whatever ends or stands still at whatever moment: a counter that decreases looks like one that began anew."""
+async def test_no_page_shows_less_than_one_before(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Whatever ends or stands still at whatever moment: a counter that decreases looks like one
+    that began anew.
+    """
     monkeypatch.setattr(siblings, "PATIENCE", 0.01)
     chance, parent, count = random.Random(seed), Parent(3), [0.0] * 3
     parent.switchboard._add_up = add_up
@@ -213,7 +248,9 @@ async def test_no_page_shows_less_than_one_before(monkeypatch: pytest.MonkeyPatc
                     await asyncio.sleep(0)
                 dead = chance.choice([number for number in range(3) if number != asked])
                 parent.switchboard.died(dead)
-                parent.all[dead] = Siblings(lambda message, number=dead: parent.sent(number, message))  # type: ignore[misc]
+                parent.all[dead] = Siblings(
+                    lambda message, number=dead: parent.sent(number, message)  # type: ignore[misc]
+                )
                 parent.workers[dead].pid, count[dead] = chance.randrange(2**31), 0.0
                 parent.silent.discard(dead)
                 shown[dead] = _counted(parent, dead, count)
@@ -225,7 +262,9 @@ async def test_no_page_shows_less_than_one_before(monkeypatch: pytest.MonkeyPatc
 
 
 def _ready(state: OperationState, *details: str) -> Readiness:
-    return Readiness(state, "no engine" if state is OperationState.NOT_READY else None, list(details))
+    return Readiness(
+        state, "no engine" if state is OperationState.NOT_READY else None, list(details)
+    )
 
 
 async def test_workers_that_do_not_serve_are_named() -> None:
@@ -235,7 +274,9 @@ async def test_workers_that_do_not_serve_are_named() -> None:
     assert await shown[0].readiness() == _ready(OperationState.OK)
     parent.workers[2].ready = False
     found = await shown[0].readiness()
-    assert found == Readiness(OperationState.DEGRADED, None, ["worker 2 does not serve: it has ended, or begins"])
+    assert found == Readiness(
+        OperationState.DEGRADED, None, ["worker 2 does not serve: it has ended, or begins"]
+    )
 
 
 def test_all_are_ready_together() -> None:
@@ -244,8 +285,16 @@ def test_all_are_ready_together() -> None:
     assert found == Readiness(OperationState.OK, None, ["worker 0: a", "b"])
     found = together({0: _ready(OperationState.OK), 1: _ready(OperationState.NOT_READY, "a")})
     assert found == Readiness(OperationState.DEGRADED, None, ["worker 1: no engine", "worker 1: a"])
-    found = together({0: _ready(OperationState.NOT_READY, "a"), 1: _ready(OperationState.NOT_READY, "a")})
+    found = together(
+        {0: _ready(OperationState.NOT_READY, "a"), 1: _ready(OperationState.NOT_READY, "a")}
+    )
     assert found == Readiness(OperationState.NOT_READY, "no engine", ["a"])
-    found = together({0: _ready(OperationState.OK), 1: _ready(OperationState.DEGRADED)}, ["worker 2 does not answer"])
+    found = together(
+        {0: _ready(OperationState.OK), 1: _ready(OperationState.DEGRADED)},
+        ["worker 2 does not answer"],
+    )
     assert found == Readiness(OperationState.DEGRADED, None, ["worker 2 does not answer"])
-    assert together({0: _ready(OperationState.OK)}, ["worker 1 does not answer"]).state is OperationState.DEGRADED
+    assert (
+        together({0: _ready(OperationState.OK)}, ["worker 1 does not answer"]).state
+        is OperationState.DEGRADED
+    )

@@ -1,4 +1,6 @@
-"""A body that comes too slowly: each stretch of time is judged by what came in it, and the whole body by its own time."""
+"""A body that comes too slowly: each stretch of time is judged by what came in it, and the whole
+body by its own time.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,14 @@ class Sender:
     def __init__(self) -> None:
         self.clock, self.came, self.said = ManualClock(), 0, list[str]()
         bounds: Any = SimpleNamespace(
-            slow_readers=SimpleNamespace(clock=self.clock), body_timeout=10.0, min_send_rate=100.0, longest_body=35.0
+            slow_readers=SimpleNamespace(clock=self.clock),
+            body_timeout=10.0,
+            min_send_rate=100.0,
+            longest_body=35.0,
         )
-        self.watch = SendWatch(bounds, lambda: self.came, lambda error: self.said.append(str(error)))
+        self.watch = SendWatch(
+            bounds, lambda: self.came, lambda error: self.said.append(str(error))
+        )
 
     async def send(self, *sizes: int) -> None:
         """Send so many bytes in each stretch of ten seconds."""

@@ -27,7 +27,8 @@ def _samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float
 def _counted(seed: int, count: int) -> list[object]:
     chance = random.Random(seed)
     return [
-        chance.choice([Evicted("queue"), Evicted("body"), LoopBeat(chance.random(), False, 0.0)]) for _ in range(count)
+        chance.choice([Evicted("queue"), Evicted("body"), LoopBeat(chance.random(), False, 0.0)])
+        for _ in range(count)
     ]
 
 
@@ -57,7 +58,9 @@ def test_what_dead_workers_have_counted_stays() -> None:
 
 
 def test_what_dead_workers_have_counted_of_an_engine_goes_with_it() -> None:
-    """Once no worker that lives has it. What they have counted of engines that were gone before stays."""
+    """Once no worker that lives has it. What they have counted of engines that were gone before
+    stays.
+    """
     dead, first, second = Metrics(), Metrics(), Metrics()
     for one in (dead, first, second):
         one.add_node("http://d:1", "decode")
@@ -93,9 +96,14 @@ def test_each_gauge_by_its_rule() -> None:
         "pdproxy_node_up": (1.0, 0.0, 0.5),
         WORKERS.name: (1.0, 1.0, 2.0),
     }
-    both = [Snapshot({name: {("x",): values[at]} for name, values in series.items()}, {}) for at in range(2)]
+    both = [
+        Snapshot({name: {("x",): values[at]} for name, values in series.items()}, {})
+        for at in range(2)
+    ]
     found = merged(both).values
-    assert {name: one["x",] for name, one in found.items()} == {name: values[2] for name, values in series.items()}
+    assert {name: one["x",] for name, one in found.items()} == {
+        name: values[2] for name, values in series.items()
+    }
     alone = Snapshot({"pdproxy_node_up": {("new",): 1.0}}, {})
     assert merged([*both, alone]).values["pdproxy_node_up"] == {("x",): 0.5, ("new",): 1.0}
 
@@ -111,19 +119,31 @@ def test_a_change_that_all_have_seen_is_one_change() -> None:
 def test_the_processes_own_metrics_add_up() -> None:
     """CPU time is a sum, a version is not."""
     own = of_process()
-    found = {one.name: one for one in merged([Snapshot({}, {}, own), Snapshot({}, {}, own)]).process}
+    found = {
+        one.name: one for one in merged([Snapshot({}, {}, own), Snapshot({}, {}, own)]).process
+    }
     before = {one.name: one for one in own}
-    assert found["process_cpu_seconds"].samples[0][2] == 2 * before["process_cpu_seconds"].samples[0][2]
+    assert (
+        found["process_cpu_seconds"].samples[0][2]
+        == 2 * before["process_cpu_seconds"].samples[0][2]
+    )
     assert found["python_info"].samples == before["python_info"].samples
-    assert found["process_start_time_seconds"].samples == before["process_start_time_seconds"].samples
+    assert (
+        found["process_start_time_seconds"].samples == before["process_start_time_seconds"].samples
+    )
     page = page_of(Snapshot({}, {}, own)).decode()
     assert "process_cpu_seconds_total" in page
 
 
 def test_a_metric_that_only_another_process_knows_stays() -> None:
-    """A plugin that is imported late: its numbers add up, and no page of another process fails because of it."""
+    """A plugin that is imported late: its numbers add up, and no page of another process fails
+    because of it.
+    """
     one = Snapshot({"pdproxy_unknown_total": {("x",): 1.0}, WORKERS.name: {(): 1.0}}, {})
-    assert merged([one, one]).values == {"pdproxy_unknown_total": {("x",): 2.0}, WORKERS.name: {(): 2.0}}
+    assert merged([one, one]).values == {
+        "pdproxy_unknown_total": {("x",): 2.0},
+        WORKERS.name: {(): 2.0},
+    }
     assert one.without_gone([one]).values == one.values
     assert one.without_levels().values == {}
     assert b"unknown" not in page_of(one)

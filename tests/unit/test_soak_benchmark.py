@@ -24,7 +24,8 @@ def samples(**slopes: float) -> list[soak.Sample]:
     """A hundred samples in 1000 s. `slopes`: by how much a measure grows in all of that time."""
     return [
         soak.Sample(
-            at=10.0 * number, **{name: value + slopes.get(name, 0.0) * number / 99 for name, value in STEADY.items()}
+            at=10.0 * number,
+            **{name: value + slopes.get(name, 0.0) * number / 99 for name, value in STEADY.items()},
         )
         for number in range(100)
     ]
@@ -42,7 +43,10 @@ def test_what_grows_is_found(name: str) -> None:
 
 def test_what_fills_at_first_and_what_swings_is_flat() -> None:
     begin = [soak.Sample(one.at, 40.0 + one.at / 5, 10.0, 5.0) for one in samples()[:20]]
-    later = [soak.Sample(one.at, 80.0, 60.0 + 30 * (number % 2), 90.0) for number, one in enumerate(samples()[20:])]
+    later = [
+        soak.Sample(one.at, 80.0, 60.0 + 30 * (number % 2), 90.0)
+        for number, one in enumerate(samples()[20:])
+    ]
     found = soak.verdicts([*begin, *later])
     assert all(one.flat for one in found)
     assert found[0].start < found[0].middle == found[0].end == 80.0
@@ -61,7 +65,9 @@ def test_a_slope_that_may_be_chance_is_no_growth() -> None:
 def test_what_is_left_is_said() -> None:
     before = soak.Sample(0.0, 70.0, 18.0, 10.0)
     assert soak.left(before, soak.Sample(9.0, 90.0, 22.0, 12.0)) == []
-    assert soak.left(before, soak.Sample(9.0, 90.0, 23.0, 9.0)) == ["23 open files are left, 18 before"]
+    assert soak.left(before, soak.Sample(9.0, 90.0, 23.0, 9.0)) == [
+        "23 open files are left, 18 before"
+    ]
 
 
 @pytest.mark.parametrize(("seconds", "every"), [(1200, 10.0), (60, 3.0), (10, 0.5)])
@@ -104,7 +110,10 @@ ERROR = {"error": {"message": "no", "type": "t", "param": None, "code": 502}}
         (answer(RIGHT), "right"),
         (answer({"choices": [RIGHT["choices"][0] | {"text": "ab"}]}), "wrong"),
         (answer(ERROR, 502), "error 502"),
-        (answer(b"data: " + msgspec.json.encode(ERROR) + b"\n\n", 200, "text/event-stream"), "error event 502"),
+        (
+            answer(b"data: " + msgspec.json.encode(ERROR) + b"\n\n", 200, "text/event-stream"),
+            "error event 502",
+        ),
         (answer(b"oops"), "wrong"),
         (answer(RIGHT, 500), "error 500"),
     ],
@@ -123,7 +132,9 @@ async def test_clients_count_each_request_once() -> None:
         content = msgspec.json.encode(RIGHT)
         short = content[: -len(asked) % 2 or len(content)]
         writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content) + short
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            % len(content)
+            + short
         )
         writer.close()
 

@@ -1,4 +1,6 @@
-"""The parts of benchmarks/soak_faults.py: engines without a core are started again, others are left alone."""
+"""The parts of benchmarks/soak_faults.py: engines without a core are started again, others are left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import soak_faults
 
 
-async def test_the_supervisor_starts_engines_again_that_have_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_supervisor_starts_engines_again_that_have_no_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One that is dead for long enough, once; nor does one that shows nothing end it."""
     looks: Counter[int] = Counter()
     started: list[tuple[int, str]] = []
@@ -58,7 +62,9 @@ async def test_which_engines_have_no_core(state: dict[str, object], dead: bool) 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /state ")
         body = json.dumps(state).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

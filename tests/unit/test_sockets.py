@@ -22,10 +22,15 @@ def option(transport: Any, level: int, name: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other options")
 @pytest.mark.parametrize(
-    ("seconds", "expected"), [(10.0, (1, 5, 2, 2, 10_000)), (1.0, (1, 1, 1, 1, 1000)), (0.0, (0, 7200, 75, 9, 0))]
+    ("seconds", "expected"),
+    [(10.0, (1, 5, 2, 2, 10_000)), (1.0, (1, 1, 1, 1, 1000)), (0.0, (0, 7200, 75, 9, 0))],
 )
-async def test_a_connection_that_nobody_acknowledges_ends(seconds: float, expected: tuple[int, ...]) -> None:
-    """Keep-alive asks a silent one after half of the time; what was sent and not acknowledged ends it after all of it."""
+async def test_a_connection_that_nobody_acknowledges_ends(
+    seconds: float, expected: tuple[int, ...]
+) -> None:
+    """Keep-alive asks a silent one after half of the time; what was sent and not acknowledged ends
+    it after all of it.
+    """
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     client = EngineClient(
@@ -56,8 +61,10 @@ async def test_a_connection_that_nobody_acknowledges_ends(seconds: float, expect
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other options")
 async def test_a_process_that_reads_nothing_loses_the_connection() -> None:
-    """Its kernel acknowledges all the time, but its buffers are full: Linux counts that as no answer. So the time must be longer
-    than an API server may be busy while it has a large body to read."""
+    """Its kernel acknowledges all the time, but its buffers are full: Linux counts that as no
+    answer. So the time must be longer than an API server may be busy while it has a large body to
+    read.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         loop = asyncio.get_running_loop()
         lost: asyncio.Future[Exception | None] = loop.create_future()

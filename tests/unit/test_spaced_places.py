@@ -1,4 +1,6 @@
-"""Places that come free at once while others wait: granted one after another, never kept back for long."""
+"""Places that come free at once while others wait: granted one after another, never kept back for
+long.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Spaced:
 
 
 def test_many_at_once_come_free_one_after_another() -> None:
-    """Twice as fast as requests end on average; with their costs, in order; the last after half of the mean time."""
+    """Twice as fast as requests end on average; with their costs, in order; the last after half of
+    the mean time.
+    """
 
     async def run() -> None:
         spaced, begin = Spaced(), asyncio.get_running_loop().time()
@@ -48,8 +52,12 @@ def test_many_at_once_come_free_one_after_another() -> None:
         assert [ticket for _, ticket, _ in spaced.free] == [0]
         assert "9 kept back" in repr(spaced.places)
         await asyncio.sleep(2.0)
-        assert [(ticket, cost) for _, ticket, cost in spaced.free] == [(one, float(one)) for one in range(10)]
-        assert [at - begin for at, _, _ in spaced.free] == pytest.approx([one * 0.2 / FASTER for one in range(10)])
+        assert [(ticket, cost) for _, ticket, cost in spaced.free] == [
+            (one, float(one)) for one in range(10)
+        ]
+        assert [at - begin for at, _, _ in spaced.free] == pytest.approx(
+            [one * 0.2 / FASTER for one in range(10)]
+        )
         assert not spaced.places.kept
 
     in_virtual_time(run)
@@ -89,7 +97,9 @@ def test_all_are_released_at_once() -> None:
 
 
 def test_who_comes_when_nobody_waits_any_more_gets_a_place_at_once() -> None:
-    """Ten times the load, which ends: the next request begins when it comes, though places were kept back a moment ago."""
+    """Ten times the load, which ends: the next request begins when it comes, though places were
+    kept back a moment ago.
+    """
 
     async def run() -> None:
         model = Model(TOGETHER, 1)

@@ -1,6 +1,7 @@
 """A first token put before another engine's completion: the client can't see the seam."""
 
-# The expectations are what vLLM 0.32.0 says when one engine does it all (tests/data, and the field order of its answers).
+# The expectations are what vLLM 0.32.0 says when one engine does it all (tests/data, and the field
+# order of its answers).
 
 from __future__ import annotations
 
@@ -20,23 +21,49 @@ ONE_ENGINE = {"prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3}
 
 def splice(route: Route, first: FirstToken | None = None, **fields: Any) -> Splice:
     """A splice behind a prompt of three tokens and the token " a"."""
-    prompt = {"prompt": "abc"} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "abc"}]}
+    prompt = (
+        {"prompt": "abc"}
+        if route is Route.COMPLETIONS
+        else {"messages": [{"role": "user", "content": "abc"}]}
+    )
     request = parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
-    return Splice(request, Handle(b"", b"[5,6,7]", 3, "leg-1", first=first or FirstToken(42, " a")), "req-9")
+    return Splice(
+        request, Handle(b"", b"[5,6,7]", 3, "leg-1", first=first or FirstToken(42, " a")), "req-9"
+    )
 
 
 def event(text: str, finish: str | None = None, **more: Any) -> bytes:
     """An event of the decode engine's completion."""
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    choice = {
+        "index": 0,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": finish,
+        "stop_reason": None,
+    }
     choice |= {"prompt_token_ids": None, "token_ids": None} | more
-    body = {"id": "cmpl-req-9", "object": "text_completion", "created": 7, "model": "tiny", "choices": [choice]}
+    body = {
+        "id": "cmpl-req-9",
+        "object": "text_completion",
+        "created": 7,
+        "model": "tiny",
+        "choices": [choice],
+    }
     return json.dumps(body, separators=(",", ":")).encode()
 
 
 def usage_event() -> bytes:
     """The decode engine's last event."""
-    body = {"id": "cmpl-req-9", "object": "text_completion", "created": 7, "model": "tiny", "choices": []}
-    return json.dumps(body | {"usage": USAGE, "system_fingerprint": "f"}, separators=(",", ":")).encode()
+    body = {
+        "id": "cmpl-req-9",
+        "object": "text_completion",
+        "created": 7,
+        "model": "tiny",
+        "choices": [],
+    }
+    return json.dumps(
+        body | {"usage": USAGE, "system_fingerprint": "f"}, separators=(",", ":")
+    ).encode()
 
 
 def shown(events: list[bytes]) -> list[Any]:
@@ -45,7 +72,9 @@ def shown(events: list[bytes]) -> list[Any]:
 
 
 def test_a_chat_stream() -> None:
-    """The role, the first token, then the rest as chat chunks; the usage as of one engine. The relay takes the ids away."""
+    """The role, the first token, then the rest as chat chunks; the usage as of one engine. The
+    relay takes the ids away.
+    """
     rewritten = splice(Route.CHAT, stream=True)
     opening = shown(rewritten.events(event(" b")))
     top = {"id": "chatcmpl-req-9", "object": "chat.completion.chunk", "created": 7, "model": "tiny"}
@@ -57,8 +86,14 @@ def test_a_chat_stream() -> None:
             "prompt_token_ids": [5, 6, 7],
             "prompt_text": None,
         },
-        {**top, "choices": [{"index": 0, "delta": {"content": " a"}, **unfinished, "token_ids": [42]}]},
-        {**top, "choices": [{"index": 0, "delta": {"content": " b"}, **unfinished, "token_ids": None}]},
+        {
+            **top,
+            "choices": [{"index": 0, "delta": {"content": " a"}, **unfinished, "token_ids": [42]}],
+        },
+        {
+            **top,
+            "choices": [{"index": 0, "delta": {"content": " b"}, **unfinished, "token_ids": None}],
+        },
     ]
     (last,) = shown(rewritten.events(event(" c", "length")))
     assert last["choices"] == [
@@ -79,14 +114,20 @@ def test_the_fields_have_the_engines_order() -> None:
     """Bytes that others look for are where vLLM writes them."""
     events = splice(Route.CHAT, stream=True).events(event(" b"))
     assert events[0].startswith(
-        b'{"id":"chatcmpl-req-9","object":"chat.completion.chunk","created":7,"model":"tiny","choices":'
-        b'[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":['
+        b'{"id":"chatcmpl-req-9","object":"chat.completion.chunk","created":7,"model":"tiny",'
+        b'"choices":'
+        b'[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":'
+        b'null}],"prompt_token_ids":['
     )
-    assert events[1].endswith(b'"delta":{"content":" a"},"logprobs":null,"finish_reason":null,"token_ids":[42]}]}')
+    assert events[1].endswith(
+        b'"delta":{"content":" a"},"logprobs":null,"finish_reason":null,"token_ids":[42]}]}'
+    )
 
 
 def test_a_completion_stream_with_ids() -> None:
-    """The prompt's ids stand in the first event, without the token that isn't the prompt's; each event has its own."""
+    """The prompt's ids stand in the first event, without the token that isn't the prompt's; each
+    event has its own.
+    """
     rewritten = splice(Route.COMPLETIONS, stream=True, return_token_ids=True)
     events = shown(rewritten.events(event(" b", prompt_token_ids=[5, 6, 7, 42], token_ids=[43])))
     choices = [one["choices"][0] for one in events]
@@ -99,7 +140,9 @@ def test_a_completion_stream_with_ids() -> None:
 def test_a_chat_stream_with_ids() -> None:
     """The prompt's ids stand at the top of the role's event."""
     rewritten = splice(Route.CHAT, stream=True, return_token_ids=True)
-    role, first, second = shown(rewritten.events(event(" b", prompt_token_ids=[5, 6, 7, 42], token_ids=[43])))
+    role, first, second = shown(
+        rewritten.events(event(" b", prompt_token_ids=[5, 6, 7, 42], token_ids=[43]))
+    )
     assert role["prompt_token_ids"] == [5, 6, 7]
     assert first["choices"][0]["token_ids"] == [42]
     assert second["choices"][0]["token_ids"] == [43]
@@ -120,9 +163,22 @@ def test_an_error_event_is_left_alone() -> None:
 
 def whole(text: str, ids: list[int] | None = None, **more: Any) -> bytes:
     """The decode engine's whole answer."""
-    choice = json.loads(event(text, "length", token_ids=ids))["choices"][0] | {"prompt_logprobs": None}
-    body = {"id": "cmpl-x", "object": "text_completion", "created": 7, "model": "tiny", "choices": [choice]}
-    body |= {"service_tier": None, "system_fingerprint": "f", "usage": USAGE, "kv_transfer_params": None} | more
+    choice = json.loads(event(text, "length", token_ids=ids))["choices"][0] | {
+        "prompt_logprobs": None
+    }
+    body = {
+        "id": "cmpl-x",
+        "object": "text_completion",
+        "created": 7,
+        "model": "tiny",
+        "choices": [choice],
+    }
+    body |= {
+        "service_tier": None,
+        "system_fingerprint": "f",
+        "usage": USAGE,
+        "kv_transfer_params": None,
+    } | more
     return json.dumps(body).encode()
 
 
@@ -154,19 +210,29 @@ def test_a_whole_completion_with_ids(ids: list[int], shown_ids: list[int]) -> No
     """The first token's id leads the ids."""
     body = json.loads(splice(Route.COMPLETIONS, return_token_ids=True).whole(whole(" b", ids)))
     (choice,) = body["choices"]
-    assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == (" a b", shown_ids, [5, 6, 7])
+    assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == (
+        " a b",
+        shown_ids,
+        [5, 6, 7],
+    )
 
 
 PREFILLED = whole(
-    " a", usage={"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}, kv_transfer_params={"first_tok": 42}
+    " a",
+    usage={"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1},
+    kv_transfer_params={"first_tok": 42},
 )
 
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
 def test_a_stream_of_one_token(finish: str) -> None:
-    """The prefill engine's answer alone makes a stream: the role, the token with its finish, the usage."""
+    """The prefill engine's answer alone makes a stream: the role, the token with its finish, the
+    usage.
+    """
     first = FirstToken(42, " a", finish, b"7")
-    role, token, end = shown(splice(Route.CHAT, first, stream=True, return_token_ids=True).finished_events(PREFILLED))
+    role, token, end = shown(
+        splice(Route.CHAT, first, stream=True, return_token_ids=True).finished_events(PREFILLED)
+    )
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert token["choices"][0]["delta"] == {"content": " a"}
     assert (token["choices"][0]["finish_reason"], token["choices"][0]["stop_reason"]) == (finish, 7)
@@ -185,14 +251,18 @@ def test_a_stream_of_one_token_leaves_out_what_is_null() -> None:
     }
     usage["prompt_tokens_details"] = {"cached_tokens": 0, "created_cache_tokens": None}
     body = whole(" a", usage=usage)
-    *_, end = shown(splice(Route.COMPLETIONS, FirstToken(42, " a", "stop"), stream=True).finished_events(body))
+    *_, end = shown(
+        splice(Route.COMPLETIONS, FirstToken(42, " a", "stop"), stream=True).finished_events(body)
+    )
     assert end["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert "completion_tokens_details" not in end["usage"]
 
 
 def test_a_whole_answer_of_one_token() -> None:
     """Nothing of the transfer is left in it."""
-    body = json.loads(splice(Route.COMPLETIONS, FirstToken(42, " a", "length")).finished_whole(PREFILLED))
+    body = json.loads(
+        splice(Route.COMPLETIONS, FirstToken(42, " a", "length")).finished_whole(PREFILLED)
+    )
     assert body["kv_transfer_params"] is None
     assert body["id"] == "cmpl-req-9"
     assert body["choices"][0]["text"] == " a"
@@ -202,7 +272,11 @@ def test_a_whole_answer_of_one_token() -> None:
 @pytest.mark.parametrize("bad", [b"", b"[]", b"nonsense", b'{"choices":5}', b'{"choices":[5]}'])
 def test_nonsense_is_told(bad: bytes) -> None:
     """What is no completion is no answer."""
-    for ask in (splice(Route.CHAT).events, splice(Route.CHAT).whole, splice(Route.CHAT).finished_whole):
+    for ask in (
+        splice(Route.CHAT).events,
+        splice(Route.CHAT).whole,
+        splice(Route.CHAT).finished_whole,
+    ):
         with pytest.raises(NotACompletionError):
             ask(bad)
     with pytest.raises(NotACompletionError):

@@ -17,7 +17,9 @@ LIMIT = 10
 
 def sink(content_type: bytes) -> SpliceSink:
     """A sink behind the head of an answer. Nothing of the answer is shown here."""
-    relay: Any = SimpleNamespace(budget=AnswerBudget(max_answer=LIMIT, max_total=1000), head=lambda *_: None)
+    relay: Any = SimpleNamespace(
+        budget=AnswerBudget(max_answer=LIMIT, max_total=1000), head=lambda *_: None
+    )
     made = SpliceSink(relay, cast("Any", SimpleNamespace()))
     made.head(200, [(b"content-type", content_type)])
     return made

@@ -75,7 +75,9 @@ def test_the_other_kinds() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_fingerprint_goes_from_the_usage_event_to_the_finish(chat: bool) -> None:
-    """A finish is told from other events; it gets the usage event's fingerprint as its last field, and never a second one."""
+    """A finish is told from other events; it gets the usage event's fingerprint as its last field,
+    and never a second one.
+    """
     finish, usage = answers.piece(chat, "x", finish="stop"), answers.usage_event(chat, 3, 4)
     assert sse.is_last_of_choice(finish)
     assert sse.may_be_special(answers.piece(chat, "x") + finish)
@@ -96,7 +98,10 @@ def test_the_time_of_creation() -> None:
     """It is read and replaced wherever it stands, and left alone where there is none."""
     event = answers.piece(False, '"created":1,')
     assert sse.created_of(event) == b"%d" % answers.CREATED
-    assert json.loads(sse.payload(sse.with_created(event, b"7"))) == {**json.loads(sse.payload(event)), "created": 7}
+    assert json.loads(sse.payload(sse.with_created(event, b"7"))) == {
+        **json.loads(sse.payload(event)),
+        "created": 7,
+    }
     assert sse.created_of(b'data: {"x":1}\n\n') is None
     assert sse.with_created(b'data: {"x":1}\n\n', b"7") == b'data: {"x":1}\n\n'
 
@@ -126,7 +131,9 @@ def test_what_would_take_long_to_compact_is_left_as_it_is(filler: bytes) -> None
 
 @pytest.mark.parametrize("crumb", [b"\n", b":\n\n", b": ping\n\n", b"data: x\n\n", b"data:\n"])
 def test_crumbs(crumb: bytes) -> None:
-    """Many lines with nothing in them are no engine's; some are, and events of the shortest kind are."""
+    """Many lines with nothing in them are no engine's; some are, and events of the shortest kind
+    are.
+    """
     assert sse.has_tiny_lines(crumb * 2000)
     assert not sse.has_tiny_lines(crumb * 200)
     assert not sse.has_tiny_lines(answers.piece(False, "") * 2000)

@@ -1,4 +1,6 @@
-"""vllm-omni's stage configurations: which engines they make, and what is told at the start of those that make no pair."""
+"""vllm-omni's stage configurations: which engines they make, and what is told at the start of those
+that make no pair.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,14 @@ FILE = ForeignFile(" (file)")
 
 
 def stage(role: str | None, ident: int | str | None = None, **changes: Any) -> Tree:
-    """A stage. A change's name is a dotted path, dots as two underscores; a value of `...` takes the key out."""
-    tree: Tree = {"stage_type": "llm", "runtime": {"devices": "0"}, "engine_args": {"model_stage": "thinker"}}
+    """A stage. A change's name is a dotted path, dots as two underscores; a value of `...` takes
+    the key out.
+    """
+    tree: Tree = {
+        "stage_type": "llm",
+        "runtime": {"devices": "0"},
+        "engine_args": {"model_stage": "thinker"},
+    }
     if ident is not None:
         tree["stage_id"] = ident
     if role is not None:
@@ -91,7 +99,9 @@ def refused(*stages: object, connector: str | None = None) -> str:
 
 
 def test_no_flags_no_pairs() -> None:
-    """Stages that pass text and sound on are no prefill and decode, and their engines no business of ours."""
+    """Stages that pass text and sound on are no prefill and decode, and their engines no business
+    of ours.
+    """
     plain = stage(None, 0), stage(None, 1, engine_input_source=[0], engine_args=7, runtime="?")
     assert paired(*plain) == []
     assert checked(*plain) is None
@@ -99,15 +109,21 @@ def test_no_flags_no_pairs() -> None:
 
 
 def test_flags_that_say_no() -> None:
-    assert paired(stage(None, is_prefill_only=False), stage(None, is_decode_only=False, is_prefill_only=None)) == []
+    assert (
+        paired(
+            stage(None, is_prefill_only=False),
+            stage(None, is_decode_only=False, is_prefill_only=None),
+        )
+        == []
+    )
 
 
 def test_a_pair_in_a_pipeline() -> None:
     """The stages behind it don't matter, nor what else D takes."""
     talker = stage(None, 2, engine_input_source=[1])
-    assert paired(stage("prefill", 0), stage("decode", 1, engine_input_source=[2, 0]), talker, stage(None, 3)) == [
-        (0, 1)
-    ]
+    assert paired(
+        stage("prefill", 0), stage("decode", 1, engine_input_source=[2, 0]), talker, stage(None, 3)
+    ) == [(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +132,9 @@ def test_a_pair_in_a_pipeline() -> None:
     ids=str,
 )
 def test_a_source_is_an_id_or_a_place(first: Any, second: Any, source: Any) -> None:
-    assert paired(stage("prefill", first), stage("decode", second, engine_input_source=[source])) == [(0, 1)]
+    assert paired(
+        stage("prefill", first), stage("decode", second, engine_input_source=[source])
+    ) == [(0, 1)]
 
 
 def test_an_id_is_stronger_than_a_place() -> None:
@@ -128,7 +146,9 @@ def test_an_id_is_stronger_than_a_place() -> None:
 
 
 def test_a_source_named_twice_is_one_pair() -> None:
-    assert paired(stage("prefill", 7), stage("decode", 8, engine_input_source=[7, 0, 7])) == [(0, 1)]
+    assert paired(stage("prefill", 7), stage("decode", 8, engine_input_source=[7, 0, 7])) == [
+        (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +159,9 @@ def test_a_source_named_twice_is_one_pair() -> None:
         (([0, 1], [1]), [(0, 2), (1, 2), (1, 3)]),
     ],
 )
-def test_any_number_of_pairs(sources: tuple[list[int], ...], expected: list[tuple[int, int]]) -> None:
+def test_any_number_of_pairs(
+    sources: tuple[list[int], ...], expected: list[tuple[int, int]]
+) -> None:
     """Where vllm-omni takes one, we take all that go together."""
     decodes = [stage("decode", engine_input_source=one) for one in sources]
     assert paired(stage("prefill"), stage("prefill"), *decodes) == expected
@@ -154,8 +176,14 @@ def test_a_decode_stage_without_its_prefill(sources: Any) -> None:
 
 
 def test_halves() -> None:
-    assert refused(stage("prefill")) == "stage_args[0]: no decode stage names it in engine_input_source"
-    assert refused(stage("decode")) == "stage_args[0].engine_input_source: names no prefill stage (there is none)"
+    assert (
+        refused(stage("prefill"))
+        == "stage_args[0]: no decode stage names it in engine_input_source"
+    )
+    assert (
+        refused(stage("decode"))
+        == "stage_args[0].engine_input_source: names no prefill stage (there is none)"
+    )
 
 
 # -- what a stage may hold
@@ -188,7 +216,11 @@ def test_a_config_in_many_shapes(config: object) -> None:
     args = EngineArgs(kv_transfer_config=config, tensor_parallel_size=2)
     for shape in (args, SimpleNamespace(**args)):
         found = read({"is_prefill_only": True, "engine_args": shape})[0]
-        assert (found.kv.connector, found.kv.role, found.kv.engine_id) == ("NixlConnector", "kv_both", "e")
+        assert (found.kv.connector, found.kv.role, found.kv.engine_id) == (
+            "NixlConnector",
+            "kv_both",
+            "e",
+        )
         assert (found.tensor_parallel_size, found.id, found.index) == (2, 0, 0)
 
 
@@ -211,7 +243,9 @@ def test_a_config_in_many_shapes(config: object) -> None:
     ids=lambda value: "object" if type(value) is object else repr(value),
 )
 def test_a_config_that_is_none(at: int, config: object, says: str) -> None:
-    """A missing or unreadable config is an error that says which one and what it was, never an empty one."""
+    """A missing or unreadable config is an error that says which one and what it was, never an
+    empty one.
+    """
     stages = [stage("prefill"), stage("decode")]
     role = ("prefill", "decode")[at]
     stages[at] = stage(role, engine_args__kv_transfer_config=config)
@@ -223,12 +257,17 @@ def test_a_config_that_is_none(at: int, config: object, says: str) -> None:
 def test_no_connector(at: int, connector: Any) -> None:
     """Not even where neither stage has one."""
     for others in (connector, "NixlConnector"):
-        stages = [stage("prefill", **kv(kv_connector=others)), stage("decode", **kv(kv_connector=others))]
+        stages = [
+            stage("prefill", **kv(kv_connector=others)),
+            stage("decode", **kv(kv_connector=others)),
+        ]
         stages[at] = stage(("prefill", "decode")[at], **kv(kv_connector=connector))
         assert "kv_connector: missing: a " in refused(*stages)
 
 
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both", "producer", None, 3, [], ...])
+@pytest.mark.parametrize(
+    "role", ["kv_consumer", "kv_producer", "kv_both", "producer", None, 3, [], ...]
+)
 def test_roles(role: Any) -> None:
     """P makes KV or does both, D takes it or does both."""
     for at, wrong in enumerate(("kv_consumer", "kv_producer")):
@@ -240,20 +279,34 @@ def test_roles(role: Any) -> None:
             continue
         says = refused(*stages)
         right = {"kv_consumer": "kv_producer", "kv_producer": "kv_consumer"}[wrong]
-        assert says.startswith(f"stage_args[{at}].{KV}.kv_role: a {name} stage needs {right} or kv_both, got ")
+        assert says.startswith(
+            f"stage_args[{at}].{KV}.kv_role: a {name} stage needs {right} or kv_both, got "
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"is_prefill_only": 1}, "stage_args[0].is_prefill_only: expected true or false, got 1"),
-        ({"is_prefill_only": "true"}, 'stage_args[0].is_prefill_only: expected true or false, got "true"'),
-        ({"is_decode_only": True}, "stage_args[0]: is_prefill_only and is_decode_only exclude each other"),
+        (
+            {"is_prefill_only": "true"},
+            'stage_args[0].is_prefill_only: expected true or false, got "true"',
+        ),
+        (
+            {"is_decode_only": True},
+            "stage_args[0]: is_prefill_only and is_decode_only exclude each other",
+        ),
         ({"stage_id": True}, "stage_args[0].stage_id: expected a stage's number or name, got true"),
         ({"stage_id": 1}, "stage_args[1].stage_id: 1 is the id of stage_args[0], too"),
         ({"stage_id": []}, "stage_args[0].stage_id: expected a stage's number or name, got a list"),
-        ({"engine_input_source": 0}, "stage_args[0].engine_input_source: expected a list of stages, got 0"),
-        ({"engine_input_source": "0"}, 'stage_args[0].engine_input_source: expected a list of stages, got "0"'),
+        (
+            {"engine_input_source": 0},
+            "stage_args[0].engine_input_source: expected a list of stages, got 0",
+        ),
+        (
+            {"engine_input_source": "0"},
+            'stage_args[0].engine_input_source: expected a list of stages, got "0"',
+        ),
         (
             {"engine_input_source": {0: 1}},
             "stage_args[0].engine_input_source: expected a list of stages, got a mapping",
@@ -262,16 +315,25 @@ def test_roles(role: Any) -> None:
             {"engine_input_source": [1.5]},
             "stage_args[0].engine_input_source[0]: expected a stage's number or name, got 1.5",
         ),
-        ({"engine_args": [1]}, "stage_args[0].engine_args: can't be read: expected a mapping, got list"),
+        (
+            {"engine_args": [1]},
+            "stage_args[0].engine_args: can't be read: expected a mapping, got list",
+        ),
         ({"runtime": "gpu"}, "stage_args[0].runtime: can't be read: expected a mapping, got str"),
         (kv(kv_connector=5), f"stage_args[0].{KV}.kv_connector: expected text, got 5"),
         (kv(engine_id=5), f"stage_args[0].{KV}.engine_id: expected text, got 5"),
         (kv(kv_ip=[]), f"stage_args[0].{KV}.kv_ip: expected text, got a list"),
         (kv(kv_buffer_device=1), f"stage_args[0].{KV}.kv_buffer_device: expected text, got 1"),
-        (kv(kv_buffer_size="much"), f'stage_args[0].{KV}.kv_buffer_size: expected a number, got "much"'),
+        (
+            kv(kv_buffer_size="much"),
+            f'stage_args[0].{KV}.kv_buffer_size: expected a number, got "much"',
+        ),
         (
             kv(kv_connector_extra_config="x"),
-            f"stage_args[0].{KV}.kv_connector_extra_config: can't be read: expected a mapping, got str",
+            (
+                f"stage_args[0].{KV}.kv_connector_extra_config: can't be read: expected a mapping, "
+                f"got str"
+            ),
         ),
     ],
     ids=lambda value: str(value)[:60],
@@ -284,7 +346,9 @@ def test_a_key_that_is_something_else(change: Tree, says: str) -> None:
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2", True, []])
 def test_a_size_that_is_none(size: Any) -> None:
     says = refused(stage("prefill", engine_args__tensor_parallel_size=size), stage("decode"))
-    assert says.startswith("stage_args[0].engine_args.tensor_parallel_size: expected a whole number >= 1, got ")
+    assert says.startswith(
+        "stage_args[0].engine_args.tensor_parallel_size: expected a whole number >= 1, got "
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,7 +374,10 @@ def test_a_file_that_is_something_else(tree: object, says: str) -> None:
 def test_one_connector_for_both() -> None:
     says = refused(stage("prefill"), stage("decode", **kv(kv_connector="MooncakeConnector")))
     other = f"stage_args[0].{KV}.kv_connector is NixlConnector"
-    assert says == f"stage_args[1].{KV}.kv_connector: MooncakeConnector, but {other}: a pair needs the same"
+    assert (
+        says
+        == f"stage_args[1].{KV}.kv_connector: MooncakeConnector, but {other}: a pair needs the same"
+    )
 
 
 def test_one_contract_for_all_pairs() -> None:
@@ -371,9 +438,14 @@ def test_buffers(name: str, ours: Any, theirs: Any, same: bool) -> None:
     ],
 )
 def test_tensor_parallel_sizes(connector: str, sizes: tuple[int, int], well: bool) -> None:
-    """Some contracts cut KV anew between engines, others pass it rank by rank. One that is not given is 1."""
+    """Some contracts cut KV anew between engines, others pass it rank by rank. One that is not
+    given is 1.
+    """
     for p, d in {sizes, tuple(... if size == 1 else size for size in sizes)}:
-        stages = stage("prefill", **kv(kv_connector=connector)), stage("decode", **kv(kv_connector=connector))
+        stages = (
+            stage("prefill", **kv(kv_connector=connector)),
+            stage("decode", **kv(kv_connector=connector)),
+        )
         for one, size in zip(stages, (p, d), strict=True):
             if size is not ...:
                 one["engine_args"]["tensor_parallel_size"] = size
@@ -382,18 +454,23 @@ def test_tensor_parallel_sizes(connector: str, sizes: tuple[int, int], well: boo
         else:
             says = refused(*stages)
             assert says.startswith(
-                f"stage_args[1].engine_args.tensor_parallel_size: {sizes[1]}, but stage 0 prefills with"
+                f"stage_args[1].engine_args.tensor_parallel_size: {sizes[1]}, but stage 0 "
+                f"prefills with"
             )
 
 
-@pytest.mark.parametrize(("given", "well"), [((True, True), True), ((True, False), False), ((False, False), False)])
+@pytest.mark.parametrize(
+    ("given", "well"), [((True, True), True), ((True, False), False), ((False, False), False)]
+)
 def test_lmcache_with_one_rank_that_stores(given: tuple[bool, bool], well: bool) -> None:
     """Of MLA one rank has all KV: where LMCache was told so on both sides, sizes don't matter."""
     stages = []
     for at, said in enumerate(given):
         extra = {"lmcache.extra_config": {"save_only_first_rank": said}}
         changes = kv(kv_connector="LMCacheConnectorV1", kv_connector_extra_config=extra)
-        stages.append(stage(("prefill", "decode")[at], engine_args__tensor_parallel_size=at + 1, **changes))
+        stages.append(
+            stage(("prefill", "decode")[at], engine_args__tensor_parallel_size=at + 1, **changes)
+        )
     if well:
         assert checked(*stages) == "lmcache-pd"
     else:
@@ -424,7 +501,8 @@ def test_an_engine_id_is_one_engine_s(at: tuple[int, int]) -> None:
         stages[index]["engine_args"]["kv_transfer_config"]["engine_id"] = "same"
     says = refused(*stages)
     assert says.startswith(
-        f"stage_args[{at[1]}].{KV}.engine_id: same is the value of stage_args[{at[0]}].{KV}.engine_id, too"
+        f"stage_args[{at[1]}].{KV}.engine_id: same is the value of "
+        f"stage_args[{at[0]}].{KV}.engine_id, too"
     )
 
 
@@ -460,7 +538,9 @@ def test_a_contract_that_can_t_be_had() -> None:
         stage("prefill", **kv(kv_connector="TeleportConnector")),
         stage("decode", **kv(kv_connector="TeleportConnector")),
     )
-    assert refused(*teleport).endswith("it is not known which contract TeleportConnector runs: name one by --connector")
+    assert refused(*teleport).endswith(
+        "it is not known which contract TeleportConnector runs: name one by --connector"
+    )
     says = refused(stage("prefill"), stage("decode"), connector="shared")
     assert says.endswith("NixlConnector runs nixl, but the pool's connector is shared")
 
@@ -475,11 +555,17 @@ def test_a_contract_that_can_t_be_had() -> None:
         (kv(kv_connector_extra_config={"mooncake_bootstrap_port": 25201}), "http://engine:25201"),
         (kv(kv_connector_extra_config={"mooncake_bootstrap_port": None}), "http://engine:8998"),
         (kv(kv_connector_extra_config=None), "http://engine:8998"),
-        (kv(kv_ip="10.0.0.1", kv_connector_extra_config={"mooncake_bootstrap_port": "25201"}), "http://10.0.0.1:25201"),
+        (
+            kv(kv_ip="10.0.0.1", kv_connector_extra_config={"mooncake_bootstrap_port": "25201"}),
+            "http://10.0.0.1:25201",
+        ),
         (kv(kv_ip="fd00::1"), "http://[fd00::1]:8998"),
         (kv(kv_ip="[fd00::1]"), "http://[fd00::1]:8998"),
         ({"runtime__env": {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}}, "http://engine:9001"),
-        ({"runtime__env": {"VLLM_MOONCAKE_BOOTSTRAP_PORT": 9001, "OTHER": []}}, "http://engine:9001"),
+        (
+            {"runtime__env": {"VLLM_MOONCAKE_BOOTSTRAP_PORT": 9001, "OTHER": []}},
+            "http://engine:9001",
+        ),
         (
             {
                 "runtime__env": {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"},
@@ -487,7 +573,10 @@ def test_a_contract_that_can_t_be_had() -> None:
             },
             "http://engine:9001",
         ),
-        (kv(kv_ip="x", kv_connector_extra_config={"bootstrap_server_address": "b:7"}), "http://b:7"),
+        (
+            kv(kv_ip="x", kv_connector_extra_config={"bootstrap_server_address": "b:7"}),
+            "http://b:7",
+        ),
     ],
     ids=str,
 )
@@ -499,7 +588,10 @@ def test_bootstrap_addresses(changes: Tree, expected: str) -> None:
 
 @pytest.mark.parametrize("port", [0, 65536, "x", "-1", 1.5, True, []])
 def test_ports_that_are_none(port: Any) -> None:
-    says = refused(stage("prefill", **kv(kv_connector_extra_config={"mooncake_bootstrap_port": port})), stage("decode"))
+    says = refused(
+        stage("prefill", **kv(kv_connector_extra_config={"mooncake_bootstrap_port": port})),
+        stage("decode"),
+    )
     key = f"stage_args[0].{KV}.kv_connector_extra_config.mooncake_bootstrap_port"
     assert says.startswith(f"{key}: expected a port, 1 to 65535, got ")
 
@@ -507,7 +599,10 @@ def test_ports_that_are_none(port: Any) -> None:
 def test_ports_that_contradict_each_other() -> None:
     """The engine obeys one, vllm-omni's orchestrator the other."""
     changes = kv(kv_connector_extra_config={"mooncake_bootstrap_port": 2})
-    says = refused(stage("prefill", runtime__env={"VLLM_MOONCAKE_BOOTSTRAP_PORT": "1"}, **changes), stage("decode"))
+    says = refused(
+        stage("prefill", runtime__env={"VLLM_MOONCAKE_BOOTSTRAP_PORT": "1"}, **changes),
+        stage("decode"),
+    )
     assert says.startswith("stage_args[0].runtime.env.VLLM_MOONCAKE_BOOTSTRAP_PORT: 1, but ")
     assert says.endswith("mooncake_bootstrap_port is 2")
 
@@ -519,12 +614,16 @@ def write(folder: Path, *stages: Tree, name: str = "stages.yaml", **more: Any) -
     """A file with these stages."""
     path = folder / name
     path.write_text(
-        yaml.safe_dump({"async_chunk": False, "stage_args": list(stages), "runtime": {"enabled": True}, **more})
+        yaml.safe_dump(
+            {"async_chunk": False, "stage_args": list(stages), "runtime": {"enabled": True}, **more}
+        )
     )
     return path
 
 
-def pool(path: Path, *engines: EngineFlag, config: Path | None = None, flags: tuple[Flag, ...] = ()) -> Pool:
+def pool(
+    path: Path, *engines: EngineFlag, config: Path | None = None, flags: tuple[Flag, ...] = ()
+) -> Pool:
     """The pool of a stage configuration."""
     return load(config, {}, flags, engines, stage_config=path).pool
 
@@ -551,13 +650,20 @@ def test_stages_are_engines(tmp_path: Path) -> None:
     facts = [engine.facts for engine in found.nodes]
     assert [fact.tensor_parallel_size for fact in facts] == [2, 1, 1, None]
     assert [fact.engine_id for fact in facts] == ["one", None, None, None]
-    assert [engine.sources for engine in found.nodes] == [(), (), (), ()], "all of all: nothing to be said"
+    assert [engine.sources for engine in found.nodes] == [(), (), (), ()], (
+        "all of all: nothing to be said"
+    )
     assert found.connector == "nixl"
 
 
 def test_pairs_stay_apart(tmp_path: Path) -> None:
     """A decode engine takes KV from the engines of its stage's sources alone."""
-    stages = stage("prefill"), stage("prefill"), stage("decode", engine_input_source=[1]), stage("decode")
+    stages = (
+        stage("prefill"),
+        stage("prefill"),
+        stage("decode", engine_input_source=[1]),
+        stage("decode"),
+    )
     path = write(tmp_path, *stages)
     found = pool(path, P, EngineFlag("prefill", "p:3"), D, EngineFlag("decode", "d:4"))
     assert [engine.sources for engine in found.nodes] == [(), (), ("http://p:3",), ("http://p:1",)]
@@ -588,15 +694,24 @@ def test_a_stage_s_own_url(tmp_path: Path, changes: Tree, url: str) -> None:
             {"runtime__url": "x:1", "engine_args__port": 1},
             "stage_args[0].runtime.url: excludes engine_args.host and engine_args.port: give one",
         ),
-        ({"engine_args__host": "x"}, "stage_args[0].engine_args.host: has no effect without engine_args.port"),
+        (
+            {"engine_args__host": "x"},
+            "stage_args[0].engine_args.host: has no effect without engine_args.port",
+        ),
         (
             {"engine_args__host": "0.0.0.0", "engine_args__port": 1},
             "stage_args[0].engine_args.host: 0.0.0.0 is an address to listen on: give runtime.url",
         ),
-        ({"engine_args__port": 0}, "stage_args[0].engine_args.port: expected a port, 1 to 65535, got 0"),
+        (
+            {"engine_args__port": 0},
+            "stage_args[0].engine_args.port: expected a port, 1 to 65535, got 0",
+        ),
         (
             {"runtime__url": "ftp://x:1"},
-            'stage_args[0].runtime.url: "ftp://x:1": expected http://host:port or https://host:port',
+            (
+                'stage_args[0].runtime.url: "ftp://x:1": expected http://host:port or '
+                "https://host:port"
+            ),
         ),
     ],
 )
@@ -608,22 +723,41 @@ def test_a_url_that_is_none(tmp_path: Path, changes: Tree, says: str) -> None:
 @pytest.mark.parametrize(
     ("engines", "says"),
     [
-        ((D,), "--prefill: 0 given, expected 1: one for each prefill stage without a URL of its own (stage_args[0])"),
-        ((P,), "--decode: 0 given, expected 1: one for each decode stage without a URL of its own (stage_args[1])"),
+        (
+            (D,),
+            (
+                "--prefill: 0 given, expected 1: one for each prefill stage without a URL of its "
+                "own "
+                "(stage_args[0])"
+            ),
+        ),
+        (
+            (P,),
+            (
+                "--decode: 0 given, expected 1: one for each decode stage without a URL of its own "
+                "(stage_args[1])"
+            ),
+        ),
         ((P, P, D), "--prefill: 2 given, expected 1: "),
         ((P, D, D), "--decode: 2 given, expected 1: "),
     ],
 )
-def test_urls_and_stages_are_as_many(tmp_path: Path, engines: tuple[EngineFlag, ...], says: str) -> None:
+def test_urls_and_stages_are_as_many(
+    tmp_path: Path, engines: tuple[EngineFlag, ...], says: str
+) -> None:
     """One left over would be an engine that nobody checked."""
     path = write(tmp_path, stage("prefill"), stage("decode"))
     assert refusal(lambda: pool(path, *engines)).startswith(says)
 
 
 def test_no_url_is_left_over(tmp_path: Path) -> None:
-    path = write(tmp_path, stage("prefill", runtime__url="x:1"), stage("decode", runtime__url="x:2"))
+    path = write(
+        tmp_path, stage("prefill", runtime__url="x:1"), stage("decode", runtime__url="x:2")
+    )
     says = refusal(lambda: pool(path, P))
-    assert says.startswith("--prefill: 1 given, expected 0: one for each prefill stage without a URL of its own (none)")
+    assert says.startswith(
+        "--prefill: 1 given, expected 0: one for each prefill stage without a URL of its own (none)"
+    )
 
 
 def test_a_file_without_flags_adds_nothing(tmp_path: Path) -> None:
@@ -636,7 +770,9 @@ def test_a_file_without_flags_adds_nothing(tmp_path: Path) -> None:
 def test_stages_come_behind_the_settings_file(tmp_path: Path) -> None:
     """Its nodes, its connector and its other settings stay."""
     config = tmp_path / "x.yaml"
-    config.write_text("pools: [{name: gpu, connector: nixl, nodes: [{url: 'http://a:4', role: aggregated}]}]")
+    config.write_text(
+        "pools: [{name: gpu, connector: nixl, nodes: [{url: 'http://a:4', role: aggregated}]}]"
+    )
     found = pool(write(tmp_path, stage("prefill"), stage("decode")), P, D, config=config)
     assert found.name == "gpu"
     assert [engine.role for engine in found.nodes] == ["aggregated", "prefill", "decode"]
@@ -647,18 +783,29 @@ def test_the_stages_connector_is_the_pool_s(tmp_path: Path) -> None:
     names = kv(kv_connector="LMCacheMPConnector")
     path = write(tmp_path, stage("prefill", **names), stage("decode", **names))
     assert pool(path, P, D).connector == "lmcache-mp"
-    assert pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "shared"),)).connector == "shared"
+    assert (
+        pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "shared"),)).connector
+        == "shared"
+    )
 
 
 def test_the_operator_s_connector_must_fit(tmp_path: Path) -> None:
-    stages = stage("prefill", **kv(kv_connector="OwnConnector")), stage("decode", **kv(kv_connector="OwnConnector"))
+    stages = (
+        stage("prefill", **kv(kv_connector="OwnConnector")),
+        stage("decode", **kv(kv_connector="OwnConnector")),
+    )
     path = write(tmp_path, *stages)
     assert "it is not known which contract OwnConnector runs" in refusal(lambda: pool(path, P, D))
-    assert pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "nixl"),)).connector == "nixl"
+    assert (
+        pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "nixl"),)).connector
+        == "nixl"
+    )
 
 
 def mooncake(*more: Tree) -> list[Tree]:
-    """Two prefill stages on one machine, and a decode stage, that have Mooncake; `more` changes the first two."""
+    """Two prefill stages on one machine, and a decode stage, that have Mooncake; `more` changes the
+    first two.
+    """
     own = kv(kv_connector="OurMooncakeConnector")
     prefills = [stage("prefill", **{**own, **changes}) for changes in more]
     return [*prefills, stage("decode", engine_input_source=[0, 1], **own)]
@@ -669,14 +816,22 @@ def test_bootstrap_addresses_of_a_pool(tmp_path: Path) -> None:
     extra = kv(kv_connector_extra_config={"mooncake_bootstrap_port": 25201})
     config = tmp_path / "x.yaml"
     config.write_text("pools: [{connector: mooncake, bootstrap_port: 25202}]")
-    found = pool(write(tmp_path, *mooncake(extra, {})), P, EngineFlag("prefill", "p:3"), D, config=config)
-    assert [engine.facts.bootstrap for engine in found.nodes] == ["http://p:25201", "http://p:25202", None]
+    found = pool(
+        write(tmp_path, *mooncake(extra, {})), P, EngineFlag("prefill", "p:3"), D, config=config
+    )
+    assert [engine.facts.bootstrap for engine in found.nodes] == [
+        "http://p:25201",
+        "http://p:25202",
+        None,
+    ]
 
 
 def test_a_contract_without_a_bootstrap_server_gets_no_address(tmp_path: Path) -> None:
     """Whatever the connector's name is: two prefill stages of one host have no port in common."""
     flags = (Flag("--connector", f"{POOL}connector", "nixl"),)
-    found = pool(write(tmp_path, *mooncake({}, {})), P, EngineFlag("prefill", "p:3"), D, flags=flags)
+    found = pool(
+        write(tmp_path, *mooncake({}, {})), P, EngineFlag("prefill", "p:3"), D, flags=flags
+    )
     assert [engine.facts.bootstrap for engine in found.nodes] == [None, None, None]
 
 
@@ -696,10 +851,15 @@ def test_one_port_is_not_bound_twice(tmp_path: Path) -> None:
     path = write(tmp_path, *mooncake({}, {}))
     says = refusal(lambda: pool(path, P, EngineFlag("prefill", "p:3"), D, flags=flags))
     assert says.startswith(
-        "stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, like that of stage_args[0]"
+        "stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, like that of "
+        "stage_args[0]"
     )
     engines = pool(path, P, EngineFlag("prefill", "q:3"), D, flags=flags).nodes
-    assert [engine.facts.bootstrap for engine in engines] == ["http://p:8998", "http://q:8998", None]
+    assert [engine.facts.bootstrap for engine in engines] == [
+        "http://p:8998",
+        "http://q:8998",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("text", ["stage_args: [", "stage_args: []\nstage_args: []", "", "\0"])
@@ -713,7 +873,12 @@ def test_an_unreadable_file(tmp_path: Path, text: str) -> None:
 
 def test_what_is_printed_can_be_loaded(tmp_path: Path) -> None:
     """`config print` shows the stages as nodes; that file needs no stage configuration any more."""
-    stages = stage("prefill"), stage("prefill"), stage("decode"), stage("decode", engine_input_source=[1])
+    stages = (
+        stage("prefill"),
+        stage("prefill"),
+        stage("decode"),
+        stage("decode", engine_input_source=[1]),
+    )
     settings = load(
         None,
         {},
@@ -747,7 +912,10 @@ def test_what_is_printed_can_be_loaded(tmp_path: Path) -> None:
             "pools[0].nodes[1].sources[0]: http://d:2 is no prefill engine of this pool",
         ),
         (
-            [{"url": "http://p:1", "role": "prefill"}, {"url": "http://d:2", "role": "decode", "sources": ["p"]}],
+            [
+                {"url": "http://p:1", "role": "prefill"},
+                {"url": "http://d:2", "role": "decode", "sources": ["p"]},
+            ],
             'pools[0].nodes[1].sources[0]: "p": expected http://host:port or https://host:port',
         ),
     ],
@@ -761,7 +929,9 @@ def test_sources_that_are_none(tmp_path: Path, engines: list[Tree], says: str) -
 def test_sources_are_spelled_as_urls_are(tmp_path: Path) -> None:
     config = tmp_path / "x.yaml"
     decode = {"url": "http://d:2", "role": "decode", "sources": ["http://P:80/"]}
-    config.write_text(yaml.safe_dump({"pools": [{"nodes": [{"url": "http://p", "role": "prefill"}, decode]}]}))
+    config.write_text(
+        yaml.safe_dump({"pools": [{"nodes": [{"url": "http://p", "role": "prefill"}, decode]}]})
+    )
     assert load(config, {}).pool.nodes[1].sources == ("http://p:80",)
 
 

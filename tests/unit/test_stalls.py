@@ -1,4 +1,6 @@
-"""Engines that stand still: who is suspected, who is asked, who is blamed and when, by looks at a passed time."""
+"""Engines that stand still: who is suspected, who is asked, who is blamed and when, by looks at a
+passed time.
+"""
 
 from __future__ import annotations
 
@@ -58,20 +60,31 @@ class Leg:
 
 
 class Pool(Recorder):
-    """Engines whose cores a test stops: then they answer no canary, and their metrics do not move."""
+    """Engines whose cores a test stops: then they answer no canary, and their metrics do not
+    move.
+    """
 
     def __init__(
-        self, *urls: str, ranks: int = 1, metrics: bool = True, canaries: bool = True, **health: float
+        self,
+        *urls: str,
+        ranks: int = 1,
+        metrics: bool = True,
+        canaries: bool = True,
+        **health: float,
     ) -> None:
         self.now = 100.0
         self.frozen: set[str] = set()
         self.busy: set[str] = set()
-        """Engines that answer canaries late, and whose metrics stand still: they compute one long step."""
+        """Engines that answer canaries late, and whose metrics stand still: they compute one long
+        step.
+        """
         self.refuse = False
         self.asked: list[tuple[str, int | None]] = []
         super().__init__()
         self.metrics, self.canaries = metrics, canaries
-        self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=10, slow_start=0))
+        self.ledger = Ledger(
+            [], LedgerOptions(breaker_failures=3, breaker_cooldown=10, slow_start=0)
+        )
         self.engines = EngineRegistry(self.ledger)
         self.clock = Clock()
         self.clock.now = lambda: self.now
@@ -79,7 +92,8 @@ class Pool(Recorder):
         settings = Health(stalled_after=AFTER, **health)
         clock, deadlines, scrape = self.clock, Deadlines(prefill=120.0), self._scrape
         self.stalls = Stalls(
-            self.engines, self.ledger, self, scrape, Observers([self]), self.tasks, clock, settings, deadlines,  # type: ignore[arg-type]
+            self.engines, self.ledger, self, scrape, Observers([self]), self.tasks, clock, settings,  # type: ignore[arg-type]
+            deadlines,
         )  # fmt: skip
         for url in urls:
             self.engines.add(EngineSpec(url, ROLES[url[0]]), None, ranks=ranks)  # type: ignore[arg-type]
@@ -104,7 +118,11 @@ class Pool(Recorder):
         self._count += 1
         ranks = range(self.engines[url].ranks)
         moved = {
-            str(r): (0.0 if self._stands(url, r) or not self.engines[url].open_legs.legs else self._count,)
+            str(r): (
+                0.0
+                if self._stands(url, r) or not self.engines[url].open_legs.legs
+                else self._count,
+            )
             for r in ranks
         }
         return Scrape(0.0, None, 0.0, None, 0.0, {}, progress=moved)
@@ -155,8 +173,12 @@ async def test_a_core_that_stands_still_is_found_in_time_and_its_legs_end() -> N
         assert error.wait is Wait.STALLED
     assert not other.failed
     assert pool.stalls.stalls() == [(("d1",), 1), (("d2",), 0)]
-    assert dict(pool.stalls.canaries())["d1", "failed"] == 0, "it has not answered yet: only its end is counted"
-    assert [(event.node, event.up) for event in pool.events if isinstance(event, NodeChanged)] == [("d1", False)]
+    assert dict(pool.stalls.canaries())["d1", "failed"] == 0, (
+        "it has not answered yet: only its end is counted"
+    )
+    assert [(event.node, event.up) for event in pool.events if isinstance(event, NodeChanged)] == [
+        ("d1", False)
+    ]
     assert "stands still: no sign of its core for" in pool.ledger.shortcomings(pool.now)[0]
     await pool.close()
 
@@ -175,7 +197,9 @@ async def test_an_engine_without_legs_is_not_asked() -> None:
 
 
 async def test_new_requests_do_not_hide_a_stall() -> None:
-    """A leg is no sign. Clients that give up after a second, and others that come, keep the engine without any."""
+    """A leg is no sign. Clients that give up after a second, and others that come, keep the engine
+    without any.
+    """
     pool = Pool("d1", "d2")
     pool.frozen.add("d1")
     legs = [pool.leg("d1")]
@@ -196,7 +220,9 @@ async def test_new_requests_do_not_hide_a_stall() -> None:
     [(True, True, False), (False, True, False), (True, False, False), (False, False, True)],
 )
 async def test_what_clears_a_silent_engine(metrics: bool, canaries: bool, stalled: bool) -> None:
-    """It answers a canary, or its metrics move. Without both, silence alone decides: the legs must go on."""
+    """It answers a canary, or its metrics move. Without both, silence alone decides: the legs must
+    go on.
+    """
     pool = Pool("d1", "d2", metrics=metrics, canaries=canaries)
     leg = pool.leg("d1", sign=pool.now + 0.5)
     await pool.look(3 * AFTER)
@@ -205,7 +231,9 @@ async def test_what_clears_a_silent_engine(metrics: bool, canaries: bool, stalle
 
 
 async def test_where_nothing_can_be_asked_only_legs_that_must_go_on_count() -> None:
-    """A leg that waits for KV or for its client may be silent for ever; and no role loses its last engine by silence alone."""
+    """A leg that waits for KV or for its client may be silent for ever; and no role loses its last
+    engine by silence alone.
+    """
     pool = Pool("d1", "d2", "a1", metrics=False, canaries=False)
     waits = pool.leg("d1", must_progress=False, sign=pool.now + 0.5)
     await pool.look(4 * AFTER)
@@ -234,7 +262,9 @@ async def test_a_refused_canary_shows_nothing() -> None:
 
 
 async def test_an_engine_without_metrics_may_be_full_of_answers_that_are_not_streamed() -> None:
-    """Then a canary waits, too. It gets the longest time; a prefill engine, or one whose streams fall silent, does not."""
+    """Then a canary waits, too. It gets the longest time; a prefill engine, or one whose streams
+    fall silent, does not.
+    """
     pool = Pool("d1", "d2", "d3", "d4", "p1", "p2", metrics=False)
     pool.frozen |= {"d1", "d2", "p1"}
     whole = pool.leg("d1")
@@ -273,12 +303,15 @@ async def test_signs_of_legs_need_no_question() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "stalled"), [({"p1"}, ["p1"]), ({"d1"}, ["d1"]), ({"p1", "d1"}, ["p1", "d1"]), (set(), [])]
+    ("frozen", "stalled"),
+    [({"p1"}, ["p1"]), ({"d1"}, ["d1"]), ({"p1", "d1"}, ["p1", "d1"]), (set(), [])],
 )
 async def test_a_decode_engine_that_waits_for_a_frozen_prefill_engine_is_not_to_blame(
     frozen: set[str], stalled: list[str]
 ) -> None:
-    """Both are asked: each is judged by its own answer. The prefill engine has no leg of its own any more."""
+    """Both are asked: each is judged by its own answer. The prefill engine has no leg of its own
+    any more.
+    """
     pool = Pool("p1", "p2", "d1", "d2")
     pool.frozen |= frozen
     leg = pool.leg("d1", must_progress=False, waits_for="p1")
@@ -291,7 +324,9 @@ async def test_a_decode_engine_that_waits_for_a_frozen_prefill_engine_is_not_to_
 
 
 async def test_a_prefill_engine_that_stands_still_after_it_was_cleared_is_found() -> None:
-    """One that answered a canary may stand still a moment later, while the leg elsewhere waits on."""
+    """One that answered a canary may stand still a moment later, while the leg elsewhere waits
+    on.
+    """
     pool = Pool("p1", "p2", "d1", "d2")
     leg = pool.leg("d1", must_progress=False, waits_for="p1")
     await pool.look(AFTER)
@@ -304,7 +339,9 @@ async def test_a_prefill_engine_that_stands_still_after_it_was_cleared_is_found(
 
 
 async def test_one_rank_of_several_that_stands_still() -> None:
-    """The others answer and their streams flow: the silent leg raises the suspicion, and each rank is asked."""
+    """The others answer and their streams flow: the silent leg raises the suspicion, and each rank
+    is asked.
+    """
     pool = Pool("d1", "d2", ranks=2)
     pool.frozen.add("d1/1")
     silent, flowing = pool.leg("d1"), pool.leg("d1")
@@ -321,7 +358,9 @@ async def test_one_rank_of_several_that_stands_still() -> None:
 
 
 async def test_a_rank_that_only_waits_is_cleared() -> None:
-    """As with one rank: all answer, and none is blamed for the silence of a leg that waits for KV."""
+    """As with one rank: all answer, and none is blamed for the silence of a leg that waits for
+    KV.
+    """
     pool = Pool("d1", "d2", ranks=2)
     leg = pool.leg("d1", must_progress=False, waits_for="p9")
     await pool.look(5 * AFTER)
@@ -334,7 +373,9 @@ async def test_a_rank_that_only_waits_is_cleared() -> None:
 
 
 async def test_a_long_step_is_suspicious_once() -> None:
-    """A compile, or a long chunk: the engine comes back in time, and may be silent for four times as long then."""
+    """A compile, or a long chunk: the engine comes back in time, and may be silent for four times
+    as long then.
+    """
     pool = Pool("d1", "d2")
     pool.leg("d1")
     pool.busy.add("d1")
@@ -351,8 +392,12 @@ async def test_a_long_step_is_suspicious_once() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "stalled"), [(AFTER + 2, False), (3 * AFTER, True)])
-async def test_a_step_that_was_taken_for_a_standstill_is_allowed_next_time(seconds: float, stalled: bool) -> None:
-    """If it ends soon after the verdict: then twice as long a silence is. One that lasted is not learned."""
+async def test_a_step_that_was_taken_for_a_standstill_is_allowed_next_time(
+    seconds: float, stalled: bool
+) -> None:
+    """If it ends soon after the verdict: then twice as long a silence is. One that lasted is not
+    learned.
+    """
     pool = Pool("d1", "d2")
     for _ in range(2):
         leg = pool.leg("d1")
@@ -404,7 +449,11 @@ async def test_a_stalled_engine_is_let_in_by_a_sign_and_gets_one_request() -> No
     assert pool.ledger.engines[0].half_open(pool.now)
     assert [event.up for event in pool.events if isinstance(event, NodeChanged)] == [False, True]
     leased = [pool.ledger.assign(SPLIT, Ask("m", 1, pool.now)) for _ in range(6)]
-    trials = [one[Role.DECODE] for one in leased if one is not None and one[Role.DECODE].engine.url == "d1"]
+    trials = [
+        one[Role.DECODE]
+        for one in leased
+        if one is not None and one[Role.DECODE].engine.url == "d1"
+    ]
     assert len(trials) == 1
     pool.ledger.close(trials[0], Verdict.GOOD, pool.now)
     assert pool.ledger.engines[0].state(pool.now) == "up"
@@ -492,8 +541,12 @@ async def test_an_engine_that_cannot_be_asked_is_let_in_after_some_time(metrics:
 
 
 @pytest.mark.parametrize("metrics", [False, True])
-async def test_one_that_cannot_be_asked_and_still_stands_still_is_let_in_later_each_time(metrics: bool) -> None:
-    """A request is lost each time, so there are ever fewer of them. One that has worked for a while begins anew."""
+async def test_one_that_cannot_be_asked_and_still_stands_still_is_let_in_later_each_time(
+    metrics: bool,
+) -> None:
+    """A request is lost each time, so there are ever fewer of them. One that has worked for a while
+    begins anew.
+    """
     pool = Pool("d1", "d2", metrics=metrics, canaries=False)
     pool.frozen.add("d1")
     out: list[float] = []
@@ -606,7 +659,9 @@ async def test_only_streams_are_all_suspected() -> None:
 
 
 async def test_a_request_that_has_stopped_an_engine_before_is_waited_for() -> None:
-    """So are streams that flow. Those without data end: others serve them. A sign lets all go on."""
+    """So are streams that flow. Those without data end: others serve them. A sign lets all go
+    on.
+    """
     pool = Pool("d1", "d2")
     legs = [pool.leg("d1", stalled_before=1), pool.leg("d1", sign=pool.now + 0.5), pool.leg("d1")]
     pool.frozen.add("d1")
@@ -625,7 +680,11 @@ async def test_a_request_that_has_stopped_an_engine_before_is_waited_for() -> No
 async def test_it_is_waited_for_up_to_the_longest_time() -> None:
     """Then the one of them with the longest prompt is the cause."""
     pool = Pool("d1", "d2")
-    legs = [pool.leg("d1", stalled_before=1), pool.leg("d1", stalled_before=1, prompt_bytes=9), pool.leg("d1")]
+    legs = [
+        pool.leg("d1", stalled_before=1),
+        pool.leg("d1", stalled_before=1, prompt_bytes=9),
+        pool.leg("d1"),
+    ]
     pool.frozen.add("d1")
     await pool.look(119)
     assert blamed(*legs) == [None, None, False]

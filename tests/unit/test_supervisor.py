@@ -46,7 +46,9 @@ class Toy:
 
     @staticmethod
     def _ready(lines: list[str]) -> dict[int, int]:
-        return {int(line.split()[1]): int(line.split()[2]) for line in lines if line.startswith("ready")}
+        return {
+            int(line.split()[1]): int(line.split()[2]) for line in lines if line.startswith("ready")
+        }
 
     async def ended(self) -> int:
         """Read the rest, and return the exit code."""
@@ -109,7 +111,9 @@ async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
         for times in range(1, 5):
             os.kill((await process.both())[0], signal.SIGKILL)
             await process.until(
-                lambda lines, times=times: sum(line.startswith("ready 0") for line in lines) == times + 1  # type: ignore[misc]
+                lambda lines, times=times: (
+                    sum(line.startswith("ready 0") for line in lines) == times + 1
+                )  # type: ignore[misc]
             )
         assert (await process.both())[1] == other
         assert _runs(other)
@@ -213,7 +217,9 @@ async def test_workers_that_never_serve_end_all(tmp_path: Path, mode: str) -> No
 
 
 async def test_what_is_refused_later_ends_nobody_else(tmp_path: Path) -> None:
-    """A file that can't be read any more: the other worker serves on, and the one is tried again."""
+    """A file that can't be read any more: the other worker serves on, and the one is tried
+    again.
+    """
     async with toy("refuses_later", tmp_path) as process:
         first, other = await process.both()
         os.kill(first, signal.SIGKILL)
@@ -237,7 +243,9 @@ async def test_a_system_without_processes_ends_nobody_else(tmp_path: Path) -> No
 
 
 async def test_children_of_a_dead_worker_leave_nothing(tmp_path: Path) -> None:
-    """Where the supervisor becomes their parent, as process 1 of a container, it takes their end, too."""
+    """Where the supervisor becomes their parent, as process 1 of a container, it takes their end,
+    too.
+    """
     async with toy("leaves", tmp_path) as process:
         for pid in await process.both():
             os.kill(pid, signal.SIGKILL)
@@ -266,7 +274,9 @@ async def test_sigterm_for_the_whole_group_is_no_failure(tmp_path: Path) -> None
 def test_what_a_worker_has_sent_before_its_end_is_read(
     noticed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also if the parent sends it something meanwhile. Its id may be that of another process by then: nothing is killed."""
+    """Also if the parent sends it something meanwhile. Its id may be that of another process by
+    then: nothing is killed.
+    """
     heard: list[bytes] = []
     killed: list[int] = []
 

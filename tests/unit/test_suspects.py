@@ -28,7 +28,9 @@ def lost(*, suspect: bool = True) -> Loss:
 
 
 def test_a_loss_counts_for_the_only_suspect() -> None:
-    """Others that were there with data are not suspects. A second suspect clears the first one, also if it is noted later."""
+    """Others that were there with data are not suspects. A second suspect clears the first one,
+    also if it is noted later.
+    """
     loss = lost(suspect=False)
     assert loss.is_of_request(1), "it was alone"
     loss.note(2, "two", suspect=True)
@@ -47,7 +49,9 @@ def test_what_counts_is_asked_when_it_matters() -> None:
     counts[0] = False
     assert suspects.losses("a") == 0, "others turned out to have been there"
     assert suspects.fresh_roles("a", 0.0) == frozenset()
-    assert suspects.add("a", first, None, 0.0, streamed=False) == 1, "the request has lost another engine"
+    assert suspects.add("a", first, None, 0.0, streamed=False) == 1, (
+        "the request has lost another engine"
+    )
     assert suspects.add("a", first, lambda: False, 0.0, streamed=False) == 1, "which stays so"
     assert suspects.add("a", lost(), None, 0.0, streamed=False) == 2
 
@@ -69,7 +73,9 @@ def test_each_further_loss_doubles_the_refusal() -> None:
 
 
 def test_who_was_refused_is_remembered_behind_that() -> None:
-    """Forgotten with the end of a refusal, it would take as many engines again. One that is kept longer holds up no other."""
+    """Forgotten with the end of a refusal, it would take as many engines again. One that is kept
+    longer holds up no other.
+    """
     suspects: Suspects[str] = Suspects()
     for _ in range(9):
         suspects.add("a", lost(), None, 0.0, streamed=False)
@@ -95,7 +101,9 @@ def test_a_further_loss_lets_fewer_begin() -> None:
 
 
 def test_each_is_remembered_for_some_time() -> None:
-    """For a minute, it does not get the last engine; data clears it, unless it has lost an engine behind its data."""
+    """For a minute, it does not get the last engine; data clears it, unless it has lost an engine
+    behind its data.
+    """
     suspects: Suspects[str] = Suspects()
     suspects.add("a", lost(), None, 0.0, streamed=False)
     assert suspects.fresh_roles("a", FRESH - 1) == {Role.DECODE}
@@ -118,8 +126,12 @@ def test_abandoned_requests_are_bounded() -> None:
     """Those of one engine, and their time."""
     abandoned = AbandonedRequests()
     for number in range(MOST_OF_ENGINE + 3):
-        abandoned.add(NODE, AbandonedRequest(str(number), "", RequestLosses(number), b"", 0.0, float(number)))
-    assert [one.request_id for one in abandoned.at(NODE, MOST_OF_ENGINE)] == [str(MOST_OF_ENGINE + n) for n in (1, 2)]
+        abandoned.add(
+            NODE, AbandonedRequest(str(number), "", RequestLosses(number), b"", 0.0, float(number))
+        )
+    assert [one.request_id for one in abandoned.at(NODE, MOST_OF_ENGINE)] == [
+        str(MOST_OF_ENGINE + n) for n in (1, 2)
+    ]
     assert len(abandoned.at(NODE, 0.0)) == MOST_OF_ENGINE
     abandoned.forget_old(MOST_OF_ENGINE + 3)
     assert not abandoned.at(NODE, 0.0)

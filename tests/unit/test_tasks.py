@@ -1,4 +1,6 @@
-"""Background tasks: those that must always run are started again, and what failed is counted, said and logged without words."""
+"""Background tasks: those that must always run are started again, and what failed is counted, said
+and logged without words.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SECRET = "PROMPTSECRET"
 
 
 class Runs:
-    """A task whose runs the test decides on: each an exception to raise, None to return, or a wait until it is cancelled."""
+    """A task whose runs the test decides on: each an exception to raise, None to return, or a wait
+    until it is cancelled.
+    """
 
     def __init__(self, *ends: BaseException | None) -> None:
         self.ends = list(ends)
@@ -36,7 +40,9 @@ class Runs:
 
 
 async def test_a_task_that_fails_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    """However it ends: by an exception, by returning, by the cancellation of something that it waited for."""
+    """However it ends: by an exception, by returning, by the cancellation of something that it
+    waited for.
+    """
     owner = TaskOwner("test", FAST)
     runs = Runs(ValueError(SECRET), None, asyncio.CancelledError(), KeyError(SECRET))
     owner.keep(runs.run, "one")
@@ -97,7 +103,9 @@ async def test_a_task_that_takes_its_cancellation_for_an_end_is_not_started_agai
 
 
 def test_pauses_grow_and_are_forgotten() -> None:
-    """They double up to a minute, and begin anew once the task has run well for a minute; so does its count."""
+    """They double up to a minute, and begin anew once the task has run well for a minute; so does
+    its count.
+    """
     now = 0.0
     failures = Failures("one", Pauses(), lambda: now)
     pauses = []
@@ -119,11 +127,14 @@ def test_pauses_grow_and_are_forgotten() -> None:
     failures.failed(ValueError(), pauses=True)
     assert (failures.count, failures.total, failures.pause) == (1, 11, 1)
     assert failures.shortcoming() == (
-        "background task one has failed 1 times, the last time by ValueError: it starts again in 1.0 s"
+        "background task one has failed 1 times, the last time by ValueError: it starts again in "
+        "1.0 s"
     )
 
 
-def test_what_fails_at_each_message_of_a_stranger_is_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fails_at_each_message_of_a_stranger_is_few_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A callback that goes on logs its first failure, its second, its fourth: all are counted."""
     failures = TaskOwner("test").watch("notices")
     for _ in range(1000):
@@ -133,7 +144,9 @@ def test_what_fails_at_each_message_of_a_stranger_is_few_lines(caplog: pytest.Lo
     assert "and has continued for" in (failures.shortcoming() or "")
 
 
-async def test_a_task_that_fails_once_is_logged_without_words(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_fails_once_is_logged_without_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Nor does a name of an engine's making become long."""
 
     async def fail() -> None:

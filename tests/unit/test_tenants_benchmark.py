@@ -15,7 +15,9 @@ import tenants as benchmark
 
 @pytest.mark.parametrize("tenants", [1, 4])
 def test_each_separate_tenant_computes_the_system_prompt_once_per_engine(tenants: int) -> None:
-    """Requests that come one after another, on two prefill engines: the common beginning is 8 units of ten."""
+    """Requests that come one after another, on two prefill engines: the common beginning is 8 units
+    of ten.
+    """
     arguments = argparse.Namespace(system=2048, question=512, requests=400, rate=1.0)
     shared = benchmark.in_virtual_time("shared", tenants, arguments)[0]
     separate = benchmark.in_virtual_time("separate", tenants, arguments)[0]

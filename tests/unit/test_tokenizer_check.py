@@ -17,7 +17,11 @@ IDS = TokenIds(b"[1,2]", 2)
 
 def request(route: Route = Route.CHAT, **fields: Any) -> Parsed:
     """A request."""
-    body = {"prompt": "x"} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    body = (
+        {"prompt": "x"}
+        if route is Route.COMPLETIONS
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
     return parse(route, msgspec.json.encode({"model": "m", **body, **fields}))
 
 
@@ -53,10 +57,14 @@ def test_none_before_the_first_proof(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [request(Route.COMPLETIONS), request(tools=[]), request(model="n")], ids=["route", "tools", "model"]
+    "other",
+    [request(Route.COMPLETIONS), request(tools=[]), request(model="n")],
+    ids=["route", "tools", "model"],
 )
 def test_each_kind_is_proven_by_itself(stage: Stage, other: Parsed) -> None:
-    """By route, model, and with tools or without: they may be tokenized in other ways. Also each engine, and each of its runs."""
+    """By route, model, and with tools or without: they may be tokenized in other ways. Also each
+    engine, and each of its runs.
+    """
     stage.check.served(P, request(), IDS, None, b"[1,2]")
     assert stage.check.sent(P, request(), IDS) == IDS
     assert stage.check.sent(P, other, IDS) is None
@@ -83,7 +91,9 @@ def test_other_ids_refute(stage: Stage, served: bytes) -> None:
 
 
 def test_an_engine_that_was_removed(stage: Stage) -> None:
-    """A leg that was under way proves nothing, and what was proven before does not count when it is added again."""
+    """A leg that was under way proves nothing, and what was proven before does not count when it is
+    added again.
+    """
     stage.check.served(P, request(), IDS, None, b"[1,2]")
     stage.engines.remove(P)
     stage.check.served(P, request(), IDS, None, b"[9]")

@@ -1,4 +1,6 @@
-"""One prompt's ids: where they come from, and what a contract gets that can do nothing without them."""
+"""One prompt's ids: where they come from, and what a contract gets that can do nothing without
+them.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -74,7 +76,11 @@ class Stage(Recorder):
     @staticmethod
     def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
         """A request of a short prompt, unless the fields say otherwise."""
-        usual = {"prompt": "hello"} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+        usual = (
+            {"prompt": "hello"}
+            if route is Route.COMPLETIONS
+            else {"messages": [{"role": "user", "content": "x"}]}
+        )
         return parse(route, msgspec.json.encode({"model": "tiny", **usual, **fields}))
 
     @property
@@ -103,7 +109,11 @@ async def test_made_here() -> None:
         (Route.CHAT, {}, "ok"),
         (Route.CHAT, {"tools": [{"type": "function", "function": {"name": "f" * 999}}]}, "long"),
         (Route.CHAT, {"chat_template_kwargs": {"a": "x" * 999}}, "long"),
-        (Route.CHAT, {"messages": [{"role": "assistant", "content": "x", "reasoning": "x" * 999}]}, "long"),
+        (
+            Route.CHAT,
+            {"messages": [{"role": "assistant", "content": "x", "reasoning": "x" * 999}]},
+            "long",
+        ),
         (Route.COMPLETIONS, {"add_special_tokens": [True] * 300}, "long"),
         (Route.COMPLETIONS, {"prompt": ["hello", "x" * 999]}, "ok"),
     ],
@@ -111,7 +121,9 @@ async def test_made_here() -> None:
 async def test_everything_counts_that_is_read_for_a_prompt(
     monkeypatch: pytest.MonkeyPatch, route: Route, fields: dict[str, Any], result: str
 ) -> None:
-    """Wherever the bytes are, to parse them holds up everybody. The other prompts of a list have their own turn."""
+    """Wherever the bytes are, to parse them holds up everybody. The other prompts of a list have
+    their own turn.
+    """
     monkeypatch.setattr(tokenizing, "MAX_BYTES", 500)
     async with stage() as s:
         await s.ids(route, **fields)
@@ -148,7 +160,9 @@ async def test_nothing_is_asked_for_ids_that_only_spare_work() -> None:
 
 
 async def test_an_engine_is_asked_for_ids_that_are_needed() -> None:
-    """The least loaded one that serves the model, with the client's own header and all fields that change the prompt."""
+    """The least loaded one that serves the model, with the client's own header and all fields that
+    change the prompt.
+    """
     async with stage(required=True) as s:
         s.trust = None
         lease = s.ledger.assign_alone(Ask("tiny", 1, 0.0))
@@ -163,7 +177,9 @@ async def test_an_engine_is_asked_for_ids_that_are_needed() -> None:
 
 
 async def test_a_chat_with_all_its_fields() -> None:
-    """The engine's route knows fewer: the others go where the engine would put them, thoughts by their newer name."""
+    """The engine's route knows fewer: the others go where the engine would put them, thoughts by
+    their newer name.
+    """
     async with stage(required=True) as s:
         s.trust = None
         said = {"role": "assistant", "content": "x", "reasoning_content": "why"}
@@ -184,9 +200,19 @@ async def test_a_chat_with_all_its_fields() -> None:
             max_tokens=5,
             **sent,
         )
-        given = {"a": 1, "documents": [{"t": "d"}], "reasoning_effort": "none", "enable_thinking": False}
+        given = {
+            "a": 1,
+            "documents": [{"t": "d"}],
+            "reasoning_effort": "none",
+            "enable_thinking": False,
+        }
         messages = [{"role": "assistant", "content": "x", "reasoning": "why"}]
-        assert s.asked[0][1] == {"model": "tiny", "messages": messages, "chat_template_kwargs": given, **sent}
+        assert s.asked[0][1] == {
+            "model": "tiny",
+            "messages": messages,
+            "chat_template_kwargs": given,
+            **sent,
+        }
 
 
 @pytest.mark.parametrize(
@@ -198,7 +224,10 @@ async def test_a_chat_with_all_its_fields() -> None:
         (Route.CHAT, {"chat_template_kwargs": [1]}),
         (Route.CHAT, {"chat_template_kwargs": "abc"}),
         (Route.CHAT, {"chat_template_kwargs": 5}),
-        (Route.CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}),
+        (
+            Route.CHAT,
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        ),
     ],
 )
 async def test_what_nobody_can_tell_beforehand(route: Route, fields: dict[str, Any]) -> None:
@@ -217,10 +246,14 @@ async def test_what_nobody_can_tell_beforehand(route: Route, fields: dict[str, A
     ],
 )
 async def test_what_can_not_be_written_anew(said: bytes) -> None:
-    """A value that engines may take and nobody could ask them about: no ids, and no error of ours."""
+    """A value that engines may take and nobody could ask them about: no ids, and no error of
+    ours.
+    """
     async with stage(required=True) as s:
         s.trust = None
-        parsed = parse(Route.CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],%b}' % said)
+        parsed = parse(
+            Route.CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],%b}' % said
+        )
         (prompt,) = parsed.prompts
         assert await s.tokenizing.ids(parsed, prompt) is None
         assert s.results == [("here", "off"), ("engine", "unsure")]
@@ -263,7 +296,9 @@ async def test_a_tokenizer_that_breaks() -> None:
     """Whatever it raises ends there: it may quote the prompt."""
 
     class Broken(SimTokenizer):
-        def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
+        def completion(
+            self, text: str, *, add_special_tokens: bool, scope: bytes = b""
+        ) -> TokenIds:
             raise RuntimeError(text)
 
     async with stage() as s:
@@ -295,11 +330,15 @@ async def test_a_thread_that_is_late(required: bool) -> None:
         assert await s.ids() == (THEIRS if required else None)
         tokenizer.gate.set()
         assert s.results == [("here", "late"), ("engine", "ok")][: 2 if required else 1]
-        assert [one for one in s.events if isinstance(one, DeadlinePassed)] == [DeadlinePassed("tokenize")]
+        assert [one for one in s.events if isinstance(one, DeadlinePassed)] == [
+            DeadlinePassed("tokenize")
+        ]
 
 
 async def test_too_many_and_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would only be late is not begun: prompts behind a full queue, and those that take too long by themselves."""
+    """What would only be late is not begun: prompts behind a full queue, and those that take too
+    long by themselves.
+    """
     monkeypatch.setattr(tokenizing, "WAITING", 2)
     monkeypatch.setattr(tokenizing, "MAX_BYTES", 50)
     async with stage() as s:
@@ -317,7 +356,9 @@ async def test_too_many_and_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_chat_of_very_many_parts_is_left_to_the_engines() -> None:
-    """Its JSON would be read in a thread, which holds up the event loop all the same; nor is an engine's question made of it."""
+    """Its JSON would be read in a thread, which holds up the event loop all the same; nor is an
+    engine's question made of it.
+    """
     for required in (False, True):
         async with stage(required=required) as s:
             parsed = msgspec.structs.replace(s.parsed(Route.CHAT), items=tokenizing.MAX_ITEMS + 1)
@@ -326,7 +367,9 @@ async def test_a_chat_of_very_many_parts_is_left_to_the_engines() -> None:
             assert {event.result for event in s.events if isinstance(event, Tokenized)} == {"long"}
 
 
-async def test_very_many_ids_of_a_client_are_not_made_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_very_many_ids_of_a_client_are_not_made_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where a contract would compute with them: such a prompt is served by one engine."""
     monkeypatch.setattr(tokenizing, "MAX_BYTES", 20)
     async with stage(required=True) as s:

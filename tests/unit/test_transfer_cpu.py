@@ -1,4 +1,6 @@
-"""The contract cpu: its legs, the handles that it takes, and the request that loads what nobody needs."""
+"""The contract cpu: its legs, the handles that it takes, and the request that loads what nobody
+needs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.fakes.prompts import read
 CPU = ENTRY.contract(Settings(pools=(Pool(connector=ENTRY.name),)))
 DISPATCH = Dispatch("0a" * 16)
 PROMPT = (
-    b'{"model":"m","prompt":"hello","max_tokens":9,"stream":true,"kv_transfer_params":{"prefill_request_id":"evil"}}'
+    b'{"model":"m","prompt":"hello","max_tokens":9,"stream":true,"kv_transfer_params":'
+    b'{"prefill_request_id":"evil"}}'
 )
 
 
@@ -49,7 +52,11 @@ def test_the_decode_leg_has_the_answer_verbatim() -> None:
     params = {"prefill_request_id": "cmpl-a-0", "more": [1, None]}
     found = handle(params)
     assert isinstance(found, Handle)
-    assert (found.remote_request_id, found.prompt_tokens, found.alone) == (DISPATCH.leg_id, 40, None)
+    assert (found.remote_request_id, found.prompt_tokens, found.alone) == (
+        DISPATCH.leg_id,
+        40,
+        None,
+    )
     body = json.loads(CPU.decode(parsed, parsed.prompts[0], found, DISPATCH).body)
     assert body["kv_transfer_params"] == params
     assert (body["max_tokens"], body["stream"]) == (9, True)
@@ -57,7 +64,9 @@ def test_the_decode_leg_has_the_answer_verbatim() -> None:
     assert CPU.decode_has_leg_id
 
 
-@pytest.mark.parametrize("params", [None, {}, {"prefill_request_id": None}, {"prefill_request_id": 7}, [], "x", 1])
+@pytest.mark.parametrize(
+    "params", [None, {}, {"prefill_request_id": None}, {"prefill_request_id": 7}, [], "x", 1]
+)
 def test_answers_without_the_id(params: Any) -> None:
     found = handle(params)
     assert isinstance(found, str)
@@ -79,7 +88,9 @@ def test_a_prompt_under_a_block_is_served_alone(tokens: int, alone: Alone | None
     ("name", "route", "field"),
     [("cmpl-a-0", Route.COMPLETIONS, "prompt"), ("chatcmpl-a", Route.CHAT, "messages")],
 )
-def test_the_request_that_loads_is_on_the_legs_route_and_has_their_id(name: str, route: Route, field: str) -> None:
+def test_the_request_that_loads_is_on_the_legs_route_and_has_their_id(
+    name: str, route: Route, field: str
+) -> None:
     found = handle({"prefill_request_id": name})
     assert isinstance(found, Handle)
     leg = release_leg('m"', found)
@@ -102,7 +113,10 @@ def nodes(*sources: tuple[str, ...]) -> list[ConfiguredEngine]:
     prefills = [ConfiguredEngine(url=url, role="prefill") for url in PREFILLS[: len(sources)]]
     return [
         *prefills,
-        *(ConfiguredEngine(url=DECODES[at], role="decode", sources=given) for at, given in enumerate(sources)),
+        *(
+            ConfiguredEngine(url=DECODES[at], role="decode", sources=given)
+            for at, given in enumerate(sources)
+        ),
     ]
 
 
@@ -122,7 +136,10 @@ def test_each_prefill_engine_has_one_decode_engine() -> None:
     assert mistakes("nixl", (), ()) == ()
     both = mistakes(ENTRY.name, (), ())
     assert len(both) == 2
-    assert "pools[0].nodes[0]: with connector cpu http://p1:8000 pushes KV to one decode engine, but" in both[0]
+    assert (
+        "pools[0].nodes[0]: with connector cpu http://p1:8000 pushes KV to one decode engine, but"
+        in both[0]
+    )
     assert len(mistakes(ENTRY.name, PREFILLS, PREFILLS[1:])) == 1
 
 

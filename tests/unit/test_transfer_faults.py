@@ -18,13 +18,17 @@ SPLIT = (Role.PREFILL, Role.DECODE)
 
 
 class Pool:
-    """Engines of which some pairs move no KV: prompts are sent as a proxy sends them, and tried again elsewhere."""
+    """Engines of which some pairs move no KV: prompts are sent as a proxy sends them, and tried
+    again elsewhere.
+    """
 
     def __init__(self, prefills: int = 2, decodes: int = 2, *, alone: bool = True) -> None:
         specs = [EngineSpec(f"p{n + 1}", Role.PREFILL) for n in range(prefills)]
         specs += [EngineSpec(f"d{n + 1}", Role.DECODE) for n in range(decodes)]
         roles = (Role.AGGREGATED, Role.DECODE) if alone else (Role.AGGREGATED,)
-        self.ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=5, alone=roles))
+        self.ledger = Ledger(
+            specs, LedgerOptions(breaker_failures=3, breaker_cooldown=5, alone=roles)
+        )
         for spec in specs:
             self.ledger.mark_up(spec.url, evidence())
         self.now = 0.0
@@ -50,7 +54,8 @@ class Pool:
                 self.ledger.close(lease, Verdict.GOOD, self.now)
 
     def prompt(self) -> tuple[str, str] | None:
-        """Send a prompt, once more elsewhere if it fails. Return the pair that served it, None for one engine alone.
+        """Send a prompt, once more elsewhere if it fails. Return the pair that served it, None for
+        one engine alone.
 
         What has failed before is counted once it is served.
         """
@@ -94,7 +99,9 @@ class Pool:
     ],
 )
 @pytest.mark.parametrize(("prefills", "decodes"), [(2, 2), (3, 4), (2, 7)])
-def test_whose_fault_it_is(broken: dict[str, str], fault: tuple[str, str], prefills: int, decodes: int) -> None:
+def test_whose_fault_it_is(
+    broken: dict[str, str], fault: tuple[str, str], prefills: int, decodes: int
+) -> None:
     """It is named, and from then on no prompt fails but the one that tries again."""
     pool = Pool(prefills, decodes)
     pool.breaks(**broken)
@@ -107,7 +114,9 @@ def test_whose_fault_it_is(broken: dict[str, str], fault: tuple[str, str], prefi
     while pool.now < begun + 50:
         pool.prompt()
     assert len(pool.failed) <= 6, "one prompt tries it, after a longer and longer time"
-    (sentence,) = [one for one in pool.ledger.shortcomings(pool.now) if all(url in one for url in fault)]
+    (sentence,) = [
+        one for one in pool.ledger.shortcomings(pool.now) if all(url in one for url in fault)
+    ]
     assert "no prompt is split" in sentence
     pool.broken.clear()
     while pool.faults:
@@ -127,7 +136,9 @@ def test_one_prefill_engine_and_two_decode_engines() -> None:
 
 
 def test_one_of_each_is_a_link_and_the_decode_engine_serves_alone() -> None:
-    """Nobody can tell whose fault it is. No prompt is prefilled in vain, and `/ready` says that none is split."""
+    """Nobody can tell whose fault it is. No prompt is prefilled in vain, and `/ready` says that
+    none is split.
+    """
     pool = Pool(1, 1)
     pool.breaks()
     for _ in range(20):
@@ -157,7 +168,9 @@ def test_engines_are_used_where_nobody_can_serve_alone() -> None:
 
 
 def test_engines_are_used_where_a_setting_lets_nobody_serve_alone() -> None:
-    """A prompt that is too long for a decode engine to serve whole goes to the last pair; a short one is served whole."""
+    """A prompt that is too long for a decode engine to serve whole goes to the last pair; a short
+    one is served whole.
+    """
     pool = Pool(1, 1)
     pool.breaks()
     for _ in range(20):
@@ -303,7 +316,9 @@ EVENTS = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(EVENTS)
 def test_any_course_ends_with_all_in_use(events: list[tuple[str, str, str, float]]) -> None:
-    """Whatever was noted: some prompt is served, and behind good prompts and counters nothing is left."""
+    """Whatever was noted: some prompt is served, and behind good prompts and counters nothing is
+    left.
+    """
     pool = Pool()
     for what, p, d, seconds in events:
         pool.now += seconds
@@ -320,12 +335,16 @@ def test_any_course_ends_with_all_in_use(events: list[tuple[str, str, str, float
                 pool.prompt()
             case "restart":
                 pool.ledger.mark_up(d, evidence(started=pool.now + 2))
-        assert all(fault.until <= pool.now + transfer_faults.LONGEST for fault in pool.ledger.transfers.faults.values())
+        assert all(
+            fault.until <= pool.now + transfer_faults.LONGEST
+            for fault in pool.ledger.transfers.faults.values()
+        )
     begun = pool.now
     while pool.faults:
         pool.now += 1
         if round(pool.now) % 3 == 0:
-            pool.decoded_alone()  # else engines take turns in step for ever, and one pair gets no prompt
+            # else engines take turns in step for ever, and one pair gets no prompt
+            pool.decoded_alone()
         pool.prompt()
         for d in ("d1", "d2"):
             pool.ledger.transfers_counted(d, 10, 0, pool.now)

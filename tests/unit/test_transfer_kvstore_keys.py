@@ -1,4 +1,6 @@
-"""The contract of a KV store under the proxy's keys: what P and D are told, and when D is better told nothing."""
+"""The contract of a KV store under the proxy's keys: what P and D are told, and when D is better
+told nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,16 @@ def test_p_stores_and_d_loads_under_one_key(route: Route) -> None:
     p = json.loads(KVSTORE_KEYS.prefill(request, prompt, DISPATCH).body)
     d = json.loads(KVSTORE_KEYS.decode(request, prompt, HANDLE, DISPATCH).body)
     keys = store_keys(IDS, "tiny")
-    assert p["kv_transfer_params"] == {"prefix_prompt_ids": IDS, "kvcache_store_keys": keys, "kvcache_load_keys": None}
-    assert d["kv_transfer_params"] == {"prefix_prompt_ids": IDS, "kvcache_store_keys": None, "kvcache_load_keys": keys}
+    assert p["kv_transfer_params"] == {
+        "prefix_prompt_ids": IDS,
+        "kvcache_store_keys": keys,
+        "kvcache_load_keys": None,
+    }
+    assert d["kv_transfer_params"] == {
+        "prefix_prompt_ids": IDS,
+        "kvcache_store_keys": None,
+        "kvcache_load_keys": keys,
+    }
     assert read(p["kv_transfer_params"]) is not None
     assert (p["max_tokens"], p["stream"], d["max_tokens"], d["stream"]) == (1, False, 9, True)
 
@@ -73,7 +83,9 @@ def test_a_request_is_not_changed() -> None:
     ],
 )
 def test_ids_that_p_says_otherwise(body: dict[str, Any], stored: bool) -> None:
-    """D would load KV of another prompt: it is better told nothing. An engine that says nothing is believed."""
+    """D would load KV of another prompt: it is better told nothing. An engine that says nothing is
+    believed.
+    """
     assert (why_not_stored(prompts.read(body), IDS) is None) is stored
     assert isinstance(KVSTORE_KEYS.handle(parsed(), prompts.read(body), DISPATCH), Handle) is stored
 

@@ -24,7 +24,9 @@ def answer(first: int | None = 42, **choice: Any) -> bytes:
     params = None if first is None else {"first_tok": first}
     choices = [{"index": 0, "text": " x", "finish_reason": "length", "stop_reason": None, **choice}]
     usage = {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}
-    return json.dumps({"id": "cmpl-1", "choices": choices, "usage": usage, "kv_transfer_params": params}).encode()
+    return json.dumps(
+        {"id": "cmpl-1", "choices": choices, "usage": usage, "kv_transfer_params": params}
+    ).encode()
 
 
 def released_by(contract: Contract) -> Callable[[str | None, Handle], bytes]:
@@ -43,7 +45,9 @@ def handle(request: Parsed, body: bytes, contract: Any = PD) -> Handle:
 
 def decode_body(request: Parsed, body: bytes) -> dict[str, Any]:
     """What the decode engine is asked."""
-    found: dict[str, Any] = json.loads(PD.decode(request, request.prompts[0], handle(request, body), DISPATCH).body)
+    found: dict[str, Any] = json.loads(
+        PD.decode(request, request.prompts[0], handle(request, body), DISPATCH).body
+    )
     return found
 
 
@@ -55,8 +59,17 @@ def prefill_body(request: Parsed, contract: Any = PD) -> dict[str, Any]:
 
 @pytest.mark.parametrize("route", [Route.COMPLETIONS, Route.CHAT])
 def test_the_prefill_leg(route: Route) -> None:
-    """It is a completion of the ids, one token, unstreamed, with the receiver's place and the minted id."""
-    request = parsed(route, stream=True, stream_options={"include_usage": True}, max_tokens=9, top_k=3, min_tokens=4)
+    """It is a completion of the ids, one token, unstreamed, with the receiver's place and the
+    minted id.
+    """
+    request = parsed(
+        route,
+        stream=True,
+        stream_options={"include_usage": True},
+        max_tokens=9,
+        top_k=3,
+        min_tokens=4,
+    )
     leg = PD.prefill(request, request.prompts[0], DISPATCH)
     assert leg.route is Route.COMPLETIONS
     body = json.loads(leg.body)
@@ -112,10 +125,18 @@ def test_the_decode_leg_of_a_chat(fields: dict[str, Any], limit: int | None) -> 
 
 @pytest.mark.parametrize(
     ("route", "fields"),
-    [(Route.CHAT, {}), (Route.CHAT, {"max_tokens": None}), (Route.COMPLETIONS, {"max_tokens": None})],
+    [
+        (Route.CHAT, {}),
+        (Route.CHAT, {"max_tokens": None}),
+        (Route.COMPLETIONS, {"max_tokens": None}),
+    ],
 )
-def test_what_has_no_limit_is_decoded_from_the_first_token_on(route: Route, fields: dict[str, Any]) -> None:
-    """To the completion that goes on behind a first token, no limit is its default of sixteen tokens."""
+def test_what_has_no_limit_is_decoded_from_the_first_token_on(
+    route: Route, fields: dict[str, Any]
+) -> None:
+    """To the completion that goes on behind a first token, no limit is its default of sixteen
+    tokens.
+    """
     request = parsed(route, **fields)
     assert handle(request, answer()).first is None
     assert prefill_body(request)["prompt"] == [5, 6]
@@ -170,7 +191,9 @@ def test_a_token_without_a_whole_text_is_not_shown(choice: dict[str, Any]) -> No
     ],
 )
 def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, Any]) -> None:
-    """A request that could tell the engines apart gets its first token from the decode engine, untouched."""
+    """A request that could tell the engines apart gets its first token from the decode engine,
+    untouched.
+    """
     request = parsed(**fields)
     assert not may_begin_on_prefill(request)
     given = handle(request, answer())
@@ -184,10 +207,18 @@ def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, An
 
 @pytest.mark.parametrize(
     ("fields", "contract"),
-    [({"logprobs": 1}, PD), ({"seed": 1}, PD), ({}, lmcache_pd(LMCacheOptions(first_token="decode")))],
+    [
+        ({"logprobs": 1}, PD),
+        ({"seed": 1}, PD),
+        ({}, lmcache_pd(LMCacheOptions(first_token="decode"))),
+    ],
 )
-def test_nothing_is_pushed_that_the_decode_engine_will_not_look_for(fields: dict[str, Any], contract: Any) -> None:
-    """It looks for its prompt less the last token, and an unfull chunk is found by its very tokens."""
+def test_nothing_is_pushed_that_the_decode_engine_will_not_look_for(
+    fields: dict[str, Any], contract: Any
+) -> None:
+    """It looks for its prompt less the last token, and an unfull chunk is found by its very
+    tokens.
+    """
     request = parsed(max_tokens=9, **fields)
     assert prefill_body(request, contract)["prompt"] == [5, 6]
     seen = json.loads(answer())
@@ -220,7 +251,9 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
     assert given.first is None
     leg = contract.decode(request, request.prompts[0], given, DISPATCH)
     assert leg.route is Route.CHAT
-    assert json.loads(leg.body) == {name: json.loads(bytes(value)) for name, value in request.fields.items()}
+    assert json.loads(leg.body) == {
+        name: json.loads(bytes(value)) for name, value in request.fields.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -234,19 +267,25 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
     ],
 )
 def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int) -> None:
-    """One notice a receiving rank, one in all where the first stores alone, none where nothing is pushed."""
+    """One notice a receiving rank, one in all where the first stores alone, none where nothing is
+    pushed.
+    """
     dispatch = Dispatch("leg-1", TokenIds(b"[]", tokens), receiver=DISPATCH.receiver)
     assert lmcache_pd(LMCacheOptions(**options)).notices(dispatch) == notices
 
 
-@pytest.mark.parametrize("body", [answer(None), b'{"choices":[],"kv_transfer_params":{"first_tok":"x"}}'])
+@pytest.mark.parametrize(
+    "body", [answer(None), b'{"choices":[],"kv_transfer_params":{"first_tok":"x"}}']
+)
 def test_an_engine_without_lmcache_is_found_out(body: bytes) -> None:
     """No first token: the reason names what to look at."""
     assert "pd_role sender" in str(PD.handle(parsed(), read(body), DISPATCH))
 
 
 def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() -> None:
-    """The decode engine looks for what is before its last token: anything else would stay in its buffer for ever."""
+    """The decode engine looks for what is before its last token: anything else would stay in its
+    buffer for ever.
+    """
     contract = lmcache_pd(LMCacheOptions(first_token="decode", chunk_size=32))
     request = parsed(max_tokens=4)
     dispatch = Dispatch("leg-1", from_numbers(list(range(40))), receiver=DISPATCH.receiver)

@@ -117,7 +117,9 @@ def test_a_completion_whose_ids_were_made_here_is_decoded_from_the_prefills() ->
 
 @pytest.mark.parametrize(("spares", "prompt"), [(True, [1, 2]), (False, "p" * 50)])
 def test_ids_for_the_prefill_engine(spares: bool, prompt: object) -> None:
-    """They take the prompt's place where it may be spared; its answer is to say its own in any case."""
+    """They take the prompt's place where it may be spared; its answer is to say its own in any
+    case.
+    """
     request = parsed()
     dispatch = Dispatch(ids=TokenIds(b"[1,2]", 2), prefill_takes_ids=spares)
     body = json.loads(NIXL.prefill(request, request.prompts[0], dispatch).body)
@@ -128,19 +130,26 @@ def test_ids_for_the_prefill_engine(spares: bool, prompt: object) -> None:
 def test_the_prefill_bodys_min_tokens(least: int | None, sent: int | None) -> None:
     """More than one token at the least is a 400 for one token at the most; none stays none."""
     request = parsed(min_tokens=least)
-    assert json.loads(NIXL.prefill(request, request.prompts[0], NO_DISPATCH).body)["min_tokens"] == sent
+    assert (
+        json.loads(NIXL.prefill(request, request.prompts[0], NO_DISPATCH).body)["min_tokens"]
+        == sent
+    )
 
 
 def test_the_prefill_body_leaves_the_clients_object_alone() -> None:
     """Both legs start from the same fields."""
-    request = parsed(Route.CHAT, max_completion_tokens=9, logprobs=True, response_format={"type": "text"})
+    request = parsed(
+        Route.CHAT, max_completion_tokens=9, logprobs=True, response_format={"type": "text"}
+    )
     before = dict(request.fields)
     body = json.loads(NIXL.prefill(request, request.prompts[0], NO_DISPATCH).body)
     assert body["response_format"] == {"type": "text"}, "some chat templates print it"
     assert "logprobs" not in body
     assert request.fields == before
     completion = parsed(response_format={"type": "text"})
-    assert "response_format" not in json.loads(NIXL.prefill(completion, completion.prompts[0], NO_DISPATCH).body)
+    assert "response_format" not in json.loads(
+        NIXL.prefill(completion, completion.prompts[0], NO_DISPATCH).body
+    )
 
 
 def test_the_release_body() -> None:
@@ -173,7 +182,12 @@ def test_who_released_after_a_refusal(kind: str, param: str | None, released: bo
 
 def test_a_handle_at_another_host() -> None:
     """Nothing else of it changes, in whatever order its fields are."""
-    params = {"remote_block_ids": [[1, 2]], "remote_host": "10.0.0.1", "remote_port": 5600, "more": {"a": [None]}}
+    params = {
+        "remote_block_ids": [[1, 2]],
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "more": {"a": [None]},
+    }
     given = Handle(json.dumps(params).encode(), b"[1]", 1, "r")
     placed = at_host(given, "p.example")
     assert json.loads(placed.params) == params | {"remote_host": "p.example"}

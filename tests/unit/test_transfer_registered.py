@@ -1,4 +1,6 @@
-"""The contracts of engines that register: ids that vLLM's own expressions read, what each leg is sent, and what is released."""
+"""The contracts of engines that register: ids that vLLM's own expressions read, what each leg is
+sent, and what is released.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 
 from pdproxy.tokens.ids import from_numbers
 from pdproxy.transfer import moriio, p2p_nccl
-from pdproxy.transfer.contract import Contract, Dispatch, Handle, HeldByDecode, LegRequest, PushedToDecode
+from pdproxy.transfer.contract import (
+    Contract,
+    Dispatch,
+    Handle,
+    HeldByDecode,
+    LegRequest,
+    PushedToDecode,
+)
 from pdproxy.transfer.moriio import MORIIO
 from pdproxy.transfer.p2p_nccl import P2P_NCCL
 from pdproxy.transfer.peers import Peer
@@ -77,8 +86,13 @@ _WILD = st.text(alphabet="ab:._-,0123456789hostndiyk", min_size=1, max_size=60)
 
 @given(p=_WILD, d=_WILD)
 def test_no_address_that_is_accepted_leads_engines_astray(p: str, d: str) -> None:
-    """Whatever an engine registers, the other one finds just that in the id, or the registration is refused."""
-    peers = [p2p_nccl.registered(Registration(role="P", http_address="a:1", zmq_address=one)) for one in (p, f"{d}:22")]
+    """Whatever an engine registers, the other one finds just that in the id, or the registration is
+    refused.
+    """
+    peers = [
+        p2p_nccl.registered(Registration(role="P", http_address="a:1", zmq_address=one))
+        for one in (p, f"{d}:22")
+    ]
     if any(isinstance(one, str) for one in peers):
         return
     prefill, decode = (one[0] for one in peers if not isinstance(one, str))
@@ -93,7 +107,9 @@ def test_no_address_that_is_accepted_leads_engines_astray(p: str, d: str) -> Non
 @given(host=st.text(alphabet="ab:._-0123456789", min_size=1, max_size=40))
 def test_no_host_that_is_accepted_leads_moriio_astray(host: str) -> None:
     address = f"host:{host},handshake:1,notify:2"
-    found = moriio.registered(Registration(role="P", http_address="a:1", zmq_address=address, transfer_mode="READ"))
+    found = moriio.registered(
+        Registration(role="P", http_address="a:1", zmq_address=address, transfer_mode="READ")
+    )
     if isinstance(found, str):
         return
     name = f"cmpl-{named(MORIIO, found[0], found[0]).leg_id}-0-1a2b3c4d"
@@ -103,7 +119,9 @@ def test_no_host_that_is_accepted_leads_moriio_astray(host: str) -> None:
     assert (one[1], other[1]) == (address, address)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "a:b", "a:1:", "a___b:1", "_a:1", "a:123456", P_MORIIO])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", "a:b", "a:1:", "a___b:1", "_a:1", "a:123456", P_MORIIO]
+)
 def test_addresses_that_are_not_p2p_nccl_s(address: str) -> None:
     found = p2p_nccl.registered(Registration(role="P", http_address="a:1", zmq_address=address))
     assert isinstance(found, str)
@@ -111,10 +129,17 @@ def test_addresses_that_are_not_p2p_nccl_s(address: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["10.0.0.1:1", "host:a,notify:1,handshake:2", "host:a,handshake:x,notify:1", "host:___,handshake:1,notify:2"],
+    [
+        "10.0.0.1:1",
+        "host:a,notify:1,handshake:2",
+        "host:a,handshake:x,notify:1",
+        "host:___,handshake:1,notify:2",
+    ],
 )
 def test_addresses_that_are_not_moriio_s(address: str) -> None:
-    found = moriio.registered(Registration(role="P", http_address="a:1", zmq_address=address, transfer_mode="READ"))
+    found = moriio.registered(
+        Registration(role="P", http_address="a:1", zmq_address=address, transfer_mode="READ")
+    )
     assert isinstance(found, str)
 
 
@@ -144,7 +169,9 @@ def test_p2p_nccl_s_kv_is_dropped_by_a_prompt_of_one_token_with_the_same_id(rout
     assert given.release.headers == ((b"x-request-id", (of_p2p().leg_id or "").encode()),)
     body = body_of(given.release)
     assert (body["model"], body["max_tokens"], body["stream"]) == ("tiny", 1, False)
-    assert body["prompt"] == [0] if route is Route.COMPLETIONS else body["truncate_prompt_tokens"] == 1
+    assert (
+        body["prompt"] == [0] if route is Route.COMPLETIONS else body["truncate_prompt_tokens"] == 1
+    )
     holder = P2P_NCCL.holder
     assert isinstance(holder, HeldByDecode)
     assert holder.drops_aborted
@@ -193,7 +220,9 @@ def test_moriio_writes_into_blocks_that_d_chooses() -> None:
     request, dispatch = parsed(), of_moriio("WRITE", 1)
     given = MORIIO.handle(request, answered(moriio_params()), dispatch)
     assert isinstance(given, Handle)
-    params = body_of(MORIIO.decode(request, request.prompts[0], given, dispatch))["kv_transfer_params"]
+    params = body_of(MORIIO.decode(request, request.prompts[0], given, dispatch))[
+        "kv_transfer_params"
+    ]
     assert params == {
         "do_remote_decode": False,
         "do_remote_prefill": True,

@@ -83,7 +83,9 @@ def yaml(folder: Path, connector: str, **more: object) -> Path:
     """A file with a pool of this connector."""
     nodes = [{"url": "http://p:1", "role": "prefill"}, {"url": "http://d:1", "role": "decode"}]
     file = folder / "settings.yaml"
-    file.write_bytes(msgspec.yaml.encode({"pools": [{"connector": connector, "nodes": nodes, **more}]}))
+    file.write_bytes(
+        msgspec.yaml.encode({"pools": [{"connector": connector, "nodes": nodes, **more}]})
+    )
     return file
 
 
@@ -110,7 +112,9 @@ def test_a_file_chooses_a_new_contract(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("teleport")
 def test_settings_are_checked_against_what_a_new_contract_needs() -> None:
     """Its capabilities are those of its entry."""
-    with pytest.raises(SettingsError, match="tokenize: connector teleport needs prompts' token ids"):
+    with pytest.raises(
+        SettingsError, match="tokenize: connector teleport needs prompts' token ids"
+    ):
         from_flags("--connector", "teleport", "--tokenize", "off")
 
 
@@ -160,7 +164,9 @@ def test_an_entry_and_its_contract_agree(entry: Entry) -> None:
 
 
 def test_the_usual_order_is_the_first_that_a_contract_can() -> None:
-    able = dataclasses.replace(SHARED, capabilities=Capabilities(orders=("concurrent", "sequential")), order="")
+    able = dataclasses.replace(
+        SHARED, capabilities=Capabilities(orders=("concurrent", "sequential")), order=""
+    )
     assert able.order == "concurrent"
     assert dataclasses.replace(able, order="sequential").order == "sequential"
     assert SHARED.order == "sequential"
@@ -198,10 +204,17 @@ def test_which_way_notices_come(connector: str, notifier: bool, channel: Channel
 
 
 def test_no_other_code_names_a_contract() -> None:
-    """A contract's name is in its own module. Elsewhere only simulated engines and the default of `pools[]` have one."""
+    """A contract's name is in its own module. Elsewhere only simulated engines and the default of
+    `pools[]` have one.
+    """
     own = [
         PACKAGES / name
-        for name in ("pdproxy/transfer", "pdproxy/notifier", "pdproxy_lab/sim", "pdproxy_lab/cli/sim.py")
+        for name in (
+            "pdproxy/transfer",
+            "pdproxy/notifier",
+            "pdproxy_lab/sim",
+            "pdproxy_lab/cli/sim.py",
+        )
     ]
     allowed = {
         ("pdproxy/settings/pools.py", "nixl"),  # the default of `pools[].connector`
@@ -226,7 +239,9 @@ def _strings(tree: ast.AST) -> list[str]:
     return [
         node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in documents
     ]
 
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.transfer.turns import DecodeHandle, TurnRules, at_host, fit, ids_text, read, release_body
+from pdproxy.transfer.turns import (
+    DecodeHandle,
+    TurnRules,
+    at_host,
+    fit,
+    ids_text,
+    read,
+    release_body,
+)
 
 PARAMS = {
     "do_remote_prefill": False,
@@ -32,7 +40,12 @@ def handle(**fields):
 
 def part(common, prompt=1000, known=62, min_tokens=1, block_size=16, **fields):
     return fit(
-        handle(**fields), known=known, common=common, prompt=prompt, block_size=block_size, min_tokens=min_tokens
+        handle(**fields),
+        known=known,
+        common=common,
+        prompt=prompt,
+        block_size=block_size,
+        min_tokens=min_tokens,
     )
 
 
@@ -80,7 +93,10 @@ def test_trimmed_both_fields_change_and_nothing_else():
     found = part(50)
     assert found is not None
     assert (found.tokens, found.trimmed) == (48, True)
-    assert json.loads(found.params) == PARAMS | {"remote_num_tokens": 48, "remote_block_ids": [[3, 1, 4]]}
+    assert json.loads(found.params) == PARAMS | {
+        "remote_num_tokens": 48,
+        "remote_block_ids": [[3, 1, 4]],
+    }
 
 
 @pytest.mark.parametrize(
@@ -133,7 +149,9 @@ def test_a_handle_with_too_few_blocks_is_cut_to_what_they_hold():
 )
 def test_never_more_than_is_common_and_known(tokens, blocks, known, common, prompt, block_size):
     given_ = handle(remote_num_tokens=tokens, remote_block_ids=[list(range(blocks))])
-    found = fit(given_, known=known, common=common, prompt=prompt, block_size=block_size, min_tokens=1)
+    found = fit(
+        given_, known=known, common=common, prompt=prompt, block_size=block_size, min_tokens=1
+    )
     if found is None:
         return
     params = json.loads(found.params)
@@ -154,7 +172,8 @@ def test_a_release_turns_the_direction_around():
 
 
 @pytest.mark.parametrize(
-    "ids", [b"", b"[", b"]", b"[]", b"null", b"{}", b"[-1]", b"[1.5]", b'["1"]', b"[1e400]", b"[[1]]"]
+    "ids",
+    [b"", b"[", b"]", b"[]", b"null", b"{}", b"[-1]", b"[1.5]", b'["1"]', b"[1e400]", b"[[1]]"],
 )
 def test_ids_that_are_none(ids):
     assert ids_text(ids) is None
@@ -169,7 +188,8 @@ def test_ids_as_texts():
 def test_a_handle_at_another_host() -> None:
     """All other fields stay as the engine wrote them."""
     handle = read(
-        b'{"do_remote_decode":true,"remote_engine_id":"e","remote_request_id":"r","remote_host":"h","remote_port":1,'
+        b'{"do_remote_decode":true,"remote_engine_id":"e","remote_request_id":"r","remote_host":'
+        b'"h","remote_port":1,'
         b'"remote_block_ids":[[1,2]],"remote_num_tokens":20,"more":1.50}'
     )
     assert isinstance(handle, DecodeHandle)

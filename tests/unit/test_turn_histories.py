@@ -1,4 +1,6 @@
-"""What the next prompt of a conversation may use of the turn before, by what its client has kept of the answer."""
+"""What the next prompt of a conversation may use of the turn before, by what its client has kept of
+the answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ EDITS = {
     "nothing follows": (TURN, 95),
     "its thoughts are left out": ((*ASKED, *SHOWN, *MORE), 64),
     "its answer is left out": ((*ASKED, *THOUGHT, *MORE), 80),
-    "a call of a tool is written otherwise": ((*ASKED, *THOUGHT, *SHOWN[:4], 9, *SHOWN[5:], *MORE), 80),
+    "a call of a tool is written otherwise": (
+        (*ASKED, *THOUGHT, *SHOWN[:4], 9, *SHOWN[5:], *MORE),
+        80,
+    ),
     "its last token differs": ((*TURN[:-1], 9, *MORE), 95),
     "the token before differs": ((*TURN[:-2], 9, TURN[-1], *MORE), 80),
     "the question is asked again": (ASKED, 48),
@@ -51,7 +56,9 @@ def test_of_another_model_or_salt_nothing_is_used(edit: str) -> None:
     assert len(shelf.kept) == 1
 
 
-@pytest.mark.parametrize(("passed", "used"), [(0.0, True), (59.0, True), (100.0, False), (1e6, False)])
+@pytest.mark.parametrize(
+    ("passed", "used"), [(0.0, True), (59.0, True), (100.0, False), (1e6, False)]
+)
 def test_a_turn_is_used_as_long_as_its_time_lasts(passed: float, used: bool) -> None:
     """Counted from its receipt here: the clock of the engine that keeps it may be any."""
     shelf = Shelf()

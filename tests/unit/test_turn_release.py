@@ -14,11 +14,19 @@ from tests.unit.test_kept_turns import params
 
 
 async def test_as_many_wait_as_turns_may_be_kept() -> None:
-    """An orderly stop releases all that is kept; what is more than that is left to the engine's own time."""
+    """An orderly stop releases all that is kept; what is more than that is left to the engine's own
+    time.
+    """
     for max_kept, most in ((3000, 3000), (10, LEAST_WAITING)):
         seen = Recorder()
         releases = TurnReleases(
-            TurnRules(), cast("Any", None), {}, Deadlines(), Observers([seen]), lambda: 0.0, max_kept
+            TurnRules(),
+            cast("Any", None),
+            {},
+            Deadlines(),
+            Observers([seen]),
+            lambda: 0.0,
+            max_kept,
         )
         handle = read(params(20, "a"))
         assert isinstance(handle, DecodeHandle)

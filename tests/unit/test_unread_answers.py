@@ -1,4 +1,6 @@
-"""Clients that do not read: on a transport whose buffer drains when the test says so, before each thing that answers."""
+"""Clients that do not read: on a transport whose buffer drains when the test says so, before each
+thing that answers.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ class Large(Ingress):
         super().__init__(clock=self.clock)
         self.streams, self.size, self.pieces = streams, size, pieces
         self.bounds = self.path.bounds
-        self.bounds.slow_readers.observers = self.bounds.unread_answers._observers = Observers([self])
+        self.bounds.slow_readers.observers = self.bounds.unread_answers._observers = Observers(
+            [self]
+        )
 
     def notify(self, event: Event) -> None:
         self.events.append(event)
@@ -99,7 +103,9 @@ class Large(Ingress):
         self.seen.served.append((b"GET", b"", b""))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for left in reversed(range(self.pieces)):
-            await send({"type": "http.response.body", "body": b"x" * self.size, "more_body": left > 0})
+            await send(
+                {"type": "http.response.body", "body": b"x" * self.size, "more_body": left > 0}
+            )
 
     def open(self, *, admin: bool = False, tls: bool = False) -> tuple[Any, Unread]:
         """A connection: its protocol and its transport."""
@@ -108,14 +114,21 @@ class Large(Ingress):
             gate = Gate(self._application, Keys(), Observers([self]), is_tcp=False)
             http = admin_protocol(self.bounds, Observers([self]), gate)
             config = uvicorn.Config(
-                self._application, http=http, log_config=None, lifespan="off", ws="none", interface="asgi3"
+                self._application,
+                http=http,
+                log_config=None,
+                lifespan="off",
+                ws="none",
+                interface="asgi3",
             )
             config.load()
         transport = Unread()
         if tls:
             transport.get_extra_info = lambda name, default=None: name == "sslcontext" or default  # type: ignore[method-assign]
         loop = asyncio.get_running_loop()
-        protocol = config.http_protocol_class(config=config, server_state=ServerState(), app_state={}, _loop=loop)  # type: ignore[call-arg]
+        protocol = config.http_protocol_class(
+            config=config, server_state=ServerState(), app_state={}, _loop=loop
+        )  # type: ignore[call-arg]
         transport.protocol = protocol
         protocol.connection_made(transport)
         return protocol, transport
@@ -138,7 +151,9 @@ KINDS: dict[str, tuple[bytes, dict[str, bool], dict[str, bool]]] = {
 
 
 @pytest.fixture(params=KINDS)
-async def kind(request: pytest.FixtureRequest) -> tuple[Large, bytes, Callable[[], tuple[Any, Unread]]]:
+async def kind(
+    request: pytest.FixtureRequest,
+) -> tuple[Large, bytes, Callable[[], tuple[Any, Unread]]]:
     """An entry, a request, and what opens a connection there."""
     asked, made, opened = KINDS[request.param]
     entry = Large(**made)
@@ -149,7 +164,9 @@ Kind = tuple[Large, bytes, Callable[[], tuple[Any, Unread]]]
 
 
 async def test_a_stream_of_an_application_waits_for_its_reader() -> None:
-    """Piece by piece: one of them waits on the connection at most. The next request waits for the last of them."""
+    """Piece by piece: one of them waits on the connection at most. The next request waits for the
+    last of them.
+    """
     entry = Large(pieces=5)
     protocol, transport = entry.open()
     protocol.data_received(PAGE * 2)
@@ -167,7 +184,9 @@ async def test_a_stream_of_an_application_waits_for_its_reader() -> None:
 
 @pytest.mark.parametrize("pipelined", [True, False])
 async def test_who_does_not_read_gets_no_further_answer(kind: Kind, pipelined: bool) -> None:
-    """The next request is not begun before the answer is read, however it came; each is served then. All bytes are counted."""
+    """The next request is not begun before the answer is read, however it came; each is served
+    then. All bytes are counted.
+    """
     entry, asked, opened = kind
     protocol, transport = opened()
     count = 10
@@ -218,7 +237,11 @@ async def test_the_wait_for_a_reader_has_a_deadline(kind: Kind) -> None:
     assert transport.aborted
     assert entry.events == [DeadlinePassed("client_write")]
     await turns()
-    assert (len(entry.seen.served), entry.bounds.unread_answers.held, entry.clock.pending()) == (1, 0, [])
+    assert (len(entry.seen.served), entry.bounds.unread_answers.held, entry.clock.pending()) == (
+        1,
+        0,
+        [],
+    )
 
 
 async def test_what_is_left_of_a_small_answer_has_a_deadline_too(kind: Kind) -> None:
@@ -228,7 +251,11 @@ async def test_what_is_left_of_a_small_answer_has_a_deadline_too(kind: Kind) -> 
     protocol, transport = opened()
     protocol.data_received(asked)
     await turns()
-    assert (len(entry.seen.served), transport.paused, entry.bounds.unread_answers.held) == (1, False, 0)
+    assert (len(entry.seen.served), transport.paused, entry.bounds.unread_answers.held) == (
+        1,
+        False,
+        0,
+    )
     await entry.clock.advance(SECONDS)
     assert transport.aborted
 
@@ -263,7 +290,9 @@ async def test_it_gives_its_place_to_a_new_connection(kind: Kind) -> None:
 
 
 async def test_the_rest_of_an_answer_comes_before_what_refuses_the_next_request() -> None:
-    """A body that is refused while an answer waits to be read ends the connection behind that answer, whole."""
+    """A body that is refused while an answer waits to be read ends the connection behind that
+    answer, whole.
+    """
     entry = Large()
     protocol, transport = entry.open()
     protocol.data_received(PAGE)
@@ -282,7 +311,9 @@ async def test_the_rest_of_an_answer_comes_before_what_refuses_the_next_request(
 
 
 @pytest.mark.parametrize("stuck", [True, False])
-async def test_a_stream_that_breaks_off_does_not_wait_for_a_client_that_is_stuck(stuck: bool) -> None:
+async def test_a_stream_that_breaks_off_does_not_wait_for_a_client_that_is_stuck(
+    stuck: bool,
+) -> None:
     """Closing would wait until all is read; one that reads gets all."""
     entry = Large()
 
@@ -323,7 +354,9 @@ def test_of_one_connection_the_last_count_is_the_count() -> None:
 
 
 class Hiding(Unread):
-    """A socket's end with TLS: below it is a connection that takes all of a write, if it had less than `PIECE` before."""
+    """A socket's end with TLS: below it is a connection that takes all of a write, if it had less
+    than `PIECE` before.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,9 @@ def test_a_rate_is_forgotten_as_time_goes_on() -> None:
 
 
 def test_a_low_load_before_says_little_of_the_wait_behind_many_requests() -> None:
-    """One in ten seconds, which took one: a hundred at once end a hundred times as fast. So does the first minute after none."""
+    """One in ten seconds, which took one: a hundred at once end a hundred times as fast. So does
+    the first minute after none.
+    """
     waits = Waits()
     for number in range(100):
         waits.ended(10.0 * number, 1000.0, 1.0)
@@ -57,7 +59,9 @@ def test_a_low_load_before_says_little_of_the_wait_behind_many_requests() -> Non
 
 
 def test_the_times_of_service_are_those_of_like_requests() -> None:
-    """The shortest, and the one that nearly all need. Prompts of other sizes do not count; less of an answer needs less time."""
+    """The shortest, and the one that nearly all need. Prompts of other sizes do not count; less of
+    an answer needs less time.
+    """
     waits, chance = Waits(), random.Random(1)
     for _ in range(5000):
         waits.served(0.0, 100, chance.uniform(1.0, 5.0))
@@ -73,7 +77,9 @@ def test_the_times_of_service_are_those_of_like_requests() -> None:
 @given(st.floats(0.001, 100.0), st.floats(0.0, 0.6))
 @settings(deadline=None, max_examples=30)
 def test_nearly_all_requests_need_no_longer(typical: float, spread: float) -> None:
-    """However long they take and however different they are: nineteen in twenty, and the time is no more than twice theirs."""
+    """However long they take and however different they are: nineteen in twenty, and the time is no
+    more than twice theirs.
+    """
     waits, chance, over = Waits(), random.Random(2), 0
     times = []
     for number in range(1200):
@@ -98,7 +104,9 @@ def test_one_request_that_took_very_long_changes_little() -> None:
 
 
 def test_the_shortest_time_is_forgotten() -> None:
-    """Soon, by longer ones and where none is answered: otherwise a client that is refused by it would be refused for ever."""
+    """Soon, by longer ones and where none is answered: otherwise a client that is refused by it
+    would be refused for ever.
+    """
     waits = Waits()
     for number in range(100):
         waits.served(0.1 * number, 100, 1.0)
@@ -112,7 +120,9 @@ def test_the_shortest_time_is_forgotten() -> None:
     slow = Waits()
     for number in range(10):
         slow.served(60.0 * number, 100, 60.0)
-    assert slow.service(590.0, 100)[0] == 60.0, "where requests take longer, it is remembered longer"
+    assert slow.service(590.0, 100)[0] == 60.0, (
+        "where requests take longer, it is remembered longer"
+    )
 
 
 def test_late_requests_say_nothing_of_the_shortest_time() -> None:
@@ -127,7 +137,9 @@ def test_late_requests_say_nothing_of_the_shortest_time() -> None:
 
 
 def test_clients_with_little_time_make_nobody_seem_fast() -> None:
-    """A request that was given up after a tenth of a second would have taken longer: nobody knows how long."""
+    """A request that was given up after a tenth of a second would have taken longer: nobody knows
+    how long.
+    """
     waits = Waits()
     for number in range(100):
         waits.served(0.1 * number, 100, 5.0)
@@ -148,7 +160,9 @@ def test_what_a_request_took_is_compared_with_others() -> None:
 
 
 def test_not_every_request_of_a_high_load_is_learned_from() -> None:
-    """Each counts for the rate; one in a tenth of a second is looked at, however often waits are predicted meanwhile."""
+    """Each counts for the rate; one in a tenth of a second is looked at, however often waits are
+    predicted meanwhile.
+    """
     waits, weights = Waits(), []
     for number in range(10_000):
         now = number / 1000
@@ -162,7 +176,9 @@ def test_not_every_request_of_a_high_load_is_learned_from() -> None:
 
 
 def test_what_is_looked_at_stands_for_the_others() -> None:
-    """One in twenty is late, and all of these are learned from: the time that nearly all need hardly grows by them."""
+    """One in twenty is late, and all of these are learned from: the time that nearly all need
+    hardly grows by them.
+    """
     one_by_one, weighted = Waits(), Waits()
     for number in range(400):
         late = number % 20 == 0
@@ -174,12 +190,16 @@ def test_what_is_looked_at_stands_for_the_others() -> None:
 
 
 class Simulated:
-    """A queue before places, with more requests than places: what was predicted for each that waited, and how long it did."""
+    """A queue before places, with more requests than places: what was predicted for each that
+    waited, and how long it did.
+    """
 
     def __init__(self, places: int, overload: float, seed: int) -> None:
         self.chance, self.places, self.overload = random.Random(seed), places, overload
         self.waits, self.now = Waits(), 0.0
-        self.queue: FairQueue[list[float]] = FairQueue(places, 10**6, 0, self._granted, lambda _: None)
+        self.queue: FairQueue[list[float]] = FairQueue(
+            places, 10**6, 0, self._granted, lambda _: None
+        )
         self.ends: list[tuple[float, int, TenantRequest[list[float]], float]] = []
         self.entries: dict[int, TenantRequest[list[float]]] = {}
         self.begun: list[list[float]] = []
@@ -221,7 +241,9 @@ class Simulated:
 
 @pytest.mark.parametrize(("places", "overload"), [(8, 1.5), (64, 1.1), (64, 2.0)])
 def test_predicted_waits_are_near_to_real_ones(places: int, overload: float) -> None:
-    """In a simulated queue of two tenants: most predictions are right within a factor of two, many within a quarter."""
+    """In a simulated queue of two tenants: most predictions are right within a factor of two, many
+    within a quarter.
+    """
     simulated = Simulated(places, overload, 3)
     simulated.run(120.0)
     ratios = sorted(predicted / max(real, 0.05) for predicted, real in simulated.found)

@@ -1,4 +1,6 @@
-"""What `web` relies on in uvicorn's classes: a new uvicorn has to pass this before its version bound moves."""
+"""What `web` relies on in uvicorn's classes: a new uvicorn has to pass this before its version
+bound moves.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from tests.fuzz.ingress import Ingress, Transport
 
 @pytest.mark.parametrize(
     "name",
-    ["on_headers_complete", "on_body", "on_message_complete", "on_response_complete", "connection_lost", "pause_writing",
-     "resume_writing", "_start_asgi_task", "_should_upgrade", "_unset_keepalive_if_required", "data_received",
+    ["on_headers_complete", "on_body", "on_message_complete", "on_response_complete",
+    "connection_lost", "pause_writing",
+     "resume_writing", "_start_asgi_task", "_should_upgrade", "_unset_keepalive_if_required",
+     "data_received",
      "on_message_begin", "on_url", "on_header"],
 )  # fmt: skip
 def test_methods_of_the_protocol(name: str) -> None:
@@ -33,7 +37,8 @@ async def test_attributes_of_the_protocol() -> None:
     config = uvicorn.Config(lambda: None, http=HttpToolsProtocol, log_config=None)
     config.load()
     made = HttpToolsProtocol(config, ServerState(), {}, asyncio.get_running_loop())
-    for name in ("parser", "cycle", "pipeline", "scope", "transport", "flow", "logger", "access_logger", "app", "url",
+    for name in ("parser", "cycle", "pipeline", "scope", "transport", "flow", "logger",
+        "access_logger", "app", "url",
                  "server_state", "expect_100_continue", "tasks",
                  "timeout_keep_alive_task"):  # fmt: skip
         assert hasattr(made, name) or name == "url", name
@@ -48,7 +53,8 @@ async def test_attributes_of_the_protocol() -> None:
 def test_the_cycles_state() -> None:
     """Attributes that uvicorn's protocol and ours both read."""
     source = inspect.getsource(RequestResponseCycle.__init__)
-    for name in ("disconnected", "keep_alive", "waiting_for_100_continue", "response_started", "response_complete",
+    for name in ("disconnected", "keep_alive", "waiting_for_100_continue", "response_started",
+        "response_complete",
                  "transport", "flow", "default_headers", "message_event"):  # fmt: skip
         assert f"self.{name}" in source, name
         assert name in cycle.ResponseCycle.__slots__
@@ -58,7 +64,9 @@ def test_the_cycles_state() -> None:
 
 
 def test_uvicorn_starts_requests_in_one_place() -> None:
-    """Direct and pipelined requests both go through `_start_asgi_task`, which shows whose turn it is."""
+    """Direct and pipelined requests both go through `_start_asgi_task`, which shows whose turn it
+    is.
+    """
     for method in (HttpToolsProtocol.on_headers_complete, HttpToolsProtocol.on_response_complete):
         assert "self._start_asgi_task(" in inspect.getsource(method)
     assert "run_asgi" in inspect.getsource(HttpToolsProtocol._start_asgi_task)
@@ -87,11 +95,15 @@ def test_flow_and_status_lines() -> None:
 
 def _on_one_line(source: str) -> str:
     """A source whose imports are on one line each: the formatter may break them."""
-    return re.sub(r"import \(\s*([^)]*?),?\s*\)", lambda names: "import " + " ".join(names[1].split()), source)
+    return re.sub(
+        r"import \(\s*([^)]*?),?\s*\)", lambda names: "import " + " ".join(names[1].split()), source
+    )
 
 
 async def test_behind_a_large_read_others_have_their_turn() -> None:
-    """A client that sends as fast as it can is read once in a turn; one that is not to be read stays paused."""
+    """A client that sends as fast as it can is read once in a turn; one that is not to be read
+    stays paused.
+    """
     transport = Transport()
     flow = lean_flow_control.LeanFlowControl(transport)
     flow.received(lean_flow_control.LARGE_READ - 1)
@@ -112,10 +124,16 @@ async def test_a_connection_counts_its_reads() -> None:
     """Those of a body are such reads."""
     entry, transport = Ingress(), Transport()
     made = entry.config.http_protocol_class(  # type: ignore[call-arg]
-        config=entry.config, server_state=ServerState(), app_state={}, _loop=asyncio.get_running_loop()
+        config=entry.config,
+        server_state=ServerState(),
+        app_state={},
+        _loop=asyncio.get_running_loop(),
     )
     made.connection_made(transport)
-    made.data_received(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n" + b"x" * 200_000)
+    made.data_received(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n"
+        + b"x" * 200_000
+    )
     assert transport.reading_paused
     await asyncio.sleep(0)
     assert not transport.reading_paused

@@ -1,4 +1,6 @@
-"""Counting what a body holds before it is parsed: exact where it refuses, never too little where it decides."""
+"""Counting what a body holds before it is parsed: exact where it refuses, never too little where it
+decides.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def items(value: Any) -> int:
 
 
 def levels(value: Any) -> int:
-    inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else None
+    inner = (
+        value if isinstance(value, list) else value.values() if isinstance(value, dict) else None
+    )
     return 0 if inner is None else 1 + max(map(levels, inner), default=0)
 
 
@@ -87,7 +91,9 @@ def test_values_are_counted_with_numbers() -> None:
 
 
 def test_bounds_are_the_settings() -> None:
-    """The defaults of both are equal, and no body that is read without counting can hold more than may be set."""
+    """The defaults of both are equal, and no body that is read without counting can hold more than
+    may be set.
+    """
     from pdproxy.settings.limits import Limits
 
     limits = Limits()
@@ -101,7 +107,9 @@ IDS = st.lists(st.lists(st.integers(0, 10**6), min_size=1, max_size=5), min_size
 
 
 @given(TEXTS | IDS, st.booleans(), st.sampled_from([None, 1]))
-def test_prompts_are_where_they_are(prompts: list[Any], ascii_only: bool, indent: int | None) -> None:
+def test_prompts_are_where_they_are(
+    prompts: list[Any], ascii_only: bool, indent: int | None
+) -> None:
     """As a JSON parser finds them, one too many included."""
     raw = msgspec.Raw(json.dumps(prompts, ensure_ascii=ascii_only, indent=indent).encode())
     spans = prompts_in(raw, len(prompts), "prompt")
@@ -122,7 +130,9 @@ def test_what_is_no_list_of_prompts(value: Any) -> None:
 
 @given(st.lists(JSON, max_size=6), st.sampled_from([None, 1]))
 def test_the_values_of_a_list_are_counted(values: list[Any], indent: int | None) -> None:
-    """As a JSON parser finds them, whatever they are; a list whose first value is no prompt is one prompt."""
+    """As a JSON parser finds them, whatever they are; a list whose first value is no prompt is one
+    prompt.
+    """
     raw = msgspec.Raw(json.dumps(values, indent=indent).encode())
     expected = len(values) if not values or isinstance(values[0], str | list | dict) else 1
     assert count_in(raw, len(values), "prompt", b'"[{') == expected
@@ -147,7 +157,10 @@ def peak(of: Callable[[], object]) -> int:
         ("prompts", b'{"model":"m","prompt":[' + b'"a",' * 2048 + b'"a"]}'),
         ("prompts of ids", b'{"model":"m","prompt":[' + b"[1]," * 2048 + b"[1]]}"),
         ("prompts for one engine", b'{"model":"m","n":2,"prompt":[' + b'"a",' * 2048 + b'"a"]}'),
-        ("prompts of what only an engine judges", b'{"model":5,"prompt":[' + b'"a",' * 2048 + b'"a"]}'),
+        (
+            "prompts of what only an engine judges",
+            b'{"model":5,"prompt":[' + b'"a",' * 2048 + b'"a"]}',
+        ),
         ("prompts of a body with NaN", b'{"x":NaN,"prompt":[' + b'"a",' * 2048 + b'"a"]}'),
         ("embeddings", b'{"model":"m","prompt_embeds":[' + b'"a",' * 2048 + b'"a"]}'),
         ("fields", b"{" + b",".join(b'"%d":1' % n for n in range(MAX_FIELDS + 1)) + b"}"),
@@ -197,6 +210,8 @@ def test_what_may_take_long_is_not_read_at_once(body: bytes) -> None:
 
 
 def test_a_schema_without_end_is_not_read_at_all() -> None:
-    """What only a decode engine would see, and is longer than any schema: that engine alone judges it."""
+    """What only a decode engine would see, and is longer than any schema: that engine alone judges
+    it.
+    """
     body = b'{"prompt":"x","response_format":"' + b"x" * body_bounds.LARGE + b'"}'
     assert parse(Route.COMPLETIONS, body).alone is Alone.UNUSUAL

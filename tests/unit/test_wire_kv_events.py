@@ -34,7 +34,8 @@ from pdproxy.wire.kv_events import (
 )
 
 RECORDED = [
-    json.loads(line) for line in (Path(__file__).parents[1] / "data" / "kv_events.jsonl").read_text().splitlines()
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "data" / "kv_events.jsonl").read_text().splitlines()
 ]
 NAMES = {"BlockStored": Stored, "BlockRemoved": Removed, "AllBlocksCleared": Cleared}
 FIELDS = (
@@ -72,7 +73,14 @@ def test_recorded_messages_are_read_whole(recorded: dict[str, Any]) -> None:
         event, unknown = read_event(raw)
         assert not unknown
         assert isinstance(event, NAMES[expected["type"]])
-        for name in ("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "group_idx"):
+        for name in (
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "medium",
+            "group_idx",
+        ):
             if name in expected:
                 assert getattr(event, name) == expected[name]
         if isinstance(event, Stored):
@@ -182,7 +190,9 @@ def test_extra_keys_of_one_kind_stay_as_they_are() -> None:
 
 def test_the_longest_event_is_read() -> None:
     hashes, ids = [1] * MAX_BLOCKS, [1] * MAX_TOKENS
-    event, _ = read(STORED | {"block_hashes": hashes, "token_ids": ids, "extra_keys": [["a"] * MAX_PARTS] * 2})
+    event, _ = read(
+        STORED | {"block_hashes": hashes, "token_ids": ids, "extra_keys": [["a"] * MAX_PARTS] * 2}
+    )
     assert isinstance(event, Stored)
     assert (len(event.block_hashes), len(event.token_ids)) == (MAX_BLOCKS, MAX_TOKENS)
 
@@ -257,9 +267,18 @@ def test_no_bytes_make_it_fail(raw: bytes) -> None:
     assert batch is None or len(batch.events) <= MAX_EVENTS
 
 
-PLAIN = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text(max_size=5) | st.binary(max_size=5)
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+)
 ANYTHING = st.recursive(
-    PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
 )
 
 
@@ -276,7 +295,10 @@ HASH = st.integers(0, (1 << 64) - 1) | st.binary(min_size=32, max_size=32)
 
 
 @given(
-    st.lists(HASH, min_size=1, max_size=8), st.none() | HASH, st.integers(1, 32), st.sampled_from(["GPU", "CPU", None])
+    st.lists(HASH, min_size=1, max_size=8),
+    st.none() | HASH,
+    st.integers(1, 32),
+    st.sampled_from(["GPU", "CPU", None]),
 )
 def test_both_encodings_say_the_same(
     hashes: list[int | bytes], parent: int | bytes | None, size: int, medium: str | None
@@ -286,13 +308,23 @@ def test_both_encodings_say_the_same(
     as_array, _ = read(["BlockStored", *values])
     assert isinstance(as_map, Stored)
     assert isinstance(as_array, Stored)
-    for name in ("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "extra_keys", "group_idx"):
+    for name in (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "medium",
+        "extra_keys",
+        "group_idx",
+    ):
         assert getattr(as_map, name) == getattr(as_array, name)
 
 
 def test_sequence_numbers() -> None:
     assert read_sequence(bytes(7) + b"\x05") == 5
-    assert [read_sequence(frame) for frame in (b"", bytes(7), bytes(9), END, b"\x80" + bytes(7))] == [None] * 5
+    assert [
+        read_sequence(frame) for frame in (b"", bytes(7), bytes(9), END, b"\x80" + bytes(7))
+    ] == [None] * 5
 
 
 def test_answers_to_a_replay() -> None:
@@ -307,11 +339,29 @@ def test_answers_to_a_replay() -> None:
 
 
 def test_sources_of_an_engine() -> None:
-    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:1", "replay_endpoint": None}
-    body = json.dumps({"1": config, "0": config | {"topic": "t", "hwm": 3}, "2": config | {"publisher": "null"}})
-    assert read_sources(body.encode()) == {0: EventPublisher("tcp://*:1", None, "t"), 1: EventPublisher("tcp://*:1")}
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:1",
+        "replay_endpoint": None,
+    }
+    body = json.dumps(
+        {"1": config, "0": config | {"topic": "t", "hwm": 3}, "2": config | {"publisher": "null"}}
+    )
+    assert read_sources(body.encode()) == {
+        0: EventPublisher("tcp://*:1", None, "t"),
+        1: EventPublisher("tcp://*:1"),
+    }
     assert read_sources(b"{}") == {}
-    for wrong in (b"", b"[]", b'{"a": {}}', b'{"-1": {}}', b'{"0": 1}', b'{"0": {"endpoint": 5}}', b"\xff"):
+    for wrong in (
+        b"",
+        b"[]",
+        b'{"a": {}}',
+        b'{"-1": {}}',
+        b'{"0": 1}',
+        b'{"0": {"endpoint": 5}}',
+        b"\xff",
+    ):
         assert read_sources(wrong) is None
 
 

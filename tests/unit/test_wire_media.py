@@ -1,4 +1,6 @@
-"""Media by URL: where engines would find one is known, whatever it is hidden in, and texts that only look like one pass."""
+"""Media by URL: where engines would find one is known, whatever it is hidden in, and texts that
+only look like one pass.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,41 @@ def places(url: Any) -> list[dict[str, Any]]:
         user({"type": "video_url", "video_url": {"url": url, "fps": 2}}),
         user({"type": "input_image", "image_url": url}),
         user({"type": "image", "image": url}),
-        user({"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"detail": "low", "url": url}}),
-        {"messages": [{"role": "tool", "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
-        {"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]]},
+        user(
+            {"type": "text", "text": "x"},
+            {"type": "image_url", "image_url": {"detail": "low", "url": url}},
+        ),
+        {
+            "messages": [
+                {"role": "tool", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+            ]
+        },
+        {
+            "messages": [
+                [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+            ]
+        },
         {"messages": [{"role": "user", "content": [source]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [source]}]}]},
         {"system": [source]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]},
-        {"input": [{"type": "x_call", "role": "user", "content": [{"type": "image_url", "image_url": url}]}]},
-        {"input": [{"type": "function_call_output", "output": [{"type": "input_image", "image_url": url}]}]},
+        {
+            "input": [
+                {
+                    "type": "x_call",
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": url}],
+                }
+            ]
+        },
+        {
+            "input": [
+                {
+                    "type": "function_call_output",
+                    "output": [{"type": "input_image", "image_url": url}],
+                }
+            ]
+        },
         {"input": [{"type": "input_file", "file_url": url}]},
         {"documents": [{"content": [{"type": "image_url", "image_url": {"url": url}}]}]},
         {"data_1": {"content": [{"type": "video_url", "video_url": {"url": url}}]}},
@@ -77,7 +105,9 @@ def places(url: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("at", range(len(places(""))))
-@pytest.mark.parametrize("url", [FAR, "file:///etc/passwd", "HTTPS://images.example/x", "ftp://x/y", " http://x"])
+@pytest.mark.parametrize(
+    "url", [FAR, "file:///etc/passwd", "HTTPS://images.example/x", "ftp://x/y", " http://x"]
+)
 def test_a_url_is_found_wherever_engines_look(at: int, url: str) -> None:
     body = places(url)[at]
     assert not passes(body)
@@ -87,10 +117,14 @@ def test_a_url_is_found_wherever_engines_look(at: int, url: str) -> None:
 
 @pytest.mark.parametrize("at", range(len(places(""))))
 def test_escapes_hide_nothing(at: int) -> None:
-    """JSON may write each letter of a key and of a URL as a number, and slashes with a backslash."""
+    """JSON may write each letter of a key and of a URL as a number, and slashes with a
+    backslash.
+    """
     plain = json.dumps(places(FAR)[at])
     letters = re.compile(r'"[^"]*"')
-    escaped = letters.sub(lambda one: '"' + "".join(f"\\u{ord(x):04x}" for x in one[0][1:-1]) + '"', plain)
+    escaped = letters.sub(
+        lambda one: '"' + "".join(f"\\u{ord(x):04x}" for x in one[0][1:-1]) + '"', plain
+    )
     top = next(iter(places(FAR)[at]))
     escaped = escaped.replace('"' + "".join(f"\\u{ord(x):04x}" for x in top) + '"', f'"{top}"', 1)
     for text in (escaped, plain.replace("/", "\\/")):
@@ -112,7 +146,9 @@ def test_escapes_hide_nothing(at: int) -> None:
     ],
 )
 def test_spellings_hide_nothing(text: str) -> None:
-    """Where no key says that a URL follows: case, blanks that readers of URLs skip, and escapes of slashes."""
+    """Where no key says that a URL follows: case, blanks that readers of URLs skip, and escapes of
+    slashes.
+    """
     with pytest.raises(MediaUrlError):
         check_media({"mm_processor_kwargs": msgspec.Raw(f'{{"images":[{text}]}}'.encode())}, OFF)
 
@@ -124,23 +160,75 @@ def test_spellings_hide_nothing(text: str) -> None:
         user({"type": "text", "text": f'{{"image_url": "{FAR}"}}'}),
         {"prompt": f"url {FAR} \u00e9"},
         {"input": f"see {FAR}"},
-        {"tools": [{"function": {"parameters": {"properties": {"image_url": {"default": FAR}}}}}], "messages": []},
+        {
+            "tools": [
+                {"function": {"parameters": {"properties": {"image_url": {"default": FAR}}}}}
+            ],
+            "messages": [],
+        },
         {"response_format": {"json_schema": {"schema": {"examples": [{"url": FAR}]}}}},
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": f'{{"url": "{FAR}"}}'}}]}]},
-        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {"url": FAR}}]}]},
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"arguments": f'{{"url": "{FAR}"}}'}}],
+                }
+            ]
+        },
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "input": {"url": FAR}}]}
+            ]
+        },
         {"input": [{"type": "web_search_call", "action": {"type": "open_page", "url": FAR}}]},
-        {"input": [{"type": "code_interpreter_call", "code": FAR, "outputs": [{"type": "image", "url": FAR}]}]},
-        {"input": [{"type": "file_search_call", "results": [{"attributes": {"url": FAR}, "text": "x"}]}]},
-        {"input": [{"content": [{"type": "output_text", "annotations": [{"type": "url_citation", "url": FAR}]}]}]},
+        {
+            "input": [
+                {
+                    "type": "code_interpreter_call",
+                    "code": FAR,
+                    "outputs": [{"type": "image", "url": FAR}],
+                }
+            ]
+        },
+        {
+            "input": [
+                {"type": "file_search_call", "results": [{"attributes": {"url": FAR}, "text": "x"}]}
+            ]
+        },
+        {
+            "input": [
+                {
+                    "content": [
+                        {
+                            "type": "output_text",
+                            "annotations": [{"type": "url_citation", "url": FAR}],
+                        }
+                    ]
+                }
+            ]
+        },
         {"mm_processor_kwargs": {"fps": 2, "mode": "min_pixels"}},
         user({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}),
         user({"type": "image_embeds", "image_embeds": "AAAA", "uuid": "url"}),
-        {"data": {"data": "/9j/4AAQSkZJRgABAQAAAQ", "data_format": "b64_json", "out_data_format": "path"}},
-        {"data": {"text": "Question: what is at /etc/passwd?", "path": ["data:image/png;base64,AAAA"]}},
+        {
+            "data": {
+                "data": "/9j/4AAQSkZJRgABAQAAAQ",
+                "data_format": "b64_json",
+                "out_data_format": "path",
+            }
+        },
+        {
+            "data": {
+                "text": "Question: what is at /etc/passwd?",
+                "path": ["data:image/png;base64,AAAA"],
+            }
+        },
     ],
 )
 def test_what_only_looks_like_one(body: dict[str, Any]) -> None:
-    """Texts, schemas, what a model has called, and what an earlier answer cites are fetched by no engine."""
+    """Texts, schemas, what a model has called, and what an earlier answer cites are fetched by no
+    engine.
+    """
     assert passes(body)
 
 
@@ -195,7 +283,11 @@ def test_urls_of_listed_hosts(url: str, ok: bool) -> None:
 
 KEYS = ["image_url", "url", "type", "content", "x"]
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text(max_size=20) | st.sampled_from([FAR, "url", "image_url"]),
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from([FAR, "url", "image_url"]),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.sampled_from(["image_url", "url", "type", "content", "x"]), inner)

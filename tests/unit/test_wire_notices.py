@@ -33,8 +33,15 @@ OURS = {
     "dropped": 3,
 }
 WILD = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -82,9 +89,13 @@ def test_events(event: NoticeEvent) -> None:
     assert notice.event is event
 
 
-@pytest.mark.parametrize("tag", [{"type": "ProxyNotif"}, {"type": "NixlProxyNotif"}, {"type": None}, {}])
+@pytest.mark.parametrize(
+    "tag", [{"type": "ProxyNotif"}, {"type": "NixlProxyNotif"}, {"type": None}, {}]
+)
 def test_lmcache(tag: dict[str, Any]) -> None:
-    """Three generations of LMCache say nothing but whose KV is ready; their further fields are theirs."""
+    """Three generations of LMCache say nothing but whose KV is ready; their further fields are
+    theirs.
+    """
     assert decode(_packed(tag | {"req_id": "a", "tokens": "many", "event": 3})) == Notice(
         event=NoticeEvent.READY, request_id="a"
     )
@@ -130,7 +141,9 @@ def test_lmcache(tag: dict[str, Any]) -> None:
     ids=repr,
 )
 def test_what_is_no_notice(wrong: dict[str, Any]) -> None:
-    """A wrong type or value anywhere makes the whole message nobody's; the rest of it is not believed either."""
+    """A wrong type or value anywhere makes the whole message nobody's; the rest of it is not
+    believed either.
+    """
     assert decode(_packed(OURS)) is not None
     assert decode(_packed(OURS | wrong)) is None
 
@@ -161,7 +174,11 @@ def test_any_bytes(payload: bytes) -> None:
     assert isinstance(decode(payload), Notice | None)
 
 
-@given(st.dictionaries(st.sampled_from([*sorted(OURS), "bytes", "seconds", "rank", "world", "reason"]), WILD))
+@given(
+    st.dictionaries(
+        st.sampled_from([*sorted(OURS), "bytes", "seconds", "rank", "world", "reason"]), WILD
+    )
+)
 def test_any_values(changed: dict[str, Any]) -> None:
     """Fields of any type never raise; what is a notice has sound values."""
     notice = decode(_packed(OURS | changed))
@@ -187,7 +204,8 @@ def test_internal_ids(request_id: str, suffix: int, index: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", ["", "x", "cmpl-x", "cmpl-x-0", "resp_1-0123abcd", "cmpl-x-0-0123ABCD", "cmpl--0-01234567"]
+    "other",
+    ["", "x", "cmpl-x", "cmpl-x-0", "resp_1-0123abcd", "cmpl-x-0-0123ABCD", "cmpl--0-01234567"],
 )
 def test_other_ids(other: str) -> None:
     """An id of another form is left as it is."""
@@ -205,6 +223,9 @@ def test_telemetry_of_many_requests() -> None:
     """Each name costs microseconds, and a post may hold 300,000."""
     few = [f"cmpl-{number}-0-9cc849e2" for number in range(lmcache_telemetry.MAX_NAMES)]
     post = {"event": lmcache_telemetry.STORED, "request_ids_set": few}
-    assert len(lmcache_telemetry.notices(msgspec.json.encode(post)) or []) == lmcache_telemetry.MAX_NAMES
+    assert (
+        len(lmcache_telemetry.notices(msgspec.json.encode(post)) or [])
+        == lmcache_telemetry.MAX_NAMES
+    )
     post["request_ids_set"] = [*few, "one more"]
     assert lmcache_telemetry.notices(msgspec.json.encode(post)) is None

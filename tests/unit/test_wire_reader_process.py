@@ -30,8 +30,15 @@ def elsewhere(route: Route, body: bytes, bounds: Bounds = Bounds()) -> Parsed:  
 def shown(parsed: Parsed) -> Any:
     """A request as plain values."""
     fields = {name: bytes(raw) for name, raw in parsed.fields.items()}
-    prompts = [(one.raw and bytes(one.raw), one.tokens, one.text_bytes, one.messages) for one in parsed.prompts]
-    others = [getattr(parsed, name) for name in Parsed.__struct_fields__ if name not in ("fields", "prompts", "items")]
+    prompts = [
+        (one.raw and bytes(one.raw), one.tokens, one.text_bytes, one.messages)
+        for one in parsed.prompts
+    ]
+    others = [
+        getattr(parsed, name)
+        for name in Parsed.__struct_fields__
+        if name not in ("fields", "prompts", "items")
+    ]
     return list(fields.items()), prompts, others
 
 
@@ -46,14 +53,19 @@ def outcome(read: Any, route: Route, body: bytes) -> Any:
 @given(
     st.one_of(
         poisoned(),
-        st.dictionaries(st.text() | NAMES, JSON, max_size=8).map(lambda value: json.dumps(value, indent=1).encode()),
+        st.dictionaries(st.text() | NAMES, JSON, max_size=8).map(
+            lambda value: json.dumps(value, indent=1).encode()
+        ),
         st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated),
         st.binary(max_size=30),
     ),
     st.sampled_from(Route),
 )
 @example(b'{"a":1,"b":[2],"a":3,"prompt":"x"}', Route.COMPLETIONS)
-@example(b'{"prompt" : [ "x" , "y" ] , "vllm_xargs" : { "kv_transfer_params" : 1 } , "z" : "\\""}', Route.COMPLETIONS)
+@example(
+    b'{"prompt" : [ "x" , "y" ] , "vllm_xargs" : { "kv_transfer_params" : 1 } , "z" : "\\""}',
+    Route.COMPLETIONS,
+)
 @example('{"prompt":"x","y":NaN}'.encode("utf-16"), Route.COMPLETIONS)
 @example(b"\0" * 5, Route.INVOCATIONS)
 def test_as_if_it_had_been_read_here(body: bytes, route: Route) -> None:
@@ -75,7 +87,9 @@ def test_fields_of_passed_routes(body: bytes) -> None:
     except BadRequestError as error:
         found = error.message
     if isinstance(expected, dict):
-        assert {name: bytes(raw) for name, raw in found.items()} == {n: bytes(raw) for n, raw in expected.items()}
+        assert {name: bytes(raw) for name, raw in found.items()} == {
+            n: bytes(raw) for n, raw in expected.items()
+        }
     else:
         assert found == expected
 
@@ -84,7 +98,10 @@ def test_an_answer_is_small() -> None:
     """It says where things are: an image of a MiB doesn't come back, nor do prompts."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * MIB}}
     chat = {"messages": [{"role": "user", "content": [image]}], "vllm_xargs": {"a": 1}}
-    for route, value in ((Route.CHAT, chat), (Route.COMPLETIONS, {"prompt": ["x" * MIB, "y" * MIB]})):
+    for route, value in (
+        (Route.CHAT, chat),
+        (Route.COMPLETIONS, {"prompt": ["x" * MIB, "y" * MIB]}),
+    ):
         body = json.dumps(value).encode()
         assert len(answer(msgspec.msgpack.encode(BodyQuestion(Bounds(), route)), body)) < 1000
         assert shown(elsewhere(route, body)) == shown(parse(route, body))

@@ -28,7 +28,9 @@ def packed(message: Any) -> bytes:
 
 
 def test_vllms_own_heartbeats() -> None:
-    assert decode(packed(P2P)) == Registration(role="P", http_address="10.0.0.1:20001", zmq_address="10.0.0.1:21001")
+    assert decode(packed(P2P)) == Registration(
+        role="P", http_address="10.0.0.1:20001", zmq_address="10.0.0.1:21001"
+    )
     found = decode(packed(MORIIO | {"new_field": [1]}))
     assert found is not None
     assert (found.dp_size, found.tp_size, found.transfer_mode) == (2, 8, "READ")
@@ -71,7 +73,13 @@ def test_any_bytes_are_read_without_an_error(payload: bytes) -> None:
     assert found is None or found.role in ("P", "D")
 
 
-_VALUES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=300) | st.binary(max_size=9)
+_VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.text(max_size=300)
+    | st.binary(max_size=9)
+)
 
 
 @given(st.dictionaries(st.sampled_from([*MORIIO, "x"]), _VALUES))

@@ -1,4 +1,6 @@
-"""Reading a client's body: fields survive byte for byte, nothing crashes, no handle gets through."""
+"""Reading a client's body: fields survive byte for byte, nothing crashes, no handle gets
+through.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,30 @@ from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
 from pdproxy.wire.request import Alone, Route, parse
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
 NAMES = st.sampled_from(
-    ["model", "prompt", "messages", "stream", "stream_options", "n", "echo", "max_tokens", "min_tokens", "logprobs",
-     "prompt_logprobs", "prompt_embeds", "request_id", "vllm_xargs", "sampling_params", "kv_transfer_params",
-     "ec_transfer_params", "top_logprobs", "use_beam_search", "max_completion_tokens", "return_token_ids"]
+    ["model", "prompt", "messages", "stream", "stream_options", "n", "echo", "max_tokens",
+    "min_tokens", "logprobs",
+     "prompt_logprobs", "prompt_embeds", "request_id", "vllm_xargs", "sampling_params",
+     "kv_transfer_params",
+     "ec_transfer_params", "top_logprobs", "use_beam_search", "max_completion_tokens",
+     "return_token_ids"]
 )  # fmt: skip
 ROUTES = st.sampled_from(Route)
 
 
 @given(ROUTES, st.dictionaries(st.text() | NAMES, JSON, max_size=8))
 def test_any_object_is_read_and_comes_out_as_it_went_in(route: Route, body: dict[str, Any]) -> None:
-    """Whatever the fields hold, parsing never fails, and all but the handles come out with the same values."""
+    """Whatever the fields hold, parsing never fails, and all but the handles come out with the same
+    values.
+    """
     parsed = parse(route, json.dumps(body).encode())
     out = json.loads(encode(parsed.fields))
     assert not {"ec_transfer_params"} & set(out)
@@ -68,15 +79,23 @@ def test_nesting_at_the_limit_of_recursion_never_lets_a_handle_through(depth: in
     assert b"kv_transfer_params" not in encode(parsed.fields)
 
 
-@given(st.lists(st.sampled_from([" ", "\t", "\n", "\r"]), max_size=3).map("".join), st.text(), st.integers(1, 10**30))
+@given(
+    st.lists(st.sampled_from([" ", "\t", "\n", "\r"]), max_size=3).map("".join),
+    st.text(),
+    st.integers(1, 10**30),
+)
 def test_raw_values_keep_their_bytes(space: str, text: str, number: int) -> None:
-    """Values keep their escapes, their digits and their inner white space; only the frame is written anew."""
+    """Values keep their escapes, their digits and their inner white space; only the frame is
+    written anew.
+    """
     value = f'{{"x"{space}:{space}[ {json.dumps(text)} , {number}.50E+2 ]}}'
     body = f'{space}{{"v"{space}:{space}{value}{space}}}{space}'.encode()
     assert encode(parse(Route.CHAT, body).fields) == b'{"v":' + value.encode() + b"}"
 
 
-@pytest.mark.parametrize("name", [*NEVER_FROM_CLIENTS, "kv\\u005ftransfer_params", "\\u0065c_transfer_params"])
+@pytest.mark.parametrize(
+    "name", [*NEVER_FROM_CLIENTS, "kv\\u005ftransfer_params", "\\u0065c_transfer_params"]
+)
 @pytest.mark.parametrize(
     "frame", ["{{{}}}", '{{"vllm_xargs":{{{}}}}}', '{{"sampling_params":{{"extra_args":{{{}}}}}}}']
 )
@@ -90,9 +109,16 @@ def test_handles_of_clients_are_removed(name: str, frame: str) -> None:
 
 @pytest.mark.parametrize("ids", ["[1,2]", "[]", '"x"', "[[1]]", "{}", "0", "[NaN]", "[1.0,-2]"])
 def test_a_prompt_in_the_place_of_a_handle_stays_without_the_handle(ids: str) -> None:
-    """Whatever the value is, for the engine that will read it; in a chat, not in a completion, where no engine reads it."""
-    params = f'"kv_transfer_params":{{"do_remote_prefill":true,"prompt_token_ids":{ids},"remote_host":"x"}}'
-    chat = f'{{"messages":[{{"role":"user","content":"x"}}],"ec_transfer_params":{{"a":1}},{params}}}'.encode()
+    """Whatever the value is, for the engine that will read it; in a chat, not in a completion,
+    where no engine reads it.
+    """
+    params = (
+        f'"kv_transfer_params":{{"do_remote_prefill":true,"prompt_token_ids":{ids},"remote_host":'
+        f'"x"}}'
+    )
+    chat = (
+        f'{{"messages":[{{"role":"user","content":"x"}}],"ec_transfer_params":{{"a":1}},{params}}}'
+    ).encode()
     found = parse(Route.CHAT, chat)
     assert bytes(found.fields["kv_transfer_params"]) == f'{{"prompt_token_ids":{ids}}}'.encode()
     assert "ec_transfer_params" not in found.fields
@@ -102,11 +128,14 @@ def test_a_prompt_in_the_place_of_a_handle_stays_without_the_handle(ids: str) ->
 
 
 @pytest.mark.parametrize(
-    "params", ["{}", "null", "[]", '"x"', '{"prompt_token_ids":null}', '{"prompt_token_ids" : null}']
+    "params",
+    ["{}", "null", "[]", '"x"', '{"prompt_token_ids":null}', '{"prompt_token_ids" : null}'],
 )
 def test_a_handle_without_a_prompt_goes_altogether(params: str) -> None:
     """Nothing in it is the client's."""
-    chat = f'{{"messages":[{{"role":"user","content":"x"}}],"kv_transfer_params":{params}}}'.encode()
+    chat = (
+        f'{{"messages":[{{"role":"user","content":"x"}}],"kv_transfer_params":{params}}}'.encode()
+    )
     found = parse(Route.CHAT, chat)
     assert "kv_transfer_params" not in found.fields
     assert found.alone is None
@@ -133,14 +162,19 @@ def test_a_handle_without_a_prompt_goes_altogether(params: str) -> None:
         ({"prompt": None}, Alone.UNUSUAL),
         ({}, Alone.UNUSUAL),
         ({"prompt": "x", "stream_options": {"include_usage": True}, "stream": True}, None),
-        ({"prompt": "x", "stream_options": {"include_usage": "yes"}, "stream": True}, Alone.UNUSUAL),
+        (
+            {"prompt": "x", "stream_options": {"include_usage": "yes"}, "stream": True},
+            Alone.UNUSUAL,
+        ),
         ({"prompt": "x", "stream_options": [], "stream": True}, Alone.UNUSUAL),
         ({"prompt": "x", "logprob_token_ids": [1]}, Alone.UNUSUAL),
         ({"prompt": "x", "logprob_token_ids": [1], "logprobs": 0}, None),
         ({"prompt": None, "prompt_embeds": "A"}, Alone.NON_TEXT),
     ],
 )
-def test_what_the_request_itself_says_about_splitting(fields: dict[str, Any], alone: Alone | None) -> None:
+def test_what_the_request_itself_says_about_splitting(
+    fields: dict[str, Any], alone: Alone | None
+) -> None:
     """The rules of a request, on completions."""
     assert parse(Route.COMPLETIONS, json.dumps(fields).encode()).alone is alone
 

@@ -23,8 +23,18 @@ TOLD = 'so "cached_tokens":7 and "created_cache_tokens":7 it is'
 def answer(**details: int) -> dict[str, Any]:
     """A whole answer whose text and whose usage have counts."""
     choice = {"index": 0, "text": TOLD, "finish_reason": "length", "prompt_token_ids": [5, 6, 7]}
-    usage = {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1, "prompt_tokens_details": details or None}
-    return {"id": "cmpl-1", "choices": [choice], "usage": usage, "kv_transfer_params": {"first_tok": 42}}
+    usage = {
+        "prompt_tokens": 3,
+        "total_tokens": 4,
+        "completion_tokens": 1,
+        "prompt_tokens_details": details or None,
+    }
+    return {
+        "id": "cmpl-1",
+        "choices": [choice],
+        "usage": usage,
+        "kv_transfer_params": {"first_tok": 42},
+    }
 
 
 @pytest.mark.parametrize(
@@ -36,9 +46,13 @@ def answer(**details: int) -> dict[str, Any]:
         (None, None, {"cached_tokens": 2, "created_cache_tokens": 1}),
     ],
 )
-def test_counts_are_put_in_place(cached: int | None, created: int | None, said: dict[str, int]) -> None:
+def test_counts_are_put_in_place(
+    cached: int | None, created: int | None, said: dict[str, int]
+) -> None:
     """Those that are known, where the engine has a count, and never in a text."""
-    body = json.dumps(answer(cached_tokens=2, created_cache_tokens=1), separators=(",", ":")).encode()
+    body = json.dumps(
+        answer(cached_tokens=2, created_cache_tokens=1), separators=(",", ":")
+    ).encode()
     found = json.loads(with_cache(body, cached=cached, created=created))
     assert found == answer(**said)
 
@@ -49,9 +63,15 @@ def test_an_answer_without_counts_gets_none() -> None:
     assert with_cache(body, cached=1, created=2) == body
 
 
-@pytest.mark.parametrize("contract", [SHARED, KVSTORE_KEYS, lmcache_pd()], ids=lambda contract: contract.name)
-def test_a_decode_engine_that_knows_nothing_of_the_prefills_cache_is_told(contract: Contract) -> None:
-    """Both counts are the prefill engine's: to the decode engine all that it was given is cached."""
+@pytest.mark.parametrize(
+    "contract", [SHARED, KVSTORE_KEYS, lmcache_pd()], ids=lambda contract: contract.name
+)
+def test_a_decode_engine_that_knows_nothing_of_the_prefills_cache_is_told(
+    contract: Contract,
+) -> None:
+    """Both counts are the prefill engine's: to the decode engine all that it was given is
+    cached.
+    """
     request = parse(Route.COMPLETIONS, b'{"prompt":"abc","max_tokens":9}')
     read = prefill_answer(json.dumps(answer(cached_tokens=2, created_cache_tokens=1)).encode())
     assert read is not None
@@ -63,5 +83,12 @@ def test_a_decode_engine_that_knows_nothing_of_the_prefills_cache_is_told(contra
 
 def test_counts_of_several_answers_are_added_and_what_is_null_in_all_stays_null() -> None:
     """An empty object would be a field that no engine has sent."""
-    one, two = b'{"prompt_tokens":3,"new":null,"more":{"a":1}}', b'{"prompt_tokens":4,"new":null,"more":null}'
-    assert json.loads(add_up([one, two], details_of=None)) == {"prompt_tokens": 7, "new": None, "more": {"a": 1}}
+    one, two = (
+        b'{"prompt_tokens":3,"new":null,"more":{"a":1}}',
+        b'{"prompt_tokens":4,"new":null,"more":null}',
+    )
+    assert json.loads(add_up([one, two], details_of=None)) == {
+        "prompt_tokens": 7,
+        "new": None,
+        "more": {"a": 1},
+    }

@@ -1,4 +1,6 @@
-"""Places of several workers: as many as one process has, and the one that has waited longest is next, wherever it waits."""
+"""Places of several workers: as many as one process has, and the one that has waited longest is
+next, wherever it waits.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,21 @@ from tests.fakes.world import until
 class Workers:
     """Admissions of several workers in one event loop."""
 
-    def __init__(self, count: int, places: int, queue: int = 8, tokens: int = 0, timeout: float = 60.0) -> None:
+    def __init__(
+        self, count: int, places: int, queue: int = 8, tokens: int = 0, timeout: float = 60.0
+    ) -> None:
         self.table = SharedTable(count, 1, MEASURES)
         self.wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(count)]
         self.all = [self.made(number, places, queue, tokens, timeout) for number in range(count)]
         self.order: list[str] = []
         self.places: dict[str, Place] = {}
 
-    def made(self, number: int, places: int, queue: int = 8, tokens: int = 0, timeout: float = 60.0) -> WorkerAdmission:
-        shared = SharedPlaces(number, self.table.column(number), self.table.others(number), self.wakes, time.monotonic)
+    def made(
+        self, number: int, places: int, queue: int = 8, tokens: int = 0, timeout: float = 60.0
+    ) -> WorkerAdmission:
+        shared = SharedPlaces(
+            number, self.table.column(number), self.table.others(number), self.wakes, time.monotonic
+        )
         made = WorkerAdmission(
             Limits(max_inflight=places, max_queue=queue, max_inflight_tokens=tokens),
             Deadlines(queue=timeout),
@@ -61,7 +69,9 @@ class Workers:
 
 
 async def test_places_are_those_of_all() -> None:
-    """The third request of two workers waits; it begins when the other worker gives a place back."""
+    """The third request of two workers waits; it begins when the other worker gives a place
+    back.
+    """
     workers = Workers(2, 2)
     first, _ = await workers.enter(0), await workers.enter(1)
     waits = asyncio.create_task(workers.enter(1, "waits"))
@@ -75,7 +85,9 @@ async def test_places_are_those_of_all() -> None:
 
 
 async def test_who_has_waited_longest_is_next() -> None:
-    """Whoever gives the place back: a worker does not keep it for its own requests, nor for one that just comes."""
+    """Whoever gives the place back: a worker does not keep it for its own requests, nor for one
+    that just comes.
+    """
     workers = Workers(3, 1)
     first = await workers.enter(0, "first")
     tasks = []
@@ -107,7 +119,9 @@ async def test_the_queue_is_as_long_as_one_process_has() -> None:
 
 
 async def test_tokens_in_flight_are_those_of_all() -> None:
-    """A large request waits for the other worker's, and is served alone if it is larger than all."""
+    """A large request waits for the other worker's, and is served alone if it is larger than
+    all.
+    """
     workers = Workers(2, 8, tokens=100)
     small = await workers.enter(0, "small", prompt=60)
     large = asyncio.create_task(workers.enter(1, "large", prompt=500))
@@ -123,7 +137,9 @@ async def test_tokens_in_flight_are_those_of_all() -> None:
 
 
 async def test_a_size_without_bound() -> None:
-    """A request that asks for thousands of answers, after an engine that claimed enormous ones: it is served."""
+    """A request that asks for thousands of answers, after an engine that claimed enormous ones: it
+    is served.
+    """
     workers = Workers(2, 2)
     workers.all[0]._outputs.add(1, 2**60)
     place = await workers.all[0].enter(Client("c"), RequestDemand(answers=2**14))
@@ -165,7 +181,9 @@ async def test_a_worker_that_stands_still_holds_up_nobody(monkeypatch: pytest.Mo
 
 
 async def test_fewer_places_of_one_hold_for_all() -> None:
-    """One worker has learned that fewer are better; a number that nobody has confirmed for a while counts no more."""
+    """One worker has learned that fewer are better; a number that nobody has confirmed for a while
+    counts no more.
+    """
     workers = Workers(2, 8)
     workers.all[0]._limit.places = 2
     workers.all[0]._resize()
@@ -183,7 +201,9 @@ async def test_fewer_places_of_one_hold_for_all() -> None:
 
 
 async def test_an_operator_changes_the_places() -> None:
-    """Fewer hold once any worker has read the settings, more once all have: also within a minute, and for those that wait."""
+    """Fewer hold once any worker has read the settings, more once all have: also within a minute,
+    and for those that wait.
+    """
     workers = Workers(2, 3)
 
     def configure(number: int, places: int) -> None:
@@ -250,7 +270,9 @@ class _Request:
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_as_many_are_served_as_by_one_process(seed: int) -> None:
-    """Requests come and go at any worker, engines come and go, and workers are killed: no place is lost, none too many taken."""
+    """Requests come and go at any worker, engines come and go, and workers are killed: no place is
+    lost, none too many taken.
+    """
     chance, count = random.Random(seed), 3
     workers = Workers(count, 12, queue=1000)
     alone = Admission(
@@ -272,12 +294,16 @@ async def test_as_many_are_served_as_by_one_process(seed: int) -> None:
         step = chance.random()
         if step < 0.5:
             number, demand = chance.randrange(count), RequestDemand(prompt=1, limit=0)
-            both = [asyncio.create_task(one.enter(Client("c"), demand)) for one in (workers.all[number], alone)]
+            both = [
+                asyncio.create_task(one.enter(Client("c"), demand))
+                for one in (workers.all[number], alone)
+            ]
             requests.append(_Request(number, *both))
         elif step < 0.85 and requests:
             await ended(chance.choice(requests))
         elif step < 0.95:
-            bounds = chance.choice((None, 1, 4, 20)), chance.choice((0, 2, 5, 100))  # places, and tokens: one each
+            # places, and tokens: one each
+            bounds = chance.choice((None, 1, 4, 20)), chance.choice((0, 2, 5, 100))
             for one in (*workers.all, alone):
                 one.resize(*bounds)
         else:
@@ -306,7 +332,9 @@ async def test_as_many_are_served_as_by_one_process(seed: int) -> None:
     workers.close()
 
 
-async def test_what_was_learned_is_read_as_long_as_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_learned_is_read_as_long_as_it_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Behind that, requests read no more of a worker than its places and their size."""
     workers = Workers(2, 8)
     first, second = workers.all

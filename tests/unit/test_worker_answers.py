@@ -1,4 +1,6 @@
-"""One worker asks engines for all (canaries of tokenizers, bootstrap servers), and what it hears all know."""
+"""One worker asks engines for all (canaries of tokenizers, bootstrap servers), and what it hears
+all know.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ async def test_one_worker_asks_and_all_judge() -> None:
 
 
 async def test_who_begins_to_lead_asks_only_what_nobody_knows() -> None:
-    """The leader ends between two engines; and a follower that has not judged yet needs no question."""
+    """The leader ends between two engines; and a follower that has not judged yet needs no
+    question.
+    """
     judging = Judging()
     judging.up(P)
     await judging.look(0)
@@ -116,7 +120,9 @@ async def test_who_begins_to_lead_asks_only_what_nobody_knows() -> None:
 
 
 async def test_a_worker_that_lacks_answers_asks_for_them() -> None:
-    """It was started later, or a message was lost. Who leads answers, and nobody asks an engine again."""
+    """It was started later, or a message was lost. Who leads answers, and nobody asks an engine
+    again.
+    """
     judging = Judging()
     judging.up(P)
     judging.bus.receivers[2], received = None, judging.bus.receivers[2]
@@ -158,7 +164,11 @@ async def test_a_tokenizer_that_one_request_has_refuted_is_trusted_by_none() -> 
     await judging.look(2)
     assert judging.trusted() == [False] * COUNT
     assert all(worker.canaries.trusted("tiny", Route.COMPLETIONS) for worker in judging.workers)
-    assert [worker.judged()[-1:] == [(P, "tiny", False)] for worker in judging.workers] == [False, True, False]
+    assert [worker.judged()[-1:] == [(P, "tiny", False)] for worker in judging.workers] == [
+        False,
+        True,
+        False,
+    ]
     sent = judging.bus.sent
     judging.workers[2].canaries.refuted(P, "other", Route.CHAT, "there is no such model")
     judging.bus.pass_on()
@@ -238,7 +248,9 @@ class Asking:
         return Stand(make=make)
 
     async def ask(self, said: bytes | Exception | None = None, leader: int = 0) -> list[str | None]:
-        """Have the server asked by the leader. Return why its engine gets no pair, for each worker."""
+        """Have the server asked by the leader. Return why its engine gets no pair, for each
+        worker.
+        """
         await self.stands[leader].ask(said)
         self.bus.pass_on()
         return self.why()
@@ -255,7 +267,10 @@ async def test_one_worker_asks_a_bootstrap_server_for_all() -> None:
     """All know the ranks, and count the answer once."""
     asking = Asking()
     assert asking.why() == [NOT_ASKED] * COUNT
-    assert await asking.ask(b"{}") == ["has a bootstrap server that does not know data-parallel rank 0 yet"] * COUNT
+    assert (
+        await asking.ask(b"{}")
+        == ["has a bootstrap server that does not know data-parallel rank 0 yet"] * COUNT
+    )
     assert await asking.ask(answer(one("e"))) == [None] * COUNT
     assert [stand.p.run.peers.get(0).engine_id for stand in asking.stands] == ["e"] * COUNT
     assert [len(stand.asked) for stand in asking.stands] == [2, 0, 0]
@@ -288,7 +303,9 @@ async def test_only_the_worker_that_leads_runs_questions(monkeypatch: pytest.Mon
 
 
 async def test_a_worker_that_starts_later_knows_which_addresses_are_old() -> None:
-    """A decode engine keeps them: it must not get pairs by a worker that has not seen the restart."""
+    """A decode engine keeps them: it must not get pairs by a worker that has not seen the
+    restart.
+    """
     asking = Asking()
     late = asking.bus.receivers[2]
     asking.bus.receivers[2] = None
@@ -310,7 +327,9 @@ async def test_a_worker_that_starts_later_knows_which_addresses_are_old() -> Non
 
 
 async def test_prompts_that_all_have_given_up_count_together() -> None:
-    """Ten of all workers are too many, not ten of each; one that starts later learns how many there were."""
+    """Ten of all workers are too many, not ten of each; one that starts later learns how many there
+    were.
+    """
     asking = Asking()
     await asking.ask()
     late, asking.bus.receivers[2] = asking.bus.receivers[2], None

@@ -23,7 +23,9 @@ class Worker(Recorder):
         self.engines = EngineRegistry(ledger)
         self.engine: Engine = self.engines.add(EngineSpec("d", Role.DECODE), None)  # type: ignore[arg-type]
         column, others = table.column(number), table.others(number)
-        self.audit = WorkerAuditor(self.engines, ledger, Observers([self]), column=column, others=others)
+        self.audit = WorkerAuditor(
+            self.engines, ledger, Observers([self]), column=column, others=others
+        )
 
     def moves(self, tokens: int) -> None:
         """A leg whose KV arrives."""
@@ -79,7 +81,9 @@ def test_another_worker_goes_on_with_the_account() -> None:
         leader.scraped(60)
     assert leader.missing == 100
     leader.audit.asked("d", 500)
-    other.audit.follow(other.engine, leader.engine.audit.account, leader.audit.base("d"), blind=False)
+    other.audit.follow(
+        other.engine, leader.engine.audit.account, leader.audit.base("d"), blind=False
+    )
     table.clear(0)
     assert other.audit.missing() == {"d": 100}
     other.moves(40)

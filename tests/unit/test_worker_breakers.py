@@ -1,4 +1,6 @@
-"""Breakers of several workers: failures count together, one that opens is open in all, one request of all tries it."""
+"""Breakers of several workers: failures count together, one that opens is open in all, one request
+of all tries it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ COOLDOWN = 10.0
 
 def shared(table: SharedTable, number: int) -> Callable[[int, float, float], WorkerBreakers]:
     """What makes the breakers of a worker."""
-    return partial(WorkerBreakers, column=table.column(number), others=table.others(number), number=number)
+    return partial(
+        WorkerBreakers, column=table.column(number), others=table.others(number), number=number
+    )
 
 
 class Workers:
@@ -43,7 +47,9 @@ class Workers:
         """A worker's ledger, of a process that begins."""
         made = WorkerLedger(
             SPECS,
-            LedgerOptions(breaker_failures=3, breaker_cooldown=COOLDOWN, slow_start=self.slow_start),
+            LedgerOptions(
+                breaker_failures=3, breaker_cooldown=COOLDOWN, slow_start=self.slow_start
+            ),
             LedgerShare(*self.loads.of(number), shared(self.table, number)),
         )
         for engine in made.engines:
@@ -69,7 +75,9 @@ class Workers:
         return self.ledgers[number].close(lease, verdict, self.now)
 
     def fails(self, number: int, times: int = 1) -> bool:
-        """So many requests to the engine fail. Return whether the last one has opened its breaker."""
+        """So many requests to the engine fail. Return whether the last one has opened its
+        breaker.
+        """
         return [self.ends(number, self.lease(number), Verdict.FAILED) for _ in range(times)][-1]
 
     def engine(self, number: int, url: str = "a0") -> LedgerEngine:
@@ -87,7 +95,9 @@ def test_failures_of_all_workers_open_the_breaker_in_all() -> None:
     assert [workers.fails(number) for number in range(3)] == [False, False, True]
     assert workers.states() == ["excluded"] * 3
     assert [workers.engine(number).failures for number in range(3)] == [3] * 3
-    assert [workers.engine(number).open_until for number in range(3)] == pytest.approx([workers.now + COOLDOWN] * 3)
+    assert [workers.engine(number).open_until for number in range(3)] == pytest.approx(
+        [workers.now + COOLDOWN] * 3
+    )
 
 
 def test_a_good_leg_of_any_worker_ends_the_row_of_failures() -> None:
@@ -177,7 +187,9 @@ def test_a_cooldown_ends_at_the_same_moment_in_all_workers() -> None:
 
 
 def test_what_another_worker_has_found_changes_its_breaker_once() -> None:
-    """Each worker hears that an engine is up again: the second must not take back what has happened since."""
+    """Each worker hears that an engine is up again: the second must not take back what has happened
+    since.
+    """
     workers = Workers()
     for number in range(2):
         workers.ledgers[number].mark_down("a0", "gone", workers.now)
@@ -226,7 +238,8 @@ class AsOne(RuleBasedStateMachine):
         self.open.append((number, self.workers.lease(number), self.one.lease(0)))
 
     @rule(
-        at=st.integers(0, 99), verdict=st.sampled_from([Verdict.GOOD, Verdict.FAILED, Verdict.FAILED, Verdict.NEUTRAL])
+        at=st.integers(0, 99),
+        verdict=st.sampled_from([Verdict.GOOD, Verdict.FAILED, Verdict.FAILED, Verdict.NEUTRAL]),
     )
     def ends(self, at: int, verdict: Verdict) -> None:
         if self.open:

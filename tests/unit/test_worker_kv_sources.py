@@ -1,4 +1,6 @@
-"""KV events of engines that connect, with several workers: whoever has a connection, or is killed, all know the same."""
+"""KV events of engines that connect, with several workers: whoever has a connection, or is killed,
+all know the same.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ KEPT = 3
 
 
 class Engine(Answers):
-    """An engine that connects. What it has sent and nobody has read is lost with its connection, what waits for one is not."""
+    """An engine that connects. What it has sent and nobody has read is lost with its connection,
+    what waits for one is not.
+    """
 
     def __init__(self, name: str, *, replays: bool = True) -> None:
         super().__init__()
@@ -63,7 +67,9 @@ class Engine(Answers):
     def publish(self, count: int = 1) -> None:
         for _ in range(count):
             number = len(self.messages)
-            events = [stored(self.block(number))] + ([removed(self.block(number - KEPT))] if number >= KEPT else [])
+            events = [stored(self.block(number))] + (
+                [removed(self.block(number - KEPT))] if number >= KEPT else []
+            )
             self.messages[number] = payload(*events, ts=float(self.run))
             if self.at is None:
                 self.waits.append(number)
@@ -133,7 +139,9 @@ class Worker:
 
     def up(self, engine: Engine) -> None:
         """A probe has found a run of an engine."""
-        self.ledger.mark_up(engine.url, Evidence(frozenset({"sim"}), "", 16, (), 0, float(engine.run)))
+        self.ledger.mark_up(
+            engine.url, Evidence(frozenset({"sim"}), "", 16, (), 0, float(engine.run))
+        )
         self.sources.notify(NodeChanged(engine.url, "aggregated", up=True, reason=""))
 
     def down(self, engine: Engine) -> None:
@@ -148,7 +156,9 @@ class Worker:
         return {0: wire.EventPublisher(f"tcp://127.0.0.1:{PORT}", replays, engine.topic)}
 
     def replay(self, address: str) -> Replay:
-        return next(one for one in self.stage.engines if address == self.stage.replay_address(one)).replay()
+        return next(
+            one for one in self.stage.engines if address == self.stage.replay_address(one)
+        ).replay()
 
     def close(self) -> None:
         """As `KvEventSockets`, of which there are none."""
@@ -253,7 +263,9 @@ class Stage:
 
     def counted(self, name: str) -> Counter[Any]:
         """What all have counted, also those that have ended."""
-        return sum((getattr(one.sources.counts, name) for one in (*self.workers, *self.dead)), Counter())
+        return sum(
+            (getattr(one.sources.counts, name) for one in (*self.workers, *self.dead)), Counter()
+        )
 
     def messages(self, how: str) -> int:
         return sum(count for (_, name), count in self.counted("messages").items() if name == how)
@@ -268,7 +280,9 @@ class Stage:
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    """Three workers, of which the first one leads, and two engines, of which one answers replays."""
+    """Three workers, of which the first one leads, and two engines, of which one answers
+    replays.
+    """
     made = Stage(3, Engine("a"), Engine("b", replays=False))
     await made.settled()
     await made.passes(3)
@@ -334,7 +348,9 @@ async def test_messages_that_a_killed_worker_had_not_read_are_a_gap(replays: boo
     await stage.end()
 
 
-async def test_what_is_lost_without_a_later_message_is_asked_for_once_its_worker_has_gone(stage: Stage) -> None:
+async def test_what_is_lost_without_a_later_message_is_asked_for_once_its_worker_has_gone(
+    stage: Stage,
+) -> None:
     engine, other = stage.engines
     for one in stage.engines:
         one.connect(stage.workers[2])
@@ -373,7 +389,9 @@ async def test_one_that_subscribes_late_has_all_ask_again(stage: Stage) -> None:
     assert stage.agree(engine)
 
 
-async def test_one_that_begins_takes_no_connections_before_it_knows_what_comes(stage: Stage) -> None:
+async def test_one_that_begins_takes_no_connections_before_it_knows_what_comes(
+    stage: Stage,
+) -> None:
     stage.says_nothing = True
     successor = await stage.kill(stage.workers[1])
     await stage.passes(PATIENCE - 1)
@@ -397,7 +415,9 @@ async def test_one_that_begins_takes_no_connections_before_it_knows_what_comes(s
 
 
 async def test_a_stopped_worker_takes_nothing_of_connections_that_are_over(stage: Stage) -> None:
-    """Its engines have gone to another worker meanwhile: what it has not read is older than what that one has told."""
+    """Its engines have gone to another worker meanwhile: what it has not read is older than what
+    that one has told.
+    """
     first, second, _ = stage.workers
     for engine in stage.engines:
         engine.connect(first)
@@ -489,7 +509,9 @@ async def test_messages_that_were_read_before_a_run_was_found_are_not_of_it(stag
 
 
 async def test_a_worker_that_stood_still_asks_for_what_it_had_not_read(stage: Stage) -> None:
-    """Nothing follows it. Where it can't be asked for, it is forgotten; what another worker has read is not."""
+    """Nothing follows it. Where it can't be asked for, it is forgotten; what another worker has
+    read is not.
+    """
     asked, forgotten = stage.engines
     worker = stage.workers[0]
     for engine in stage.engines:
@@ -540,7 +562,9 @@ async def test_a_connection_that_has_moved_to_a_worker_that_dies(stage: Stage) -
 
 
 async def test_the_first_messages_of_a_worker_that_binds_again_may_be_missed(stage: Stage) -> None:
-    """By one that is behind. The engine can't be asked, and another worker had its connection: so it is forgotten there."""
+    """By one that is behind. The engine can't be asked, and another worker had its connection: so
+    it is forgotten there.
+    """
     _, engine = stage.engines
     engine.connect(stage.workers[0])
     engine.publish(3)
@@ -560,8 +584,12 @@ async def test_the_first_messages_of_a_worker_that_binds_again_may_be_missed(sta
 
 
 @pytest.mark.parametrize("how", ["parent", "behind", "queue"])
-async def test_who_misses_messages_asks_for_them(stage: Stage, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing follows the lost ones. An engine without replays is forgotten: nothing wrong stays."""
+async def test_who_misses_messages_asks_for_them(
+    stage: Stage, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing follows the lost ones. An engine without replays is forgotten: nothing wrong
+    stays.
+    """
     reader, other, third = stage.workers
     for engine in stage.engines:
         engine.connect(reader)
@@ -586,11 +614,16 @@ async def test_who_misses_messages_asks_for_them(stage: Stage, how: str, monkeyp
     assert stage.agree(stage.engines[0])
     assert [worker.known(stage.engines[1]) for worker in stage.workers[1:]] == [set(), set()]
     assert reader.known(stage.engines[1]) == stage.engines[1].truth
-    assert sum(worker.skipped() for worker in stage.workers) == {"parent": 0, "behind": 4, "queue": 8}[how]
+    assert (
+        sum(worker.skipped() for worker in stage.workers)
+        == {"parent": 0, "behind": 4, "queue": 8}[how]
+    )
 
 
 async def test_a_flood_is_told_in_part_and_holds_up_nobody(stage: Stage) -> None:
-    """One who publishes as an engine as fast as he can: the others' messages go on, and what waits is bounded."""
+    """One who publishes as an engine as fast as he can: the others' messages go on, and what waits
+    is bounded.
+    """
     hostile, other = stage.engines
     reader = stage.workers[0]
     hostile.connect(reader)
@@ -610,12 +643,15 @@ async def test_a_flood_is_told_in_part_and_holds_up_nobody(stage: Stage) -> None
         await stage.passes(1)
     assert stage.agree(other)
     assert reader.skipped() > 1000
-    assert len(hostile.asked) - asked <= 3 * 4 * 5  # passes of replays: one or two a second of each worker
+    # passes of replays: one or two a second of each worker
+    assert len(hostile.asked) - asked <= 3 * 4 * 5
     assert stage.counted("messages")[other.url, "live"] == 42
 
 
 async def test_what_may_be_told_grows_again(stage: Stage) -> None:
-    """An engine that was told in part is told in whole again once it has published less for a second."""
+    """An engine that was told in part is told in whole again once it has published less for a
+    second.
+    """
     engine, _ = stage.engines
     engine.connect(stage.workers[0])
     reader = stage.workers[0]
@@ -649,7 +685,9 @@ async def test_what_is_told_is_taken_in_portions(stage: Stage) -> None:
     assert other.sources._queued == 0
 
 
-async def test_a_defect_loses_nothing_behind_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_defect_loses_nothing_behind_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, _ = stage.engines
     engine.connect(stage.workers[0])
     engine.publish(3)
@@ -680,8 +718,14 @@ async def test_an_engine_that_is_removed_leaves_nothing(stage: Stage) -> None:
         worker.sources._opened[PORT, "a"] = None
         worker.engines.remove(engine.url)
         sources = worker.sources
-        assert (list(sources._shared), list(sources._doubted), list(sources._opened)) == ([(PORT, "b")], [], [])
-        assert not any(url == engine.url for url, _ in (*sources.counts.messages, *sources._uncounted.messages))
+        assert (list(sources._shared), list(sources._doubted), list(sources._opened)) == (
+            [(PORT, "b")],
+            [],
+            [],
+        )
+        assert not any(
+            url == engine.url for url, _ in (*sources.counts.messages, *sources._uncounted.messages)
+        )
     engine.publish()
     await stage.settled()
     assert stage.workers[0].sources.counts.skipped["unknown_topic"] == 0  # ZMQ drops it
@@ -697,7 +741,9 @@ def test_messages_are_short() -> None:
 
 
 def _is_a_state(engine: Engine, known: set[int | bytes]) -> bool:
-    """Whether an engine has had all of these blocks at once: nothing that was removed stays beside what came later."""
+    """Whether an engine has had all of these blocks at once: nothing that was removed stays beside
+    what came later.
+    """
     numbers = sorted(one for one in known if isinstance(one, int))
     return not numbers or numbers[-1] - numbers[0] < KEPT
 
@@ -725,9 +771,13 @@ async def _happens(stage: Stage, chance: random.Random) -> None:
         case "stop":
             worker.is_stopped = True
             await stage.clock.advance(chance.choice((0.3, 1.5, 2.5, 4.0)))
-            if chance.random() < 0.5:  # the engine sees no sign of it; the system may not know it yet
+            # the engine sees no sign of it; the system may not know it yet
+            if chance.random() < 0.5:
                 for open_one in stage.engines:
-                    if open_one.at is worker and stage.clock.now() - worker.sources._looked > LEAVE_AFTER - STALE:
+                    if (
+                        open_one.at is worker
+                        and stage.clock.now() - worker.sources._looked > LEAVE_AFTER - STALE
+                    ):
                         open_one.at = None
             worker.is_stopped = chance.random() < 0.3
         case "drop":
@@ -753,7 +803,9 @@ async def _happens(stage: Stage, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_whatever_happens_nothing_wrong_is_known_and_all_is_known_in_the_end(seed: int) -> None:
+async def test_whatever_happens_nothing_wrong_is_known_and_all_is_known_in_the_end(
+    seed: int,
+) -> None:
     """Kills, stops, lost and late messages, engines that connect elsewhere or start again."""
     chance = random.Random(seed)
     stage = Stage(3, Engine("a"), Engine("b", replays=False))

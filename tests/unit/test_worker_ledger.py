@@ -1,4 +1,6 @@
-"""Workers that choose by the load of all: as one ledger would, whatever comes, goes and is killed."""
+"""Workers that choose by the load of all: as one ledger would, whatever comes, goes and is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,17 @@ _BREAKERS: WeakKeyDictionary[SharedTable, SharedTable] = WeakKeyDictionary()
 
 def breakers_of(table: SharedTable) -> SharedTable:
     """The table of breakers beside a table of loads."""
-    return _BREAKERS.setdefault(table, SharedTable(8, 256, worker_breakers.MEASURES, worker_breakers.KEPT))
+    return _BREAKERS.setdefault(
+        table, SharedTable(8, 256, worker_breakers.MEASURES, worker_breakers.KEPT)
+    )
 
 
 def _shared(
-    table: SharedTable, number: int, specs: list[EngineSpec], policy: str = "least_load", seed: int = 0
+    table: SharedTable,
+    number: int,
+    specs: list[EngineSpec],
+    policy: str = "least_load",
+    seed: int = 0,
 ) -> WorkerLedger:
     make = policies.POLICIES[policy]
     made = WorkerLedger(
@@ -76,7 +84,9 @@ def _specs(count: int) -> list[EngineSpec]:
 
 
 def _spread(ledgers: list[Ledger], seed: int) -> tuple[float, int]:
-    """Serve 64 clients; return the most requests of a decode engine over the mean, and the most that one had at once."""
+    """Serve 64 clients; return the most requests of a decode engine over the mean, and the most
+    that one had at once.
+    """
     chance = random.Random(seed)
     of_client = [chance.choice(ledgers) for _ in range(CLIENTS)]
     open_leases: dict[int, tuple[Ledger, list[Lease]]] = {}
@@ -105,7 +115,9 @@ def _spread(ledgers: list[Ledger], seed: int) -> tuple[float, int]:
 @pytest.mark.parametrize("policy", ["least_load", "power_of_two", "round_robin", "session"])
 @pytest.mark.parametrize("workers", [2, 8])
 def test_workers_spread_load_as_one_process_does(policy: str, workers: int) -> None:
-    """200 engines, 64 clients: the engine with the most requests has at most 1.1 times as many, in sum and at once."""
+    """200 engines, 64 clients: the engine with the most requests has at most 1.1 times as many, in
+    sum and at once.
+    """
     specs, table = _specs(200), SharedTable(workers, 256, MEASURES)
     several = _spread([_shared(table, number, specs, policy) for number in range(workers)], 0)
     one = _spread([_one(specs, policy)], 0)
@@ -115,7 +127,9 @@ def test_workers_spread_load_as_one_process_does(policy: str, workers: int) -> N
 
 
 def test_loads_are_read_once_a_millisecond() -> None:
-    """A worker with much to do begins several requests with what it has read, and its own leases; then it sees the others'."""
+    """A worker with much to do begins several requests with what it has read, and its own leases;
+    then it sees the others'.
+    """
     specs, table = _specs(4), SharedTable(2, 8, MEASURES)
     first, second = (_shared(table, number, specs) for number in range(2))
     second.assign(SPLIT, Ask("m", 1000, 5.0))
@@ -130,15 +144,21 @@ def test_loads_are_read_once_a_millisecond() -> None:
 
 @pytest.mark.parametrize("policy", ["least_load", "power_of_two", "session"])
 def test_what_is_read_late_adds_little_to_an_engine(policy: str) -> None:
-    """8 workers begin 8,000 requests per second, 640 are open: no engine of 64 has many more than with one process."""
+    """8 workers begin 8,000 requests per second, 640 are open: no engine of 64 has many more than
+    with one process.
+    """
     specs, table = _specs(128), SharedTable(8, 128, MEASURES)
     several: list[Ledger] = [_shared(table, number, specs, policy) for number in range(8)]
-    most = [_most_at_once(ledgers, 640, 2000, 1 / 8000) for ledgers in (several, [_one(specs, policy)])]
+    most = [
+        _most_at_once(ledgers, 640, 2000, 1 / 8000) for ledgers in (several, [_one(specs, policy)])
+    ]
     assert most[0] <= most[1] + 4
 
 
 def _most_at_once(ledgers: list[Ledger], open_at_once: int, requests: int, every: float) -> int:
-    """Begin a request `every` so many seconds. Return the most that a decode engine ever had of them."""
+    """Begin a request `every` so many seconds. Return the most that a decode engine ever had of
+    them.
+    """
     chance = random.Random(3)
     leases: list[tuple[Ledger, list[Lease]]] = []
     now_has: Counter[str] = Counter()
@@ -150,7 +170,9 @@ def _most_at_once(ledgers: list[Ledger], open_at_once: int, requests: int, every
                 now_has[lease.engine.url] -= 1
                 ledger.close(lease, Verdict.GOOD, number * every)
         ledger = ledgers[chance.randrange(len(ledgers))]
-        got = ledger.assign(SPLIT, Ask("m", 1000, number * every, session=f"conversation {chance.randrange(500)}"))
+        got = ledger.assign(
+            SPLIT, Ask("m", 1000, number * every, session=f"conversation {chance.randrange(500)}")
+        )
         assert got is not None
         leases.append((ledger, [got[role] for role in SPLIT]))
         now_has[got[Role.DECODE].engine.url] += 1
@@ -159,7 +181,9 @@ def _most_at_once(ledgers: list[Ledger], open_at_once: int, requests: int, every
 
 
 def test_workers_that_choose_at_the_same_moment() -> None:
-    """None has seen the others' choice: at most all of them meet at one engine, and the next choices make up for it."""
+    """None has seen the others' choice: at most all of them meet at one engine, and the next
+    choices make up for it.
+    """
     workers, specs = 8, _specs(64)
     table = SharedTable(workers, 64, MEASURES)
     ledgers = [_shared(table, number, specs) for number in range(workers)]
@@ -194,7 +218,9 @@ def test_a_dead_workers_leases_count_no_more() -> None:
 
 
 def test_an_engine_leaves_and_comes_back_in_one_worker_first() -> None:
-    """Each worker follows the settings by itself: what the other still has is there when the engine is back."""
+    """Each worker follows the settings by itself: what the other still has is there when the engine
+    is back.
+    """
     specs = _specs(2)
     table = SharedTable(2, 8, MEASURES)
     first, second = (_shared(table, number, specs) for number in range(2))
@@ -217,7 +243,9 @@ def test_an_engine_leaves_and_comes_back_in_one_worker_first() -> None:
 
 
 def test_an_engine_without_space_in_the_table_is_shared_once_there_is_some() -> None:
-    """Until then the others know nothing of its load. The worker itself counts it, whenever its leases end."""
+    """Until then the others know nothing of its load. The worker itself counts it, whenever its
+    leases end.
+    """
     specs, more = _specs(2), EngineSpec("d9", Role.DECODE)
     table = SharedTable(2, 2, MEASURES)
     first, second = (_shared(table, number, specs) for number in range(2))
@@ -240,7 +268,9 @@ def test_an_engine_without_space_in_the_table_is_shared_once_there_is_some() -> 
 
 
 def test_an_engine_that_is_back_has_the_leases_that_it_had() -> None:
-    """For the others: in their eyes it was never gone. Its slot is forgotten with the last lease, if it stays away."""
+    """For the others: in their eyes it was never gone. Its slot is forgotten with the last lease,
+    if it stays away.
+    """
     table = SharedTable(2, 8, MEASURES)
     first, second = (_shared(table, number, _specs(2)) for number in range(2))
     old = _there(first.assign_alone(Ask("m", 100, 0.0)))
@@ -270,7 +300,9 @@ def _there(lease: Lease | None) -> Lease:
 
 def _of(ledger: WorkerLedger, url: str) -> tuple[int, int]:
     """The load of an engine as a worker knows it."""
-    return next((engine.requests, engine.prompt_bytes) for engine in ledger.engines if engine.url == url)
+    return next(
+        (engine.requests, engine.prompt_bytes) for engine in ledger.engines if engine.url == url
+    )
 
 
 class Workers(RuleBasedStateMachine):

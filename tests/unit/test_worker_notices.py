@@ -1,4 +1,6 @@
-"""Notices that come to any worker are taken once, by the one whose prompt they are about; bounded, whoever sends them."""
+"""Notices that come to any worker are taken once, by the one whose prompt they are about; bounded,
+whoever sends them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,14 @@ class Workers:
 
         siblings = self.parent.all[number]
         return WorkerNotices(
-            number, count, topic, siblings, take, Observers([self]), self.failures.append, is_read=is_read
+            number,
+            count,
+            topic,
+            siblings,
+            take,
+            Observers([self]),
+            self.failures.append,
+            is_read=is_read,
         )
 
     def notify(self, event: Event) -> None:
@@ -129,7 +138,9 @@ async def test_notices_for_a_worker_that_has_ended_are_dropped() -> None:
 
 
 async def test_a_flood_for_another_worker_fills_no_memory() -> None:
-    """As long as the parent does not read, notices are dropped, and counted; afterwards they are passed on again."""
+    """As long as the parent does not read, notices are dropped, and counted; afterwards they are
+    passed on again.
+    """
     workers = Workers(2, is_read=True)
     siblings = workers.parent.all[0]
     unsent = 0
@@ -180,7 +191,9 @@ async def test_what_is_passed_to_all_comes_to_all_in_one_order() -> None:
 
 
 async def test_waits_get_their_notices_wherever_these_came() -> None:
-    """One comes before the wait begins, one after, and one never: that wait ends at its deadline."""
+    """One comes before the wait begins, one after, and one never: that wait ends at its
+    deadline.
+    """
     parent, clock = Parent(2), ManualClock()
     counted: Counter[str] = Counter()
 
@@ -192,7 +205,16 @@ async def test_waits_get_their_notices_wherever_these_came() -> None:
     observers = Observers([Counts()])
     waits = [ReadyWaits(clock, observers, clock.now) for _ in range(2)]
     reads = [
-        WorkerNotices(at, 2, "n", parent.all[at], waits[at].receive, observers, pytest.fail, is_read=False)  # type: ignore[arg-type]
+        WorkerNotices(
+            at,
+            2,
+            "n",
+            parent.all[at],
+            waits[at].receive,
+            observers,
+            pytest.fail,  # type: ignore[arg-type]
+            is_read=False,
+        )
         for at in range(2)
     ]
     reads[0].receive(ready("01early"))
@@ -220,7 +242,10 @@ async def test_posts_that_name_prompts_of_several_workers() -> None:
     """LMCache posts all requests of a step at once, to any worker."""
     workers = Workers(2, topic="posted")
     names = b'["cmpl-00a-0-0123abcd","chatcmpl-01b-0123abcd"]'
-    body = b'{"event":"request_store_finished","request_ids_set":%b,"kv_rank":0,"world_size":1}' % names
+    body = (
+        b'{"event":"request_store_finished","request_ids_set":%b,"kv_rank":0,"world_size":1}'
+        % names
+    )
     for notice in notices(body) or []:
         workers.all[1].receive(notice)
     await turns(3)
@@ -231,11 +256,15 @@ async def test_posts_that_name_prompts_of_several_workers() -> None:
 
 
 def _notices(taken: list[str], failures: list[Exception]) -> NoticeSocket:
-    return NoticeSocket(lambda notice: taken.append(notice.request_id), lambda: None, failures.append)
+    return NoticeSocket(
+        lambda notice: taken.append(notice.request_id), lambda: None, failures.append
+    )
 
 
 async def test_workers_take_connections_from_one_socket() -> None:
-    """When one of them closes its own, its senders come to the other, at the same address; nobody binds anything anew."""
+    """When one of them closes its own, its senders come to the other, at the same address; nobody
+    binds anything anew.
+    """
     listener = listener_at(AddressToBind("kv_ready", "127.0.0.1", 0))
     port = listener.getsockname()[1]
     taken: list[list[str]] = [[], []]
@@ -289,15 +318,20 @@ async def test_a_connector_that_is_found_too_late_is_to_be_named() -> None:
     """What it needs had to be bound before the workers began."""
     table = SharedTable(2, 1, leading.MEASURES)
     lead = Leading(0, table.column(0), table.others(0))
-    share = PoolShare(PoolMemory(2), 0, 0, SharedRecords(2, 8).area(0), lead, lambda: 0.0, Parent(2).all[0])
+    share = PoolShare(
+        PoolMemory(2), 0, 0, SharedRecords(2, 8).area(0), lead, lambda: 0.0, Parent(2).all[0]
+    )
     with pytest.raises(
-        SettingsError, match=r"connector: auto: with several workers, name a connector .*\(registration\)"
+        SettingsError,
+        match=r"connector: auto: with several workers, name a connector .*\(registration\)",
     ):
         share.sockets.bind(_notices([], []), AddressToBind("registration", "127.0.0.1", 0))
 
 
 def test_an_address_of_another_machine_is_a_mistake() -> None:
-    with pytest.raises(SettingsError, match=r"can't bind kv_ready.host:kv_ready.port = 192.0.2.1:7"):
+    with pytest.raises(
+        SettingsError, match=r"can't bind kv_ready.host:kv_ready.port = 192.0.2.1:7"
+    ):
         listener_at(AddressToBind("kv_ready", "192.0.2.1", 7))
 
 

@@ -80,7 +80,9 @@ def test_requests_per_minute() -> None:
 
 
 def test_tokens_per_minute() -> None:
-    """What one worker has reserved is reserved in all; the end puts what was used in its place, and more may come behind it."""
+    """What one worker has reserved is reserved in all; the end puts what was used in its place, and
+    more may come behind it.
+    """
     workers = Workers(2, a=KeyLimits(tpm=600))
     first = workers.enter(0)
     assert first is not None
@@ -119,7 +121,9 @@ def test_a_new_worker_gives_nobody_a_new_minute() -> None:
 
 
 def test_a_limit_that_changes_changes_what_is_left() -> None:
-    """By the difference, and once, whichever worker is asked first; a limit that is new begins with a whole minute."""
+    """By the difference, and once, whichever worker is asked first; a limit that is new begins with
+    a whole minute.
+    """
     workers = Workers(2, a=KeyLimits(rpm=2))
     assert len(_admitted(workers, 2)) == 2
     workers.limits = {"a": KeyLimits(rpm=5)}
@@ -149,7 +153,9 @@ def test_more_names_than_slots_count_for_themselves() -> None:
 
 
 def test_names_that_come_and_go() -> None:
-    """Thousands of them, in workers that are killed now and then: the slots of those that are gone are free."""
+    """Thousands of them, in workers that are killed now and then: the slots of those that are gone
+    are free.
+    """
     workers = Workers(2)
     for turn in range(400):
         workers.limits = {f"k{turn * 4 + at}": KeyLimits(rpm=2) for at in range(4)}
@@ -172,7 +178,9 @@ def test_names_that_come_and_go() -> None:
 @settings(max_examples=80)
 @given(st.integers(1, 4), st.integers(0, 2**32), st.booleans())
 def test_workers_admit_what_one_process_admits(count: int, seed: int, kills: bool) -> None:
-    """The same requests at the same times, at workers by chance: the same ones are refused, also where workers are killed."""
+    """The same requests at the same times, at workers by chance: the same ones are refused, also
+    where workers are killed.
+    """
     chance = random.Random(seed)
     limits = KeyLimits(rpm=120, tpm=5000, inflight=None if kills else 6)
     workers, one = Workers(count, a=limits), Quotas(lambda: {"a": limits}, lambda: workers.now)
@@ -214,7 +222,9 @@ def test_workers_admit_what_one_process_admits(count: int, seed: int, kills: boo
 
 @pytest.mark.parametrize("tokens", [2**40, 10**30])
 def test_use_without_bound_ends_all_the_same(tokens: int) -> None:
-    """Sums wrap and levels are cut: the key is in debt everywhere, serves nothing more, and no request fails otherwise."""
+    """Sums wrap and levels are cut: the key is in debt everywhere, serves nothing more, and no
+    request fails otherwise.
+    """
     workers = Workers(2, a=KeyLimits(tpm=600, inflight=20), b=KeyLimits(tpm=10**30))
     uses = [workers.enter(0) for _ in range(20)]
     for use in uses:
@@ -232,7 +242,9 @@ def test_use_without_bound_ends_all_the_same(tokens: int) -> None:
 
 
 def test_sums_that_wrap() -> None:
-    """What was used since the start is more than a cell holds: what is left is right all the same."""
+    """What was used since the start is more than a cell holds: what is left is right all the
+    same.
+    """
     workers = Workers(2, a=KeyLimits(tpm=6000))
     for number in (0, 1):
         row = workers.table.column(number).row(key_of("a"))

@@ -1,4 +1,6 @@
-"""Registrations of several workers: made of the same messages in the same order, whoever reads a heartbeat, leads, or begins."""
+"""Registrations of several workers: made of the same messages in the same order, whoever reads a
+heartbeat, leads, or begins.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Worker:
             failed=self.failures.append,
         )
         for url, role in ((P, Role.PREFILL), (D, Role.DECODE)):
-            self.engines.add(EngineSpec(url, role), unused_client(url), registered_as=of_url(url, None))
+            self.engines.add(
+                EngineSpec(url, role), unused_client(url), registered_as=of_url(url, None)
+            )
 
     def notify(self, event: Event) -> None:
         raise AssertionError(event)
@@ -95,11 +99,16 @@ class Worker:
 
     def owner(self, url: str = P) -> tuple[object, ...] | None:
         owned = self.known._entries[url.removeprefix("http://")].owned
-        return None if owned is None else (owned.registration, owned.connection, owned.address, owned.rival is not None)
+        return (
+            None
+            if owned is None
+            else (owned.registration, owned.connection, owned.address, owned.rival is not None)
+        )
 
 
 class Stage:
-    """Workers, and a parent that puts their messages in one order. Number 0 leads until the test says otherwise.
+    """Workers, and a parent that puts their messages in one order. Number 0 leads until the test
+    says otherwise.
 
     With `leading` they find out who leads, as in production.
     """
@@ -120,7 +129,9 @@ class Stage:
     def leading(self, number: int) -> Any:
         assert self.table is not None
         others = self.table.others(number)
-        return Leading(number, self.table.column(number), others, lambda: int(self.clock.now() * 1e9))
+        return Leading(
+            number, self.table.column(number), others, lambda: int(self.clock.now() * 1e9)
+        )
 
     def settle(self) -> None:
         """Have everybody read what has come, and what comes of that."""
@@ -141,7 +152,9 @@ class Stage:
             self.settle()
 
     def restart(self, number: int) -> Worker:
-        """Kill a worker and start its successor, which has not asked yet. The next one leads, if it led."""
+        """Kill a worker and start its successor, which has not asked yet. The next one leads, if it
+        led.
+        """
         if self.table is not None:
             self.table.clear(number)
         elif self.workers[number].lead.leads:
@@ -160,7 +173,9 @@ async def test_a_heartbeat_that_one_reads_all_know_and_one_counts() -> None:
     stage.workers[2].known.receive(beat(), b"1", "10.0.0.1")
     stage.settle()
     assert [one.wrong() for one in stage.workers] == [None] * 3
-    assert [one.engines[P].run.peers.get(0).address for one in stage.workers] == ["10.0.0.1:21001"] * 3
+    assert [one.engines[P].run.peers.get(0).address for one in stage.workers] == [
+        "10.0.0.1:21001"
+    ] * 3
     assert [dict(one.results) for one in stage.workers] == [{}, {}, {"known": 1}]
     for at in (0, 1):  # its connection is made again, to another worker
         await stage.wait(3)
@@ -175,7 +190,8 @@ async def test_what_is_silent_is_silent_for_all_at_once() -> None:
     stage.workers[1].known.receive(beat(), b"1", "10.0.0.1")
     stage.settle()
     await stage.clock.advance(TIMEOUT + 0.1)
-    assert [one.wrong() for one in stage.workers] == [None] * 3  # the leader has said it, and nobody has heard it yet
+    # the leader has said it, and nobody has heard it yet
+    assert [one.wrong() for one in stage.workers] == [None] * 3
     stage.settle()
     assert [one.wrong() for one in stage.workers] == ["has not registered"] * 3
     assert stage.results() == {"known": 1, "expired": 1}
@@ -219,7 +235,9 @@ async def test_of_two_senders_all_believe_the_same_one() -> None:
     stage.workers[2].known.receive(beat(zmq="6.6.6.6:1"), b"1", "6.6.6.6")
     stage.settle()
     assert {one.engines[P].run.peers.get(0).address for one in stage.workers} == {"10.0.0.1:21001"}
-    assert all("6.6.6.6 registers it, too" in " ".join(one.known.shortcomings()) for one in stage.workers)
+    assert all(
+        "6.6.6.6 registers it, too" in " ".join(one.known.shortcomings()) for one in stage.workers
+    )
     assert stage.results() == {"known": 1, "contested": 1}
 
 
@@ -388,7 +406,9 @@ async def test_a_flood_is_not_passed_on() -> None:
     assert not any(len(worker.inbox) > MAX_SENDERS + 1 for worker in stage.workers)
 
 
-async def test_a_heartbeat_that_fails_does_not_lose_what_is_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_heartbeat_that_fails_does_not_lose_what_is_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage()
     one = stage.workers[1]
 
@@ -404,7 +424,9 @@ async def test_a_heartbeat_that_fails_does_not_lose_what_is_behind_it(monkeypatc
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_all_know_the_same_whatever_happens(seed: int) -> None:
-    """Workers are stopped and killed while engines and strangers send: in the end nobody believes anybody else."""
+    """Workers are stopped and killed while engines and strangers send: in the end nobody believes
+    anybody else.
+    """
     chance = random.Random(seed)
     stage = Stage(leading=True)
     beats = [

@@ -1,4 +1,6 @@
-"""Several workers of one of several replicas: what they estimate together is what one process would."""
+"""Several workers of one of several replicas: what they estimate together is what one process
+would.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def _loads(of: ReplicaLedger) -> dict[str, int]:
 
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 def test_workers_estimate_what_one_process_would(replicas: int) -> None:
-    """Random leases, ends, reports, drains and other numbers of replicas: each worker has the loads that a single process has."""
+    """Random leases, ends, reports, drains and other numbers of replicas: each worker has the loads
+    that a single process has.
+    """
     chance = random.Random(replicas)
     table = SharedTable(3, 16, MEASURES)
     workers, single = _workers(table, 3, replicas), made(replicas=replicas, specs=SPECS)
@@ -62,7 +66,10 @@ def test_workers_estimate_what_one_process_would(replicas: int) -> None:
         others = {spec.url for spec in SPECS} - {url}
         worker = chance.randrange(3)
         if step < 0.4:
-            pair = [of.assign_alone(Ask("m", 10, now), without=others) for of in (workers[worker], single)]
+            pair = [
+                of.assign_alone(Ask("m", 10, now), without=others)
+                for of in (workers[worker], single)
+            ]
             assert (pair[0] is None) == (pair[1] is None)
             if pair[0] is not None and pair[1] is not None:
                 leases.append((worker, pair[0], pair[1]))
@@ -88,7 +95,9 @@ def test_workers_estimate_what_one_process_would(replicas: int) -> None:
             of.refresh(all_of_it=True)
             assert _loads(of) == _loads(single)
             for engine in of.engines:
-                assert engine.known_load[0] == sum(lease.engine.url == engine.url for _, lease, _ in leases)
+                assert engine.known_load[0] == sum(
+                    lease.engine.url == engine.url for _, lease, _ in leases
+                )
     assert len({tuple(_loads(of).values()) for of in workers}) == 1
 
 

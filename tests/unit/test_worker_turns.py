@@ -1,4 +1,6 @@
-"""Turns that several workers keep: each is given once, to any of them, whoever is stopped or killed."""
+"""Turns that several workers keep: each is given once, to any of them, whoever is stopped or
+killed.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,15 @@ class Worker:
         self.workers, self.number = workers, number
         base = 10 * number
         self.p = node("p", Role.PREFILL, base + 1)
-        self.nodes = {"d": node("d", Role.DECODE, base + 2), "e": node("e", Role.DECODE, base + 3), "p": self.p}
-        self.engines = {url: SimpleNamespace(in_ledger=one, url=url, kv_host=None) for url, one in self.nodes.items()}
+        self.nodes = {
+            "d": node("d", Role.DECODE, base + 2),
+            "e": node("e", Role.DECODE, base + 3),
+            "p": self.p,
+        }
+        self.engines = {
+            url: SimpleNamespace(in_ledger=one, url=url, kv_host=None)
+            for url, one in self.nodes.items()
+        }
         self.counted: Counter[str] = Counter()
         self.released: list[str] = []
         self.registry = _Registry(self.engines)
@@ -78,7 +87,9 @@ class Worker:
         """Finish a turn whose ids are these."""
         handle = read(params(len(ids) - 1, name))
         assert isinstance(handle, DecodeHandle)
-        record = TurnRecord(decode, self.nodes[decode].run_number, "p", self.p.run_number, name, "tiny", (), None, 0)
+        record = TurnRecord(
+            decode, self.nodes[decode].run_number, "p", self.p.run_number, name, "tiny", (), None, 0
+        )
         key = SCOPE + text(*ids) + b"1," * more
         turn = KeptTurn(record, handle, key, len(ids) - 1, asyncio.get_running_loop().time())
         if self.turns.kept.add(turn):
@@ -127,7 +138,9 @@ NEXT = (*HISTORY, 1, 2, 3)
 
 
 def test_what_one_has_kept_another_one_uses_once() -> None:
-    """With its whole handle, and numbers of runs that are its own. The worker that kept it has no record of it any more."""
+    """With its whole handle, and numbers of runs that are its own. The worker that kept it has no
+    record of it any more.
+    """
 
     async def run() -> None:
         workers = Workers()
@@ -160,7 +173,9 @@ def test_of_two_that_want_it_one_gets_it() -> None:
         workers.all[0].keep("a", *HISTORY)
         workers.all[0].keep("b", *HISTORY[:40])
         await settled()
-        found = await asyncio.gather(*[one.name(*NEXT) for one in workers.all[1:]], workers.all[0].name(*range(9)))
+        found = await asyncio.gather(
+            *[one.name(*NEXT) for one in workers.all[1:]], workers.all[0].name(*range(9))
+        )
         assert found == ["a", "b", None]
         assert workers.all[2].counted == {"gone": 1, "given": 1}
 
@@ -265,7 +280,9 @@ def test_a_client_that_leaves_while_another_worker_is_asked(answered: bool) -> N
 
 
 def test_an_answer_between_a_cancellation_and_the_end_of_its_task() -> None:
-    """A client leaves, and in the same pass of the event loop the turn is given: it is released, and forgotten."""
+    """A client leaves, and in the same pass of the event loop the turn is given: it is released,
+    and forgotten.
+    """
 
     async def run() -> None:
         workers = Workers()
@@ -315,7 +332,12 @@ def test_what_a_killed_worker_kept_is_released() -> None:
     async def run() -> None:
         workers = Workers()
         first, second, third = workers.all
-        for name, ids in (("a", HISTORY), ("b", range(500, 540)), ("c", range(900, 930)), ("x", range(700, 740))):
+        for name, ids in (
+            ("a", HISTORY),
+            ("b", range(500, 540)),
+            ("c", range(900, 930)),
+            ("x", range(700, 740)),
+        ):
             first.keep(name, *ids, decode="e" if name == "x" else "d")
         await settled()
         assert await second.name(*range(500, 540), 1) == "b"
@@ -334,7 +356,9 @@ def test_what_a_killed_worker_kept_is_released() -> None:
 
 
 def test_a_successor_knows_what_the_others_keep() -> None:
-    """The newest, up to a bound. What the one before kept is forgotten, and the new one never gives it."""
+    """The newest, up to a bound. What the one before kept is forgotten, and the new one never gives
+    it.
+    """
 
     async def run() -> None:
         workers = Workers()
@@ -418,7 +442,9 @@ def test_what_a_successor_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_bounds_are_those_of_all() -> None:
-    """The oldest of a decode engine is released, by the worker that keeps it, for a newer one of another worker."""
+    """The oldest of a decode engine is released, by the worker that keeps it, for a newer one of
+    another worker.
+    """
 
     async def run() -> None:
         workers = Workers(max_blocks=8)
@@ -483,7 +509,9 @@ def test_an_engine_that_never_answers_is_known_to_all() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_each_handle_ends_once_at_most(seed: int) -> None:
-    """Whatever is kept, wanted, stopped, killed or dropped at random: none is given or released twice, or given and released."""
+    """Whatever is kept, wanted, stopped, killed or dropped at random: none is given or released
+    twice, or given and released.
+    """
     chance = random.Random(seed)
 
     async def run() -> None:

@@ -1,4 +1,6 @@
-"""Engines' windows with several workers: what one has learned holds for all, whoever of them ends."""
+"""Engines' windows with several workers: what one has learned holds for all, whoever of them
+ends.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def full(windows: Windows, load: Load) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_have_the_windows_of_one_process(seed: int) -> None:
-    """One learns from reports at a time, any of them from refusals, and forgets; any but one at a time is killed."""
+    """One learns from reports at a time, any of them from refusals, and forgets; any but one at a
+    time is killed.
+    """
     chance, workers, one = random.Random(seed), Workers(), Windows()
     leader = 0
     for _ in range(400):
@@ -66,7 +70,8 @@ def test_all_have_the_windows_of_one_process(seed: int) -> None:
             workers.restart(killed)
             if killed == leader:
                 leader = (leader + 1) % COUNT
-                one._full.clear()  # how often an engine was full in a row is known to the leader alone
+                # how often an engine was full in a row is known to the leader alone
+                one._full.clear()
                 workers.all[leader]._full.clear()
     for worker in workers.all:
         worker.look()

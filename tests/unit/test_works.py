@@ -58,7 +58,9 @@ class Silences(Recorder):
 async def test_requests_that_an_engine_reports(
     monkeypatch: pytest.MonkeyPatch, running: list[int], canaries: int, expected: bool
 ) -> None:
-    """Fewer than were sent to it, at each look: then one is lost. The last number stays as it is."""
+    """Fewer than were sent to it, at each look: then one is lost. The last number stays as it
+    is.
+    """
     monkeypatch.setattr(works, "BETWEEN", 0.0)
     engine, recorder = Engine(), Silences()
     engine.open_legs.canaries = canaries

@@ -1,7 +1,7 @@
 """The admin API's server: a second listener in the proxy's own event loop. Owns its socket.
 
-It serves for as long as the proxy runs, also while that drains. Several workers accept connections from one socket: one that
-stands still holds up none.
+It serves for as long as the proxy runs, also while that drains. Several workers accept connections
+from one socket: one that stands still holds up none.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ class AdminSocket:
         self.place = place
         try:
             bound = (
-                UnixSocket(place.path, BACKLOG, only_owner=True) if place.path is not None else _bound_to_port(place)
+                UnixSocket(place.path, BACKLOG, only_owner=True)
+                if place.path is not None
+                else _bound_to_port(place)
             )
         except OSError as error:
-            raise SettingsError(f"listen.admin: can't listen on {place}: {error.strerror or error}") from None
+            raise SettingsError(
+                f"listen.admin: can't listen on {place}: {error.strerror or error}"
+            ) from None
         self._bound = bound
         self.socket = bound.socket if isinstance(bound, UnixSocket) else bound
 
@@ -99,7 +103,9 @@ class AdminServer:
             pool.service.lifecycle.running = pool.passthrough.lifecycle.running = recent.running
         kept = [pool.decisions for pool in proxy.pools if pool.decisions is not None]
         service = AdminService(
-            EngineEntries([PoolEngines(pool.name, pool.membership, pool.engines) for pool in proxy.pools], now),
+            EngineEntries(
+                [PoolEngines(pool.name, pool.membership, pool.engines) for pool in proxy.pools], now
+            ),
             recent,
             partial(kept[0].kept, *kept[1:]) if kept else lambda: KeptDecisions(None, now(), []),
             log,
@@ -117,7 +123,11 @@ class AdminServer:
             is_tcp=at.place.path is None,
         )
         bounds = own_bounds(
-            clock, observers, connections=MAX_CONNECTIONS, write_seconds=WRITE_SECONDS, max_unread=MAX_UNREAD
+            clock,
+            observers,
+            connections=MAX_CONNECTIONS,
+            write_seconds=WRITE_SECONDS,
+            max_unread=MAX_UNREAD,
         )
         http = admin_protocol(bounds, observers, gate)
         made = proxy.credentials.listener(http) if at.place.path is None else http
@@ -135,7 +145,9 @@ class AdminServer:
 
 
 def serve_admin(proxy: Proxy, at: AdminSocket | None, log: Log) -> AdminServer | None:
-    """Serve the admin API of a proxy that was started for as long as that runs. Without a socket there is none."""
+    """Serve the admin API of a proxy that was started for as long as that runs. Without a socket
+    there is none.
+    """
     if at is None:
         return None
     server = AdminServer(proxy, at, log)

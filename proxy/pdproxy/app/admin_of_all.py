@@ -1,4 +1,6 @@
-"""The admin API of one of several workers: what it shows is that of all, and all make the changes that it is asked for."""
+"""The admin API of one of several workers: what it shows is that of all, and all make the changes
+that it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class _Filter(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Requests(msgspec.Struct, array_like=True, frozen=True):
-    """Requests of a worker, and when it has shown them, in monotonic seconds: the same clock for all workers."""
+    """Requests of a worker, and when it has shown them, in monotonic seconds: the same clock for
+    all workers.
+    """
 
     now: float
     requests: list[RecentRequest]
@@ -47,7 +51,9 @@ _requests = msgspec.msgpack.Decoder(_Requests).decode
 
 
 class AdminApiOfAll(AdminApi):
-    """That of worker `number`. `refresh` takes over the loads of the others; `level`: the log level of the settings."""
+    """That of worker `number`. `refresh` takes over the loads of the others; `level`: the log level
+    of the settings.
+    """
 
     def __init__(
         self,
@@ -80,7 +86,9 @@ class AdminApiOfAll(AdminApi):
         own = (await super().engines(pairs=pairs, of=of)).engines
         views = {number: _view(answer) for number, answer in answers.of.items()}
         found = merged(own, self._number, views, self.service.pools)
-        return EngineList([one for one in found if of is None or one.pool == of.name], answers.silent)
+        return EngineList(
+            [one for one in found if of is None or one.pool == of.name], answers.silent
+        )
 
     def _own_view(self) -> bytes:
         self._refresh()
@@ -88,7 +96,11 @@ class AdminApiOfAll(AdminApi):
         plain = entries.plain()
         rest = [url for pool in entries.pools for url in pool.membership.members]
         hidden = set(plain)
-        return _encode(WorkerView(plain, [entries.entry(url, pairs=False) for url in rest if url not in hidden]))
+        return _encode(
+            WorkerView(
+                plain, [entries.entry(url, pairs=False) for url in rest if url not in hidden]
+            )
+        )
 
     async def engine(self, name: str) -> EngineEntry:
         """See `AdminApi`."""
@@ -105,7 +117,9 @@ class AdminApiOfAll(AdminApi):
         if there:
             return merged_entry(dict(there))
         if answers.silent:
-            raise UnknownOutcomeError(f"{_silent(answers.silent)}: it is not known whether {truncate(name)} is there")
+            raise UnknownOutcomeError(
+                f"{_silent(answers.silent)}: it is not known whether {truncate(name)} is there"
+            )
         assert refusal is not None
         raise refusal
 
@@ -120,7 +134,9 @@ class AdminApiOfAll(AdminApi):
     # -- changes
 
     async def change(self, change: Change) -> tuple[int, EngineChanged | LevelShown]:
-        """See `AdminApi`. All workers have made it when this returns, but those that the answer names."""
+        """See `AdminApi`. All workers have made it when this returns, but those that the answer
+        names.
+        """
         change = self.service.named(change)
         if change.kind == "log_level":
             change = msgspec.structs.replace(change, engine="", instead_of=self._level())
@@ -135,7 +151,9 @@ class AdminApiOfAll(AdminApi):
         kept = [self.service.decisions(), *map(_decisions, answers.of.values())]
         return page_of(together(kept, self._now(), KEPT * len(self.service.pools)))
 
-    async def requests(self, limit: int, request_id: str | None, outcome: str | None) -> RequestList:
+    async def requests(
+        self, limit: int, request_id: str | None, outcome: str | None
+    ) -> RequestList:
         """See `AdminApi`."""
         wanted = _Filter(limit, request_id, outcome)
         answers = await self._siblings.ask(f"{REQUESTS} {msgspec.json.encode(wanted).decode()}")
@@ -145,7 +163,11 @@ class AdminApiOfAll(AdminApi):
         ended = [(now - one.ended_s, one) for one in own if one.ended_s is not None]
         for answer in map(_requests, answers.of.values()):
             running += [one for one in answer.requests if one.ended_s is None]
-            ended += [(answer.now - one.ended_s, one) for one in answer.requests if one.ended_s is not None]
+            ended += [
+                (answer.now - one.ended_s, one)
+                for one in answer.requests
+                if one.ended_s is not None
+            ]
         running.sort(key=lambda one: -one.total_s)
         ended.sort(key=lambda item: -item[0])
         found = [*running[: recent.KEPT], *(one for _, one in ended[: recent.KEPT])]
@@ -153,27 +175,39 @@ class AdminApiOfAll(AdminApi):
 
     def _own_requests(self, text: str) -> bytes:
         wanted = msgspec.json.decode(text, type=_Filter)
-        shown = self.service.recent.shown(wanted.limit, request_id=wanted.request_id, outcome=wanted.outcome)
+        shown = self.service.recent.shown(
+            wanted.limit, request_id=wanted.request_id, outcome=wanted.outcome
+        )
         return _encode(_Requests(self._now(), shown))
 
 
-def _together(change: Change, own: int, asked: AskedChange) -> tuple[int, EngineChanged | LevelShown]:
+def _together(
+    change: Change, own: int, asked: AskedChange
+) -> tuple[int, EngineChanged | LevelShown]:
     """Return the answer of all workers. Raises what they have refused it with."""
     outcomes = asked.outcomes
     if own not in outcomes:
-        raise UnknownOutcomeError(f"no worker has answered within {PATIENCE:g} s: the change may still be made")
+        raise UnknownOutcomeError(
+            f"no worker has answered within {PATIENCE:g} s: the change may still be made"
+        )
     accepted = {number: one for number, one in outcomes.items() if one.accepted}
     refused = {number: one for number, one in outcomes.items() if not one.accepted}
     if not is_accepted(change.kind, outcomes.values()):
         number, first = _first(own, refused)
         if not accepted:
             return first.answer()
-        raise error_of(first.status, f"worker {number} refuses it, and no other keeps it: {first.message}", first.owner)
+        raise error_of(
+            first.status,
+            f"worker {number} refuses it, and no other keeps it: {first.message}",
+            first.owner,
+        )
     # It may be gone in some of them already, and be new there.
     again = (one for one in accepted.values() if one.result == "serving_again")
     status, found = next(again, _first(own, accepted)[1]).answer()
     if asked.silent and isinstance(found, EngineChanged):
-        late = f"{_silent(asked.silent)}, and makes the change when it goes on, or its successor does"
+        late = (
+            f"{_silent(asked.silent)}, and makes the change when it goes on, or its successor does"
+        )
         found = msgspec.structs.replace(found, note=f"{found.note}; {late}")
     return status, found
 

@@ -1,4 +1,6 @@
-"""What all server processes that an operator starts have in common: the log, the exit code of a failure, and of a taken port."""
+"""What all server processes that an operator starts have in common: the log, the exit code of a
+failure, and of a taken port.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ logger = logging.getLogger("pdproxy")
 
 
 def run_logged(settings: Settings, serve: Callable[[Log], int]) -> int:
-    """Return the exit code of `serve`, which gets the log that these settings ask for; 1 if it fails.
+    """Return the exit code of `serve`, which gets the log that these settings ask for; 1 if it
+    fails.
 
     Raises:
         SettingsError: the process can't serve with these settings.
@@ -40,7 +43,9 @@ def cant_listen(settings: Settings, log: Log, error: OSError) -> int:
     """Say that clients' port or Unix socket can't be had. Return the exit code."""
     where = settings.listen
     place = (
-        f"listen.uds = {where.uds}" if where.uds is not None else f"listen.host:listen.port = {where.host}:{where.port}"
+        f"listen.uds = {where.uds}"
+        if where.uds is not None
+        else f"listen.host:listen.port = {where.host}:{where.port}"
     )
     log.close()
     with contextlib.suppress(OSError):  # nobody reads it

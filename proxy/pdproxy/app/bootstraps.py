@@ -24,7 +24,9 @@ def build_bootstraps(
     probes: Probes,
     contract: Contract,
 ) -> Bootstraps:
-    """Return what asks the bootstrap servers of a pool's engines. Nothing is asked yet. `pool`: its name."""
+    """Return what asks the bootstrap servers of a pool's engines. Nothing is asked yet. `pool`: its
+    name.
+    """
     several = process.share.several
     asks = contract.capabilities.peers_from is PeerSource.BOOTSTRAP
     make = (
@@ -32,4 +34,13 @@ def build_bootstraps(
         if several is None or not asks
         else partial(WorkerBootstraps, shared=several.answers(f"bootstrap servers {pool}", engines))
     )
-    return make(engines, ledger, admin.bootstrap, process.observers, process.tasks, probes, process.now, contract)
+    return make(
+        engines,
+        ledger,
+        admin.bootstrap,
+        process.observers,
+        process.tasks,
+        probes,
+        process.now,
+        contract,
+    )

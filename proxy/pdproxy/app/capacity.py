@@ -1,4 +1,6 @@
-"""Wiring of engines' bounds: what engines report goes in; places, their tokens, and who has room, come out."""
+"""Wiring of engines' bounds: what engines report goes in; places, their tokens, and who has room,
+come out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
 from pdproxy.observe.description import NODE, MergeRule, Samples, gauge
-from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged, Observers, RequestEnded
+from pdproxy.observe.events import (
+    Event,
+    LegFailed,
+    MemberChanged,
+    NodeChanged,
+    Observers,
+    RequestEnded,
+)
 from pdproxy.scheduling.capacity import Load, Windows
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
@@ -20,11 +29,14 @@ from pdproxy.settings.limits import AUTO, Limits
 from pdproxy.upstream.metrics_page import Scrape
 
 FULL = 503
-"""The status with which vLLM refuses a request because its queue is full (`--max-num-queued-reqs`)."""
+"""The status with which vLLM refuses a request because its queue is full
+(`--max-num-queued-reqs`).
+"""
 CAPACITY = gauge(
     "pdproxy_capacity",
     "requests",
-    "Requests that an engine can take now (limits.engine_requests). Engines without such a bound are not shown",
+    "Requests that an engine can take now (limits.engine_requests). Engines without such a bound "
+    "are not shown",
     NODE,
     workers=MergeRule.MOST,
 )
@@ -42,7 +54,9 @@ class Places(Protocol):
 
 
 class ProxyPlaces:
-    """The places of a proxy with several pools or workers: as many as all pools together can take."""
+    """The places of a proxy with several pools or workers: as many as all pools together can
+    take.
+    """
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -59,34 +73,46 @@ class ProxyPlaces:
         self._pools[part] = places, tokens
         serving = {one: bound for one, (bound, _) in self._pools.items() if one.serves}
         bounds = [bound for bound in serving.values() if bound is not None]
-        # A pool that can't serve takes no more than it has, and does not lift the bound of the others.
+        # A pool that can't serve takes no more than it has, and does not lift the bound of the
+        # others.
         bounds += [one.inflight for one in self._pools if one not in serving]
         is_bounded = bool(serving) and None not in serving.values()
-        self._admission.resize(sum(bounds) if is_bounded else None, sum(each for _, each in self._pools.values()))
+        self._admission.resize(
+            sum(bounds) if is_bounded else None, sum(each for _, each in self._pools.values())
+        )
 
 
 class _PlacesOfPool:
-    def __init__(self, engines: EngineRegistry, resized: Callable[[_PlacesOfPool, int | None, int], None]) -> None:
+    def __init__(
+        self, engines: EngineRegistry, resized: Callable[[_PlacesOfPool, int | None, int], None]
+    ) -> None:
         self._engines = engines
         self._resized = resized
 
     @property
     def inflight(self) -> int:
-        return sum(_own(one) for one in self._engines.values() if one.in_ledger.role is not Role.PREFILL)
+        return sum(
+            _own(one) for one in self._engines.values() if one.in_ledger.role is not Role.PREFILL
+        )
 
     @property
     def serves(self) -> bool:
-        return any(one.in_ledger.available for one in self._engines.values() if one.in_ledger.role is not Role.PREFILL)
+        return any(
+            one.in_ledger.available
+            for one in self._engines.values()
+            if one.in_ledger.role is not Role.PREFILL
+        )
 
     def resize(self, places: int | None, tokens: int) -> None:
         self._resized(self, places, tokens)
 
 
 class PoolCapacity:
-    """Keeps the number of places at what the pool's engines can take, and has the ledger prefer engines with room.
+    """Keeps the number of places at what the pool's engines can take, and has the ledger prefer
+    engines with room.
 
-    `replicas`: how many proxies the engines have. Each has its part of a bound that is given, one request at least. `windows`:
-    what is learned of engines, None: begin anew.
+    `replicas`: how many proxies the engines have. Each has its part of a bound that is given, one
+    request at least. `windows`: what is learned of engines, None: begin anew.
     A watcher of engines, and an observer.
     """
 
@@ -144,7 +170,8 @@ class PoolCapacity:
         """Follow engines that go up and down, and one that refuses requests."""
         match event:
             case NodeChanged(ledger_engine, up=up, elsewhere=elsewhere):
-                if not up and not elsewhere:  # the worker that has found it forgets the window for all
+                # the worker that has found it forgets the window for all
+                if not up and not elsewhere:
                     self._windows.forget(ledger_engine)
                 self._resize()
             case MemberChanged():
@@ -152,7 +179,11 @@ class PoolCapacity:
             case RequestEnded() if self._going and self._left != self._requests_left():
                 self._resize()
             case LegFailed(node=ledger_engine, status=status):
-                if self._learns and status == FULL and (engine := self._engines.get(ledger_engine)) is not None:
+                if (
+                    self._learns
+                    and status == FULL
+                    and (engine := self._engines.get(ledger_engine)) is not None
+                ):
                     self._windows.refused(_load(engine))
                     self._resize()
 
@@ -170,7 +201,9 @@ class PoolCapacity:
         """Show the windows."""
 
         def windows() -> Samples:
-            found = ((url, self._windows.of(_load(engine))) for url, engine in self._engines.items())
+            found = (
+                (url, self._windows.of(_load(engine))) for url, engine in self._engines.items()
+            )
             return [((url,), window) for url, window in found if window is not None]
 
         observers.show(CAPACITY, windows)
@@ -179,22 +212,32 @@ class PoolCapacity:
         for engine in self._engines.values():
             engine.in_ledger.window = self._windows.of(_load(engine))
         usable = [_load(engine) for engine in self._engines.values() if engine.in_ledger.available]
-        going = [engine for engine in self._engines.values() if engine.in_ledger.draining is not None]
+        going = [
+            engine for engine in self._engines.values() if engine.in_ledger.draining is not None
+        ]
         going += [engine for engine in self._engines.leaving if engine.url not in self._engines]
-        self._going = [engine for engine in going if _own(engine) and engine.in_ledger.role is not Role.PREFILL]
+        self._going = [
+            engine for engine in going if _own(engine) and engine.in_ledger.role is not Role.PREFILL
+        ]
         self._left = self._requests_left()
         places = self._windows.places(usable, self._admission.inflight - self._left)
         answering = sum(not load.prefills for load in usable) + len(self._going)
-        self._admission.resize(None if places is None else places + self._left, self._tokens * max(answering, 1))
+        self._admission.resize(
+            None if places is None else places + self._left, self._tokens * max(answering, 1)
+        )
 
     def _requests_left(self) -> int:
         return min(sum(map(_own, self._going)), self._admission.inflight)
 
 
 class Scraped:
-    """Passes what engines report to the audit, the pool's capacity, the ledger and other workers."""
+    """Passes what engines report to the audit, the pool's capacity, the ledger and other
+    workers.
+    """
 
-    def __init__(self, auditor: Auditor, ledger: Ledger, observers: Observers, now: Callable[[], float]) -> None:
+    def __init__(
+        self, auditor: Auditor, ledger: Ledger, observers: Observers, now: Callable[[], float]
+    ) -> None:
         self._auditor = auditor
         self._ledger = ledger
         self._replicas = ledger if isinstance(ledger, ReplicaLedger) else None
@@ -228,7 +271,9 @@ class Scraped:
         if self._ledger.mark_asleep(engine.url, metrics.asleep):
             role, how = engine.in_ledger.role.value, metrics.asleep
             reason = "it is awake" if how is None else how
-            event = NodeChanged(engine.url, role, up=how is None, reason=reason, elsewhere=elsewhere, state="asleep")
+            event = NodeChanged(
+                engine.url, role, up=how is None, reason=reason, elsewhere=elsewhere, state="asleep"
+            )
             self._observers.notify(event)
 
 

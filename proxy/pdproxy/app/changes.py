@@ -1,8 +1,10 @@
-"""Changes that operators ask one of several workers for: the parent puts them in one order, and tells all workers of each.
+"""Changes that operators ask one of several workers for: the parent puts them in one order, and
+tells all workers of each.
 
-Owns the order, and the changes that have not been answered by all. Nothing here waits. A link keeps the order of its messages, so
-all workers make the same changes in the same order. A worker that starts has those until then by the fork, in the journal, and
-all later ones by its link: each of them once.
+Owns the order, and the changes that have not been answered by all. Nothing here waits. A link keeps
+the order of its messages, so all workers make the same changes in the same order. A worker that
+starts has those until then by the fork, in the journal, and all later ones by its link: each of
+them once.
 """
 
 from __future__ import annotations
@@ -12,14 +14,24 @@ import msgspec
 from pdproxy.app.journal import ChangeJournal
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import Supervisor, WorkerProcess
-from pdproxy.web.admin.changes import Change, ChangeOutcome, decode_change, decode_outcome, is_accepted
+from pdproxy.web.admin.changes import (
+    Change,
+    ChangeOutcome,
+    decode_change,
+    decode_outcome,
+    is_accepted,
+)
 
 CHANGE, CHANGED, GONE = "change", "changed", "gone"
-"""What a worker sends: a change (`number`: its own of it), what came of one (`number`: that of the order), the URL of an engine
-that has left, or that another source has serve again (`number`: of the last change that it has made)."""
+"""What a worker sends: a change (`number`: its own of it), what came of one (`number`: that of the
+order), the URL of an engine that has left, or that another source has serve again (`number`: of the
+last change that it has made).
+"""
 MAKE, UNDO, WAITED, OUTCOME, LOST = "make", "undo", "waited", "outcome", "lost"
-"""What the parent sends: a change that is to be made, one that is not in force (`number`: that of the order); and to who has
-asked (`number`: its own): the workers that are waited for, what came of it in one of them, and that one has ended."""
+"""What the parent sends: a change that is to be made, one that is not in force (`number`: that of
+the order); and to who has asked (`number`: its own): the workers that are waited for, what came of
+it in one of them, and that one has ended.
+"""
 _KINDS = (CHANGE, CHANGED, GONE)
 
 encode_numbers = msgspec.msgpack.Encoder().encode
@@ -27,7 +39,9 @@ decode_numbers = msgspec.msgpack.Decoder(list[int]).decode
 
 
 class _Open:
-    """A change that has not been answered by all. `own`: the asker's number of it; `waited`: the workers that have to answer."""
+    """A change that has not been answered by all. `own`: the asker's number of it; `waited`: the
+    workers that have to answer.
+    """
 
     def __init__(self, change: Change, asker: WorkerProcess, own: int, waited: set[int]) -> None:
         self.change = change
@@ -61,7 +75,9 @@ class ParentChanges:
         return message.kind in _KINDS
 
     def died(self, number: int) -> None:
-        """Wait no more for a worker that has ended: its successor has the changes by the journal."""
+        """Wait no more for a worker that has ended: its successor has the changes by the
+        journal.
+        """
         for order, one in list(self._open.items()):
             if number in one.waited:
                 self._tell(one, Message(LOST, one.own, number))
@@ -71,7 +87,9 @@ class ParentChanges:
         self._last += 1
         # One that starts takes the change as well, but may have to probe its engines first.
         waited = {one.number for one in self._supervisor.workers if one.ready or one is asker}
-        one = self._open[self._last] = _Open(decode_change(message.body), asker, message.number, waited)
+        one = self._open[self._last] = _Open(
+            decode_change(message.body), asker, message.number, waited
+        )
         self._journal.begin(self._last, one.change)
         self._tell(one, Message(WAITED, one.own, body=encode_numbers(sorted(waited))))
         self._tell_all(Message(MAKE, self._last, body=message.body))

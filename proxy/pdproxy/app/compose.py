@@ -40,10 +40,11 @@ class Proxy(Parts):
         index: Index | None = None,
         share: Share | SoleProcess = ALONE,
     ) -> Proxy:
-        """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
+        """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records
+        of the logging package.
 
-        `clock`: of all deadlines and durations; None: the real one. `index`: takes KV events if no policy does. `share`: what
-        this worker shares with others.
+        `clock`: of all deadlines and durations; None: the real one. `index`: takes KV events if no
+        policy does. `share`: what this worker shares with others.
 
         Raises:
             SettingsError: a file of keys or certificates, a profile or the tokenizer can't be used.
@@ -52,7 +53,9 @@ class Proxy(Parts):
         settings = proxy.settings
         for at, own in enumerate(settings.pools):
             with naming_pool(at, own.name, pools=len(settings.pools)):
-                proxy.pools.append(PoolParts.of(settings.of_pool(own), proxy, index if at == 0 else None))
+                proxy.pools.append(
+                    PoolParts.of(settings.of_pool(own), proxy, index if at == 0 else None)
+                )
         proxy.sources = Sources(proxy)
         proxy.observers.add(*watch.observers)
         proxy.route()
@@ -60,12 +63,19 @@ class Proxy(Parts):
         records = [pool.resources.records for pool in pools if pool.resources.records is not None]
         budgets = proxy.body_budget, proxy.answer_budget, proxy.unread_answers
         show_memory(proxy.observers, proxy.connections, *budgets, records)
-        states = [PoolState(pool.name, pool.ledger, pool.shortcomings, partial(_weight, pool.models)) for pool in pools]
+        states = [
+            PoolState(pool.name, pool.ledger, pool.shortcomings, partial(_weight, pool.models))
+            for pool in pools
+        ]
         wrong = [proxy.tasks.shortcomings, credentials.shortcomings]
-        readiness = ReadinessCheck(proxy.admission, states, proxy.now, credentials.why_no_key, wrong)
+        readiness = ReadinessCheck(
+            proxy.admission, states, proxy.now, credentials.why_no_key, wrong
+        )
         show_state(proxy.observers, readiness.state, [pool.connector for pool in settings.pools])
         proxy.readiness = readiness
-        credentials.then.append(Revoking(credentials.keys, proxy.connections, credentials.keys.ends).look)
+        credentials.then.append(
+            Revoking(credentials.keys, proxy.connections, credentials.keys.ends).look
+        )
         proxy.front = Front(
             settings=settings,
             keys=credentials.keys,

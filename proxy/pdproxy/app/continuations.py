@@ -44,18 +44,26 @@ def build_continuing(
         # As on the data path: without keys of clients, their own header is forwarded.
         return None if own_keys else (authorization or b"").decode("latin-1")
 
-    async def ask(url: str, model: str | None, ids: Sequence[int], authorization: bytes | None) -> str:
+    async def ask(
+        url: str, model: str | None, ids: Sequence[int], authorization: bytes | None
+    ) -> str:
         return await admin.text_of(url, model, ids, authorization=own(authorization))
 
-    async def ask_for(url: str, path: str, body: bytes, authorization: bytes | None, max_bytes: int) -> bytes:
+    async def ask_for(
+        url: str, path: str, body: bytes, authorization: bytes | None, max_bytes: int
+    ) -> bytes:
         key, timeout = own(authorization), settings.deadlines.between_tokens
-        return await admin.ask(url, path, body, authorization=key, timeout=timeout, max_bytes=max_bytes)
+        return await admin.ask(
+            url, path, body, authorization=key, timeout=timeout, max_bytes=max_bytes
+        )
 
     wanted, deadlines = settings.continuations, settings.deadlines
     derendering = None
     if wanted.parsed == "auto":
         most = wanted.max_parsed_tokens
-        derendering = Derendering(ask_for, engines, observers, clock, deadlines=deadlines, most=most)
+        derendering = Derendering(
+            ask_for, engines, observers, clock, deadlines=deadlines, most=most
+        )
         observers.add(derendering)
     return Continuing(
         ContinuationRecords(

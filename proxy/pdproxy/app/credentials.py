@@ -1,7 +1,9 @@
-"""Keys and certificates in force: read from the settings, and from files that are checked while the process runs.
+"""Keys and certificates in force: read from the settings, and from files that are checked while the
+process runs.
 
-Owns the one task that checks those files, once per second. Requests don't check them: a key file on a slow disk must not delay
-an answer, certificates are used without any request, and a file that can't be read must be reported without traffic.
+Owns the one task that checks those files, once per second. Requests don't check them: a key file on
+a slow disk must not delay an answer, certificates are used without any request, and a file that
+can't be read must be reported without traffic.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ LOOK_AGAIN = 0.2
 """Seconds until the next look at files that are changing."""
 SECRET_FILE = "tenants.secret_file"  # noqa: S105 - the setting's name
 EXPIRES_SOON = timedelta(days=2)
-"""How long before its end a certificate is reported. Authorities issue certificates for six days, renewed after three."""
+"""How long before its end a certificate is reported. Authorities issue certificates for six days,
+renewed after three.
+"""
 
 
 class Credentials:
@@ -77,7 +81,9 @@ class Credentials:
         self._secrets: dict[str, str] = {}
         """Files that hold secrets, each with its setting."""
         self.then: list[Callable[[], None]] = []
-        """Called whenever the files were checked, and whenever the keys of other settings are in force."""
+        """Called whenever the files were checked, and whenever the keys of other settings are in
+        force.
+        """
         self._valid_keys = self._valid_admin_keys = no_keys
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
@@ -91,12 +97,19 @@ class Credentials:
         if (secret_file := tenants.secret_file) is not None:
             with found.collecting():
                 self.cache_secret = self._follow(
-                    SECRET_FILE, [secret_file], lambda: read_secret(SECRET_FILE, secret_file), secrets=[secret_file]
+                    SECRET_FILE,
+                    [secret_file],
+                    lambda: read_secret(SECRET_FILE, secret_file),
+                    secrets=[secret_file],
                 )
         self.keys = Keys()
         if auth.wants_keys:
-            self.keys = Keys(lambda: self._in_force.clients.keys, lambda: self._in_force.clients.limits)
-        self.admin_keys = Keys(lambda: self._in_force.operators) if auth.wants_admin_keys else Keys()
+            self.keys = Keys(
+                lambda: self._in_force.clients.keys, lambda: self._in_force.clients.limits
+            )
+        self.admin_keys = (
+            Keys(lambda: self._in_force.operators) if auth.wants_admin_keys else Keys()
+        )
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
         self._unverified: list[str] = []
         self._engines: dict[str, EngineCredentials] = {}
@@ -105,9 +118,13 @@ class Credentials:
                 if engine.is_source:
                     continue  # those that it finds are read when they are added
                 with found.collecting():
-                    self._read_engine(engine, pool.tls, f"pools[{at}].nodes[{index}]", f"pools[{at}].tls")
+                    self._read_engine(
+                        engine, pool.tls, f"pools[{at}].nodes[{index}]", f"pools[{at}].tls"
+                    )
         self.listen: Callable[[], ListenerTls] | None = None
-        """Returns what connections of clients begin with, another one whenever files have changed; None: plain HTTP."""
+        """Returns what connections of clients begin with, another one whenever files have changed;
+        None: plain HTTP.
+        """
         self._certificate = listen.certificate
         self._certificate_ends: datetime | None = None
         self._expiry_logged: str | None = None
@@ -125,7 +142,8 @@ class Credentials:
         return f"<Credentials of {len(self._engines)} engines, {len(self._followed)} files>"
 
     def of_engine(self, engine: ConfiguredEngine, tls: EngineTls) -> EngineCredentials:
-        """Return an engine's key and TLS context. One that the settings did not hold at the start is read now. `tls`: its pool's.
+        """Return an engine's key and TLS context. One that the settings did not hold at the start
+        is read now. `tls`: its pool's.
 
         Raises:
             SettingsError: a file can't be read, or does not hold what it should.
@@ -143,18 +161,23 @@ class Credentials:
         """Read an engine's files, and keep nothing of them. `tls`: its pool's.
 
         Raises:
-            SettingsError: a file can't be read, or does not hold what it should; or its key is one of operators.
+            SettingsError: a file can't be read, or does not hold what it should; or its key is one
+                of operators.
         """
         key = engine.api_key
         if engine.api_key_file is not None:
             key = read_key(f"{engine.url}.api_key_file", engine.api_key_file)
         if key is not None and digest(key.encode()) in self._valid_admin_keys().keys:
-            raise SettingsError(f"{engine.url}: its key is also a key of operators: the engine could use the admin API")
+            raise SettingsError(
+                f"{engine.url}: its key is also a key of operators: the engine could use the "
+                f"admin API"
+            )
         if engine.url.startswith("https:"):
             engine_context(f"{engine.url}.tls", merged(tls, engine.tls))
 
     def prepare(self, auth: Auth) -> Callable[[], None]:
-        """Read the keys of other settings, and return what puts them in force. Until then nothing has changed.
+        """Read the keys of other settings, and return what puts them in force. Until then nothing
+        has changed.
 
         Whether clients and operators need a key stays as it was at the start.
 
@@ -182,7 +205,12 @@ class Credentials:
         def use() -> None:
             former = (self._valid_keys, self._valid_admin_keys, self._common_key)
             self._followed = [*(one for one in self._followed if one not in former), *new]
-            self._auth, self._valid_keys, self._valid_admin_keys, self._common_key = auth, valid, admin, common
+            self._auth, self._valid_keys, self._valid_admin_keys, self._common_key = (
+                auth,
+                valid,
+                admin,
+                common,
+            )
             self._combine()
             self._follow_files()
             self._call_then()
@@ -209,24 +237,41 @@ class Credentials:
     def warnings(self) -> list[str]:
         """Return what an operator should know at the start."""
         unverified = [
-            f"{url}: tls.verify is false: anybody in between can read prompts and keys" for url in self._unverified
+            f"{url}: tls.verify is false: anybody in between can read prompts and keys"
+            for url in self._unverified
         ]
         return [*unverified, *self._expiry(), *self._notes()]
 
     def shortcomings(self) -> Sequence[str]:
-        """Return what is wrong with files now, although their last good content is still in force."""
-        unread = [f"{one.name} can't be read again: {one.failure}" for one in self._followed if one.failure is not None]
+        """Return what is wrong with files now, although their last good content is still in
+        force.
+        """
+        unread = [
+            f"{one.name} can't be read again: {one.failure}"
+            for one in self._followed
+            if one.failure is not None
+        ]
         why_no_key = self.why_no_key()
-        return [*([] if why_no_key is None else [why_no_key]), *self._in_force.wrong, *unread, *self._expiry()]
+        return [
+            *([] if why_no_key is None else [why_no_key]),
+            *self._in_force.wrong,
+            *unread,
+            *self._expiry(),
+        ]
 
     def why_no_key(self) -> str | None:
         """Return why no client is accepted, None if keys are valid or not required."""
         if not self._auth.wants_keys or self._valid_keys().keys:
             return None
-        return f"auth.api_keys_file: {self._auth.api_keys_file}: holds no key: every request is refused"
+        return (
+            f"auth.api_keys_file: {self._auth.api_keys_file}: holds no key: every request is "
+            f"refused"
+        )
 
     def listener(self, http: type[GuardedProtocol]) -> type[asyncio.Protocol]:
-        """Return what makes the connections of a listener, for uvicorn. `http`: those without TLS."""
+        """Return what makes the connections of a listener, for uvicorn. `http`: those without
+        TLS.
+        """
         if self.listen is None:
             return http
         listener = TlsListener(http, self.listen)
@@ -255,7 +300,9 @@ class Credentials:
             call()
 
     async def follow(self) -> None:
-        """Check all files once per second until cancelled, and more often while some are changing."""
+        """Check all files once per second until cancelled, and more often while some are
+        changing.
+        """
         while True:
             changing = any(one.is_changing for one in self._followed)
             await asyncio.sleep(LOOK_AGAIN if changing else LOOK_EVERY)
@@ -267,10 +314,14 @@ class Credentials:
             self._tasks.keep(self.follow, "follow files")
 
     def _clients_keys(self, auth: Auth) -> Callable[[], ValidKeys]:
-        return self._keys_of("auth.api_keys_file", auth.api_keys, auth.api_keys_file, of_operators=False)
+        return self._keys_of(
+            "auth.api_keys_file", auth.api_keys, auth.api_keys_file, of_operators=False
+        )
 
     def _operators_keys(self, auth: Auth) -> Callable[[], ValidKeys]:
-        return self._keys_of("auth.admin_keys_file", auth.admin_keys, auth.admin_keys_file, of_operators=True)
+        return self._keys_of(
+            "auth.admin_keys_file", auth.admin_keys, auth.admin_keys_file, of_operators=True
+        )
 
     def _keys_of(
         self, setting: str, keys: Sequence[str], path: str | None, *, of_operators: bool
@@ -295,7 +346,9 @@ class Credentials:
         return {key for key in (common_key(), *own) if key is not None}
 
     def _combine(self) -> None:
-        """Have the keys as they are now count, and log what is new of what an operator should know."""
+        """Have the keys as they are now count, and log what is new of what an operator should
+        know.
+        """
         before = self._in_force.wrong
         self._in_force = self._combined(self._valid_keys, self._valid_admin_keys, self._common_key)
         self.keys.note_names()
@@ -326,11 +379,19 @@ class Credentials:
             return lambda: key
         return self._follow(setting, [path], lambda: read_key(setting, path), secrets=[path])
 
-    def _read_engine(self, engine: ConfiguredEngine, pool_tls: EngineTls, where: str, pool_key: str) -> None:
+    def _read_engine(
+        self, engine: ConfiguredEngine, pool_tls: EngineTls, where: str, pool_key: str
+    ) -> None:
         own = engine.api_key is not None or engine.api_key_file is not None
-        key = self._key(f"{where}.api_key_file", engine.api_key, engine.api_key_file) if own else self.common_key
+        key = (
+            self._key(f"{where}.api_key_file", engine.api_key, engine.api_key_file)
+            if own
+            else self.common_key
+        )
         try:
-            tls = self._engine_tls(engine, pool_tls, f"{where}.tls" if engine.tls != EngineTls() else pool_key)
+            tls = self._engine_tls(
+                engine, pool_tls, f"{where}.tls" if engine.tls != EngineTls() else pool_key
+            )
         except SettingsError:
             self._followed = [one for one in self._followed if one is not key]
             raise
@@ -345,7 +406,9 @@ class Credentials:
         if tls not in self._contexts:  # engines that share the files share the context
             files = [tls.ca, tls.certificate, tls.key]
             secrets = [tls.key or tls.certificate]
-            self._contexts[tls] = self._follow(setting, files, lambda: engine_context(setting, tls), secrets=secrets)
+            self._contexts[tls] = self._follow(
+                setting, files, lambda: engine_context(setting, tls), secrets=secrets
+            )
         if tls.verify is False:
             self._unverified.append(engine.url)
         return self._contexts[tls]
@@ -368,7 +431,11 @@ class Credentials:
         if ends is None or ends - EXPIRES_SOON > (now := datetime.now(UTC)):
             return ()
         when = f"{ends:%Y-%m-%d %H:%M} UTC"
-        said = f"has expired at {when}: clients refuse it" if ends <= now else f"expires at {when}: renew it"
+        said = (
+            f"has expired at {when}: clients refuse it"
+            if ends <= now
+            else f"expires at {when}: renew it"
+        )
         return (f"listen.tls.certificate: {self._certificate}: {said}",)
 
     def _follow(
@@ -380,7 +447,9 @@ class Credentials:
         secrets: Sequence[str | None],
         of_lines: bool = False,
     ) -> ReloadingFile[Any]:
-        followed = ReloadingFile(setting, [path for path in paths if path is not None], read, of_lines=of_lines)
+        followed = ReloadingFile(
+            setting, [path for path in paths if path is not None], read, of_lines=of_lines
+        )
         self._followed.append(followed)
         self._secrets |= {path: setting for path in secrets if path is not None}
         return followed

@@ -1,4 +1,6 @@
-"""Connector `auto`: finds the connector by asking the engines, and puts it into the settings, before the proxy is built."""
+"""Connector `auto`: finds the connector by asking the engines, and puts it into the settings,
+before the proxy is built.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ logger = logging.getLogger("pdproxy")
 KEY = "pools[0].connector"
 
 
-async def settled(settings: Settings, clock: Clock | None = None, *, deadline: float | None = None) -> Settings:
-    """Return the settings with the connectors that the engines of pools run. A pool that names one keeps it.
+async def settled(
+    settings: Settings, clock: Clock | None = None, *, deadline: float | None = None
+) -> Settings:
+    """Return the settings with the connectors that the engines of pools run. A pool that names one
+    keeps it.
 
     `deadline`: seconds until all engines have been asked; None: `deadlines.detect`.
 
     Raises:
-        SettingsError: the engines do not show it, with a line per engine on what it was asked and answered; or the settings are
-            wrong for the connector that was found.
+        SettingsError: the engines do not show it, with a line per engine on what it was asked and
+            answered; or the settings are wrong for the connector that was found.
     """
     if not needs_detection(settings):
         return settings
@@ -41,16 +46,21 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
         try:
             async with asyncio.TaskGroup() as group:
                 asking = [
-                    group.create_task(_settled(settings, at, clock, deadline)) for at in range(len(settings.pools))
+                    group.create_task(_settled(settings, at, clock, deadline))
+                    for at in range(len(settings.pools))
                 ]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        return _checked(msgspec.structs.replace(settings, pools=tuple(one.result() for one in asking)))
+        return _checked(
+            msgspec.structs.replace(settings, pools=tuple(one.result() for one in asking))
+        )
     if not any(engine.prefills for engine in settings.pool.fixed_nodes):
         return with_connector(settings, registry.names()[0])  # no KV is transferred
     seen, silent = await look(settings, deadline or settings.deadlines.detect, clock)
     if isinstance(seen, Undecided):
-        raise SettingsError(f"{KEY}: {registry.AUTO}: {seen.reason}", *seen.lines, *_silences(silent))
+        raise SettingsError(
+            f"{KEY}: {registry.AUTO}: {seen.reason}", *seen.lines, *_silences(silent)
+        )
     for line in _silences(silent):
         logger.warning("%s", line)
     for line in seen.lines:
@@ -59,7 +69,9 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
     return with_connector(settings, seen.contract)
 
 
-async def _settled(settings: Settings, at: int, clock: Clock | None, deadline: float | None) -> Pool:
+async def _settled(
+    settings: Settings, at: int, clock: Clock | None, deadline: float | None
+) -> Pool:
     pool = settings.pools[at]
     with naming_pool(at, pool.name, pools=len(settings.pools)):
         return (await settled(settings.of_pool(pool), clock, deadline=deadline)).pool
@@ -68,7 +80,9 @@ async def _settled(settings: Settings, at: int, clock: Clock | None, deadline: f
 async def look(
     settings: Settings, deadline: float, clock: Clock | None = None
 ) -> tuple[DetectedContract | Undecided, dict[str, str]]:
-    """Ask the engines for `deadline` seconds at most. Return the result, and why engines did not answer, by URL."""
+    """Ask the engines for `deadline` seconds at most. Return the result, and why engines did not
+    answer, by URL.
+    """
     credentials = Credentials(settings)
     admin = EngineAdmin(
         deadlines=settings.deadlines,
@@ -85,7 +99,9 @@ async def look(
         clock or Clock(),
         seconds=min(settings.deadlines.first_token, deadline),
         kv_hosts={engine.url: kv_host_of(engine, settings.pool) for engine in asked},
-        bootstraps={engine.url: _bootstrap(engine, settings) for engine in asked if engine.prefills},
+        bootstraps={
+            engine.url: _bootstrap(engine, settings) for engine in asked if engine.prefills
+        },
     )
     logger.info("connector %s: asking %d engines which one they run", registry.AUTO, len(asked))
     try:

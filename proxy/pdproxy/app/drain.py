@@ -1,4 +1,6 @@
-"""The order in which a proxy stops: no new requests, the end of those in flight, then the release of their KV."""
+"""The order in which a proxy stops: no new requests, the end of those in flight, then the release
+of their KV.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ async def drain(
     timeout: float,
     observers: Observers,
 ) -> None:
-    """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and wait until all KV is released.
+    """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and wait
+    until all KV is released.
 
-    `kept`: who keeps the KV of each pool. `timeout`: seconds for the requests in flight. The custodian decides how long the
-    release of KV may take.
+    `kept`: who keeps the KV of each pool. `timeout`: seconds for the requests in flight. The
+    custodian decides how long the release of KV may take.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -45,8 +48,12 @@ async def drain(
 
 
 def longest_drain(deadlines: Deadlines, linger: float = 0.0) -> float:
-    """Return within how many seconds a worker that lingers and drains must have ended: each wait of a drain has a deadline."""
-    release = deadlines.abandoned_prefill + deadlines.prefill + deadlines.kv_ready + deadlines.first_token
+    """Return within how many seconds a worker that lingers and drains must have ended: each wait of
+    a drain has a deadline.
+    """
+    release = (
+        deadlines.abandoned_prefill + deadlines.prefill + deadlines.kv_ready + deadlines.first_token
+    )
     return linger + deadlines.drain + release + deadlines.release + MARGIN
 
 

@@ -1,4 +1,6 @@
-"""Adds engines from the settings to the registry and removes them, at the start and while requests are served."""
+"""Adds engines from the settings to the registry and removes them, at the start and while requests
+are served.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from pdproxy.upstream.client import EngineClient
 
 
 class Profiles:
-    """How long engines' work takes, by the profiles that the settings name. `pool`: of all engines that have none of their own.
+    """How long engines' work takes, by the profiles that the settings name. `pool`: of all engines
+    that have none of their own.
 
     Raises:
         SettingsError: a profile can't be read any more.
@@ -64,7 +67,9 @@ class Profiles:
         return None if profile is None else profile.hardware
 
     def chunk(self, url: str) -> int | None:
-        """Return the most tokens of a step of an engine, None where neither its settings nor a profile has them."""
+        """Return the most tokens of a step of an engine, None where neither its settings nor a
+        profile has them.
+        """
         if url in self._chunks:
             return self._chunks[url]
         profile = self._engines.get(url, self._pool)
@@ -98,12 +103,16 @@ class EngineSetup:
         self._clock = clock
         self._answers = answers
         self._client = client
-        self._decode_waits = entry_of(settings.pool.connector).contract(settings).holder.decode_waits
+        self._decode_waits = (
+            entry_of(settings.pool.connector).contract(settings).holder.decode_waits
+        )
         self._networks = settings.engines.allowed
         self._ledger_engines: dict[str, ConfiguredEngine] = {}
 
     def add_configured(self) -> tuple[ConfiguredEngine, ...]:
-        """Add the engines of the settings, which were checked together when the settings were read. Return them."""
+        """Add the engines of the settings, which were checked together when the settings were read.
+        Return them.
+        """
         engines = self._settings.pool.fixed_nodes
         for engine in engines:
             self._add(engine)
@@ -115,7 +124,8 @@ class EngineSetup:
         `is_checked`: it is as `checked` or `checked_all` has just returned it.
 
         Raises:
-            SettingsError: it can't work in this pool, or a file of its key or certificates can't be used.
+            SettingsError: it can't work in this pool, or a file of its key or certificates can't be
+                used.
             ValueError: there is an engine with this URL.
         """
         if engine.url in self._engines:
@@ -125,7 +135,8 @@ class EngineSetup:
         return self._add(engine)
 
     def checked(self, engine: ConfiguredEngine) -> ConfiguredEngine:
-        """Return the settings of an engine that is to be added, or is to take the place of the one with its URL.
+        """Return the settings of an engine that is to be added, or is to take the place of the one
+        with its URL.
 
         Raises:
             SettingsError: it can't work in this pool, or one of its files can't be used.
@@ -135,13 +146,16 @@ class EngineSetup:
             url = engine_url(url, ("url",))
         self._check_other_pools(url)
         engine = checked_node(
-            engine, self._settings.pool, [one for known, one in self._ledger_engines.items() if known != url]
+            engine,
+            self._settings.pool,
+            [one for known, one in self._ledger_engines.items() if known != url],
         )
         self._check_files(engine)
         return engine
 
     def checked_all(self, engines: Sequence[ConfiguredEngine]) -> list[ConfiguredEngine]:
-        """Do as `checked` for several engines that are to be added together, none of which is there.
+        """Do as `checked` for several engines that are to be added together, none of which is
+        there.
 
         Raises:
             SettingsError: as there.
@@ -153,8 +167,13 @@ class EngineSetup:
         return found
 
     def _check_other_pools(self, url: str) -> None:
-        if any(one not in self._ledger_engines and self._credentials.knows(one) for one in both_schemes(url)):
-            raise SettingsError(f"{url} can't be added: it is an engine of another pool, or is still leaving it")
+        if any(
+            one not in self._ledger_engines and self._credentials.knows(one)
+            for one in both_schemes(url)
+        ):
+            raise SettingsError(
+                f"{url} can't be added: it is an engine of another pool, or is still leaving it"
+            )
 
     def _check_files(self, engine: ConfiguredEngine) -> None:
         refuse_networks([engine], self._networks)
@@ -180,7 +199,8 @@ class EngineSetup:
             keepalive=self._settings.limits.engine_keepalive,
             clock=self._clock,
             budget=self._answers,
-            # Without keys of clients, their own header is forwarded: our key would open the engines to everybody.
+            # Without keys of clients, their own header is forwarded: our key would open the engines
+            # to everybody.
             key=credentials.key if self._credentials.keys.wanted else no_key,
             tls=credentials.tls,
             unacknowledged=self._settings.deadlines.unacknowledged,
@@ -199,7 +219,9 @@ class EngineSetup:
             credentials,
             block_size=engine.facts.block_size,
             receiver=receiver,
-            buffer_capacity=buffer_capacity(self._settings.pool.lmcache) if receiver is not None else None,
+            buffer_capacity=buffer_capacity(self._settings.pool.lmcache)
+            if receiver is not None
+            else None,
             ranks=engine.facts.data_parallel_size,
             kv_host=kv_host_of(engine, self._settings.pool),
             tp_size=engine.facts.tensor_parallel_size,
@@ -209,7 +231,9 @@ class EngineSetup:
         )
 
     def _places(self, engine: ConfiguredEngine) -> int | None:
-        """Return how many requests an engine may have before it gets no more prompts with pushed KV, None: any number."""
+        """Return how many requests an engine may have before it gets no more prompts with pushed
+        KV, None: any number.
+        """
         return engine.facts.max_num_seqs if self._decode_waits and engine.decodes else None
 
     def kv_events(self, url: str) -> EngineKvEvents:

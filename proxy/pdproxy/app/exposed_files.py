@@ -1,4 +1,6 @@
-"""Files of secrets that others on this machine can read or change. Owns which of them are reported."""
+"""Files of secrets that others on this machine can read or change. Owns which of them are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ _MOUNTED = "/run/secrets/"
 
 
 def exposure(setting: str, path: str) -> str | None:
-    """Return that others can read or change a file, as a sentence; None if they can't, or if it can't be looked at.
+    """Return that others can read or change a file, as a sentence; None if they can't, or if it
+    can't be looked at.
 
-    Secrets that Kubernetes, Docker and Podman mount into a container are readable by all of its users by default, and a container
-    has one: these are not reported.
+    Secrets that Kubernetes, Docker and Podman mount into a container are readable by all of its
+    users by default, and a container has one: these are not reported.
     """
     try:
         mode, real = os.stat(path).st_mode, os.path.realpath(path)  # noqa: PTH116
@@ -24,5 +27,9 @@ def exposure(setting: str, path: str) -> str | None:
     if not mode & _OTHERS or real.startswith(_MOUNTED):
         return None
     if any(part.startswith("..") and len(part) > 2 for part in Path(real).parts):
-        return None  # a folder such as ..2026_01_31_12_00_00.123: the kubelet makes these for secrets
-    return f"{setting}: {path}: others can read or change it (mode {stat.S_IMODE(mode):04o}): chmod 600 it"
+        # a folder such as ..2026_01_31_12_00_00.123: the kubelet makes these for secrets
+        return None
+    return (
+        f"{setting}: {path}: others can read or change it (mode {stat.S_IMODE(mode):04o}): chmod "
+        f"600 it"
+    )

@@ -1,4 +1,6 @@
-"""The first round of probes: requests that come before it would be refused although all engines are up."""
+"""The first round of probes: requests that come before it would be refused although all engines are
+up.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ LOOK_EVERY = 0.01
 
 
 async def first_probes(proxy: Proxy, ending: Ending) -> None:
-    """Wait until all engines were probed, also those that sources find, and until it is known who has registered.
+    """Wait until all engines were probed, also those that sources find, and until it is known who
+    has registered.
 
-    For no longer than two probes may take, and not once the end was asked for. A source is waited for until its first answer,
-    also if nothing could be found out.
+    For no longer than two probes may take, and not once the end was asked for. A source is waited
+    for until its first answer, also if nothing could be found out.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(2 * proxy.settings.deadlines.probe):
@@ -24,7 +27,9 @@ async def first_probes(proxy: Proxy, ending: Ending) -> None:
 
 
 async def _probed(proxy: Proxy, ending: Ending) -> None:
-    registered = [pool.registrations.known for pool in proxy.pools if pool.registrations is not None]
+    registered = [
+        pool.registrations.known for pool in proxy.pools if pool.registrations is not None
+    ]
     while not (
         all(one.counts for one in proxy.sources.found)
         and all(engine.probed for pool in proxy.pools for engine in pool.ledger.engines)

@@ -1,4 +1,5 @@
-"""A worker's part of the changes that operators ask for: it makes those of all, in the parent's order, and asks for its own.
+"""A worker's part of the changes that operators ask for: it makes those of all, in the parent's
+order, and asks for its own.
 
 Owns which changes this worker has made, and how one that is not in force is undone.
 """
@@ -44,7 +45,9 @@ from pdproxy.web.admin.shapes import EngineChanged
 logger = logging.getLogger("pdproxy.admin")
 
 PATIENCE = 5.0
-"""Seconds for all workers to make a change. One that has not answered then makes it later, or its successor does."""
+"""Seconds for all workers to make a change. One that has not answered then makes it later, or its
+successor does.
+"""
 MAX_UNDO = 1024
 """Changes that could still be undone: those that have not been answered by all, and some more."""
 KINDS = (MAKE, UNDO, WAITED, OUTCOME, LOST)
@@ -52,7 +55,9 @@ KINDS = (MAKE, UNDO, WAITED, OUTCOME, LOST)
 
 @dataclass(slots=True)
 class AskedChange:
-    """A change that this worker has asked for: what came of it, by the workers' numbers, and who has not answered."""
+    """A change that this worker has asked for: what came of it, by the workers' numbers, and who
+    has not answered.
+    """
 
     outcomes: dict[int, ChangeOutcome] = field(default_factory=dict)
     waited: set[int] | None = None
@@ -65,7 +70,8 @@ class AskedChange:
 
 
 class FollowedChanges:
-    """`send` sends the parent a message. `journal`: the changes until this process began. An observer.
+    """`send` sends the parent a message. `journal`: the changes until this process began. An
+    observer.
 
     Those that come before `start` wait for it.
     """
@@ -90,7 +96,10 @@ class FollowedChanges:
 
     def shortcomings(self) -> list[str]:
         """Return which engines are missing here, a sentence each."""
-        return [f"{url}, which the admin API has added, can't be used: {why}" for url, why in self._left_out.items()]
+        return [
+            f"{url}, which the admin API has added, can't be used: {why}"
+            for url, why in self._left_out.items()
+        ]
 
     def start(self, service: AdminService, registries: list[EngineRegistry], level: str) -> None:
         """Make the changes that this worker has to make so far, and all others from now on.
@@ -161,7 +170,8 @@ class FollowedChanges:
                 break
             engines = missing
         for change in others:
-            if change.kind != "log_level" or change.instead_of == level:  # else the settings were changed behind it
+            # else the settings were changed behind it
+            if change.kind != "log_level" or change.instead_of == level:
                 self._do(change)
         for number, change in undecided:
             self._make(number, change)
@@ -173,9 +183,13 @@ class FollowedChanges:
         self._made = number
         if outcome.accepted:
             self._left_out.pop(outcome.url, None)
-            self._undo = {key: undo for key, undo in self._undo.items() if undo.engine != outcome.url}
+            self._undo = {
+                key: undo for key, undo in self._undo.items() if undo.engine != outcome.url
+            }
             if change.kind == "add" and not had:
-                self._undo[number] = Change("remove", outcome.url, at_once=outcome.result == "added")
+                self._undo[number] = Change(
+                    "remove", outcome.url, at_once=outcome.result == "added"
+                )
                 if len(self._undo) > MAX_UNDO:
                     del self._undo[next(iter(self._undo))]
         return outcome
@@ -199,11 +213,16 @@ class FollowedChanges:
     only = (MemberChanged,)
 
     def notify(self, event: Event) -> None:
-        """Tell the parent that another source has an engine serve again: the drain that operators asked for is over.
+        """Tell the parent that another source has an engine serve again: the drain that operators
+        asked for is over.
 
         It was about to be removed, and came back into the settings or a source.
         """
-        if not isinstance(event, MemberChanged) or event.change not in ("undrained", "replaced") or event.by == ADMIN:
+        if (
+            not isinstance(event, MemberChanged)
+            or event.change not in ("undrained", "replaced")
+            or event.by == ADMIN
+        ):
             return
         if self._service is not None and not self._service.is_drained(event.node):
             self._send(Message(GONE, self._made, body=event.node.encode()))
@@ -212,7 +231,11 @@ class FollowedChanges:
         """Nothing is to be done."""
 
     def removed(self, engine: Engine) -> None:
-        """Tell the parent that an engine has left: what was done to it does not hold for a later one of its name."""
+        """Tell the parent that an engine has left: what was done to it does not hold for a later
+        one of its name.
+        """
         if not any(registry.replaced == engine.url for registry in self._registries):
-            self._undo = {key: undo for key, undo in self._undo.items() if undo.engine != engine.url}
+            self._undo = {
+                key: undo for key, undo in self._undo.items() if undo.engine != engine.url
+            }
             self._send(Message(GONE, self._made, body=engine.url.encode()))

@@ -1,4 +1,6 @@
-"""Connects the parts that serve clients for uvicorn: the data path's protocol class, and the answers of all other routes."""
+"""Connects the parts that serve clients for uvicorn: the data path's protocol class, and the
+answers of all other routes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ from pdproxy.web.wrong_keys import WrongKeys
 class Front:
     """The parts that serve clients. `models`: see `web.app.AnswerMakers`.
 
-    `service` and `passthrough` get all requests. `session_headers` returns the headers that name a conversation.
+    `service` and `passthrough` get all requests. `session_headers` returns the headers that name a
+    conversation.
     """
 
     settings: Settings
@@ -68,9 +71,17 @@ class Front:
 
     def __post_init__(self) -> None:
         """Make what serves requests."""
-        limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
-        self.tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights, self.cache_salts)
-        identify = ClientIdentifier(self.clients, self.keys, self.observers, self.tenants, self.wrong_keys)
+        limits, deadlines, overload = (
+            self.settings.limits,
+            self.settings.deadlines,
+            self.settings.overload,
+        )
+        self.tenants = Tenants(
+            self.clients, self.keys, overload.tenant_header, overload.weights, self.cache_salts
+        )
+        identify = ClientIdentifier(
+            self.clients, self.keys, self.observers, self.tenants, self.wrong_keys
+        )
         slow_readers = SlowReaderPolicy(
             limits.min_read_rate,
             deadlines.client_write,
@@ -112,19 +123,30 @@ class Front:
         )
 
     def configure(self) -> None:
-        """Use the settings as they are now. Connections that are open follow them at their next request."""
-        limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
+        """Use the settings as they are now. Connections that are open follow them at their next
+        request.
+        """
+        limits, deadlines, overload = (
+            self.settings.limits,
+            self.settings.deadlines,
+            self.settings.overload,
+        )
         self.tenants.configure(overload.tenant_header, overload.weights)
         bounds = self.bounds
         bounds.head_timeout, bounds.body_timeout = deadlines.client_head, deadlines.client_body
         bounds.min_send_rate, bounds.longest_body = limits.min_send_rate, deadlines.total
         bounds.max_header_bytes = limits.max_header_bytes
-        bounds.slow_readers.min_rate, bounds.slow_readers.seconds = limits.min_read_rate, deadlines.client_write
+        bounds.slow_readers.min_rate, bounds.slow_readers.seconds = (
+            limits.min_read_rate,
+            deadlines.client_write,
+        )
         self.path.max_body = self.asgi.max_body = limits.max_body_bytes
         self.path.note(noted(*self.session_headers()))
 
     def _session(self, headers: Mapping[bytes, bytes]) -> str | None:
-        return next(filter(None, (session_of(name, headers) for name in self.session_headers())), None)
+        return next(
+            filter(None, (session_of(name, headers) for name in self.session_headers())), None
+        )
 
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
@@ -134,7 +156,9 @@ class Front:
     def operation(self) -> Operation:
         """What operators and health checks are answered."""
         shown, readiness = self.shown, self.readiness
-        return Operation(shown.load, shown.readiness, shown.metrics, readiness.not_taking, readiness.engines)
+        return Operation(
+            shown.load, shown.readiness, shown.metrics, readiness.not_taking, readiness.engines
+        )
 
     def answers(self) -> AnswerMakers:
         """Return what the FastAPI routes answer with."""
@@ -150,9 +174,16 @@ class Front:
     def warnings(self) -> list[str]:
         """Return what an operator should know at the start."""
         settings = self.settings
-        if not settings.hides_operator_routes or self.admin_keys.wanted or settings.listen.admin is not None:
+        if (
+            not settings.hides_operator_routes
+            or self.admin_keys.wanted
+            or settings.listen.admin is not None
+        ):
             return []
         what = "nobody can see /metrics, /docs, /load, /version and the details of /ready"
         return [
-            f"{what}: they are for operators (listen.operator_routes), but auth.admin_keys and listen.admin are not set"
+            (
+                f"{what}: they are for operators (listen.operator_routes), but auth.admin_keys and "
+                f"listen.admin are not set"
+            )
         ]

@@ -1,4 +1,6 @@
-"""The metrics of what is no part's alone: connections, memory, tasks, the log, placements, state and versions."""
+"""The metrics of what is no part's alone: connections, memory, tasks, the log, placements, state
+and versions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from pdproxy.web.unread_answers import UnreadAnswers
 WORKERS = gauge(
     "pdproxy_workers",
     "processes",
-    "Workers whose numbers are on this page. Fewer than listen.workers: one is being started, or does not answer",
+    "Workers whose numbers are on this page. Fewer than listen.workers: one is being started, or "
+    "does not answer",
     workers=MergeRule.SUM,
 )
 TASKS = gauge(
@@ -45,7 +48,8 @@ LINES_DROPPED = counter(
 REFUSALS_NOT_LOGGED = counter(
     "pdproxy_refused_not_logged_total",
     "lines",
-    "Log lines about refusals, and about requests without a valid key, that were left out: too many came within a second, or of "
+    "Log lines about refusals, and about requests without a valid key, that were left out: too "
+    "many came within a second, or of "
     "one client within a minute",
 )
 CONNECTIONS = gauge(
@@ -63,8 +67,14 @@ HELD_BYTES = gauge(
         (
             ("bodies", "of requests (limits.max_buffered_bytes)"),
             ("answers", "on their way from engines (limits.max_buffered_answer_bytes)"),
-            ("unread", "what was written and clients have not read yet (limits.max_buffered_answer_bytes)"),
-            ("records", "of streams, so that other engines can go on with them (continuations.max_bytes)"),
+            (
+                "unread",
+                "what was written and clients have not read yet (limits.max_buffered_answer_bytes)",
+            ),
+            (
+                "records",
+                "of streams, so that other engines can go on with them (continuations.max_bytes)",
+            ),
         ),
     ),
     workers=MergeRule.SUM,
@@ -95,7 +105,8 @@ BUILD_INFO = gauge(
 PREDICTION_ERRORS = gauge(
     "pdproxy_prediction_error_ratio",
     "ratio",
-    "How wrong the placement's predictions of the last requests were: (measured - predicted) / predicted",
+    "How wrong the placement's predictions of the last requests were: (measured - predicted) / "
+    "predicted",
     Label("of", (("ttft", "the first token"), ("tpot", "the mean time per token after it"))),
     Label("kind", (("mean", "below 0: it came earlier"), ("size", "the mean size, either way"))),
     workers=MergeRule.MEAN,
@@ -104,7 +115,8 @@ PREDICTION_ERRORS = gauge(
 TIME_CORRECTIONS = gauge(
     "pdproxy_time_correction_ratio",
     "ratio",
-    "What the placement multiplies the times of an engine's profile by, since its answers took longer or shorter",
+    "What the placement multiplies the times of an engine's profile by, since its answers took "
+    "longer or shorter",
     NODE,
     Label("work", (("prefill", "computing prompts"), ("step", "steps that only decode"))),
     workers=MergeRule.MEAN,
@@ -118,7 +130,8 @@ KEPT_FOR_PREFILL = gauge(
 SHARED_AGE = gauge(
     "pdproxy_placement_shared_age_seconds",
     "seconds",
-    "How long before a worker's placement read it another worker had made the last change of an engine's load",
+    "How long before a worker's placement read it another worker had made the last change of an "
+    "engine's load",
     workers=MergeRule.MOST,
     pools=MergeRule.MOST,
 )
@@ -136,15 +149,24 @@ def show_memory(
 
     def held() -> Samples:
         kept = sum(one.held for one in records)
-        found = {"bodies": bodies.held, "answers": answers.held, "unread": unread.held, "records": kept}
+        found = {
+            "bodies": bodies.held,
+            "answers": answers.held,
+            "unread": unread.held,
+            "records": kept,
+        }
         return [((what,), count) for what, count in found.items()]
 
     observers.show(CONNECTIONS, lambda: [((), connections.open)])
     observers.show(HELD_BYTES, held)
 
 
-def show_process(observers: Observers, tasks: TaskOwner, log: Log | None, lines: LogObserver) -> None:
-    """Show the counts of tasks, of those that failed, of dropped log lines, and of lines about refusals that were left out."""
+def show_process(
+    observers: Observers, tasks: TaskOwner, log: Log | None, lines: LogObserver
+) -> None:
+    """Show the counts of tasks, of those that failed, of dropped log lines, and of lines about
+    refusals that were left out.
+    """
 
     def running() -> Samples:
         try:
@@ -179,13 +201,18 @@ def show_placement(observers: Observers, placement: Placement) -> None:
     observers.show(SHARED_AGE, lambda: [] if (age := state().shared_age) is None else [((), age)])
 
 
-def show_state(observers: Observers, state: Callable[[], OperationState], connectors: Iterable[str]) -> None:
+def show_state(
+    observers: Observers, state: Callable[[], OperationState], connectors: Iterable[str]
+) -> None:
     """Show the gauges of what `/ready` reports, and of what runs here."""
 
     def states() -> Samples:
         now = state()
         return [((one.value,), float(one is now)) for one in OperationState]
 
-    versions = [(__version__, platform.python_version(), connector) for connector in dict.fromkeys(connectors)]
+    versions = [
+        (__version__, platform.python_version(), connector)
+        for connector in dict.fromkeys(connectors)
+    ]
     observers.show(STATE, states)
     observers.show(BUILD_INFO, lambda: [(labels, 1) for labels in versions])

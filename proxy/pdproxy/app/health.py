@@ -1,4 +1,6 @@
-"""Wiring of what watches a pool's engines: probes, the audit, the stall watch, outliers; and of what workers share of it."""
+"""Wiring of what watches a pool's engines: probes, the audit, the stall watch, outliers; and of
+what workers share of it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ _decode = msgspec.msgpack.Decoder(list[Counted]).decode
 
 @dataclass(slots=True, kw_only=True)
 class Watching:
-    """What watches the engines of a pool. `findings`: what workers share of it, None for a process that is alone."""
+    """What watches the engines of a pool. `findings`: what workers share of it, None for a process
+    that is alone.
+    """
 
     auditor: Auditor
     scraped: Scraped
@@ -57,7 +61,9 @@ class Watching:
 
 
 class _Others:
-    """What a pool's parts ask of the other workers: before there are `findings`, and where there are none, nothing."""
+    """What a pool's parts ask of the other workers: before there are `findings`, and where there
+    are none, nothing.
+    """
 
     def __init__(self, share: Share | None, name: str) -> None:
         self._share = share
@@ -84,13 +90,19 @@ def build_watching(
     contract: Contract,
     own: PoolShare | None,
 ) -> Watching:
-    """Return what watches the engines of the pool of these settings. Nothing is asked yet. `own`: see `build_ledger`."""
+    """Return what watches the engines of the pool of these settings. Nothing is asked yet. `own`:
+    see `build_ledger`.
+    """
     observers, tasks, now, probes = process.observers, process.tasks, process.now, settings.probes
     share = process.share.several
     lead: Lead = ALWAYS if share is None else share.lead
     others = _Others(share, settings.pool.name)
     audited = engines, ledger, observers
-    auditor = Auditor(*audited) if own is None else WorkerAuditor(*audited, *own.memory.moved.of(own.number))
+    auditor = (
+        Auditor(*audited)
+        if own is None
+        else WorkerAuditor(*audited, *own.memory.moved.of(own.number))
+    )
     scraped = Scraped(auditor, ledger, observers, now)
     derenders = bool(settings.limits.continuations) and settings.continuations.parsed == "auto"
     prober = Prober(
@@ -122,7 +134,9 @@ def build_watching(
         signs,
     )
     outliers = Outliers(settings.outliers)
-    exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers, lead, others.counted)
+    exclusions = Exclusions(
+        engines, ledger, outliers, observers, tasks, now, settings.outliers, lead, others.counted
+    )
     made = Watching(
         auditor=auditor,
         scraped=scraped,
@@ -134,13 +148,22 @@ def build_watching(
         findings=None,
     )
     if share is not None:
-        made.findings = others.findings = scraped.findings = _findings(made, share, settings, process, engines, ledger)
-        share.siblings.answers[f"outliers {settings.pool.name}"] = lambda: _encode(outliers.counted(now()))
+        made.findings = others.findings = scraped.findings = _findings(
+            made, share, settings, process, engines, ledger
+        )
+        share.siblings.answers[f"outliers {settings.pool.name}"] = lambda: _encode(
+            outliers.counted(now())
+        )
     return made
 
 
 def _findings(
-    watching: Watching, share: Share, settings: Settings, process: Process, engines: EngineRegistry, ledger: Ledger
+    watching: Watching,
+    share: Share,
+    settings: Settings,
+    process: Process,
+    engines: EngineRegistry,
+    ledger: Ledger,
 ) -> Findings:
     topic, siblings, auditor = f"findings {settings.pool.name}", share.siblings, watching.auditor
     assert isinstance(ledger, WorkerLedger)

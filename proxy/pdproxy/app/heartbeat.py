@@ -1,6 +1,8 @@
-"""Measures how late the event loop is: a callback that is due every 0.1 s reports by how much it was late.
+"""Measures how late the event loop is: a callback that is due every 0.1 s reports by how much it
+was late.
 
-Owns that callback. What blocks the loop delays all requests: an operator should see it before clients do.
+Owns that callback. What blocks the loop delays all requests: an operator should see it before
+clients do.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pdproxy.observe.events import LoopBeat, Observers
 EVERY = 0.1
 """Seconds between two beats."""
 MAX_MISSED = 100
-"""Beats that are reported for one delay of the loop: each beat that was due in that time is late by the rest of the delay."""
+"""Beats that are reported for one delay of the loop: each beat that was due in that time is late by
+the rest of the delay.
+"""
 LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds for the event loop's delay."""
 LOOP_LATENESS = histogram(

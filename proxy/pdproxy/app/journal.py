@@ -1,6 +1,8 @@
-"""The changes of the admin API that are in force, for workers that start: the parent keeps them, and a forked worker has a copy.
+"""The changes of the admin API that are in force, for workers that start: the parent keeps them,
+and a forked worker has a copy.
 
-Pure. Owns what is kept: of each engine that was added, and of each one that is drained, one change, and the log level.
+Pure. Owns what is kept: of each engine that was added, and of each one that is drained, one change,
+and the log level.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ MAX_DRAINS = 65_536
 
 
 class Past(NamedTuple):
-    """The changes that a worker takes at its start: engines, what was done to them and to the log, and what is not decided yet.
+    """The changes that a worker takes at its start: engines, what was done to them and to the log,
+    and what is not decided yet.
 
     `undecided`: with their numbers, in their order. `last`: the number of the last change of all.
     """
@@ -37,7 +40,10 @@ class ChangeJournal:
         self._last = 0
 
     def __repr__(self) -> str:
-        return f"<Journal: {len(self._engines)} engines, {len(self._drains)} drained, {len(self._undecided)} undecided>"
+        return (
+            f"<Journal: {len(self._engines)} engines, {len(self._drains)} drained, "
+            f"{len(self._undecided)} undecided>"
+        )
 
     def begin(self, number: int, change: Change) -> None:
         """Note a change that workers are told of."""
@@ -49,12 +55,15 @@ class ChangeJournal:
         del self._undecided[number]
 
     def accept(self, number: int, url: str, results: Collection[str]) -> None:
-        """Keep a change that is in force. `url`: of its engine; `results`: what the workers have done."""
+        """Keep a change that is in force. `url`: of its engine; `results`: what the workers have
+        done.
+        """
         change = self._undecided.pop(number)
         drains = change.kind == "drain" and change.fields.get("keep", True)
         if change.kind == "add":
             self._engines[url] = change
-            if "wanted" not in results:  # it is another engine than the one that was drained, or is used again
+            # it is another engine than the one that was drained, or is used again
+            if "wanted" not in results:
                 self._drains.pop(url, None)
         elif drains:
             self._drains[url] = number, change
@@ -70,7 +79,9 @@ class ChangeJournal:
                 self._drains.pop(url, None)
 
     def gone(self, number: int, url: str) -> None:
-        """An engine has left a worker that had made all changes up to this one, or serves there again: its drain is over."""
+        """An engine has left a worker that had made all changes up to this one, or serves there
+        again: its drain is over.
+        """
         drained = self._drains.get(url)
         if drained is not None and drained[0] <= number:
             del self._drains[url]

@@ -22,7 +22,9 @@ logger = logging.getLogger("pdproxy.kv")
 
 @dataclass(frozen=True, slots=True)
 class ReadingKvEvents:
-    """The sources of KV events, and where engines that connect themselves find the proxy: by port."""
+    """The sources of KV events, and where engines that connect themselves find the proxy: by
+    port.
+    """
 
     sources: KvEventSources
     places: Mapping[int, AddressToBind]
@@ -60,8 +62,8 @@ def build_kv_events(
 ) -> ReadingKvEvents | None:
     """Return what reads the events of a pool's engines into an index, None if they are not read.
 
-    `index` None: nobody asks it. `of_engine`: an engine's own settings by its URL. `sockets`: how the pool's are bound.
-    Call it before engines are added.
+    `index` None: nobody asks it. `of_engine`: an engine's own settings by its URL. `sockets`: how
+    the pool's are bound. Call it before engines are added.
     """
     events, share = settings.pool.kv_events, process.share.several
     if index is None or not events.enabled:
@@ -80,7 +82,10 @@ def build_kv_events(
     sources: KvEventSources
     if share is None or not places:  # each worker connects to engines by itself
         sources = KvEventSources(
-            *arguments, ports=places, deadlines=settings.deadlines, networks=settings.engines.allowed
+            *arguments,
+            ports=places,
+            deadlines=settings.deadlines,
+            networks=settings.engines.allowed,
         )
     else:
         siblings, topic = share.siblings, f"KV events {settings.pool.name}"

@@ -1,4 +1,6 @@
-"""Wiring of a pool's ledger: its policies, its placement, and its kind: for one proxy, several workers or several replicas."""
+"""Wiring of a pool's ledger: its policies, its placement, and its kind: for one proxy, several
+workers or several replicas.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from pdproxy.transfer.registry import entry_of
 
 def policies_of(pool: Pool) -> dict[Role, PolicyFactory]:
     """Return what makes the policies of a pool's roles."""
-    return {Role.PREFILL: policies.POLICIES[pool.policy.prefill], Role.DECODE: policies.POLICIES[pool.policy.decode]}
+    return {
+        Role.PREFILL: policies.POLICIES[pool.policy.prefill],
+        Role.DECODE: policies.POLICIES[pool.policy.decode],
+    }
 
 
 def slo_of(pool: Pool) -> Slo:
@@ -40,7 +45,8 @@ def build_ledger(
     chance: Callable[[], float] = random.random,
     own: PoolShare | None = None,
 ) -> Ledger:
-    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes.
+    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the
+    index of prefixes.
 
     `own`: this worker's part of the pool, None where there is one process.
     """
@@ -51,15 +57,25 @@ def build_ledger(
         slow_start=settings.health.slow_start,
         policies=policies_of(pool),
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
-        placement=_placement(settings, profiles, cached, chance, None if own is None else own.auto()),
+        placement=_placement(
+            settings, profiles, cached, chance, None if own is None else own.auto()
+        ),
         chance=chance,
         cached=cached,
         windows=bool(limits.engine_requests),
     )
-    several, count, max_age = settings.replicas.several, settings.replicas.at_first, partial(_longest, settings)
+    several, count, max_age = (
+        settings.replicas.several,
+        settings.replicas.at_first,
+        partial(_longest, settings),
+    )
     made: Ledger
     if own is None:
-        made = ReplicaLedger([], options, replicas=count, max_age=max_age) if several else Ledger([], options)
+        made = (
+            ReplicaLedger([], options, replicas=count, max_age=max_age)
+            if several
+            else Ledger([], options)
+        )
     else:
         share = LedgerShare(*own.memory.loads.of(own.number), own.breakers)
         made = own.ledger = (
@@ -97,6 +113,8 @@ def _placement(
 
 
 def _longest(settings: Settings) -> float:
-    """Return for how many seconds an engine's report counts: until three in a row should have come."""
+    """Return for how many seconds an engine's report counts: until three in a row should have
+    come.
+    """
     probes = settings.probes
     return 3 * max(probes.interval, probes.scrape_interval) + settings.deadlines.probe

@@ -1,4 +1,6 @@
-"""Clients' listening sockets: one at a host and port, several that share one, or a Unix socket in their place."""
+"""Clients' listening sockets: one at a host and port, several that share one, or a Unix socket in
+their place.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Listening:
         """Bind it.
 
         Raises:
-            OSError: the port is taken, or the address is not of this machine; or the Unix socket is in use or can't be made.
+            OSError: the port is taken, or the address is not of this machine; or the Unix socket is
+                in use or can't be made.
         """
         self._unix: UnixSocket | None = None
         self._address = settings.host, settings.port
@@ -38,14 +41,21 @@ class Listening:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
     def bind_again(self, number: int) -> None:
-        """Give a worker a socket again, if its own was closed. It gets connections from when the worker serves it."""
+        """Give a worker a socket again, if its own was closed. It gets connections from when the
+        worker serves it.
+        """
         if self.sockets[number].fileno() < 0:
-            self.sockets[number] = _bound(*self._address) if self._unix is None else self._unix.socket.dup()
+            self.sockets[number] = (
+                _bound(*self._address) if self._unix is None else self._unix.socket.dup()
+            )
 
     def keep_only(self, number: int) -> None:
         """Close what belongs to others, in a worker's own process."""
@@ -64,7 +74,8 @@ class Listening:
 
 
 def listen(host: str, port: int, *, together: bool = False) -> socket.socket:
-    """Return a listening socket; port 0 is any free one. `together`: others of this user may listen there, too.
+    """Return a listening socket; port 0 is any free one. `together`: others of this user may listen
+    there, too.
 
     Raises:
         OSError: the port is taken, or the address is not of this machine.
@@ -85,12 +96,14 @@ def listen(host: str, port: int, *, together: bool = False) -> socket.socket:
 
 
 def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return so many sockets that listen at one address, among which the system spreads connections. Port 0 is any free one.
+    """Return so many sockets that listen at one address, among which the system spreads
+    connections. Port 0 is any free one.
 
     Raises:
         OSError: the port is taken, or the address is not of this machine.
     """
-    # Sockets that share a port would also share it with another proxy of this user: that must be an error, as with one worker.
+    # Sockets that share a port would also share it with another proxy of this user: that must be an
+    # error, as with one worker.
     with listen(host, port) as first:
         port = first.getsockname()[1]
     listeners: list[socket.socket] = []

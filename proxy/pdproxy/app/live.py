@@ -16,9 +16,11 @@ from pdproxy.settings.schema import Settings
 
 
 class LiveSettings:
-    """The settings of one proxy. `fit` returns settings whose limits fit the machine, `set_log_level` sets that of the log.
+    """The settings of one proxy. `fit` returns settings whose limits fit the machine,
+    `set_log_level` sets that of the log.
 
-    Of the settings that it is given, those that are marked (`Live`) are read: all others are as they were at the start.
+    Of the settings that it is given, those that are marked (`Live`) are read: all others are as
+    they were at the start.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class LiveSettings:
 
 
 def configure(proxy: Parts) -> None:
-    """Have the parts of the process use its settings as they are now, where they do not read these at each use.
+    """Have the parts of the process use its settings as they are now, where they do not read these
+    at each use.
 
-    They do something at a change, have other limits elsewhere, or are asked so often that they keep the number itself.
+    They do something at a change, have other limits elsewhere, or are asked so often that they keep
+    the number itself.
     """
     limits = proxy.settings.limits
     proxy.admission.configure()
@@ -69,18 +73,29 @@ def configure(proxy: Parts) -> None:
 
 
 def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
-    """Have the parts of a pool use its settings, and the process's as they are now. See `configure`."""
+    """Have the parts of a pool use its settings, and the process's as they are now. See
+    `configure`.
+    """
     limits, deadlines, health = settings.limits, settings.deadlines, settings.health
     for engine in parts.engines.values():
-        engine.client.configure(deadlines.connect, limits.engine_keepalive, deadlines.unacknowledged)
+        engine.client.configure(
+            deadlines.connect, limits.engine_keepalive, deadlines.unacknowledged
+        )
     if parts.capacity is not None:
         parts.capacity.configure()
-    parts.models.models, parts.models.aliases, parts.models.weight = pool.models, pool.aliases, pool.weight
+    parts.models.models, parts.models.aliases, parts.models.weight = (
+        pool.models,
+        pool.aliases,
+        pool.weight,
+    )
     ledger = parts.ledger
     ledger.alone_up_to = pool.alone_up_to
     ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
     ledger.transfers.configure(limits.breaker_failures, limits.breaker_cooldown)
-    if replace(pool.policy, placement=parts.policy.placement) != parts.policy or pool.slo != parts.slo:
+    if (
+        replace(pool.policy, placement=parts.policy.placement) != parts.policy
+        or pool.slo != parts.slo
+    ):
         ledger.use_policies(policies_of(pool))
         if ledger.placement is not None:
             ledger.placement.configure(slo_of(pool), refuses=pool.policy.refuse_late)

@@ -1,4 +1,6 @@
-"""Wiring of membership: what is forgotten of engines that have left, and what happens when one begins to leave."""
+"""Wiring of membership: what is forgotten of engines that have left, and what happens when one
+begins to leave.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def build_membership(
     now: Callable[[], float],
     deadlines: Deadlines,
 ) -> Membership:
-    """Return the membership of a pool, with the engines of the settings. `deadlines`: how long an engine may take to drain."""
+    """Return the membership of a pool, with the engines of the settings. `deadlines`: how long an
+    engine may take to drain.
+    """
     contacts = [custodian.contacts]
     if turns is not None:
         contacts.append(turns.releases.contacts)

@@ -48,7 +48,9 @@ class Noticing:
         if self.posted is not None:
             self.posted.bind(self.sockets, self.place)
             self.process.tasks.keep(self.posted.run, "notices")
-            logger.info("KV-ready notices are expected on http://%s:%d", self.place.host, self.place.port)
+            logger.info(
+                "KV-ready notices are expected on http://%s:%d", self.place.host, self.place.port
+            )
 
     def close(self) -> None:
         """Close the socket."""
@@ -65,7 +67,9 @@ def build_notices(
     process: Process,
     sockets: Sockets,
 ) -> Noticing:
-    """Return what takes the notices of a contract's engines. `sockets`: how the pool's are bound."""
+    """Return what takes the notices of a contract's engines. `sockets`: how the pool's are
+    bound.
+    """
     contract, name = transfer.contract, settings.pool.name
     router = NoticeRouter(transfer.ready, custodian, turns)
     failed = process.tasks.watch("notices").failed
@@ -91,10 +95,19 @@ def _of_all(
     *,
     is_read: bool,
 ) -> Callable[[Notice], None]:
-    """Return what gets the notices that come to this process: of several workers, `take` gets those about its own prompts."""
+    """Return what gets the notices that come to this process: of several workers, `take` gets those
+    about its own prompts.
+    """
     share = process.share.several
     if share is None:
         return take
     return WorkerNotices(
-        share.number, share.workers, topic, share.siblings, take, process.observers, failed, is_read=is_read
+        share.number,
+        share.workers,
+        topic,
+        share.siblings,
+        take,
+        process.observers,
+        failed,
+        is_read=is_read,
     ).receive

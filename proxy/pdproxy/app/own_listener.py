@@ -1,4 +1,5 @@
-"""A listener besides that of clients, in the same event loop: for operators, or for engines that post. Owns its connections.
+"""A listener besides that of clients, in the same event loop: for operators, or for engines that
+post. Owns its connections.
 
 Their peers share nothing fairly and send little: so most bounds are constants.
 """
@@ -31,7 +32,8 @@ def own_bounds(
 ) -> ConnectionBounds:
     """Return the bounds of such a listener's connections, of which so many may be open.
 
-    `write_seconds`: for which an answer may stay unread; `max_unread`: bytes of all answers that are not read yet.
+    `write_seconds`: for which an answer may stay unread; `max_unread`: bytes of all answers that
+    are not read yet.
     """
     clients = Clients()
     return ConnectionBounds(
@@ -46,7 +48,9 @@ def own_bounds(
 
 
 class OwnListener:
-    """Serves an application. `http`: makes its connections, for uvicorn; `keep_alive`: seconds for which an idle one is kept."""
+    """Serves an application. `http`: makes its connections, for uvicorn; `keep_alive`: seconds for
+    which an idle one is kept.
+    """
 
     def __init__(self, app: ASGIApp, http: type[asyncio.Protocol], *, keep_alive: int) -> None:
         self._config = uvicorn.Config(
@@ -70,17 +74,25 @@ class OwnListener:
         if not config.loaded:
             config.load()
         make = config.http_protocol_class
-        made = make(config=config, server_state=self._state, app_state={}, _loop=asyncio.get_running_loop())  # type: ignore[call-arg]
+        made = make(
+            config=config, server_state=self._state, app_state={}, _loop=asyncio.get_running_loop()
+        )  # type: ignore[call-arg]
         assert isinstance(made, asyncio.Protocol)
         return made
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket | None) -> AsyncIterator[None]:
-        """Take connections from a listening socket, which stays open; None: others bring them. At the end they are aborted."""
+        """Take connections from a listening socket, which stays open; None: others bring them. At
+        the end they are aborted.
+        """
         loop = asyncio.get_running_loop()
         server: asyncio.Server | None = None
         if listening is not None:
-            make = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
+            make = (
+                loop.create_unix_server
+                if listening.family == socket.AF_UNIX
+                else loop.create_server
+            )
             server = await make(self.protocol, sock=listening.dup())  # the server closes its own
         try:
             yield

@@ -40,19 +40,25 @@ from pdproxy.web.guard import GuardedProtocol
 
 @dataclass(slots=True, kw_only=True)
 class Parts(Process):
-    """All parts of one proxy: those of the process and of its pools. Start them inside an event loop, and stop them there."""
+    """All parts of one proxy: those of the process and of its pools. Start them inside an event
+    loop, and stop them there.
+    """
 
     pools: list[PoolParts] = field(default_factory=list)
     front: Front = field(init=False)
     readiness: ReadinessCheck = field(init=False)
 
     def route(self) -> None:
-        """Have requests go to the pools that serve their models, by the settings of pools as they are now."""
+        """Have requests go to the pools that serve their models, by the settings of pools as they
+        are now.
+        """
         models = self.models
         models.changed()
         several = models.is_of_use
         services = Routes(models, [pool.service for pool in self.pools]) if several else None
-        passthroughs = Routes(models, [pool.passthrough for pool in self.pools]) if several else None
+        passthroughs = (
+            Routes(models, [pool.passthrough for pool in self.pools]) if several else None
+        )
         for pool in self.pools:
             pool.service.routes, pool.passthrough.routes = services, passthroughs
 
@@ -63,7 +69,8 @@ class Parts(Process):
         return [pool.policy.session_header for pool in self.pools]
 
     async def list_models(self, authorization: bytes | None, key: ValidKey | None = None) -> bytes:
-        """Return the answer to `GET /v1/models`: the models of all pools and their aliases that a key is good for.
+        """Return the answer to `GET /v1/models`: the models of all pools and their aliases that a
+        key is good for.
 
         Raises:
             LimitError: the key is over one of its limits.
@@ -73,7 +80,9 @@ class Parts(Process):
         """
         use = self.quotas.enter(None if key is None else key.name)  # engines are asked
         try:
-            found = await asyncio.gather(*(self._cards_of(pool, authorization) for pool in self.pools))
+            found = await asyncio.gather(
+                *(self._cards_of(pool, authorization) for pool in self.pools)
+            )
         finally:
             if use is not None:
                 use.end(0)
@@ -99,7 +108,9 @@ class Parts(Process):
     async def _cards_of(self, pool: PoolParts, authorization: bytes | None) -> Cards | PdproxyError:
         own_keys = self.credentials.keys.wanted
         try:
-            return await cards_of(pool.engines, pool.admin, self.now, authorization, own_keys=own_keys)
+            return await cards_of(
+                pool.engines, pool.admin, self.now, authorization, own_keys=own_keys
+            )
         except PdproxyError as error:
             return error
 
@@ -118,14 +129,18 @@ class Parts(Process):
             pool.start()
 
     def leave(self, connections: Iterable[object] = ()) -> None:
-        """Be ready no more, and have connections of clients close behind the answers that begin from now on."""
+        """Be ready no more, and have connections of clients close behind the answers that begin
+        from now on.
+        """
         self.readiness.leaving = self.front.bounds.leaving = True
         for connection in connections:
             if isinstance(connection, GuardedProtocol):
                 connection.leave()
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
-        """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""
+        """Refuse new requests, and wait for those in flight and for the release of their KV. See
+        `app.drain`.
+        """
         kept = [(pool.custodian, pool.turns) for pool in self.pools]
         await drain(requests, self.admission, kept, self.settings.deadlines.drain, self.observers)
 

@@ -1,4 +1,6 @@
-"""The parts of one pool: its engines, how they are chosen and watched, and what serves requests by them."""
+"""The parts of one pool: its engines, how they are chosen and watched, and what serves requests by
+them.
+"""
 
 from __future__ import annotations
 
@@ -91,9 +93,21 @@ class PoolParts:
 
     @classmethod
     def of(cls, settings: Settings, process: Process, index: Index | None = None) -> PoolParts:
-        """Make the parts of the pool of these settings. Arguments and errors are those of `Proxy.build`."""
-        pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
-        credentials, watch, metrics, observers = process.credentials, process.watch, process.metrics, process.observers
+        """Make the parts of the pool of these settings. Arguments and errors are those of
+        `Proxy.build`.
+        """
+        pool, limits, deadlines, probes = (
+            settings.pool,
+            settings.limits,
+            settings.deadlines,
+            settings.probes,
+        )
+        credentials, watch, metrics, observers = (
+            process.credentials,
+            process.watch,
+            process.metrics,
+            process.observers,
+        )
         tasks, clock, now = process.tasks, process.clock, process.now
         own_keys, own = credentials.keys.wanted, process.share.pool(len(process.registries))
         sockets = BoundHere() if own is None else own.sockets
@@ -104,12 +118,16 @@ class PoolParts:
         ledger = build_ledger(settings, profiles, cached, watch.chance, own)
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
-        models = PoolModels(lambda: ledger.engines, pool.models, pool.aliases, pool.weight, pool.name)
+        models = PoolModels(
+            lambda: ledger.engines, pool.models, pool.aliases, pool.weight, pool.name
+        )
         process.models.pools.append(models)
         ledger.when_changed(process.models.changed)
         engines.watch(MetricsOfEngines(metrics))
 
-        setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
+        setup = EngineSetup(
+            settings, credentials, engines, clock, process.answer_budget, watch.client, profiles
+        )
         networks = settings.engines.allowed
         admin = EngineAdmin(
             deadlines=deadlines,
@@ -122,23 +140,44 @@ class PoolParts:
         transfer = build_transfer(settings, engines, clock, observers, own)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, own)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
-        bootstraps = build_bootstraps(process, pool.name, engines, ledger, admin, probes, transfer.contract)
-        custody = transfer.contract, ledger, engines.known, deadlines, observers, now, clock, transfer.hosts
+        bootstraps = build_bootstraps(
+            process, pool.name, engines, ledger, admin, probes, transfer.contract
+        )
+        custody = (
+            transfer.contract,
+            ledger,
+            engines.known,
+            deadlines,
+            observers,
+            now,
+            clock,
+            transfer.hosts,
+        )
         if own is None:
             custodian = Custodian(*custody)
         else:
             custodian = own.custodian = WorkerCustodian(*custody, area=own.area, pool=own.at)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
-        engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
-        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, own, transfer.hosts)
+        engines.when_forgotten(
+            lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url)
+        )
+        turns = build_turns(
+            settings, transfer.contract, ledger, engines, clock, observers, own, transfer.hosts
+        )
         transfers = build_transfers(pool.name, ledger, process)
         custodian.when_unread = transfers.failed
         notices = build_notices(settings, transfer, custodian, turns, process, sockets)
-        registrations = build_registrations(settings, engines, ledger, process, sockets, transfer.hosts)
+        registrations = build_registrations(
+            settings, engines, ledger, process, sockets, transfer.hosts
+        )
         kv_index = FedIndex(knowledge) if knowledge is not None else index
-        kv_events = build_kv_events(settings, kv_index, setup.kv_events, engines, admin, process, sockets)
-        prefixes = build_prefixes(knowledge, engines, ledger, observers, now, kv_events, process.share, pool.name)
+        kv_events = build_kv_events(
+            settings, kv_index, setup.kv_events, engines, admin, process, sockets
+        )
+        prefixes = build_prefixes(
+            knowledge, engines, ledger, observers, now, kv_events, process.share, pool.name
+        )
         needed, wanted = transfer.contract.needs_ids, turns is not None or knowledge is not None
         tokens = build_tokens(
             settings,
@@ -157,7 +196,11 @@ class PoolParts:
         observers.add(watching.prober, *([tokens.canaries] if tokens is not None else []))
 
         shown = settings.listen.admin is not None
-        decisions = Decisions(pool.placement if ledger.placement is not None else None, now) if shown else None
+        decisions = (
+            Decisions(pool.placement if ledger.placement is not None else None, now)
+            if shown
+            else None
+        )
         shared = process.places
         if limits.engine_requests or limits.engine_tokens:
             places = process.admission if shared is None else shared.of(engines)
@@ -167,16 +210,28 @@ class PoolParts:
             else:
                 assert own.ledger is not None
                 windows = WorkerWindows(*own.memory.windows.of(own.number), own.number)
-                scraped.capacity = own.capacity = WorkerPoolCapacity(*bounded, windows=windows, ledger=own.ledger)
+                scraped.capacity = own.capacity = WorkerPoolCapacity(
+                    *bounded, windows=windows, ledger=own.ledger
+                )
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             scraped.capacity.show(observers)
         stalls = watching.stalls
-        works = Works(engines.known, admin.scrape, observers, lambda: stalls.health.stalled_after > 0, watching.canary)
-        late_pushes = LatePushes(custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock)
+        works = Works(
+            engines.known,
+            admin.scrape,
+            observers,
+            lambda: stalls.health.stalled_after > 0,
+            watching.canary,
+        )
+        late_pushes = LatePushes(
+            custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock
+        )
         comebacks = Comebacks(ledger, clock, observers, limits)
         is_alive = partial(admin.answers, path="/health")
-        lost = EnginesLost(ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits)
+        lost = EnginesLost(
+            ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits
+        )
         observers.add(lost)
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
@@ -235,7 +290,12 @@ class PoolParts:
             observers.add(registrations.known)
             wrong.append(registrations.known.shortcomings)
 
-        admission, keys, bodies, quotas = process.admission, credentials.keys, process.bodies, process.quotas
+        admission, keys, bodies, quotas = (
+            process.admission,
+            credentials.keys,
+            process.bodies,
+            process.quotas,
+        )
         passthrough = Passthrough(resources, admission, keys, legs, bodies, quotas)
         service = Service(resources, admission, keys, bodies, passthrough, quotas)
         membership = build_membership(

@@ -30,7 +30,9 @@ class PoolMemory:
 
     def __init__(self, workers: int) -> None:
         self.loads = SharedTable(workers, MAX_ENGINES, worker_ledger.MEASURES)
-        self.breakers = SharedTable(workers, MAX_ENGINES, worker_breakers.MEASURES, worker_breakers.KEPT)
+        self.breakers = SharedTable(
+            workers, MAX_ENGINES, worker_breakers.MEASURES, worker_breakers.KEPT
+        )
         self.moved = SharedTable(workers, MAX_ENGINES, worker_audit.MEASURES, worker_audit.KEPT)
         self.signs = SharedTable(workers, MAX_ENGINES, life_signs.MEASURES)
         self.windows = SharedTable(workers, MAX_ENGINES, worker_windows.MEASURES)
@@ -38,18 +40,28 @@ class PoolMemory:
         self.auto = AutoMemory(workers, MAX_ENGINES)
         self.turns = SharedRecords(workers, worker_turns.UNITS)
         self.listeners: dict[str, socket] = {}
-        """Where its engines send messages, by the keys of their places. The parent binds and closes them."""
+        """Where its engines send messages, by the keys of their places. The parent binds and closes
+        them.
+        """
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
         self.auto.clear(number)
         # Loads behind breakers: what workers find changed in the first has them look at the second.
-        for table in (self.breakers, self.loads, self.moved, self.signs, self.windows, self.buffers):
+        for table in (
+            self.breakers,
+            self.loads,
+            self.moved,
+            self.signs,
+            self.windows,
+            self.buffers,
+        ):
             table.clear(number)
 
 
 class PoolShare:
-    """A worker's part of the pool with number `at`. `number`: of the worker; `area`: its own, for the records of all pools.
+    """A worker's part of the pool with number `at`. `number`: of the worker; `area`: its own, for
+    the records of all pools.
 
     `lead`: who does what is done once; `now`: monotonic seconds; `siblings`: the other workers.
     """
@@ -96,7 +108,9 @@ class PoolShare:
             self.capacity.look()
 
     def adopt(self, records: list[bytes]) -> None:
-        """Become responsible for the KV of a worker that has ended which engines of this pool hold."""
+        """Become responsible for the KV of a worker that has ended which engines of this pool
+        hold.
+        """
         if self.custodian is not None:
             self.custodian.adopt([record for record in records if not is_turn(record)])
         if self.turns is not None:
@@ -108,4 +122,6 @@ class PoolShare:
 
     def breakers(self, failures: int, cooldown: float, slow_start: float) -> WorkerBreakers:
         """Return the breakers of all workers."""
-        return WorkerBreakers(failures, cooldown, slow_start, *self.memory.breakers.of(self.number), self.number)
+        return WorkerBreakers(
+            failures, cooldown, slow_start, *self.memory.breakers.of(self.number), self.number
+        )

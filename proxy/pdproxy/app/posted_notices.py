@@ -19,13 +19,17 @@ MAX_CONNECTIONS = 1024
 WRITE_SECONDS, KEEP_ALIVE = 10.0, 75
 """Seconds for which an answer may stay unread, and for which an idle connection is kept."""
 MAX_HELD = 32 << 20
-"""Bytes of bodies that are not complete, of all connections. One has 1 MiB at most, and 100 bytes mostly."""
+"""Bytes of bodies that are not complete, of all connections. One has 1 MiB at most, and 100 bytes
+mostly.
+"""
 MAX_UNREAD = 1 << 20
 """Bytes of answers that are not read yet."""
 
 
 class PostedNotices:
-    """Takes what engines post. `read` returns the notices of a body, None if it is none; `take` gets each of them."""
+    """Takes what engines post. `read` returns the notices of a body, None if it is none; `take`
+    gets each of them.
+    """
 
     def __init__(
         self,
@@ -35,7 +39,11 @@ class PostedNotices:
         observers: Observers,
     ) -> None:
         bounds = own_bounds(
-            clock, observers, connections=MAX_CONNECTIONS, write_seconds=WRITE_SECONDS, max_unread=MAX_UNREAD
+            clock,
+            observers,
+            connections=MAX_CONNECTIONS,
+            write_seconds=WRITE_SECONDS,
+            max_unread=MAX_UNREAD,
         )
         self.budget = BodyBudget(MAX_HELD, observers)
         http = notice_protocol(bounds, observers, self.budget)

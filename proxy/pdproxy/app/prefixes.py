@@ -1,4 +1,6 @@
-"""Wiring of what is known of engines' prefix caches: the indexes, the engines that they are about, their metrics."""
+"""Wiring of what is known of engines' prefix caches: the indexes, the engines that they are about,
+their metrics.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ _BASIS = Label("basis", BASES)
 PREFIX_PREDICTIONS = counter(
     "pdproxy_prefix_predictions_total",
     "answers",
-    "Answers by how right the expectation was of what the engine had in its cache of the prompt (cached_tokens)",
+    "Answers by how right the expectation was of what the engine had in its cache of the prompt "
+    "(cached_tokens)",
     _BASIS,
     Label("result", RESULTS),
 )
@@ -88,7 +91,10 @@ PREFIX_EVENT_BLOCKS = counter(
             ("stored", "entered"),
             ("removed", "taken out: evicted"),
             ("repeated", "known already"),
-            ("unknown_parent", "not entered: the block before them is not known, for its message was lost"),
+            (
+                "unknown_parent",
+                "not entered: the block before them is not known, for its message was lost",
+            ),
             ("unknown_block", "evicted, or stored without tokens, and not known"),
             ("odd", "not entered: their size does not fit prefixes.unit, or a token id is none"),
             ("not_counted", "of groups that say nothing about hits"),
@@ -99,7 +105,8 @@ PREFIX_EVENT_BLOCKS = counter(
 PREFIX_DISPROVED = counter(
     "pdproxy_prefix_disproved_total",
     "prompts",
-    "Beginnings that were dropped: an engine lacked what its events had said of them more than once",
+    "Beginnings that were dropped: an engine lacked what its events had said of them more than "
+    "once",
 )
 PREFIX_SKIPPED = counter(
     "pdproxy_prefix_skipped_total",
@@ -108,10 +115,17 @@ PREFIX_SKIPPED = counter(
     Label(
         "reason",
         (
-            ("busy", "64 long prompts were waiting for their keys already: no cache was searched for it"),
+            (
+                "busy",
+                "64 long prompts were waiting for their keys already: no cache was searched for it",
+            ),
             (
                 "no_space",
-                "prompts of the last seconds have more keys than are kept: some do not count as just sent",
+                (
+                    "prompts of the last seconds have more keys than are kept: some do not count "
+                    "as "
+                    "just sent"
+                ),
             ),
             ("not_shared", "other workers do not know of it: what they were told was too much"),
         ),
@@ -120,14 +134,16 @@ PREFIX_SKIPPED = counter(
 PREFIX_SHARED_AGE = gauge(
     "pdproxy_prefix_shared_age_seconds",
     "seconds",
-    "How long it took until a worker knew of the last prompt that another worker had sent to an engine",
+    "How long it took until a worker knew of the last prompt that another worker had sent to an "
+    "engine",
     workers=MergeRule.MOST,
     pools=MergeRule.MOST,
 )
 PREFIX_REFRESHES = counter(
     "pdproxy_prefix_refreshes_total",
     "requests",
-    "Requests that asked their engine to report the blocks that it reuses, since it had more in its cache than was known",
+    "Requests that asked their engine to report the blocks that it reuses, since it had more in "
+    "its cache than was known",
     Label(
         "result",
         (
@@ -143,7 +159,9 @@ class KnowingPrefixes:
 
     only = (NodeChanged,)
 
-    def __init__(self, knowledge: Knowledge, engines: EngineRegistry, now: Callable[[], float]) -> None:
+    def __init__(
+        self, knowledge: Knowledge, engines: EngineRegistry, now: Callable[[], float]
+    ) -> None:
         self.knowledge = knowledge
         self.of_requests = PrefixQuestions(knowledge, now)
         self.sharing: SharingPrefixes | None = None
@@ -231,14 +249,20 @@ class KnowingPrefixes:
         def skipped() -> Samples:
             untold = knowledge.untold if isinstance(knowledge, WorkerKnowledge) else 0
             dropped = self.sharing.dropped if self.sharing is not None else 0
-            skipped = (("busy",), self.of_requests.skipped), (("no_space",), knowledge.speculative.no_space)
+            skipped = (
+                (("busy",), self.of_requests.skipped),
+                (("no_space",), knowledge.speculative.no_space),
+            )
             return [*skipped, (("not_shared",), untold + dropped)]
 
         def age() -> Samples:
             return [] if self.sharing is None else [((), self.sharing.age)]
 
         def refreshes() -> Samples:
-            return [(("asked",), knowledge.refreshing.asked), (("refused",), knowledge.refreshing.refused)]
+            return [
+                (("asked",), knowledge.refreshing.asked),
+                (("refused",), knowledge.refreshing.refused),
+            ]
 
         observers.show(PREFIX_PREDICTIONS, predictions)
         observers.show(PREFIX_TOKENS, tokens)
@@ -274,16 +298,27 @@ def _share(
     share: Share,
     pool: str,
 ) -> None:
-    """Have workers tell each other what they send to engines, and the one that leads what it knows to one that starts."""
-    siblings, topic, question = share.siblings, f"prefixes {pool}", f"prefixes-of-{quote(pool, safe='')}"
-    sharing = prefixes.sharing = SharingPrefixes(knowledge, lambda body: siblings.tell(topic, body), now)
+    """Have workers tell each other what they send to engines, and the one that leads what it knows
+    to one that starts.
+    """
+    siblings, topic, question = (
+        share.siblings,
+        f"prefixes {pool}",
+        f"prefixes-of-{quote(pool, safe='')}",
+    )
+    sharing = prefixes.sharing = SharingPrefixes(
+        knowledge, lambda body: siblings.tell(topic, body), now
+    )
     sharing.is_behind = lambda: siblings.is_behind()
     siblings.hears[topic] = sharing.received
-    siblings.answers_about[question] = lambda about: sharing.answer(about) if share.lead.leads else b""
+    siblings.answers_about[question] = lambda about: (
+        sharing.answer(about) if share.lead.leads else b""
+    )
 
     async def ask(about: str) -> bytes | None:
         answers = await siblings.ask(f"{question} {about}")
-        return next((answer for answer in answers.of.values() if answer), None)  # of one: the others do not lead
+        # of one: the others do not lead
+        return next((answer for answer in answers.of.values() if answer), None)
 
     def probed() -> bool:
         return all(engine.in_ledger.probed for engine in engines.values())
@@ -301,12 +336,17 @@ def build_prefixes(
     share: Share | SoleProcess,
     pool: str,
 ) -> KnowingPrefixes | None:
-    """Return what keeps this knowledge, None where there is none. Call it before engines are added. `pool`: its name."""
+    """Return what keeps this knowledge, None where there is none. Call it before engines are added.
+    `pool`: its name.
+    """
     if knowledge is None:
         return None
     knowledge.adapters = lambda: ledger.adapters
     if kv_events is not None:
-        knowledge.places, knowledge.connected = kv_events.sources.places, kv_events.sources.connected
+        knowledge.places, knowledge.connected = (
+            kv_events.sources.places,
+            kv_events.sources.connected,
+        )
     prefixes = KnowingPrefixes(knowledge, engines, now)
     if isinstance(knowledge, WorkerKnowledge) and share.several is not None:
         _share(prefixes, knowledge, engines, now, share.several, pool)

@@ -1,4 +1,6 @@
-"""The parts of the process, which all its pools share: clients, admission, budgets, keys, metrics, tasks."""
+"""The parts of the process, which all its pools share: clients, admission, budgets, keys, metrics,
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ from pdproxy.web.wrong_keys import WrongKeys
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """What all pools share. `watch`, `library`, `share`: see `Proxy.build`. `registries`: each pool adds its own."""
+    """What all pools share. `watch`, `library`, `share`: see `Proxy.build`. `registries`: each pool
+    adds its own.
+    """
 
     settings: Settings
     watch: Watch
@@ -92,7 +96,9 @@ class Process:
         clock = clock or Clock(deadline_failures.failed, watch.now)
         registries: list[EngineRegistry] = []
         models = Models([], watch.chance, clock.now)
-        metrics = Metrics(lambda model: any(one.lists(model) for one in registries) or models.knows(model))
+        metrics = Metrics(
+            lambda model: any(one.lists(model) for one in registries) or models.knows(model)
+        )
         lines = LogObserver(log)
         observers = Observers([metrics, lines])
         listen = settings.listen
@@ -128,15 +134,21 @@ class Process:
             unread_answers=UnreadAnswers(limits.max_buffered_answer_bytes, observers),
             connections=Connections(limits.max_connections, observers),
             quotas=share.quotas(credentials.keys.limits, clock.now),
-            cache_salts=CacheSalts(settings.tenants, credentials.keys, partial(_secret, credentials, share)),
+            cache_salts=CacheSalts(
+                settings.tenants, credentials.keys, partial(_secret, credentials, share)
+            ),
             models=models,
-            places=ProxyPlaces(admission) if len(settings.pools) > 1 or several is not None else None,
+            places=ProxyPlaces(admission)
+            if len(settings.pools) > 1 or several is not None
+            else None,
             heartbeat=Heartbeat(observers),
             wrong_keys=WrongKeys(clock.now, observers),
         )
 
 
 def _secret(credentials: Credentials, share: Share | SoleProcess) -> bytes:
-    """Return the secret of tenants' salts: the settings', or else one that this process and its other workers have made."""
+    """Return the secret of tenants' salts: the settings', or else one that this process and its
+    other workers have made.
+    """
     own = credentials.cache_secret()
     return share.cache_secret if own is None else own.encode()

@@ -1,10 +1,14 @@
-"""The answer to `GET /ready`: whether a request could be served now, and what is wrong even if it could.
+"""The answer to `GET /ready`: whether a request could be served now, and what is wrong even if it
+could.
 
 Owns the three states, and the bounds of that answer: its sentences may hold text of engines.
 
-    ok         requests are served; where the pool has prefill engines, prompts can be split. Status 200
-    degraded   requests are served, and none can be split: no prefill engine can be used with any decode engine. Status 200
-    not_ready  no request can be served: at the start, at the end, without an engine that answers, without a valid key. Status 503
+    ok         requests are served; where the pool has prefill engines, prompts can be split. Status
+               200
+    degraded   requests are served, and none can be split: no prefill engine can be used with any
+               decode engine. Status 200
+    not_ready  no request can be served: at the start, at the end, without an engine that answers,
+               without a valid key. Status 503
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ MAX_REASON = 20_000
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """What is known of one pool. `shortcomings`: each returns sentences on what is wrong with it; `weight`: see its settings."""
+    """What is known of one pool. `shortcomings`: each returns sentences on what is wrong with it;
+    `weight`: see its settings.
+    """
 
     name: str
     ledger: Ledger
@@ -35,9 +41,11 @@ class PoolState:
 
 
 class ReadinessCheck:
-    """Call it for the answer. Each of `sources` returns sentences on what is wrong; `why_no_key`: why no client is accepted.
+    """Call it for the answer. Each of `sources` returns sentences on what is wrong; `why_no_key`:
+    why no client is accepted.
 
-    With several pools: `ok` if every pool with a weight is, `not_ready` if none is, else `degraded`.
+    With several pools: `ok` if every pool with a weight is, `not_ready` if none is, else
+    `degraded`.
     """
 
     def __init__(
@@ -67,7 +75,8 @@ class ReadinessCheck:
         return OperationState.DEGRADED if self._why_degraded() else OperationState.OK
 
     def not_taking(self) -> str | None:
-        """Return why this process takes no requests, whatever its engines do: for balancers. None: it takes some.
+        """Return why this process takes no requests, whatever its engines do: for balancers. None:
+        it takes some.
 
         At the start nobody gets an answer before the engines were probed.
         """
@@ -85,10 +94,16 @@ class ReadinessCheck:
         reasons = [pool.ledger.not_ready() for pool in self._pools]
         if (reason := self._why_no_key()) is not None or None in reasons:
             return reason
-        return "; ".join(self._of(pool, reason) for pool, reason in zip(self._pools, reasons, strict=True) if reason)
+        return "; ".join(
+            self._of(pool, reason)
+            for pool, reason in zip(self._pools, reasons, strict=True)
+            if reason
+        )
 
     def _why_degraded(self) -> list[str]:
-        """Return why some requests can't be served, or not split, a sentence for each pool with a weight."""
+        """Return why some requests can't be served, or not split, a sentence for each pool with a
+        weight.
+        """
         found = []
         for pool in self._pools:
             if pool.weight() or len(self._pools) == 1:
@@ -105,7 +120,9 @@ class ReadinessCheck:
         details = self._why_degraded() if reason is None else []
         is_degraded = bool(details)
         for pool in self._pools:
-            details += [self._of(pool, detail) for source in pool.shortcomings for detail in source()]
+            details += [
+                self._of(pool, detail) for source in pool.shortcomings for detail in source()
+            ]
         details += [detail for source in self._sources for detail in source()]
         shown = [truncate(detail, MAX_DETAIL) for detail in details[:MAX_DETAILS]]
         if len(details) > MAX_DETAILS:

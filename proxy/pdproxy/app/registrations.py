@@ -54,10 +54,16 @@ def build_registrations(
     share = process.share.several
     if read is None:
         return None
-    observers, clock, failed = process.observers, process.clock, process.tasks.watch("registrations").failed
+    observers, clock, failed = (
+        process.observers,
+        process.clock,
+        process.tasks.watch("registrations").failed,
+    )
     known: Registrations
     if share is None:
-        known = Registrations(engines, ledger, read, observers, clock, timeout=timeout, checked=hosts.of_peers)
+        known = Registrations(
+            engines, ledger, read, observers, clock, timeout=timeout, checked=hosts.of_peers
+        )
     else:
         siblings, topic = share.siblings, f"registrations {settings.pool.name}"
         known = WorkerRegistrations(

@@ -1,6 +1,7 @@
 """Settings that are read again while requests are served: when their files change, and at SIGHUP.
 
-Owns the one task that looks at the files. What can't be used changes nothing: the log and `/ready` say why.
+Owns the one task that looks at the files. What can't be used changes nothing: the log and `/ready`
+say why.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ RELOADED = counter(
 class SettingsSource:
     """Where the settings come from. `first`: what was read at the start.
 
-    `read` reads all of it again, and raises SettingsError; `paths`: its files. `stamps`: theirs just before `first` was read,
-    None: as they are now. Between that and the first look the engines may be asked for their connector for minutes.
+    `read` reads all of it again, and raises SettingsError; `paths`: its files. `stamps`: theirs
+    just before `first` was read, None: as they are now. Between that and the first look the engines
+    may be asked for their connector for minutes.
     """
 
     first: Settings
@@ -58,13 +60,19 @@ class Uses(Protocol):
     """Puts settings in force."""
 
     def use(self, old: Settings, new: Settings) -> None:
-        """Use new settings in place of old ones, or change nothing and raise SettingsError or MembershipError."""
+        """Use new settings in place of old ones, or change nothing and raise SettingsError or
+        MembershipError.
+        """
 
 
 class Reloading:
-    """Has a proxy's settings follow their files. `live` puts them in force; `ends`: whether the proxy is shutting down."""
+    """Has a proxy's settings follow their files. `live` puts them in force; `ends`: whether the
+    proxy is shutting down.
+    """
 
-    def __init__(self, source: SettingsSource, live: Uses, ends: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, source: SettingsSource, live: Uses, ends: Callable[[], bool] = lambda: False
+    ) -> None:
         self._read = self._in_force = source.first
         """As they were read last without a mistake, and those of them that are used."""
         self._source = source
@@ -82,9 +90,13 @@ class Reloading:
 
     def shortcomings(self) -> list[str]:
         """Return what of the files is not in force, a sentence each."""
-        found = [] if self._failure is None else [f"the settings can't be read again: {self._failure}"]
+        found = (
+            [] if self._failure is None else [f"the settings can't be read again: {self._failure}"]
+        )
         if self._restart:
-            found.append(f"these settings have changed, and need a restart: {', '.join(self._restart)}")
+            found.append(
+                f"these settings have changed, and need a restart: {', '.join(self._restart)}"
+            )
         return found
 
     def show(self, observers: Observers) -> None:
@@ -96,7 +108,8 @@ class Reloading:
         self._wake.set()
 
     async def catch_up(self) -> None:
-        """Read the files now if they have changed since the start: who takes another's place begins where that was.
+        """Read the files now if they have changed since the start: who takes another's place begins
+        where that was.
 
         Raises:
             SettingsError: they can't be used. What was read at the start may be long out of date.
@@ -120,7 +133,9 @@ class Reloading:
             await self.look(asked=asked)
 
     async def look(self, *, asked: bool = False) -> None:
-        """Read the files if they have changed and are the same as at the last look, or if asked for it."""
+        """Read the files if they have changed and are the same as at the last look, or if asked for
+        it.
+        """
         if self._ends():
             return
         stamps, before = self._stamps(), self._seen
@@ -145,12 +160,17 @@ class Reloading:
         wanted = changes(self._in_force, settings)
         self._live.use(self._in_force, wanted.used)
         if wanted.at_once:
-            logger.info("these settings have changed, and are used from now on: %s", ", ".join(wanted.at_once))
+            logger.info(
+                "these settings have changed, and are used from now on: %s",
+                ", ".join(wanted.at_once),
+            )
         self._in_force = wanted.used
         changed, self._read = settings != self._read, settings
         former, self._restart = self._restart, wanted.restart
         if self._restart != former and self._restart:
-            logger.warning("these settings have changed, and need a restart: %s", ", ".join(self._restart))
+            logger.warning(
+                "these settings have changed, and need a restart: %s", ", ".join(self._restart)
+            )
         return "applied" if changed else "unchanged"
 
     def _stamps(self) -> list[tuple[int, ...] | None]:

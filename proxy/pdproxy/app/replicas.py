@@ -1,4 +1,6 @@
-"""Wiring of other proxies in front of the same engines: how many there are, while the proxy runs."""
+"""Wiring of other proxies in front of the same engines: how many there are, while the proxy
+runs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ NODE_OTHERS = gauge(
 def follow_replicas(
     proxy: Proxy, look_up: LookUp | None = None, chance: Callable[[], float] = random.random
 ) -> ReplicaCount | None:
-    """Have a proxy that was started know how many others there are. `look_up` None: the settings' servers.
+    """Have a proxy that was started know how many others there are. `look_up` None: the settings'
+    servers.
 
     Return what follows the name of `replicas.name`, None if the settings have the number.
     """
@@ -53,7 +56,9 @@ def follow_replicas(
 
     ask = look_up or Resolver(proxy.settings.dns).look_up
     name = DnsName("dns", replicas.name.lower(), 1)
-    found = ReplicaCount(name, ask, use, proxy.observers, proxy.settings.dns, now, chance, ledgers[0].replicas)
+    found = ReplicaCount(
+        name, ask, use, proxy.observers, proxy.settings.dns, now, chance, ledgers[0].replicas
+    )
     proxy.readiness.show(found.shortcomings)
     proxy.tasks.keep(found.run, "replicas")
     return found
@@ -62,7 +67,9 @@ def follow_replicas(
 def _show(proxy: Proxy, ledger: ReplicaLedger) -> None:
     def others() -> Samples:
         engines = [engine for pool in proxy.pools for engine in pool.engines.values()]
-        return [((one.url, one.in_ledger.role.value), one.in_ledger.of_replicas[0]) for one in engines]
+        return [
+            ((one.url, one.in_ledger.role.value), one.in_ledger.of_replicas[0]) for one in engines
+        ]
 
     proxy.observers.show(REPLICAS, lambda: [((), ledger.replicas)])
     proxy.observers.show(NODE_OTHERS, others)

@@ -1,7 +1,8 @@
-"""Ends the running requests of keys that are not valid any more: of those that were taken away, and of those that have expired.
+"""Ends the running requests of keys that are not valid any more: of those that were taken away, and
+of those that have expired.
 
-Owns when that is looked at: whenever files were checked, once per second, and whenever other settings come into force. Requests
-cost nothing here: at a change, all connections are walked.
+Owns when that is looked at: whenever files were checked, once per second, and whenever other
+settings come into force. Requests cost nothing here: at a change, all connections are walked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _NO_ENDS: Mapping[bytes, float] = {}
 
 
 class Revoking:
-    """Watches the keys of clients. `ends` returns when keys expire, in seconds of `now`, by their digests."""
+    """Watches the keys of clients. `ends` returns when keys expire, in seconds of `now`, by their
+    digests.
+    """
 
     def __init__(
         self,
@@ -59,13 +62,23 @@ class Revoking:
         self._end(expired, "expired")
 
     def _other_ends(self) -> list[tuple[float, bytes]]:
-        """Return the ends of the keys that are not over. A change of the file may have moved an end, also to before now."""
+        """Return the ends of the keys that are not over. A change of the file may have moved an
+        end, also to before now.
+        """
         now, ends = self._now(), self._ends_of()
         self._over = {digest for digest in self._over if ends.get(digest, math.inf) <= now}
-        return sorted(((end, digest) for digest, end in ends.items() if digest not in self._over), reverse=True)
+        return sorted(
+            ((end, digest) for digest, end in ends.items() if digest not in self._over),
+            reverse=True,
+        )
 
     def _end(self, keys: AbstractSet[bytes], how: str) -> None:
         if not keys:
             return
         ended = sum(one.revoke(lambda: RevokedError("key", how), keys) for one in self._connections)
-        logger.info("%d keys are not valid any more: %s, and %d requests of theirs were ended", len(keys), how, ended)
+        logger.info(
+            "%d keys are not valid any more: %s, and %d requests of theirs were ended",
+            len(keys),
+            how,
+            ended,
+        )

@@ -8,11 +8,14 @@ from pdproxy.transfer import registry
 
 
 def salt_warnings(settings: Settings, salts: CacheSalts) -> list[str]:
-    """Return where tenants' caches are not as separate as they should be, or more so. Nothing where tenants share them."""
+    """Return where tenants' caches are not as separate as they should be, or more so. Nothing where
+    tenants share them.
+    """
     if not salts.separate:
         return []
     found = [
-        f"pools[{at}]: with the connector {pool.connector}, engines may find KV of other tenants outside of their own caches:"
+        f"pools[{at}]: with the connector {pool.connector}, engines may find KV of other tenants "
+        f"outside of their own caches:"
         " not all of its stores know a prompt's cache_salt (docs/guide/keys-and-tls.md)"
         for at, pool in enumerate(settings.pools)
         if pool.connector != registry.AUTO and registry.ignores_salt(pool.connector)
@@ -20,7 +23,8 @@ def salt_warnings(settings: Settings, salts: CacheSalts) -> list[str]:
     tenants = settings.tenants
     if settings.replicas.several and tenants.secret is None and tenants.secret_file is None:
         found.append(
-            "tenants: there are several replicas, and no secret or secret_file: each replica makes other salts, and uses no KV"
+            "tenants: there are several replicas, and no secret or secret_file: each replica "
+            "makes other salts, and uses no KV"
             " that engines have cached for another one"
         )
     return found

@@ -1,8 +1,9 @@
 """The server process: checks limits, handles signals, drains in order, and returns one exit code.
 
-Owns the order of the end. At the first SIGTERM `/ready` becomes 503, and answers close their connections; new requests are still
-served for `listen.linger` seconds, until balancers send no more. Then, or at a second signal, or at a SIGINT, new requests are
-refused; when streams have ended and KV is released, the process ends with 0. A SIGINT after that ends it at once. SIGHUP has the
+Owns the order of the end. At the first SIGTERM `/ready` becomes 503, and answers close their
+connections; new requests are still served for `listen.linger` seconds, until balancers send no
+more. Then, or at a second signal, or at a SIGINT, new requests are refused; when streams have ended
+and KV is released, the process ends with 0. A SIGINT after that ends it at once. SIGHUP has the
 settings read again: by default it would end the process, and all streams with it.
 """
 
@@ -47,22 +48,29 @@ from pdproxy.web.app import create_app
 logger = logging.getLogger("pdproxy")
 
 FILES_FOR_ENGINES = 2
-"""Open files per request in service besides its client's: a connection to a prefill engine and one to a decode engine."""
+"""Open files per request in service besides its client's: a connection to a prefill engine and one
+to a decode engine.
+"""
 OTHER_FILES = 64
 """Open files for everything else: the listener, the log, refused connections on their way out."""
 INTERRUPTED = 130
 GC_THRESHOLDS = (3000, 5, 133)
-"""A request leaves nothing to the garbage collector (there is a test for that), only libraries do. A collection takes
-about a millisecond for every 10,000 objects that it looks at, and blocks the event loop for that time. With these numbers it
-often looks at the newest 3,000 or 15,000 objects, and seldom at all of them; an open stream has 100."""
+"""A request leaves nothing to the garbage collector (there is a test for that), only libraries do.
+A collection takes about a millisecond for every 10,000 objects that it looks at, and blocks the
+event loop for that time. With these numbers it often looks at the newest 3,000 or 15,000 objects,
+and seldom at all of them; an open stream has 100.
+"""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: this module has its own order of the shutdown."""
+    """uvicorn's server without its signal handlers: this module has its own order of the
+    shutdown.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # Modules and the parts of the proxy stay until the end: collections need not look at their 200,000 objects again.
+        # Modules and the parts of the proxy stay until the end: collections need not look at their
+        # 200,000 objects again.
         gc.collect()
         gc.freeze()
 
@@ -72,9 +80,11 @@ class _Server(uvicorn.Server):
 
 
 def run(settings: Settings, source: SettingsSource | None = None) -> int:
-    """Serve until asked to stop. Return the exit code: 0, 1 after a failure, 2 if it can't start, 130 at a second Ctrl-C.
+    """Serve until asked to stop. Return the exit code: 0, 1 after a failure, 2 if it can't start,
+    130 at a second Ctrl-C.
 
-    `source`: where the settings come from, to be read again when its files change; None: they never are.
+    `source`: where the settings come from, to be read again when its files change; None: they never
+    are.
     """
     return run_logged(settings, lambda log: _run(settings, log, source))
 
@@ -87,14 +97,18 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
         return _listen_and_serve(settings, log, source, admin)
 
 
-def _listen_and_serve(settings: Settings, log: Log, source: SettingsSource | None, admin: AdminSocket | None) -> int:
+def _listen_and_serve(
+    settings: Settings, log: Log, source: SettingsSource | None, admin: AdminSocket | None
+) -> int:
     try:
         listening = Listening(settings.listen)
     except OSError as error:
         return cant_listen(settings, log, error)
     gc.set_threshold(*GC_THRESHOLDS)
     with listening:
-        return uvloop.run(_serve_until_signalled(settings, listening.sockets[0], log, source, admin))
+        return uvloop.run(
+            _serve_until_signalled(settings, listening.sockets[0], log, source, admin)
+        )
 
 
 def files_needed(settings: Settings) -> int:
@@ -104,15 +118,20 @@ def files_needed(settings: Settings) -> int:
 
 
 def _other_files(settings: Settings) -> int:
-    admin = 2 * MAX_CONNECTIONS if settings.listen.admin is not None else 0  # as many again are refused at a time
-    engines = sum(len(pool.fixed_nodes) + MAX_ENGINES * len(pool.source_nodes) for pool in settings.pools)
+    # as many again are refused at a time
+    admin = 2 * MAX_CONNECTIONS if settings.listen.admin is not None else 0
+    engines = sum(
+        len(pool.fixed_nodes) + MAX_ENGINES * len(pool.source_nodes) for pool in settings.pools
+    )
     return OTHER_FILES + admin + 2 * engines  # probes of each engine, and one more connection
 
 
 def fit_files(settings: Settings) -> Settings:
-    """Raise the soft limit on open files as far as needed and allowed. Return the settings, with limits that fit it.
+    """Raise the soft limit on open files as far as needed and allowed. Return the settings, with
+    limits that fit it.
 
-    The number of clients' connections is lowered first: without open files for engines nobody is served.
+    The number of clients' connections is lowered first: without open files for engines nobody is
+    served.
     """
     limits, need = settings.limits, files_needed(settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -127,7 +146,8 @@ def fit_files(settings: Settings) -> Settings:
     inflight = min(limits.max_inflight, left // (FILES_FOR_ENGINES + 1))
     connections = min(limits.max_connections, left - FILES_FOR_ENGINES * inflight)
     logger.warning(
-        "ulimit -n is %d, but limits.max_connections = %d and limits.max_inflight = %d need %d open files: serving %d connections"
+        "ulimit -n is %d, but limits.max_connections = %d and limits.max_inflight = %d need %d "
+        "open files: serving %d connections"
         " and %d requests at once",
         soft,
         limits.max_connections,
@@ -141,7 +161,8 @@ def fit_files(settings: Settings) -> Settings:
 
 
 def uvicorn_config(proxy: Proxy, app: ASGIApp | None = None) -> uvicorn.Config:
-    """Return how uvicorn serves a proxy: the data path's protocol class, no log lines and no signals of its own.
+    """Return how uvicorn serves a proxy: the data path's protocol class, no log lines and no
+    signals of its own.
 
     `app`: serves all other routes; None: a new one.
     """
@@ -198,7 +219,9 @@ def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
 
 
 async def _settled(settings: Settings, ending: Ending) -> Settings | None:
-    """Return the settings with the engines' connector, None if the process was asked to end meanwhile."""
+    """Return the settings with the engines' connector, None if the process was asked to end
+    meanwhile.
+    """
     if not needs_detection(settings):
         return settings
     asking = asyncio.create_task(settled(settings), name="connector")
@@ -227,10 +250,11 @@ async def serve(
     started: Callable[[Proxy], Awaitable[None] | None] = lambda _: None,
     share: Share | SoleProcess = ALONE,
 ) -> int:
-    """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals. `log`: see `Proxy.build`.
+    """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no
+    signals. `log`: see `Proxy.build`.
 
-    `started`: called once with the proxy, before it gets requests. What it returns is awaited; connections wait meanwhile.
-    `share`: what this worker shares with others.
+    `started`: called once with the proxy, before it gets requests. What it returns is awaited;
+    connections wait meanwhile. `share`: what this worker shares with others.
 
     Raises:
         SettingsError: the engines show that the settings are wrong, or a file can't be used.
@@ -256,7 +280,9 @@ async def serve(
     await asyncio.wait({serving, end_requested}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         proxy.leave(server.server_state.connections)
-        logger.info("not ready any more: serving new requests for up to %g s", settings.listen.linger)
+        logger.info(
+            "not ready any more: serving new requests for up to %g s", settings.listen.linger
+        )
         lingering = asyncio.create_task(ending.lingered(settings.listen.linger), name="linger")
         await asyncio.wait({serving, lingering, at_once}, return_when=asyncio.FIRST_COMPLETED)
         lingering.cancel()
@@ -274,6 +300,8 @@ async def serve(
     await proxy.stop()
     if not ending.requested.is_set():
         failure = serving.exception()
-        logger.error("the server ended unexpectedly%s", f": {frames(failure)}" if failure is not None else "")
+        logger.error(
+            "the server ended unexpectedly%s", f": {frames(failure)}" if failure is not None else ""
+        )
         return 1
     return INTERRUPTED if ending.at_once.is_set() else 0

@@ -1,7 +1,7 @@
 """What several workers share: tables in memory that the parent maps before it forks them.
 
-`WorkersMemory` is made by the parent; `Share` is what one worker does with it: the parts of a proxy that differ from those of a process
-that serves alone.
+`WorkersMemory` is made by the parent; `Share` is what one worker does with it: the parts of a proxy
+that differ from those of a process that serves alone.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ MAX_KEYS = 8192
 """Names of keys whose use is shared. That of further ones counts in each worker by itself."""
 SECRET_BYTES = 32
 REFRESH_EVERY = 0.25
-"""Seconds between two looks at all that is shared: an engine that drains is looked at without a request, and a store that another
-core saw late is found."""
+"""Seconds between two looks at all that is shared: an engine that drains is looked at without a
+request, and a store that another core saw late is found.
+"""
 UNSHARED = counter(
     "pdproxy_kv_handles_unshared_total",
     "handles",
-    "KV handles that had no space in the memory that outlives a worker: if it is killed, their KV is left to its own time",
+    "KV handles that had no space in the memory that outlives a worker: if it is killed, their "
+    "KV is left to its own time",
 )
 
 
@@ -76,7 +78,11 @@ class WorkersMemory:
         self.journal = ChangeJournal()
         """Not shared: the parent's own, of which a worker has a copy from its fork."""
         # Where the system has no such counters, waiting workers look every few milliseconds.
-        self.wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)] if hasattr(os, "eventfd") else []
+        self.wakes = (
+            [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)]
+            if hasattr(os, "eventfd")
+            else []
+        )
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
@@ -89,7 +95,12 @@ class WorkersMemory:
         """Return the sockets to which engines send messages, which are the parent's."""
         return [listener for pool in self.pools for listener in pool.listeners.values()]
 
-    def of(self, number: int, send: Callable[[Message], None], now: Callable[[], float] = time.monotonic) -> Share:
+    def of(
+        self,
+        number: int,
+        send: Callable[[Message], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> Share:
         """Return a worker's part. `send`: sends its parent a message."""
         return Share(self, number, send, now)
 
@@ -142,7 +153,11 @@ class Share:
     """A worker's part. `number`: of the worker; `send`: sends its parent a message."""
 
     def __init__(
-        self, shared: WorkersMemory, number: int, send: Callable[[Message], None], now: Callable[[], float]
+        self,
+        shared: WorkersMemory,
+        number: int,
+        send: Callable[[Message], None],
+        now: Callable[[], float],
     ) -> None:
         self.number = number
         self.workers = shared.workers
@@ -225,12 +240,16 @@ class Share:
 
     def pool(self, at: int) -> PoolShare:
         """Return the worker's part of the pool with this number."""
-        pool = PoolShare(self._shared.pools[at], self.number, at, self._area, self.lead, self._now, self.siblings)
+        pool = PoolShare(
+            self._shared.pools[at], self.number, at, self._area, self.lead, self._now, self.siblings
+        )
         self._pools.append(pool)
         return pool
 
     def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
-        """Return what engines answer to questions that one worker asks for all. `topic`: of its messages, its own."""
+        """Return what engines answer to questions that one worker asks for all. `topic`: of its
+        messages, its own.
+        """
         siblings = self.siblings
         made = WorkerAnswers(self.lead, lambda body: siblings.tell(topic, body), engines)
         siblings.hears[topic] = made.received
@@ -239,13 +258,19 @@ class Share:
 
     def places(self) -> SharedPlaces:
         """Return the places of requests, of all workers."""
-        return SharedPlaces(self.number, *self._shared.places.of(self.number), self._shared.wakes, self._now)
+        return SharedPlaces(
+            self.number, *self._shared.places.of(self.number), self._shared.wakes, self._now
+        )
 
-    def quotas(self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]) -> Quotas:
+    def quotas(
+        self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]
+    ) -> Quotas:
         """Return the worker's limits of keys. The arguments: those of `Quotas`."""
         return WorkerQuotas(limits, now, *self._shared.quotas.of(self.number))
 
-    def shown(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> Shown:
+    def shown(
+        self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
+    ) -> Shown:
         """Return what clients are shown of all workers. The arguments: those of `Shown`."""
         assert isinstance(admission, WorkerAdmission)
         metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
@@ -255,7 +280,9 @@ class Share:
         return self._shown
 
     def admin_api(self, service: AdminService, process: Served) -> AdminApi:
-        """Return what the routes of the admin API ask for, and make the changes that it was asked for so far."""
+        """Return what the routes of the admin API ask for, and make the changes that it was asked
+        for so far.
+        """
         settings = process.settings
         self.changes.start(service, process.registries, settings.observe.log_level)
         process.observers.add(self.changes)

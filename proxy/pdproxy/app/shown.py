@@ -21,7 +21,9 @@ from pdproxy.serving.request.admission import Admission
 from pdproxy.web.operation import OperationState, Readiness
 
 REPORT_EVERY = 1.0
-"""Seconds between two reports of a worker's counts: what a killed one has counted since its last report is lost."""
+"""Seconds between two reports of a worker's counts: what a killed one has counted since its last
+report is lost.
+"""
 RESTARTS = counter(
     "pdproxy_worker_restarts_total",
     "starts",
@@ -33,7 +35,9 @@ RESTARTS = counter(
 class Shown:
     """What a process that serves alone shows."""
 
-    def __init__(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> None:
+    def __init__(
+        self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
+    ) -> None:
         self._admission = admission
         self._own_readiness = readiness
         self._own_metrics = metrics
@@ -52,7 +56,9 @@ class Shown:
 
 
 class ShownOfAll(Shown):
-    """What one of several workers shows: of all of them. `number`: its own; `everywhere`: the requests of all."""
+    """What one of several workers shows: of all of them. `number`: its own; `everywhere`: the
+    requests of all.
+    """
 
     def __init__(
         self,
@@ -75,18 +81,23 @@ class ShownOfAll(Shown):
         return self._everywhere()
 
     async def readiness(self) -> Readiness:
-        """See `Shown`. Connections come to all workers: one that is not ready makes the whole degraded."""
+        """See `Shown`. Connections come to all workers: one that is not ready makes the whole
+        degraded.
+        """
         answers = await self._siblings.ask("ready")
         found = {self._number: self._own_readiness()}
         found |= {number: _decode_ready(answer) for number, answer in answers.of.items()}
         silent = [f"worker {number} does not answer" for number in answers.silent]
-        silent += [f"worker {number} does not serve: it has ended, or begins" for number in answers.absent]
+        silent += [
+            f"worker {number} does not serve: it has ended, or begins" for number in answers.absent
+        ]
         if not answers.complete:
             silent.append("the supervisor does not answer")
         return together(found, silent)
 
     async def metrics(self) -> bytes:
-        """See `Shown`. What was counted never decreases: of a worker that does not answer it is what it has reported last.
+        """See `Shown`. What was counted never decreases: of a worker that does not answer it is
+        what it has reported last.
 
         As in one process, the counts of an engine go with it.
 
@@ -97,7 +108,9 @@ class ShownOfAll(Shown):
         if not answers.complete:
             raise PdproxyError("the supervisor does not answer")
         here = [self._told(), *map(decode, answers.of.values())]
-        gone = [decode(one).without_gone(here) for one in (*answers.last.values(), answers.past) if one]
+        gone = [
+            decode(one).without_gone(here) for one in (*answers.last.values(), answers.past) if one
+        ]
         page = merged([*here, *gone])
         page.values[RESTARTS.name] = {(): answers.restarts}
         return page_of(page)
@@ -116,7 +129,9 @@ class ShownOfAll(Shown):
         self._told()
 
     def _told(self) -> Snapshot:
-        """Return what is shown, and report it first: a page after the end of this process must not show less."""
+        """Return what is shown, and report it first: a page after the end of this process must not
+        show less.
+        """
         found = self._snapshot()
         self._siblings.send(Message(REPORT, body=encode(found.without_levels())))
         return found
@@ -135,15 +150,22 @@ def add_up(past: bytes, report: bytes) -> bytes:
 def together(found: dict[int, Readiness], silent: Sequence[str] = ()) -> Readiness:
     """Return the answer of all workers: ready if all are, not ready if none is, else degraded.
 
-    What only some of them say is shown with their numbers. `silent`: sentences on those that have not answered.
+    What only some of them say is shown with their numbers. `silent`: sentences on those that have
+    not answered.
     """
     states = [one.state for one in found.values()]
     reasons = {number: one.reason for number, one in found.items() if one.reason is not None}
     if len(reasons) == len(found):
         return Readiness(OperationState.NOT_READY, next(iter(reasons.values())), _details(found))
-    details = [*silent, *(f"worker {number}: {reason}" for number, reason in reasons.items()), *_details(found)]
+    details = [
+        *silent,
+        *(f"worker {number}: {reason}" for number, reason in reasons.items()),
+        *_details(found),
+    ]
     is_ok = not silent and all(state is OperationState.OK for state in states)
-    return Readiness(OperationState.OK if is_ok else OperationState.DEGRADED, None, details[:MAX_DETAILS])
+    return Readiness(
+        OperationState.OK if is_ok else OperationState.DEGRADED, None, details[:MAX_DETAILS]
+    )
 
 
 def _details(found: dict[int, Readiness]) -> list[str]:

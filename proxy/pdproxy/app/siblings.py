@@ -1,6 +1,8 @@
-"""The other workers, as one worker asks them: a question to all of them at once, and their answers; and what it tells them.
+"""The other workers, as one worker asks them: a question to all of them at once, and their answers;
+and what it tells them.
 
-Owns the worker's questions. Many clients may cause the same question: it is asked once at a time, and all get its answers.
+Owns the worker's questions. Many clients may cause the same question: it is asked once at a time,
+and all get its answers.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ PATIENCE = 1.0
 
 @dataclass(slots=True)
 class SiblingAnswers:
-    """What the others have answered, by their numbers. `silent`: those that did not in time, or have ended meanwhile."""
+    """What the others have answered, by their numbers. `silent`: those that did not in time, or
+    have ended meanwhile.
+    """
 
     of: dict[int, bytes] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
@@ -75,10 +79,12 @@ class _Open:
 
 
 class Siblings:
-    """`send` sends the parent a message. `answers`: how this worker answers the others' questions, by their names.
+    """`send` sends the parent a message. `answers`: how this worker answers the others' questions,
+    by their names.
 
-    `answers_about`: the same for questions that say what they are about, behind their name and a space. `hears`: what it does
-    with what others tell, by topic. `is_behind`: whether so much waits to be sent that nothing more is passed on.
+    `answers_about`: the same for questions that say what they are about, behind their name and a
+    space. `hears`: what it does with what others tell, by topic. `is_behind`: whether so much waits
+    to be sent that nothing more is passed on.
     """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
@@ -99,11 +105,14 @@ class Siblings:
         self._send(message)
 
     def tell(self, topic: str, body: bytes) -> None:
-        """Tell all other workers something: those that listen for this topic. What is told by one worker comes in order."""
+        """Tell all other workers something: those that listen for this topic. What is told by one
+        worker comes in order.
+        """
         self._send(Message(TELL, body=_encode_told(_Told(topic, body))))
 
     def pass_on(self, worker: int, topic: str, body: bytes) -> bool:
-        """Tell one worker something, or with `ALL` all of them, this one included, in the order in which all hear it.
+        """Tell one worker something, or with `ALL` all of them, this one included, in the order in
+        which all hear it.
 
         Return whether it was sent. The parent drops it if that worker has ended, or is far behind.
         """
@@ -113,10 +122,14 @@ class Siblings:
         return True
 
     async def ask(self, question: str) -> SiblingAnswers:
-        """Return what the others answer, within a second, and one more for the last reports of those that do not."""
+        """Return what the others answer, within a second, and one more for the last reports of
+        those that do not.
+        """
         task = self._asking.get(question)
         if task is None:
-            task = self._asking[question] = asyncio.create_task(self._ask(question), name=f"ask for {question}")
+            task = self._asking[question] = asyncio.create_task(
+                self._ask(question), name=f"ask for {question}"
+            )
             task.add_done_callback(lambda _: self._asking.pop(question, None))
         return await asyncio.shield(task)
 
@@ -150,7 +163,11 @@ class Siblings:
             return  # it came too late
         if message.kind == ASKED:
             asked = decode_asked(message.body)
-            one.asked, one.found.restarts, one.found.absent = set(asked.workers), asked.restarts, asked.absent
+            one.asked, one.found.restarts, one.found.absent = (
+                set(asked.workers),
+                asked.restarts,
+                asked.absent,
+            )
         elif message.kind == PAST:
             one.found.past = message.body
         elif message.kind == ANSWER:

@@ -1,6 +1,8 @@
-"""What the process does about signals: SIGTERM and SIGINT drain and end it, SIGHUP has the settings read again.
+"""What the process does about signals: SIGTERM and SIGINT drain and end it, SIGHUP has the settings
+read again.
 
-Owns the count of the requests to stop. All other signals keep the behaviour of Python and the system.
+Owns the count of the requests to stop. All other signals keep the behaviour of Python and the
+system.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ HANGUP_LINES_EVERY = 10.0
 
 
 class Ending:
-    """Counts the requests to stop. `requested`: the first one has come; `draining`: no new requests are served any more."""
+    """Counts the requests to stop. `requested`: the first one has come; `draining`: no new requests
+    are served any more.
+    """
 
     def __init__(self, at_once: asyncio.Event | None = None) -> None:
-        """Make one without requests. `at_once` may be shared with others that must end at once then."""
+        """Make one without requests. `at_once` may be shared with others that must end at once
+        then.
+        """
         self.requested = asyncio.Event()
         self.draining = asyncio.Event()
         self.at_once = at_once or asyncio.Event()
@@ -30,8 +36,8 @@ class Ending:
     def signalled(self, number: int) -> None:
         """Count a signal.
 
-        The first SIGTERM asks for the end, and leaves time for balancers to notice. SIGINT, or another signal, asks for the drain
-        now. A SIGINT after that asks for the end at once.
+        The first SIGTERM asks for the end, and leaves time for balancers to notice. SIGINT, or
+        another signal, asks for the drain now. A SIGINT after that asks for the end at once.
         """
         if self.draining.is_set() and number == signal.SIGINT:
             self.at_once.set()
@@ -54,7 +60,9 @@ class Ending:
 
 
 class Hangups:
-    """Takes SIGHUP: its sender expects that the settings are read again. Without files it is ignored, and logged every 10 s."""
+    """Takes SIGHUP: its sender expects that the settings are read again. Without files it is
+    ignored, and logged every 10 s.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Make one that has received none."""
@@ -69,7 +77,9 @@ class Hangups:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.signalled)
 
     def signalled(self) -> None:
-        """Have the settings read again. Where nothing can be read, count one, and log it if the last line is old enough."""
+        """Have the settings read again. Where nothing can be read, count one, and log it if the
+        last line is old enough.
+        """
         if self.then is not None:
             self.then()
             return
@@ -78,7 +88,8 @@ class Hangups:
         if self._logged is None or now - self._logged >= HANGUP_LINES_EVERY:
             self._logged = now
             logger.warning(
-                "SIGHUP was ignored (%d so far): there is no file of settings, and files of keys and certificates are read when "
+                "SIGHUP was ignored (%d so far): there is no file of settings, and files of keys "
+                "and certificates are read when "
                 "they change; SIGTERM ends the process",
                 self._count,
             )

@@ -1,6 +1,7 @@
 """The sockets to which engines send messages: where they are, and how they are bound.
 
-With several workers, each takes connections from one socket that their parent has bound: it exists once, and outlives them.
+With several workers, each takes connections from one socket that their parent has bound: it exists
+once, and outlives them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def registration_place(settings: Settings) -> AddressToBind:
 
 
 def kv_events_places(settings: Settings) -> Iterator[AddressToBind]:
-    """Return where engines connect to publish KV events: a port for each data-parallel rank that an engine may have."""
+    """Return where engines connect to publish KV events: a port for each data-parallel rank that an
+    engine may have.
+    """
     own = settings.pool.kv_events
     if own.host is not None:
         most = max((engine.facts.data_parallel_size for engine in settings.pool.nodes), default=1)
@@ -58,7 +61,9 @@ def kv_events_places(settings: Settings) -> Iterator[AddressToBind]:
 
 
 def places(settings: Settings) -> Iterator[AddressToBind]:
-    """Return where the engines of the pool of these settings send messages. Those of its connector: if that is known already."""
+    """Return where the engines of the pool of these settings send messages. Those of its connector:
+    if that is known already.
+    """
     if settings.pool.kv_events.enabled and settings.pool.asks_the_index:
         yield from kv_events_places(settings)
     if settings.pool.connector == registry.AUTO:
@@ -89,7 +94,9 @@ class BoundHere:
 
 
 class BoundBefore:
-    """The sockets of one of several workers, which its parent has bound. `listeners`: by the keys of their places."""
+    """The sockets of one of several workers, which its parent has bound. `listeners`: by the keys
+    of their places.
+    """
 
     def __init__(self, listeners: Mapping[str, sockets.socket]) -> None:
         self._listeners = listeners
@@ -105,14 +112,17 @@ class BoundBefore:
             socket.bind(place.host, listener.getsockname()[1], listener)
 
     def listener(self, place: AddressToBind) -> sockets.socket:
-        """Return a socket that takes some of the connections there. Raises SettingsError as `bind`."""
+        """Return a socket that takes some of the connections there. Raises SettingsError as
+        `bind`.
+        """
         return self._bound(place).dup()
 
     def _bound(self, place: AddressToBind) -> sockets.socket:
         listener = self._listeners.get(place.key)
         if listener is None:
             raise SettingsError(
-                f"pools[0].connector: {registry.AUTO}: with several workers, name a connector whose engines send messages "
+                f"pools[0].connector: {registry.AUTO}: with several workers, name a connector "
+                f"whose engines send messages "
                 f"({place.section})"
             )
         return listener
@@ -129,7 +139,9 @@ def listener_at(place: AddressToBind) -> sockets.socket:
         SettingsError: the address can't be bound.
     """
     with _telling(place):
-        listener = sockets.socket(sockets.AF_INET6 if ":" in place.host else sockets.AF_INET, sockets.SOCK_STREAM)
+        listener = sockets.socket(
+            sockets.AF_INET6 if ":" in place.host else sockets.AF_INET, sockets.SOCK_STREAM
+        )
         try:
             listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
             listener.bind((place.host, place.port))
@@ -148,4 +160,6 @@ def _telling(place: AddressToBind) -> Iterator[None]:
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (addr=")[0]  # pyzmq repeats the address
         section = place.section
-        raise SettingsError(f"can't bind {section}.host:{section}.port = {place.host}:{place.port}: {why}") from None
+        raise SettingsError(
+            f"can't bind {section}.host:{section}.port = {place.host}:{place.port}: {why}"
+        ) from None

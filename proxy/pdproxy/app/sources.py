@@ -1,4 +1,5 @@
-"""The engines of a proxy's settings while it runs: those that stand there, and those that sources find.
+"""The engines of a proxy's settings while it runs: those that stand there, and those that sources
+find.
 
 Owns which sources are followed. Each worker process follows them by itself.
 """
@@ -35,10 +36,14 @@ RESULTS = (
 )
 
 
-def _of_source(name: str, answers: str, engines: str, age: str) -> tuple[Description, Description, Description]:
+def _of_source(
+    name: str, answers: str, engines: str, age: str
+) -> tuple[Description, Description, Description]:
     source = Label("source", text="the URL that names engines, as in the settings")
     return (
-        counter(f"pdproxy_{name}_answers_total", "answers", answers, source, Label("result", RESULTS)),
+        counter(
+            f"pdproxy_{name}_answers_total", "answers", answers, source, Label("result", RESULTS)
+        ),
         gauge(f"pdproxy_{name}_engines", "engines", engines, source, workers=MergeRule.MOST),
         gauge(f"pdproxy_{name}_age_seconds", "seconds", age, source, workers=MergeRule.MOST),
     )
@@ -83,7 +88,9 @@ class Sources:
         self._followed: dict[Key, _Followed] = {}
         self._is_shown = False
         self._half_applied = False
-        """Whether the last change failed: what could not be put back is had again with the next one, also the same."""
+        """Whether the last change failed: what could not be put back is had again with the next
+        one, also the same.
+        """
 
     def __repr__(self) -> str:
         return f"<Sources {', '.join(one.name for one in self.found)}>"
@@ -94,7 +101,8 @@ class Sources:
         return [one.engines for one in self._followed.values()]
 
     def start(self) -> None:
-        """Follow the sources of the settings. Their first engines serve at once, as those do that stand in the settings.
+        """Follow the sources of the settings. Their first engines serve at once, as those do that
+        stand in the settings.
 
         Raises:
             SettingsError: a source can't be made.
@@ -102,7 +110,8 @@ class Sources:
         self._follow(self._made(self._proxy.settings.pools), are_new=False)
 
     def use(self, pools: Sequence[Pool]) -> None:
-        """Have the engines of these pools' settings, and follow their sources and no others. What fails changes nothing.
+        """Have the engines of these pools' settings, and follow their sources and no others. What
+        fails changes nothing.
 
         Engines of a source that is given up are drained and removed.
 
@@ -121,7 +130,8 @@ class Sources:
             for otherwise, undo in reversed(put_back):
                 try:
                     undo()
-                except (ValueError, MembershipError) as error:  # a key file was deleted meanwhile, for example
+                except (ValueError, MembershipError) as error:
+                    # a key file was deleted meanwhile, for example
                     logger.error("%s: %s", otherwise, error)  # noqa: TRY400
             raise
         self._half_applied = False
@@ -133,20 +143,25 @@ class Sources:
         self._follow(new, are_new=True)
 
     def _change(self, at: int, pool: Pool, put_back: list[tuple[str, Callable[[], None]]]) -> None:
-        """Have other engines and other settings of a pool's sources. What undoes it is added to `put_back`.
+        """Have other engines and other settings of a pool's sources. What undoes it is added to
+        `put_back`.
 
         With each: what is so if that fails.
         """
         fixed = self._fixed[at]
         if pool.fixed_nodes != fixed or self._half_applied:
             self._have_fixed(at, pool.fixed_nodes)
-            put_back.append((f"pool {pool.name} keeps its new engines", partial(self._have_fixed, at, fixed)))
+            put_back.append(
+                (f"pool {pool.name} keeps its new engines", partial(self._have_fixed, at, fixed))
+            )
         for engine in pool.source_nodes:
             one = self._followed.get((at, engine.url))
-            if one is not None and (one.engines.in_ledger != engine or self._half_applied):
-                before = one.engines.in_ledger
+            if one is not None and (one.engines.template != engine or self._half_applied):
+                before = one.engines.template
                 one.engines.use(engine)
-                put_back.append((f"{engine.url} keeps its new settings", partial(one.engines.use, before)))
+                put_back.append(
+                    (f"{engine.url} keeps its new settings", partial(one.engines.use, before))
+                )
 
     def _have_fixed(self, at: int, ledger_engines: tuple[ConfiguredEngine, ...]) -> None:
         self._proxy.pools[at].membership.apply(SETTINGS, ledger_engines)
@@ -154,8 +169,12 @@ class Sources:
 
     def _made(self, pools: Sequence[Pool]) -> list[_New]:
         """Make the sources of these pools that are not followed yet."""
-        ledger_engines = [(at, engine) for at, pool in enumerate(pools) for engine in pool.source_nodes]
-        new = [(at, engine) for at, engine in ledger_engines if (at, engine.url) not in self._followed]
+        ledger_engines = [
+            (at, engine) for at, pool in enumerate(pools) for engine in pool.source_nodes
+        ]
+        new = [
+            (at, engine) for at, engine in ledger_engines if (at, engine.url) not in self._followed
+        ]
         return [_New(at, engine, self.make(engine.url, self._proxy.settings)) for at, engine in new]
 
     def _follow(self, new: Sequence[_New], *, are_new: bool) -> None:
@@ -163,13 +182,19 @@ class Sources:
         proxy = self._proxy
         for at, engine, source in new:
             parts = proxy.pools[at]
-            elsewhere = partial(_pool_of, pools=[other for other in proxy.pools if other is not parts])
-            engines = FoundEngines(engine, parts.membership, proxy.observers, proxy.now, elsewhere, are_new=are_new)
+            elsewhere = partial(
+                _pool_of, pools=[other for other in proxy.pools if other is not parts]
+            )
+            engines = FoundEngines(
+                engine, parts.membership, proxy.observers, proxy.now, elsewhere, are_new=are_new
+            )
             task = proxy.tasks.keep(partial(source.run, engines.answered), engines.name)
             self._followed[at, engine.url] = _Followed(engines, task)
         if self._followed and not self._is_shown:
             self._is_shown = True
-            proxy.readiness.show(lambda: [text for one in self.found for text in one.shortcomings()])
+            proxy.readiness.show(
+                lambda: [text for one in self.found for text in one.shortcomings()]
+            )
             for kind in METRICS:
                 self._show(kind)
 
@@ -181,15 +206,27 @@ class Sources:
             return [one for one in self.found if kind in (None, one.kind)]
 
         def ages() -> Samples:
-            return [((one.name,), now() - one.answered_at) for one in found() if one.answered_at is not None]
+            return [
+                ((one.name,), now() - one.answered_at)
+                for one in found()
+                if one.answered_at is not None
+            ]
 
         answers, engines, age = METRICS[kind]
-        show(answers, lambda: [((one.name, how), one.counts[how]) for one in found() for how, _ in RESULTS])
+        show(
+            answers,
+            lambda: [((one.name, how), one.counts[how]) for one in found() for how, _ in RESULTS],
+        )
         show(engines, lambda: [((one.name,), len(one.urls)) for one in found()])
         show(age, ages)
 
 
 def _pool_of(url: str, pools: Sequence[PoolParts]) -> str | None:
-    """Return the name of the pool that an engine is in, with or without TLS; None if it is in none of these."""
+    """Return the name of the pool that an engine is in, with or without TLS; None if it is in none
+    of these.
+    """
     spelled = both_schemes(url)
-    return next((pool.name for pool in pools if any(one in pool.membership.members for one in spelled)), None)
+    return next(
+        (pool.name for pool in pools if any(one in pool.membership.members for one in spelled)),
+        None,
+    )

@@ -1,4 +1,6 @@
-"""Wiring of tokenizing in this process. Where it is not wanted, there are no threads, no library and no requests for it."""
+"""Wiring of tokenizing in this process. Where it is not wanted, there are no threads, no library
+and no requests for it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Library(Protocol):
         """Load the tokenizer in a model's folder. Raises UnusableError if it can't be loaded."""
 
     def find(self, name: str) -> LocalTokenizer:
-        """Find a tokenizer by the root that an engine reports for its model. Raises UnusableError if there is none here."""
+        """Find a tokenizer by the root that an engine reports for its model. Raises UnusableError
+        if there is none here.
+        """
 
 
 class _Transformers:
@@ -72,8 +76,8 @@ def build_tokens(
 ) -> Tokens | None:
     """Return what tokenizes for the pool of these settings, None if nothing does.
 
-    `needed`: the connector needs ids; `wanted`: something else uses them where they can be made; `own_keys`: clients send keys
-    of the proxy, so engines are asked with the proxy's key.
+    `needed`: the connector needs ids; `wanted`: something else uses them where they can be made;
+    `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key.
 
     Raises:
         SettingsError: the tokenizer that the settings name can't be used.
@@ -97,11 +101,20 @@ def build_tokens(
     canaries = make(engines, admin, observers, threads, tokenizer=named, find=library.find)
 
     async def ask(url: str, body: bytes, authorization: bytes | None) -> TokenIds:
-        # As on the data path: without keys of clients, their own header is forwarded. Our key would open engines to everybody.
+        # As on the data path: without keys of clients, their own header is forwarded. Our key would
+        # open engines to everybody.
         own = None if own_keys else (authorization or b"").decode("latin-1")
         return await admin.token_ids(url, body, timeout=deadlines.tokenize, authorization=own)
 
     tokenizing = Tokenizing(
-        canaries, ask, engines, observers, clock, clock.now, threads, deadlines=deadlines, required=needed
+        canaries,
+        ask,
+        engines,
+        observers,
+        clock,
+        clock.now,
+        threads,
+        deadlines=deadlines,
+        required=needed,
     )
     return Tokens(canaries, tokenizing, threads)

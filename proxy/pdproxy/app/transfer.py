@@ -37,32 +37,49 @@ logger = logging.getLogger("pdproxy.kv")
 
 
 def build_transfer(
-    settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers, own: PoolShare | None
+    settings: Settings,
+    engines: EngineRegistry,
+    clock: Clock,
+    observers: Observers,
+    own: PoolShare | None,
 ) -> KvTransfer:
-    """Return how KV gets from one engine to another under these settings. `own`: see `build_ledger`."""
+    """Return how KV gets from one engine to another under these settings. `own`: see
+    `build_ledger`.
+    """
     pool = settings.pool
     contract = entry_of(pool.connector).contract(settings)
     order = pool.dispatch
-    if order is None and contract.holder.decode_waits and any(engine.role == "any" for engine in pool.nodes):
-        # Two engines that are full of blocks which wait for the other one's KV would have none to make that KV in.
+    if (
+        order is None
+        and contract.holder.decode_waits
+        and any(engine.role == "any" for engine in pool.nodes)
+    ):
+        # Two engines that are full of blocks which wait for the other one's KV would have none to
+        # make that KV in.
         order = "sequential"
     queue = engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines
     return KvTransfer(
         contract if order is None else dataclasses.replace(contract, order=order),
         ReadyWaits(clock, observers, clock.now),
-        ReceiveBuffers(*queue) if own is None else WorkerReceiveBuffers(*queue, *own.memory.buffers.of(own.number)),
+        ReceiveBuffers(*queue)
+        if own is None
+        else WorkerReceiveBuffers(*queue, *own.memory.buffers.of(own.number)),
         recomputes=settings.kv_ready.on_timeout == "recompute",
         hosts=HandleHosts(settings.engines.allowed, engines.get),
     )
 
 
 def build_transfers(pool: str, ledger: Ledger, process: Process) -> Transfers:
-    """Return what is known of KV that does not move in the pool of this name. Workers tell each other."""
+    """Return what is known of KV that does not move in the pool of this name. Workers tell each
+    other.
+    """
     share, topic = process.share.several, f"transfers {pool}"
     if share is None:
         made = Transfers(ledger, process.observers, process.now)
     else:
-        made = Transfers(ledger, process.observers, process.now, partial(share.siblings.tell, topic))
+        made = Transfers(
+            ledger, process.observers, process.now, partial(share.siblings.tell, topic)
+        )
         share.siblings.hears[topic] = made.received
     process.observers.add(made)
     return made
@@ -78,7 +95,8 @@ def build_turns(
     own: PoolShare | None,
     hosts: HandleHosts,
 ) -> PoolTurns | None:
-    """Return what hands KV of finished turns back to prefill engines, None where that is not wanted.
+    """Return what hands KV of finished turns back to prefill engines, None where that is not
+    wanted.
 
     `own`: see `build_ledger`. `hosts`: which hosts handles may name.
     """
@@ -87,7 +105,8 @@ def build_turns(
         return None
     if not settings.kv_ready.notifier:
         logger.warning(
-            "turns.bidirectional without kv_ready.notifier: engines before vLLM 0.33.0 name no handle of a stream, and keep the "
+            "turns.bidirectional without kv_ready.notifier: engines before vLLM 0.33.0 name no "
+            "handle of a stream, and keep the "
             "KV of each stream for %g s",
             wanted.decoder_kv_blocks_ttl,
         )
@@ -123,13 +142,17 @@ def receiver_of(engine: ConfiguredEngine) -> Receiver | None:
 
 
 def kv_host_of(engine: ConfiguredEngine, pool: Pool) -> str | None:
-    """Return the host at which other engines reach this one for KV, None if it is the one that the engine itself names."""
+    """Return the host at which other engines reach this one for KV, None if it is the one that the
+    engine itself names.
+    """
     by_url = urlsplit(engine.url).hostname if pool.remote_host == "url" else None
     return engine.facts.remote_host or by_url
 
 
 def buffer_capacity(lmcache: LMCache) -> int | None:
-    """Return how many chunks of KV a decode engine's receive buffer holds, None if that is not configured."""
+    """Return how many chunks of KV a decode engine's receive buffer holds, None if that is not
+    configured.
+    """
     if lmcache.pd_buffer_size is None or lmcache.kv_bytes_per_token is None:
         return None
     return lmcache.pd_buffer_size // (lmcache.kv_bytes_per_token * lmcache.chunk_size)

@@ -1,4 +1,6 @@
-"""A listening Unix socket and its file: one that a dead process has left is replaced, one that is in use is not."""
+"""A listening Unix socket and its file: one that a dead process has left is replaced, one that is
+in use is not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ class UnixSocket:
     """A Unix socket that listens. `socket` is it; `close` also removes its file."""
 
     def __init__(self, path: str, backlog: int, *, only_owner: bool = False) -> None:
-        """Bind it. Who may connect follows from the process's umask; `only_owner`: nobody but this user.
+        """Bind it. Who may connect follows from the process's umask; `only_owner`: nobody but this
+        user.
 
         Raises:
             OSError: another process listens there, or the file can't be made.
@@ -35,7 +38,8 @@ def _bound(path: str, backlog: int, *, only_owner: bool) -> socket.socket:
         if stat.S_ISSOCK(os.lstat(path).st_mode) and not _is_served(path):
             Path(path).unlink()  # a process that was killed has left it
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177) if only_owner else None  # nobody else may open it, not even for a moment
+    # nobody else may open it, not even for a moment
+    before = os.umask(0o177) if only_owner else None
     try:
         listener.bind(path)
         listener.listen(backlog)

@@ -1,4 +1,6 @@
-"""How a tool or a test observes a proxy in its process: given when the proxy is built. Serving needs none of it."""
+"""How a tool or a test observes a proxy in its process: given when the proxy is built. Serving
+needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from pdproxy.upstream.client import EngineClient
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """`observers` get all events, after the proxy's own; `client`: the class of engines' clients, which may note what they send.
+    """`observers` get all events, after the proxy's own; `client`: the class of engines' clients,
+    which may note what they send.
 
-    `connector` makes the connectors of aiohttp's sessions, inside the event loop; None: aiohttp's own. `now`: seconds of a steady
-    clock, for durations. `chance`: draws for choices among engines.
+    `connector` makes the connectors of aiohttp's sessions, inside the event loop; None: aiohttp's
+    own. `now`: seconds of a steady clock, for durations. `chance`: draws for choices among engines.
     """
 
     observers: Sequence[Observer] = ()

@@ -1,6 +1,8 @@
-"""One worker of several: a proxy as it would run alone, that takes its orders from the supervisor and not from signals.
+"""One worker of several: a proxy as it would run alone, that takes its orders from the supervisor
+and not from signals.
 
-Owns the worker's end of the link: what the supervisor sends, and the end of this process if the supervisor is gone.
+Owns the worker's end of the link: what the supervisor sends, and the end of this process if the
+supervisor is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +33,17 @@ from pdproxy.kit.forked import flush_output
 from pdproxy.kit.frames import frames
 from pdproxy.kit.ids import name_worker
 from pdproxy.kit.links import Link, LinkError, Message, TooLongError
-from pdproxy.kit.supervisor import DRAIN, END, ENDS_WITHIN, LEAVE, PING, PONG, READY, REFUSED, RELOAD
+from pdproxy.kit.supervisor import (
+    DRAIN,
+    END,
+    ENDS_WITHIN,
+    LEAVE,
+    PING,
+    PONG,
+    READY,
+    REFUSED,
+    RELOAD,
+)
 from pdproxy.kit.switchboard import REPORT
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError
@@ -40,13 +52,19 @@ from pdproxy.settings.schema import Settings, of_worker
 logger = logging.getLogger("pdproxy.workers")
 
 LAST_WORDS = 2.0
-"""Seconds for the last report to be sent: of hundreds of engines a socket does not take it at once."""
+"""Seconds for the last report to be sent: of hundreds of engines a socket does not take it at
+once.
+"""
 MAX_BEHIND = 8 << 20
-"""Bytes that wait to be sent. Behind more no report is added: a supervisor that is stopped for minutes ends no worker."""
+"""Bytes that wait to be sent. Behind more no report is added: a supervisor that is stopped for
+minutes ends no worker.
+"""
 
 
 class Orders:
-    """The worker's end of the link, in its event loop. Other messages than the supervisor's own go to `then`."""
+    """The worker's end of the link, in its event loop. Other messages than the supervisor's own go
+    to `then`.
+    """
 
     def __init__(self, end: socket.socket, ending: Ending, hangups: Hangups) -> None:
         self._link = Link(end)
@@ -65,7 +83,9 @@ class Orders:
         return f"<Orders over {self._link!r}>"
 
     def send(self, message: Message) -> None:
-        """Send the supervisor a message. A report is not, while it reads nothing: the next one says the same."""
+        """Send the supervisor a message. A report is not, while it reads nothing: the next one says
+        the same.
+        """
         if message.kind == REPORT and self.is_behind:
             return
         try:
@@ -146,9 +166,11 @@ def work(
     number: int,
     admin: AdminSocket | None = None,
 ) -> int:
-    """Serve until the supervisor asks for the end. Return the exit code. `end`: of the link to the supervisor.
+    """Serve until the supervisor asks for the end. Return the exit code. `end`: of the link to the
+    supervisor.
 
-    `shared`: what all workers share; `number`: that of this one; `admin`: where all of them serve the admin API.
+    `shared`: what all workers share; `number`: that of this one; `admin`: where all of them serve
+    the admin API.
     """
     uncaught.install()
     name_worker(number)
@@ -157,7 +179,16 @@ def work(
         source = one_workers(source, settings.listen.workers)
     try:
         return uvloop.run(
-            _serve(of_worker(settings, settings.listen.workers), source, listener, log, end, shared, number, admin)
+            _serve(
+                of_worker(settings, settings.listen.workers),
+                source,
+                listener,
+                log,
+                end,
+                shared,
+                number,
+                admin,
+            )
         )
     except SettingsError as error:
         end.setblocking(True)
@@ -171,7 +202,11 @@ def work(
 
 def one_workers(source: SettingsSource, workers: int) -> SettingsSource:
     """Return a source of the settings of one of so many workers."""
-    return replace(source, first=of_worker(source.first, workers), read=lambda: of_worker(source.read(), workers))
+    return replace(
+        source,
+        first=of_worker(source.first, workers),
+        read=lambda: of_worker(source.read(), workers),
+    )
 
 
 async def _serve(
@@ -190,14 +225,17 @@ async def _serve(
     share = shared.of(number, orders.send)
     orders.then = share.received
     share.siblings.is_behind = lambda: orders.is_behind
-    # It may go to the whole group: then a second one skips nothing here, since the supervisor sends `DRAIN`.
+    # It may go to the whole group: then a second one skips nothing here, since the supervisor sends
+    # `DRAIN`.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.requested.set)
     asked_early = asyncio.Event()
     if source is not None and source.paths:
         hangups.then = asked_early.set
 
     async def started(proxy: Proxy) -> None:
-        orders.ends_within = lambda: longest_drain(proxy.settings.deadlines, proxy.settings.listen.linger)
+        orders.ends_within = lambda: longest_drain(
+            proxy.settings.deadlines, proxy.settings.listen.linger
+        )
         follow_replicas(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log)
@@ -208,7 +246,8 @@ async def _serve(
         serve_admin(proxy, admin, log)
         for pool in proxy.pools:  # those that have come since the start of the first worker
             pool.membership.have_served()
-        # A successor takes over connections that wait: they must not be refused because it has not seen the engines yet.
+        # A successor takes over connections that wait: they must not be refused because it has not
+        # seen the engines yet.
         await first_probes(proxy, ending)
         orders.send(Message(READY))
 

@@ -1,4 +1,6 @@
-"""Engines' bounds with several workers: each computes them from the same windows, and from the requests of all."""
+"""Engines' bounds with several workers: each computes them from the same windows, and from the
+requests of all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pdproxy.upstream.metrics_page import Scrape
 
 
 class WorkerPoolCapacity(PoolCapacity):
-    """The `PoolCapacity` of one of several workers. `ledger`: its own, which knows the others' loads.
+    """The `PoolCapacity` of one of several workers. `ledger`: its own, which knows the others'
+    loads.
 
     The worker that probes learns from what engines report; any of them learns from a refusal.
     """
@@ -32,7 +35,9 @@ class WorkerPoolCapacity(PoolCapacity):
         self._ledger = ledger
 
     def look(self) -> None:
-        """Take over what other workers have learned, and what is left of their requests at engines on their way out."""
+        """Take over what other workers have learned, and what is left of their requests at engines
+        on their way out.
+        """
         if self._shared.look() or self._going:
             self._resize()
 

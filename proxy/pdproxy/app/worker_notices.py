@@ -1,4 +1,6 @@
-"""Notices of several workers: an engine's notice comes to any of them, and is passed on to the one whose prompt it is about."""
+"""Notices of several workers: an engine's notice comes to any of them, and is passed on to the one
+whose prompt it is about.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ _decode = msgspec.msgpack.Decoder(list[Notice]).decode
 
 
 class WorkerNotices:
-    """What worker `number` of so many `workers` does with notices that have come to it. Ids name the worker that has made them.
+    """What worker `number` of so many `workers` does with notices that have come to it. Ids name
+    the worker that has made them.
 
-    `topic`: under which the others hear them; `take`: takes the own ones; `is_read`: whether anything reads the handles and ids
-    that they may carry; `failed`: what is called if one can't be processed.
+    `topic`: under which the others hear them; `take`: takes the own ones; `is_read`: whether
+    anything reads the handles and ids that they may carry; `failed`: what is called if one can't be
+    processed.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class WorkerNotices:
         return f"<SharedNotices of worker {self._number}: {self._size} bytes to be passed on>"
 
     def receive(self, notice: Notice) -> None:
-        """Take a notice that an engine has sent to this worker. One that names no worker is taken here, as an unknown one."""
+        """Take a notice that an engine has sent to this worker. One that names no worker is taken
+        here, as an unknown one.
+        """
         owner = ids.worker_of(notice.request_id)
         if owner is None or owner == self._number or owner >= self._workers:
             self._take(notice)

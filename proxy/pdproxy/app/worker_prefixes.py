@@ -1,7 +1,9 @@
-"""Wiring of what workers tell each other of engines' prefix caches: when it is sent, and how it is taken in small steps.
+"""Wiring of what workers tell each other of engines' prefix caches: when it is sent, and how it is
+taken in small steps.
 
-A worker that starts asks the one that leads for what it knows, one part after the other. What is sent meanwhile, by others or by
-itself, waits until that was taken in: so it counts as used later, and engines' least recently used blocks go first here, too.
+A worker that starts asks the one that leads for what it knows, one part after the other. What is
+sent meanwhile, by others or by itself, waits until that was taken in: so it counts as used later,
+and engines' least recently used blocks go first here, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import msgspec
 
 from pdproxy.kit.leading import Lead
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS
-from pdproxy.scheduling.prefix.worker_knowledge import SentPrompt, WorkerKnowledge, decode, decode_part, encode
+from pdproxy.scheduling.prefix.worker_knowledge import (
+    SentPrompt,
+    WorkerKnowledge,
+    decode,
+    decode_part,
+    encode,
+)
 
 SEND_EVERY = 0.02
 """Seconds between two messages: 3 MiB per second at most."""
@@ -36,9 +44,13 @@ _decode_urls = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class SharingPrefixes:
-    """Tells other workers what this one has sent to engines, and takes in what they tell. `now`: monotonic seconds."""
+    """Tells other workers what this one has sent to engines, and takes in what they tell. `now`:
+    monotonic seconds.
+    """
 
-    def __init__(self, knowledge: WorkerKnowledge, tell: Callable[[bytes], None], now: Callable[[], float]) -> None:
+    def __init__(
+        self, knowledge: WorkerKnowledge, tell: Callable[[bytes], None], now: Callable[[], float]
+    ) -> None:
         self._knowledge = knowledge
         self._waits = False
         """Whether what was sent meanwhile waits for what another worker knows."""
@@ -49,11 +61,15 @@ class SharingPrefixes:
         self._queued = 0
         self._taking = False
         self.is_behind: Callable[[], bool] = lambda: False
-        """Whether so much waits to be sent that what is to be told waits in `knowledge`, which has a bound for it."""
+        """Whether so much waits to be sent that what is to be told waits in `knowledge`, which has
+        a bound for it.
+        """
         self.dropped = 0
         """Prompts of others that were dropped. Read only."""
         self.age = 0.0
-        """How long before it was taken in the last prompt of another worker was sent, in seconds. Read only."""
+        """How long before it was taken in the last prompt of another worker was sent, in seconds.
+        Read only.
+        """
         knowledge.due = self._due
 
     def __repr__(self) -> str:
@@ -110,7 +126,9 @@ class SharingPrefixes:
     # -- a worker that starts
 
     def answer(self, about: str) -> bytes:
-        """Return what a worker that starts asks for: "" for the engines to which something was sent, "NUMBER URL" for a part."""
+        """Return what a worker that starts asks for: "" for the engines to which something was
+        sent, "NUMBER URL" for a part.
+        """
         number, _, url = about.partition(" ")
         if not number:
             return encode(self._knowledge.sent_to())
@@ -119,7 +137,8 @@ class SharingPrefixes:
     async def catch_up(
         self, lead: Lead, ask: Callable[[str], Awaitable[bytes | None]], ready: Callable[[], bool]
     ) -> None:
-        """Take in what the worker that leads knows. `ask` returns its answer, None if none leads; `ready`: engines were probed.
+        """Take in what the worker that leads knows. `ask` returns its answer, None if none leads;
+        `ready`: engines were probed.
 
         How much an engine holds is known once it was probed.
         """
@@ -132,14 +151,22 @@ class SharingPrefixes:
                 for url in urls:
                     await self._restore(url, lead, ask)
                 if urls:
-                    logger.info("knows what another worker knew of the prefix caches of %d engines", len(urls))
+                    logger.info(
+                        "knows what another worker knew of the prefix caches of %d engines",
+                        len(urls),
+                    )
         except TimeoutError:
-            logger.warning("what other workers know of engines' prefix caches has not come within %g s", PATIENCE)
+            logger.warning(
+                "what other workers know of engines' prefix caches has not come within %g s",
+                PATIENCE,
+            )
         finally:
             self._waits = False
             self._go_on()
 
-    async def _restore(self, url: str, lead: Lead, ask: Callable[[str], Awaitable[bytes | None]]) -> None:
+    async def _restore(
+        self, url: str, lead: Lead, ask: Callable[[str], Awaitable[bytes | None]]
+    ) -> None:
         place, parts, of_ids = self._knowledge.place_of(url), list[list[int]](), False
         while place is not None:
             part = decode_part(await self._asked(lead, ask, f"{len(parts)} {url}"))
@@ -154,7 +181,9 @@ class SharingPrefixes:
                 self._knowledge.restore(url, keys[begin : begin + AT_ONCE], of_ids=of_ids)
                 await asyncio.sleep(0)
 
-    async def _asked(self, lead: Lead, ask: Callable[[str], Awaitable[bytes | None]], about: str) -> bytes:
+    async def _asked(
+        self, lead: Lead, ask: Callable[[str], Awaitable[bytes | None]], about: str
+    ) -> bytes:
         """Return what the worker that leads answers; of one that leads itself, nothing."""
         while not lead.leads:
             if (answer := await ask(about)) is not None:

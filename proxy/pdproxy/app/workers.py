@@ -1,7 +1,8 @@
 """Several workers that serve as one: their listening sockets, what they share, and the supervisor.
 
-Owns the order of the start: all sockets are bound and all memory is mapped before the first worker is forked. The sockets stay
-open here, so that connections that wait in a dead worker's queue are taken by its successor, unless that has to wait.
+Owns the order of the start: all sockets are bound and all memory is mapped before the first worker
+is forked. The sockets stay open here, so that connections that wait in a dead worker's queue are
+taken by its successor, unless that has to wait.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ from pdproxy.settings.schema import Settings
 logger = logging.getLogger("pdproxy.workers")
 
 LONGEST_WAIT = 1.0
-"""Seconds for which clients' connections may wait until a worker that has failed is started again."""
+"""Seconds for which clients' connections may wait until a worker that has failed is started
+again.
+"""
 
 
 def run(settings: Settings, source: SettingsSource | None = None) -> int:
-    """Serve with several workers until asked to stop. Return the exit code, as `app.server.run` does.
+    """Serve with several workers until asked to stop. Return the exit code, as `app.server.run`
+    does.
 
     Raises:
         SettingsError: no worker can serve with these settings.
@@ -77,7 +81,9 @@ def _listen_and_supervise(
     def work(number: int, end: socket.socket) -> int:
         listening.keep_only(number)
         log.name_worker(number)
-        return worker.work(settings, source, listening.sockets[number], log, end, shared, number, admin)
+        return worker.work(
+            settings, source, listening.sockets[number], log, end, shared, number, admin
+        )
 
     def parent(supervisor: Supervisor) -> Parent:
         return Parent(shared, supervisor, listening)
@@ -134,7 +140,8 @@ class Parent(Watcher):
 
     def waits(self, number: int, seconds: float) -> None:
         """See `Watcher`."""
-        if seconds > LONGEST_WAIT:  # connections would wait, perhaps for ever: the system gives new ones to the others
+        # connections would wait, perhaps for ever: the system gives new ones to the others
+        if seconds > LONGEST_WAIT:
             self._listening.sockets[number].close()
 
     def died(self, number: int) -> None:
@@ -150,7 +157,9 @@ class Parent(Watcher):
 
 
 def _open_standard_files() -> None:
-    """Have no socket get the number of a standard file that is closed: libuv aborts the process that closes it."""
+    """Have no socket get the number of a standard file that is closed: libuv aborts the process
+    that closes it.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -164,7 +173,8 @@ def _warn_of_memory(settings: Settings) -> None:
     for name in ("max_buffered_bytes", "max_buffered_answer_bytes"):
         if (total := getattr(each, name) * settings.listen.workers) > getattr(limits, name):
             logger.info(
-                "limits.%s = %d is divided among %d workers, each with space for one of the largest: %d in all",
+                "limits.%s = %d is divided among %d workers, each with space for one of the "
+                "largest: %d in all",
                 name,
                 getattr(limits, name),
                 settings.listen.workers,

@@ -1,7 +1,7 @@
 """Whether the proxy would pair two engines, so that the check may try them. Pure.
 
-The check sends a request through a pair only if the proxy would: KV for blocks of another size, or of a longer prompt, kills a
-decode engine.
+The check sends a request through a pair only if the proxy would: KV for blocks of another size, or
+of a longer prompt, kills a decode engine.
 """
 
 from __future__ import annotations

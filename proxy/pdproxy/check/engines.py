@@ -1,4 +1,6 @@
-"""Asks each engine for its identity and whether it works alone. A failing engine gets no more requests; the check goes on."""
+"""Asks each engine for its identity and whether it works alone. A failing engine gets no more
+requests; the check goes on.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,17 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-async def ask_engine(http: HttpClient, engine: ConfiguredEngine, mark: str, *, generates: bool = True) -> EngineFacts:
-    """Return the facts of one engine; `mark` must be unique. `generates`: also its completions, which some can't do alone."""
+async def ask_engine(
+    http: HttpClient, engine: ConfiguredEngine, mark: str, *, generates: bool = True
+) -> EngineFacts:
+    """Return the facts of one engine; `mark` must be unique. `generates`: also its completions,
+    which some can't do alone.
+    """
     facts = EngineFacts(
-        url=engine.url, role=engine.role, sources=frozenset(engine.sources), block_size=engine.facts.block_size
+        url=engine.url,
+        role=engine.role,
+        sources=frozenset(engine.sources),
+        block_size=engine.facts.block_size,
     )
     facts.addresses = await resolve(urlsplit(engine.url).hostname or "", http.timeout)
     try:
@@ -58,28 +67,38 @@ async def ask_engine(http: HttpClient, engine: ConfiguredEngine, mark: str, *, g
 async def scrape(http: HttpClient, url: str) -> EngineMetrics | None:
     """Return an engine's metrics, None if it has none that can be read."""
     reply = await http.get(url, "/metrics")
-    return read(reply.body.decode("utf-8", "replace")) if isinstance(reply, Reply) and reply.status == 200 else None
+    return (
+        read(reply.body.decode("utf-8", "replace"))
+        if isinstance(reply, Reply) and reply.status == 200
+        else None
+    )
 
 
 async def resolve(host: str, timeout: float) -> frozenset[str]:
     """Return a host's IP addresses; none if it has none, or if there was no answer in time."""
     try:
         async with asyncio.timeout(timeout):
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, None, type=socket.SOCK_STREAM
+            )
     except (OSError, TimeoutError, UnicodeError):
         return frozenset()
     return frozenset(str(address[0]) for *_, address in found)
 
 
 class NoAnswer(msgspec.Struct, frozen=True):
-    """A completion that failed. `status` None: no answer at all; `silent`: none in time, so the engine may still work on it."""
+    """A completion that failed. `status` None: no answer at all; `silent`: none in time, so the
+    engine may still work on it.
+    """
 
     text: str
     status: int | None = None
     silent: bool = False
 
 
-async def complete(http: HttpClient, url: str, body: bytes, request_id: str) -> Generated | NoAnswer:
+async def complete(
+    http: HttpClient, url: str, body: bytes, request_id: str
+) -> Generated | NoAnswer:
     """Return an engine's completion, or why there is none."""
     reply = await http.post(url, prompts.PATH, body, request_id)
     if isinstance(reply, Trouble):
@@ -98,13 +117,17 @@ async def _ask_all(http: HttpClient, facts: EngineFacts) -> None:
         if facts.metrics.pdproxy:
             return
         facts.block_size = facts.block_size or facts.metrics.block_size
-    facts.cards = tuple(_read("/v1/models", await _got(http, facts.url, "/v1/models"), _Models).data)
+    facts.cards = tuple(
+        _read("/v1/models", await _got(http, facts.url, "/v1/models"), _Models).data
+    )
     if (version := await _maybe(http, facts.url, "/version")) is not None:
         facts.version = _read("/version", version, _Version).version
     canary: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for name in sorted(facts.base_names):
         plain = await _ids(http, facts.url, {"model": name, "prompt": CANARY})
-        chat = await _ids(http, facts.url, {"model": name, "messages": [{"role": "user", "content": CANARY}]})
+        chat = await _ids(
+            http, facts.url, {"model": name, "messages": [{"role": "user", "content": CANARY}]}
+        )
         canary[name] = plain, chat
     facts.canary = canary
 
@@ -120,7 +143,11 @@ async def _generate(http: HttpClient, facts: EngineFacts, mark: str) -> None:
             facts.no_output = answer.text
             return
         completions.append(answer)
-        if not facts.clock_skew and answer.created and not begun - 2 <= answer.created <= time.time() + 1:
+        if (
+            not facts.clock_skew
+            and answer.created
+            and not begun - 2 <= answer.created <= time.time() + 1
+        ):
             facts.clock_skew = answer.created - begun
     facts.completions = tuple(completions)
 

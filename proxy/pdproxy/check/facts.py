@@ -1,4 +1,5 @@
-"""The facts about the engines that the rules judge. Plain values, so that every rule can be tested without an engine.
+"""The facts about the engines that the rules judge. Plain values, so that every rule can be tested
+without an engine.
 
 Times are in seconds, sizes in tokens; `None` means unknown.
 """
@@ -17,8 +18,9 @@ from pdproxy.settings.schema import Settings
 from pdproxy.transfer.detect import DetectedContract, Undecided
 
 TroubleKind = Literal["unreachable", "tls", "silent", "broken", "unhealthy", "key"]
-"""No connection; no TLS, or a certificate that is not trusted; no answer in time; an answer that is not HTTP or not JSON; an
-unhealthy health route; a refused key."""
+"""No connection; no TLS, or a certificate that is not trusted; no answer in time; an answer that is
+not HTTP or not JSON; an unhealthy health route; a refused key.
+"""
 Reach = Literal["open", "closed", "unresolvable", "untried"]
 
 
@@ -39,7 +41,9 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """An engine's greedy completion of a prompt. `details`: whether its usage reports how much was cached."""
+    """An engine's greedy completion of a prompt. `details`: whether its usage reports how much was
+    cached.
+    """
 
     text: str
     ids: tuple[int, ...] = ()
@@ -54,7 +58,9 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True):
-    """The side channel that a prefill engine's handles name. `reach`: the result of a connection from this machine."""
+    """The side channel that a prefill engine's handles name. `reach`: the result of a connection
+    from this machine.
+    """
 
     engine_id: str
     host: str
@@ -65,14 +71,18 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class HandleExpiry(msgspec.Struct, frozen=True):
-    """A handle that was not used for a while. `ended`: when its lease ended, None if it lasted longer than `watched`."""
+    """A handle that was not used for a while. `ended`: when its lease ended, None if it lasted
+    longer than `watched`.
+    """
 
     watched: float
     ended: float | None = None
 
 
 class LoadFailurePolicy(msgspec.Struct, frozen=True):
-    """What a decode engine does when KV can't be loaded. `answer` None: not tried, or neither was seen."""
+    """What a decode engine does when KV can't be loaded. `answer` None: not tried, or neither was
+    seen.
+    """
 
     answer: Literal["fail", "recompute"] | None = None
     why_not: str = ""
@@ -95,7 +105,9 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     block_size: int | None = None
     """As configured, else from its metrics."""
     canary: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    """For each base model the token ids of the canary as a prompt and as a chat; empty where the engine refused."""
+    """For each base model the token ids of the canary as a prompt and as a chat; empty where the
+    engine refused.
+    """
     completions: tuple[Generated, ...] = ()
     """Its completions of the canary prompts."""
     no_output: str = ""
@@ -145,12 +157,15 @@ PairEnd = Literal["untried", "no_handle", "refused", "silent", "answered"]
 
 
 Back = Literal["nothing", "kept", "used", "unsure"]
-"""What is handed back: D keeps nothing of its answer; D keeps it; D keeps it, and P uses it; D keeps it, and was too busy for
-more questions."""
+"""What is handed back: D keeps nothing of its answer; D keeps it; D keeps it, and P uses it; D
+keeps it, and was too busy for more questions.
+"""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """One request through a pair. Token counts are from D's own counters; `due` is what should have moved."""
+    """One request through a pair. Token counts are from D's own counters; `due` is what should have
+    moved.
+    """
 
     end: PairEnd
     text: str = ""
@@ -174,7 +189,9 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def differs(self) -> bool:
         """Whether the split answer differs from D's own."""
-        return self.answer is not None and self.alone is not None and not self.answer.same(self.alone)
+        return (
+            self.answer is not None and self.alone is not None and not self.answer.same(self.alone)
+        )
 
     @property
     def kv_moved(self) -> bool:
@@ -183,7 +200,9 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairFacts(msgspec.Struct, kw_only=True):
-    """A prefill and a decode engine together. There is a second try if the first answer differed."""
+    """A prefill and a decode engine together. There is a second try if the first answer
+    differed.
+    """
 
     prefill: str
     decode: str
@@ -196,7 +215,9 @@ class PairFacts(msgspec.Struct, kw_only=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine that the check runs on. `files`: the hard limit of open files per process, None: no limit."""
+    """The machine that the check runs on. `files`: the hard limit of open files per process, None:
+    no limit.
+    """
 
     proxies: Mapping[str, str] = {}
     """Environment variables that name HTTP proxies, with their values (no passwords)."""
@@ -218,13 +239,23 @@ class CheckFacts(msgspec.Struct, kw_only=True):
     timeout: float = 10.0
 
     def by_role(self, *roles: Role) -> list[EngineFacts]:
-        """Return the engines of these roles that could be asked. One for any role has all of them."""
-        return [engine for engine in self.engines if engine.role in (*roles, "any") and engine.could_be_asked]
+        """Return the engines of these roles that could be asked. One for any role has all of
+        them.
+        """
+        return [
+            engine
+            for engine in self.engines
+            if engine.role in (*roles, "any") and engine.could_be_asked
+        ]
 
     @property
     def aggregated(self) -> list[EngineFacts]:
         """The aggregated engines that could be asked, without those for any role."""
-        return [engine for engine in self.engines if engine.role == "aggregated" and engine.could_be_asked]
+        return [
+            engine
+            for engine in self.engines
+            if engine.role == "aggregated" and engine.could_be_asked
+        ]
 
     def engine(self, url: str) -> EngineFacts:
         """Return an engine by its URL."""

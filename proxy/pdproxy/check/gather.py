@@ -1,4 +1,6 @@
-"""Gathers the facts: all engines at once, then the pairs one after the other. Owns the order of the requests."""
+"""Gathers the facts: all engines at once, then the pairs one after the other. Owns the order of the
+requests.
+"""
 
 from __future__ import annotations
 
@@ -43,32 +45,54 @@ async def gather_all(
 
 
 async def gather(settings: Settings, options: CheckOptions, machine: MachineFacts) -> CheckFacts:
-    """Ask the engines of the only pool of the settings and return the facts, whatever the engines do."""
+    """Ask the engines of the only pool of the settings and return the facts, whatever the engines
+    do.
+    """
     shown = await _connector(settings, options)
     tried = shown is None or (isinstance(shown, DetectedContract) and shown.contract == NIXL.name)
     credentials = Credentials(settings)
-    http = HttpClient(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
+    http = HttpClient(
+        timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls
+    )
     try:
         # Some engines crash at a completion that is not of their connector.
-        asked = (ask_engine(http, ledger_engine, _mark(), generates=tried) for ledger_engine in settings.pool.nodes)
+        asked = (
+            ask_engine(http, ledger_engine, _mark(), generates=tried)
+            for ledger_engine in settings.pool.nodes
+        )
         engines = await asyncio.gather(*asked)
         facts = CheckFacts(
-            settings=settings, engines=engines, machine=machine, timeout=options.timeout, connector=shown
+            settings=settings,
+            engines=engines,
+            machine=machine,
+            timeout=options.timeout,
+            connector=shown,
         )
         if not tried:
             return facts
-        hosts = {ledger_engine.url: kv_host_of(ledger_engine, settings.pool) for ledger_engine in settings.pool.nodes}
+        hosts = {
+            ledger_engine.url: kv_host_of(ledger_engine, settings.pool)
+            for ledger_engine in settings.pool.nodes
+        }
         handles = Handles(http, NIXL, options, hosts)
         await try_pairs(PairProbe(http, handles, options, _mark), facts, options.lease_watch)
-        await asyncio.gather(*(_note_restart(http, engine) for engine in engines if engine.could_be_asked))
+        await asyncio.gather(
+            *(_note_restart(http, engine) for engine in engines if engine.could_be_asked)
+        )
         return facts
     finally:
         await http.close()
 
 
-async def _connector(settings: Settings, options: CheckOptions) -> DetectedContract | Undecided | None:
-    """Return the connector that the engines show. None: the settings name it, or no KV is transferred."""
-    if settings.pool.connector != AUTO or not any(engine.prefills for engine in settings.pool.nodes):
+async def _connector(
+    settings: Settings, options: CheckOptions
+) -> DetectedContract | Undecided | None:
+    """Return the connector that the engines show. None: the settings name it, or no KV is
+    transferred.
+    """
+    if settings.pool.connector != AUTO or not any(
+        engine.prefills for engine in settings.pool.nodes
+    ):
         return None
     shown, _ = await look(settings, options.timeout)
     return shown

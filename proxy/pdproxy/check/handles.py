@@ -1,6 +1,7 @@
 """The KV handles of a check: taken from a prefill engine, held, released.
 
-A handle goes to a decode engine unchanged, or with another engine's id in it, but never incomplete: that kills a decode engine.
+A handle goes to a decode engine unchanged, or with another engine's id in it, but never incomplete:
+that kills a decode engine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from pdproxy.check.http_client import HttpClient
 from pdproxy.check.options import CheckOptions
 from pdproxy.kit.addresses import is_loopback
 from pdproxy.kit.ids import mint
-from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, Handle, HeldByPrefill, PushedToDecode
+from pdproxy.transfer.contract import (
+    NO_DISPATCH,
+    Contract,
+    Dispatch,
+    Handle,
+    HeldByPrefill,
+    PushedToDecode,
+)
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed
@@ -36,19 +44,31 @@ class _Params(msgspec.Struct):
 
 
 class Handles:
-    """Takes and releases handles of one contract. `hosts`: where others reach an engine for KV, if not where it says itself."""
+    """Takes and releases handles of one contract. `hosts`: where others reach an engine for KV, if
+    not where it says itself.
+    """
 
     def __init__(
-        self, http: HttpClient, contract: Contract, options: CheckOptions, hosts: Mapping[str, str | None] | None = None
+        self,
+        http: HttpClient,
+        contract: Contract,
+        options: CheckOptions,
+        hosts: Mapping[str, str | None] | None = None,
     ) -> None:
         self.contract = contract
         self.hosts = hosts or {}
         self._http, self._options = http, options
 
     async def take(
-        self, prefill: EngineFacts, parsed: Parsed, request_id: str, dispatch: Dispatch = NO_DISPATCH
+        self,
+        prefill: EngineFacts,
+        parsed: Parsed,
+        request_id: str,
+        dispatch: Dispatch = NO_DISPATCH,
     ) -> Handle | str:
-        """Have a prompt prefilled; return its handle, or why there is none. What the handle shows is stored in `prefill`."""
+        """Have a prompt prefilled; return its handle, or why there is none. What the handle shows
+        is stored in `prefill`.
+        """
         leg = self.contract.prefill(parsed, parsed.prompts[0], dispatch)
         reply = await self._http.post(prefill.url, leg.route.value, leg.body, request_id)
         if isinstance(reply, Trouble):
@@ -72,10 +92,13 @@ class Handles:
             return f"its handle has transfer_mode={params.transfer_mode}"
         return handle
 
-    async def release(self, prefill: EngineFacts, decode: str, model: str, handle: Handle, before: float) -> bool:
+    async def release(
+        self, prefill: EngineFacts, decode: str, model: str, handle: Handle, before: float
+    ) -> bool:
         """Have a decode engine release a handle; return whether P's KV usage came down to `before`.
 
-        The request is sent again if nothing happens: a decode engine that does not know P may release only after their handshake.
+        The request is sent again if nothing happens: a decode engine that does not know P may
+        release only after their handshake.
         """
         holder = self.contract.holder
         if not isinstance(holder, HeldByPrefill | PushedToDecode) or holder.release_body is None:
@@ -83,7 +106,9 @@ class Handles:
         if (body := holder.release_body(model, handle)) is None:
             return False
         for _ in range(2 if holder.handshakes else 1):
-            reply = await self._http.post(decode, prompts.PATH, body, f"pdproxy-check-release-{mint()[:12]}")
+            reply = await self._http.post(
+                decode, prompts.PATH, body, f"pdproxy-check-release-{mint()[:12]}"
+            )
             if isinstance(reply, Trouble):
                 return False
             if await self.freed(prefill.url, before, self._options.settle / 2):
@@ -91,9 +116,11 @@ class Handles:
         return False
 
     async def freed(self, prefill: str, before: float, within: float) -> bool:
-        """Return whether a prefill engine comes to hold no more KV than `before` within `within` seconds.
+        """Return whether a prefill engine comes to hold no more KV than `before` within `within`
+        seconds.
 
-        It is asked once more behind them: this process itself may have stood still since the last answer.
+        It is asked once more behind them: this process itself may have stood still since the last
+        answer.
         """
         end = time.monotonic() + within
         while True:
@@ -112,9 +139,16 @@ class Handles:
         if not addresses:
             reach = "unresolvable"
         elif not any(map(is_loopback, addresses)) or any(map(is_loopback, prefill.addresses)):
-            reach = await _connected(urlsplit(f"//{params.remote_host}").hostname or "", params.remote_port)
+            reach = await _connected(
+                urlsplit(f"//{params.remote_host}").hostname or "", params.remote_port
+            )
         return Side(
-            params.remote_engine_id, params.remote_host, params.remote_port, params.transfer_mode, addresses, reach
+            params.remote_engine_id,
+            params.remote_host,
+            params.remote_port,
+            params.transfer_mode,
+            addresses,
+            reach,
         )
 
 

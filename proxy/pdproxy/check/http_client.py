@@ -1,7 +1,9 @@
-"""Requests to engines over HTTP, each with a deadline. A failure is a result, too: the check reports it.
+"""Requests to engines over HTTP, each with a deadline. A failure is a result, too: the check
+reports it.
 
-Owns one aiohttp session. Every request has its own connection, so that a kept connection that the engine has just closed does not
-count as a failure. No HTTP proxy of the environment is used, as pdproxy's own legs use none.
+Owns one aiohttp session. Every request has its own connection, so that a kept connection that the
+engine has just closed does not count as a failure. No HTTP proxy of the environment is used, as
+pdproxy's own legs use none.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from pdproxy.upstream.client import describe_os, describe_tls
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer with any status. `ahead`: seconds that its Date header is ahead of our clock, 0 without a Date header."""
+    """An answer with any status. `ahead`: seconds that its Date header is ahead of our clock, 0
+    without a Date header.
+    """
 
     status: int
     body: bytes
@@ -31,14 +35,24 @@ class Reply:
         """Return status and body for a report: one line, the body cut at 200 characters."""
         text = " ".join(self.body.decode("utf-8", "replace").split())
         shown = "".join(letter if letter.isprintable() else "?" for letter in text[:200])
-        return f"{self.status}: {shown}{'...' if len(text) > 200 else ''}" if text else str(self.status)
+        return (
+            f"{self.status}: {shown}{'...' if len(text) > 200 else ''}"
+            if text
+            else str(self.status)
+        )
 
 
 class HttpClient:
-    """Sends requests to engines. `timeout` in seconds bounds each one; `key` and `tls` return what the engine of a URL needs."""
+    """Sends requests to engines. `timeout` in seconds bounds each one; `key` and `tls` return what
+    the engine of a URL needs.
+    """
 
     def __init__(
-        self, *, timeout: float, key: Callable[[str], str | None], tls: Callable[[str], ssl.SSLContext | None]
+        self,
+        *,
+        timeout: float,
+        key: Callable[[str], str | None],
+        tls: Callable[[str], ssl.SSLContext | None],
     ) -> None:
         self.timeout = timeout
         self._key = key
@@ -51,7 +65,9 @@ class HttpClient:
 
     async def post(self, url: str, path: str, body: bytes, request_id: str = "") -> Reply | Trouble:
         """Send a POST; the engine's log shows `request_id`."""
-        headers = {"content-type": "application/json"} | ({"x-request-id": request_id} if request_id else {})
+        headers = {"content-type": "application/json"} | (
+            {"x-request-id": request_id} if request_id else {}
+        )
         return await self._send("POST", url, path, body, headers)
 
     async def close(self) -> None:
@@ -74,7 +90,12 @@ class HttpClient:
         begun = time.time()
         try:
             async with self._session.request(
-                method, url + path, data=body, headers=headers, allow_redirects=False, ssl=True if tls is None else tls
+                method,
+                url + path,
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                ssl=True if tls is None else tls,
             ) as answer:
                 content = await answer.read()
         except TimeoutError:

@@ -1,7 +1,7 @@
 """Reads an engine's `/metrics` for the check, which needs more of it than the proxy. Pure.
 
-Names are those of vLLM 0.32.0. An engine without NIXL has no `vllm:nixl_*`; one that is not a consumer of KV has no
-`vllm:num_requests_kv_fetch_by_stage`.
+Names are those of vLLM 0.32.0. An engine without NIXL has no `vllm:nixl_*`; one that is not a
+consumer of KV has no `vllm:num_requests_kv_fetch_by_stage`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a check."""
 
     timeout: float = 10.0
-    """Bounds each request. A decode engine that can't reach a prefill engine reports it after 6 s."""
+    """Bounds each request. A decode engine that can't reach a prefill engine reports it after 6
+    s.
+    """
     lease_watch: float = 5.0
     """How long a handle is left unused to see whether its lease ends; 0: not checked."""
     settle: float = 3.0

@@ -1,4 +1,5 @@
-"""Sends requests through pairs of engines and reads their counters: one pair at a time, so that the counts belong to it.
+"""Sends requests through pairs of engines and reads their counters: one pair at a time, so that the
+counts belong to it.
 
 `compatibility` decides which pairs may be tried; `rules` judge the results.
 """
@@ -42,7 +43,9 @@ _SAFE_SINCE = (0, 32)
 class PairProbe:
     """Tries the pairs of one check. `mark` returns a new text at each call."""
 
-    def __init__(self, http: HttpClient, handles: Handles, options: CheckOptions, mark: Callable[[], str]) -> None:
+    def __init__(
+        self, http: HttpClient, handles: Handles, options: CheckOptions, mark: Callable[[], str]
+    ) -> None:
         self._http, self._handles, self._options, self._mark = http, handles, options, mark
         self._back = BackProbe(http, handles, options)
 
@@ -59,7 +62,9 @@ class PairProbe:
         return facts
 
     async def lease(self, prefill: EngineFacts, decode: EngineFacts) -> HandleExpiry | None:
-        """Leave a handle unused for a while and watch whether its lease ends; `decode` must be able to release it."""
+        """Leave a handle unused for a while and watch whether its lease ends; `decode` must be able
+        to release it.
+        """
         model, parsed = self._prompt(prefill, decode)
         before = await scrape(self._http, prefill.url)
         handle = await self._handles.take(prefill, parsed, self._id("lease"))
@@ -79,7 +84,9 @@ class PairProbe:
         return HandleExpiry(self._options.lease_watch, ended)
 
     async def policy(self, prefill: EngineFacts, decode: EngineFacts) -> LoadFailurePolicy:
-        """Send D a handle of an engine that doesn't exist, and see whether it fails or computes; then release P's."""
+        """Send D a handle of an engine that doesn't exist, and see whether it fails or computes;
+        then release P's.
+        """
         if not _known_safe(decode.version):
             return LoadFailurePolicy(why_not=f"not tried with vLLM {decode.version or '?'}")
         model, parsed = self._prompt(prefill, decode)
@@ -90,15 +97,23 @@ class PairProbe:
         foreign = with_other_engine(handle, str(uuid.UUID(int=0)))
         body = self._handles.contract.decode(parsed, parsed.prompts[0], foreign, NO_DISPATCH).body
         answer = await complete(self._http, decode.url, body, self._id("policy"))
-        await self._handles.release(prefill, decode.url, model, handle, before.kv_usage if before else 0.0)
+        await self._handles.release(
+            prefill, decode.url, model, handle, before.kv_usage if before else 0.0
+        )
         if isinstance(answer, Generated):
             await self._back.back(prefill, decode, model, answer.kept, None)
             return LoadFailurePolicy("recompute")
-        return LoadFailurePolicy("fail") if answer.status == 500 else LoadFailurePolicy(why_not=answer.text)
+        return (
+            LoadFailurePolicy("fail")
+            if answer.status == 500
+            else LoadFailurePolicy(why_not=answer.text)
+        )
 
     async def _split(self, prefill: EngineFacts, decode: EngineFacts) -> Split:
         model, parsed = self._prompt(prefill, decode)
-        held, counted = await asyncio.gather(scrape(self._http, prefill.url), scrape(self._http, decode.url))
+        held, counted = await asyncio.gather(
+            scrape(self._http, prefill.url), scrape(self._http, decode.url)
+        )
         handle = await self._handles.take(prefill, parsed, self._id("prefill"))
         if isinstance(handle, str):
             prefill.no_handle = handle
@@ -116,8 +131,11 @@ class PairProbe:
             counted=counted is not None and bool(counted.by_source),
         )
         if isinstance(answer, NoAnswer):
-            # A silent engine may still fetch the KV: a release now could free blocks that are being read.
-            back = not answer.silent and await self._handles.release(prefill, decode.url, model, handle, usage)
+            # A silent engine may still fetch the KV: a release now could free blocks that are being
+            # read.
+            back = not answer.silent and await self._handles.release(
+                prefill, decode.url, model, handle, usage
+            )
             failed = _increase(counted, await scrape(self._http, decode.url))[1]
             end: PairEnd = "silent" if answer.silent else "refused"
             return structs.replace(split, end=end, text=answer.text, failed=failed, kept=not back)
@@ -128,7 +146,9 @@ class PairProbe:
             freed = await self._handles.release(prefill, decode.url, model, handle, usage)
         busy = held is None or held.busy  # the KV of other requests comes and goes: no conclusion
         goes_back = await self._back.back(prefill, decode, model, answer.kept, counted)
-        alone = await complete(self._http, decode.url, prompts.salted(parsed, self._mark()), self._id("alone"))
+        alone = await complete(
+            self._http, decode.url, prompts.salted(parsed, self._mark()), self._id("alone")
+        )
         return structs.replace(
             split,
             moved=moved,
@@ -140,7 +160,9 @@ class PairProbe:
         )
 
     async def _moved(self, decode: str, before: EngineMetrics | None, due: int) -> tuple[int, int]:
-        """Return the prompt tokens that D has received and the transfers that failed, since `before`; counters may lag."""
+        """Return the prompt tokens that D has received and the transfers that failed, since
+        `before`; counters may lag.
+        """
         end = time.monotonic() + self._options.settle
         while True:
             is_last = time.monotonic() >= end
@@ -150,7 +172,9 @@ class PairProbe:
             await asyncio.sleep(self._options.poll)
 
     def _prompt(self, prefill: EngineFacts, decode: EngineFacts) -> tuple[str, Parsed]:
-        limits = [limit for limit in (prefill.max_model_len, decode.max_model_len) if limit is not None]
+        limits = [
+            limit for limit in (prefill.max_model_len, decode.max_model_len) if limit is not None
+        ]
         text = prompts.counting(self._mark(), decode.block_size or 1, min(limits, default=None))
         model = common_model(prefill, decode)
         return model, prompts.parsed(model, text)
@@ -160,7 +184,9 @@ class PairProbe:
 
 
 async def try_pairs(probe: PairProbe, facts: CheckFacts, lease_watch: float) -> None:
-    """Try all pairs, then the leases, then what D does when KV can't be loaded. Stores the results in `facts`."""
+    """Try all pairs, then the leases, then what D does when KV can't be loaded. Stores the results
+    in `facts`.
+    """
     prefills = [engine for engine in facts.engines if engine.role in ("prefill", "any")]
     decodes = [engine for engine in facts.engines if engine.role in ("decode", "any")]
     tried = {(one.url, other.url) for one, other in pairs_to_try(facts.settings.pool)}
@@ -170,18 +196,26 @@ async def try_pairs(probe: PairProbe, facts: CheckFacts, lease_watch: float) -> 
             if (prefill.url, decode.url) not in tried:
                 continue  # the settings keep the proxy from pairing them, or others are enough
             if decode.url in silent:
-                untried = Split(end="untried", text=f"{decode.url} did not answer an earlier request")
-                facts.pairs.append(PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,)))
+                untried = Split(
+                    end="untried", text=f"{decode.url} did not answer an earlier request"
+                )
+                facts.pairs.append(
+                    PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,))
+                )
                 continue
             if prefill.no_handle:
                 untried = Split(end="no_handle", text=prefill.no_handle)
-                facts.pairs.append(PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,)))
+                facts.pairs.append(
+                    PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,))
+                )
                 continue
             pair = await probe.pair(prefill, decode)
             facts.pairs.append(pair)
             if pair.last.end == "silent":
                 silent.add(decode.url)
-    proven = [(p, d) for p in prefills for d in decodes for pair in facts.pairs if _proven(pair, p, d)]
+    proven = [
+        (p, d) for p in prefills for d in decodes for pair in facts.pairs if _proven(pair, p, d)
+    ]
     with_lease = {p.url: (p, d) for p, d in reversed(proven)}
     if lease_watch > 0:
         leases = await asyncio.gather(*(probe.lease(p, d) for p, d in with_lease.values()))
@@ -196,9 +230,11 @@ def _proven(pair: PairFacts, prefill: EngineFacts, decode: EngineFacts) -> bool:
 
 
 def _due(prompt_tokens: int, block: int) -> int:
-    """Return how many tokens must have moved: all whole blocks, except the last one if there are several.
+    """Return how many tokens must have moved: all whole blocks, except the last one if there are
+    several.
 
-    Some models (hybrid ones, those with multi-token prediction) compute a prompt's last tokens again on D.
+    Some models (hybrid ones, those with multi-token prediction) compute a prompt's last tokens
+    again on D.
     """
     whole = prompt_tokens // block
     return (whole if whole <= 1 else whole - 1) * block
@@ -207,7 +243,9 @@ def _due(prompt_tokens: int, block: int) -> int:
 def _increase(before: EngineMetrics | None, after: EngineMetrics | None) -> tuple[int, int]:
     if before is None or after is None:
         return 0, 0
-    return int(after.external - before.external), int(after.failed_transfers - before.failed_transfers)
+    return int(after.external - before.external), int(
+        after.failed_transfers - before.failed_transfers
+    )
 
 
 def _known_safe(version: str) -> bool:

@@ -1,7 +1,8 @@
 """The check's prompts and bodies, and how its answers are read. Pure; unique marks are passed in.
 
-Every body is greedy and of fixed length, so that two engines with the same weights generate the same. A prompt whose KV has to
-move begins with a `mark` that no engine has seen, because a cached prefix would not move.
+Every body is greedy and of fixed length, so that two engines with the same weights generate the
+same. A prompt whose KV has to move begins with a `mark` that no engine has seen, because a cached
+prefix would not move.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ CANARIES = (
     "one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen,",
     "A B C D E F G H I J K L M N O P Q R S T U V W X Y Z. Again: A B C D E F G H I J",
 )
-"""Prompts with one likely continuation: near-ties between tokens, which two machines may decide differently, are rare."""
+"""Prompts with one likely continuation: near-ties between tokens, which two machines may decide
+differently, are rare.
+"""
 
 _SENTENCE_TOKENS = 6  # the minimum with any tokenizer
 
@@ -43,14 +46,18 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 
 
 def counting(mark: str, block_size: int, max_model_len: int | None) -> str:
-    """Return a prompt of at least `BLOCKS` blocks, or as long as `max_model_len` certainly allows."""
+    """Return a prompt of at least `BLOCKS` blocks, or as long as `max_model_len` certainly
+    allows.
+    """
     count = BLOCKS * block_size // _SENTENCE_TOKENS + 2
     text = f"{mark}: " + " ".join(f"After {number} comes {number + 1}." for number in range(count))
     return fitting(text, max_model_len)
 
 
 def fitting(text: str, max_model_len: int | None) -> str:
-    """Return the part of an ASCII text that certainly fits: a byte-level tokenizer makes no more tokens than bytes."""
+    """Return the part of an ASCII text that certainly fits: a byte-level tokenizer makes no more
+    tokens than bytes.
+    """
     return text if max_model_len is None else text[: max(max_model_len - LENGTH - 8, 16)]
 
 
@@ -90,5 +97,9 @@ def generated(content: bytes) -> Generated | None:
     details = answer.usage.prompt_tokens_details is not None
     kept = bytes(answer.kv_transfer_params)
     return Generated(
-        choice.text, tuple(choice.token_ids or ()), details, answer.created, None if kept == b"null" else kept
+        choice.text,
+        tuple(choice.token_ids or ()),
+        details,
+        answer.created,
+        None if kept == b"null" else kept,
     )

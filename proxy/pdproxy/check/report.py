@@ -40,9 +40,13 @@ def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:
 
 def verdict(facts: CheckFacts, findings: Sequence[Finding]) -> str:
     """Return the verdict in one line."""
-    errors, warnings = (sum(finding.level == level for finding in findings) for level in ("error", "warning"))
+    errors, warnings = (
+        sum(finding.level == level for finding in findings) for level in ("error", "warning")
+    )
     counted = " and ".join(
-        _count(number, word) for number, word in ((errors, "error"), (warnings, "warning")) if number
+        _count(number, word)
+        for number, word in ((errors, "error"), (warnings, "warning"))
+        if number
     )
     moving = sum(pair.last.kv_moved for pair in facts.pairs)
     if errors:
@@ -70,7 +74,9 @@ def as_json(facts: CheckFacts, findings: Sequence[Finding], *, strict: bool) -> 
         "connector": None
         if facts.connector is None
         else {
-            "name": facts.connector.contract if isinstance(facts.connector, DetectedContract) else None,
+            "name": facts.connector.contract
+            if isinstance(facts.connector, DetectedContract)
+            else None,
             "evidence": facts.connector.lines,
         },
         "engines": [
@@ -109,25 +115,41 @@ def as_json(facts: CheckFacts, findings: Sequence[Finding], *, strict: bool) -> 
 
 
 def pools_as_text(
-    pools: Mapping[str, tuple[CheckFacts, Sequence[Finding]]], others: Mapping[str, str], style: TextStyle
+    pools: Mapping[str, tuple[CheckFacts, Sequence[Finding]]],
+    others: Mapping[str, str],
+    style: TextStyle,
 ) -> str:
-    """Return the reports on several pools by their names. `others`: the connectors of those that were not checked."""
-    texts = [f"pool {name}\n{as_text(facts, findings, style)}" for name, (facts, findings) in pools.items()]
-    texts += [f"pool {name}\nnot checked: {_why_not(connector)}\n" for name, connector in others.items()]
+    """Return the reports on several pools by their names. `others`: the connectors of those that
+    were not checked.
+    """
+    texts = [
+        f"pool {name}\n{as_text(facts, findings, style)}"
+        for name, (facts, findings) in pools.items()
+    ]
+    texts += [
+        f"pool {name}\nnot checked: {_why_not(connector)}\n" for name, connector in others.items()
+    ]
     return "\n".join(texts)
 
 
 def pools_as_json(
-    pools: Mapping[str, tuple[CheckFacts, Sequence[Finding]]], others: Mapping[str, str], *, strict: bool
+    pools: Mapping[str, tuple[CheckFacts, Sequence[Finding]]],
+    others: Mapping[str, str],
+    *,
+    strict: bool,
 ) -> bytes:
-    """Return the reports on several pools as one JSON object. `others`: the connectors of those that were not checked."""
+    """Return the reports on several pools as one JSON object. `others`: the connectors of those
+    that were not checked.
+    """
     body = {
         "exit_code": max(exit_code(findings, strict=strict) for _, findings in pools.values()),
         "pools": [
             {"name": name, "report": msgspec.Raw(as_json(facts, findings, strict=strict))}
             for name, (facts, findings) in pools.items()
         ],
-        "not_checked": [{"name": name, "why": _why_not(connector)} for name, connector in others.items()],
+        "not_checked": [
+            {"name": name, "why": _why_not(connector)} for name, connector in others.items()
+        ],
     }
     return msgspec.json.format(msgspec.json.encode(body), indent=2)
 
@@ -190,17 +212,26 @@ def _outcome(pair: PairFacts) -> str:
         return f"no handle: {last.text}"
     if last.end in ("refused", "silent"):
         return last.text
-    moved = f"{last.moved} of {last.prompt_tokens} prompt tokens moved" if last.counted else "no counters"
+    moved = (
+        f"{last.moved} of {last.prompt_tokens} prompt tokens moved"
+        if last.counted
+        else "no counters"
+    )
     if last.alone is None:
         return f"{moved}, answer not compared"
-    return f"{moved}, {'a different answer from' if last.differs else 'the same answer as'} D alone, {last.seconds * 1000:.0f} ms"
+    return (
+        f"{moved}, {'a different answer from' if last.differs else 'the same answer as'} D "
+        f"alone, {last.seconds * 1000:.0f} ms"
+    )
 
 
 def _finding(finding: Finding, style: TextStyle) -> Iterator[str]:
     mark = style.mark(_LEVEL_MARKS[finding.level])
     yield from wrapped(f"{finding.says} [{finding.code}]", f"  {mark} ", "    ", 4)
     if finding.remedy:
-        yield from wrapped(finding.remedy, "      > " if not style.unicode else "      → ", "        ", 8)
+        yield from wrapped(
+            finding.remedy, "      > " if not style.unicode else "      → ", "        ", 8
+        )
 
 
 def wrapped(text: str, first: str, others: str, width: int) -> Iterator[str]:

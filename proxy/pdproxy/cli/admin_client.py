@@ -1,4 +1,6 @@
-"""A client of the admin API for commands: where it is, with which key, and one request at a time with a deadline."""
+"""A client of the admin API for commands: where it is, with which key, and one request at a time
+with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _PIECE = 1 << 16
 
 
 class AdminFailed(Exception):  # noqa: N818 - a finding, not a fault of this program
-    """It was refused, or there is no answer. `str()` says why, in one line. `status`: the answer's, None without one."""
+    """It was refused, or there is no answer. `str()` says why, in one line. `status`: the answer's,
+    None without one.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -47,12 +51,14 @@ def add_admin_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--admin",
         metavar="ADDRESS",
-        help="where the admin API is: unix:PATH, HOST:PORT, or https://HOST:PORT (default: listen.admin of the settings)",
+        help="where the admin API is: unix:PATH, HOST:PORT, or https://HOST:PORT (default: "
+        "listen.admin of the settings)",
     )
     group.add_argument(
         "--admin-key-file",
         metavar="FILE",
-        help="file whose first key is sent; lines are key or name:key (default: the first one of auth.admin_keys or "
+        help="file whose first key is sent; lines are key or name:key (default: the first one of "
+        "auth.admin_keys or "
         "auth.admin_keys_file)",
     )
     group.add_argument(
@@ -64,7 +70,8 @@ def add_admin_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ca",
         metavar="FILE",
-        help="authorities of the certificate of the admin API, PEM, for https (default: the system's)",
+        help="authorities of the certificate of the admin API, PEM, for https (default: the "
+        "system's)",
     )
     group.add_argument(
         "--timeout",
@@ -78,7 +85,9 @@ def add_admin_options(parser: argparse.ArgumentParser) -> None:
 class AdminClient:
     """Asks the admin API of one proxy."""
 
-    def __init__(self, place: AdminPlace, context: ssl.SSLContext | None, key: str | None, timeout: float) -> None:
+    def __init__(
+        self, place: AdminPlace, context: ssl.SSLContext | None, key: str | None, timeout: float
+    ) -> None:
         self.place = place
         self._context = context
         self._key = key
@@ -91,17 +100,27 @@ class AdminClient:
         Raises:
             SettingsError: no proxy is named, or a file can't be used.
         """
-        key = _first_of("--admin-key-file", arguments.admin_key_file) if arguments.admin_key_file else None
+        key = (
+            _first_of("--admin-key-file", arguments.admin_key_file)
+            if arguments.admin_key_file
+            else None
+        )
         if arguments.admin is not None:
-            key = key or os.environ.get("PDPROXY_AUTH__ADMIN_KEYS", "").split(",")[0].strip() or None
+            key = (
+                key or os.environ.get("PDPROXY_AUTH__ADMIN_KEYS", "").split(",")[0].strip() or None
+            )
             return cls(*_of_option(arguments.admin, arguments.ca), key, arguments.timeout)
         settings = load(arguments.config, os.environ, need_engines=False)
         address = settings.listen.admin
         if address is None:
-            raise SettingsError("no admin API is named: give --admin, or listen.admin in the settings")
+            raise SettingsError(
+                "no admin API is named: give --admin, or listen.admin in the settings"
+            )
         place = place_of(address)
         place = place if place.host is None else place._replace(host=reachable(place.host))
-        return cls(place, _own_context(settings, place), key or _first_key(settings), arguments.timeout)
+        return cls(
+            place, _own_context(settings, place), key or _first_key(settings), arguments.timeout
+        )
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send a request; return the JSON of its answer.
@@ -131,7 +150,9 @@ class AdminClient:
         except ssl.SSLCertVerificationError as error:
             raise AdminFailed(f"its certificate is not trusted: {error.verify_message}") from None
         except ssl.SSLError as error:
-            raise AdminFailed(f"TLS failed: {(error.reason or 'unknown reason').replace('_', ' ').lower()}") from None
+            raise AdminFailed(
+                f"TLS failed: {(error.reason or 'unknown reason').replace('_', ' ').lower()}"
+            ) from None
         except HTTPException as error:
             raise AdminFailed(f"does not answer HTTP ({type(error).__name__})") from None
         except OSError as error:
@@ -186,14 +207,18 @@ def _of_option(address: str, ca: str | None) -> tuple[AdminPlace, ssl.SSLContext
     if ca is not None and context is None:
         raise SettingsError("--ca: has no effect without https://")
     try:
-        return place_of(msgspec.convert(address.removeprefix(HTTPS).rstrip("/"), AdminAddress)), context
+        return place_of(
+            msgspec.convert(address.removeprefix(HTTPS).rstrip("/"), AdminAddress)
+        ), context
     except ValueError:
         text = "expected unix:PATH, HOST:PORT or https://HOST:PORT"
         raise SettingsError(f"--admin: {quote(address)}: {text}") from None
 
 
 def _own_context(settings: Settings, place: AdminPlace) -> ssl.SSLContext | None:
-    """Return the context for a proxy of this machine: it must have the certificate of the settings, whatever name that has."""
+    """Return the context for a proxy of this machine: it must have the certificate of the settings,
+    whatever name that has.
+    """
     certificate = settings.listen.tls.certificate
     if certificate is None or place.path is not None:
         return None

@@ -25,9 +25,13 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "check",
         help=summary,
-        description="Ask the engines for their settings, send a few requests through each pair of a prefill and a decode "
-        "engine, and print what is wrong and how to fix it. For connector nixl; `pdproxy conformance` tests all connectors. "
-        "Run it before there is traffic. The exit code is 0 if the engines are ready, 1 if not, 2 if the settings are wrong. "
+        description="Ask the engines for their settings, send a few requests through each pair of "
+        "a "
+        "prefill and a decode "
+        "engine, and print what is wrong and how to fix it. For connector nixl; `pdproxy "
+        "conformance` tests all connectors. "
+        "Run it before there is traffic. The exit code is 0 if the engines are ready, 1 if not, "
+        "2 if the settings are wrong. "
         "Nothing is changed on the engines.",
         usage="pdproxy check --prefill URL [URL ...] --decode URL [URL ...] [option ...]",
         epilog=examples(
@@ -49,15 +53,19 @@ def add(commands: Commands, summary: str) -> None:
         metavar="S",
         type=seconds(minimum=0.0),
         default=5.0,
-        help="seconds to leave a KV handle unused, to see whether the prefill engine keeps its KV that long; 0: no such check "
+        help="seconds to leave a KV handle unused, to see whether the prefill engine keeps its KV "
+        "that long; 0: no such check "
         "(default: 5)",
     )
     group.add_argument(
         "--security",
         action="store_true",
-        help="say what the settings of `pdproxy serve` leave open, and ask no engine; the exit code is 1 if anything is",
+        help="say what the settings of `pdproxy serve` leave open, and ask no engine; the exit "
+        "code is 1 if anything is",
     )
-    group.add_argument("--strict", action="store_true", help="exit with 1 also if there are only warnings")
+    group.add_argument(
+        "--strict", action="store_true", help="exit with 1 also if there are only warnings"
+    )
     group.add_argument("--json", action="store_true", help="print the report as one JSON object")
     add_settings_options(parser)
     parser.set_defaults(run=run)
@@ -68,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.security:
         return _security(arguments)
     settings = fixed_settings_from(arguments)
-    # Its requests to prefill engines crash some engines of other connectors, such as LMCache's sender.
+    # Its requests to prefill engines crash some engines of other connectors, such as LMCache's
+    # sender.
     able = [at for at, pool in enumerate(settings.pools) if pool.connector in (NIXL.name, AUTO)]
     if not able:
         got = ", ".join(dict.fromkeys(pool.connector for pool in settings.pools))
@@ -76,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"pools[0].connector: this check is for {NIXL.name} only, got {got}: "
             "run `pdproxy conformance`, which tests all connectors"
         )
-    # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
+    # Imported here: the libraries take a while to load, and wrong settings should be reported at
+    # once.
     from pdproxy.check import report
     from pdproxy.check.gather import gather_all
     from pdproxy.check.machine import machine_facts
@@ -85,20 +95,37 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = CheckOptions(timeout=arguments.timeout, lease_watch=arguments.lease_watch)
     try:
-        facts = asyncio.run(gather_all(settings, able, options, machine_facts(settings, os.environ)))
+        facts = asyncio.run(
+            gather_all(settings, able, options, machine_facts(settings, os.environ))
+        )
     except KeyboardInterrupt:
-        sys.stderr.write("pdproxy check: interrupted: KV of its requests is freed when the lease ends\n")
+        sys.stderr.write(
+            "pdproxy check: interrupted: KV of its requests is freed when the lease ends\n"
+        )
         return 130
     pools = {name: (one, judge(one)) for name, one in facts.items()}
     others = {pool.name: pool.connector for pool in settings.pools if pool.name not in pools}
-    style = report.TextStyle(can_print("✓✗→·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    style = report.TextStyle(
+        can_print("✓✗→·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )
     if len(settings.pools) == 1:
         found, findings = pools[settings.pool.name]
-        text, json = partial(report.as_text, found, findings), partial(report.as_json, found, findings)
+        text, json = (
+            partial(report.as_text, found, findings),
+            partial(report.as_json, found, findings),
+        )
     else:
-        text, json = partial(report.pools_as_text, pools, others), partial(report.pools_as_json, pools, others)
-    print(json(strict=arguments.strict).decode() if arguments.json else text(style), end="\n" if arguments.json else "")
-    return max(report.exit_code(findings, strict=arguments.strict) for _, findings in pools.values())
+        text, json = (
+            partial(report.pools_as_text, pools, others),
+            partial(report.pools_as_json, pools, others),
+        )
+    print(
+        json(strict=arguments.strict).decode() if arguments.json else text(style),
+        end="\n" if arguments.json else "",
+    )
+    return max(
+        report.exit_code(findings, strict=arguments.strict) for _, findings in pools.values()
+    )
 
 
 def _security(arguments: argparse.Namespace) -> int:
@@ -109,8 +136,11 @@ def _security(arguments: argparse.Namespace) -> int:
     from pdproxy.check.security.view import view_of
 
     findings = judge(view_of(settings))
-    style = report.TextStyle(can_print("✗→"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    style = report.TextStyle(
+        can_print("✗→"), sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )
     print(
-        as_json(findings).decode() if arguments.json else as_text(findings, style), end="\n" if arguments.json else ""
+        as_json(findings).decode() if arguments.json else as_text(findings, style),
+        end="\n" if arguments.json else "",
     )
     return exit_code(findings)

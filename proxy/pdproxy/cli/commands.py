@@ -1,6 +1,8 @@
-"""The table of all commands. A command is a module with `add(commands, summary)`, which sets the function to call as `run`.
+"""The table of all commands. A command is a module with `add(commands, summary)`, which sets the
+function to call as `run`.
 
-Modules are named here and imported when their command is called: so the proxy imports none of the tools (`pdproxy_lab`).
+Modules are named here and imported when their command is called: so the proxy imports none of the
+tools (`pdproxy_lab`).
 """
 
 from __future__ import annotations
@@ -22,35 +24,56 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("pdproxy.cli.serve", "run the proxy"),
-    "demo": Command("pdproxy_lab.cli.demo", "run engines, the proxy and some traffic, with a live view"),
+    "demo": Command(
+        "pdproxy_lab.cli.demo", "run engines, the proxy and some traffic, with a live view"
+    ),
     "sim": Command("pdproxy_lab.cli.sim", "run a simulated engine"),
     "check": Command(
-        "pdproxy.cli.check", "check whether engines will work with prefill and decode split (connector nixl)"
+        "pdproxy.cli.check",
+        "check whether engines will work with prefill and decode split (connector nixl)",
     ),
-    "conformance": Command("pdproxy_lab.cli.conformance", "prove that engines do what their connector's contract says"),
-    "bench": Command("pdproxy_lab.cli.bench", "measure servers under an open-loop load, side by side"),
+    "conformance": Command(
+        "pdproxy_lab.cli.conformance", "prove that engines do what their connector's contract says"
+    ),
+    "bench": Command(
+        "pdproxy_lab.cli.bench", "measure servers under an open-loop load, side by side"
+    ),
     "calibrate": Command("pdproxy_lab.cli.calibrate", "measure an engine, and write its profile"),
     "simulate": Command(
-        "pdproxy_lab.cli.simulate", "predict what engines would do with a load, with this proxy's scheduling"
+        "pdproxy_lab.cli.simulate",
+        "predict what engines would do with a load, with this proxy's scheduling",
     ),
     "plan": Command(
-        "pdproxy_lab.cli.plan", "find the engines that serve a load best: how many of which role, with which chunk size"
+        "pdproxy_lab.cli.plan",
+        "find the engines that serve a load best: how many of which role, with which chunk size",
     ),
-    "health": Command("pdproxy.cli.health", "check whether a running proxy answers, for health checks"),
-    "engines": Command("pdproxy.cli.engines", "list, add, drain and remove the engines of a running proxy"),
-    "notifier": Command("pdproxy.cli.notifier", "print the file that makes vLLM report its KV transfers"),
+    "health": Command(
+        "pdproxy.cli.health", "check whether a running proxy answers, for health checks"
+    ),
+    "engines": Command(
+        "pdproxy.cli.engines", "list, add, drain and remove the engines of a running proxy"
+    ),
+    "notifier": Command(
+        "pdproxy.cli.notifier", "print the file that makes vLLM report its KV transfers"
+    ),
     "config": Command("pdproxy.cli.config", "begin a settings file; print or check the settings"),
-    "completion": Command("pdproxy.cli.completion", "print a script for completion in bash, zsh or tcsh"),
+    "completion": Command(
+        "pdproxy.cli.completion", "print a script for completion in bash, zsh or tcsh"
+    ),
 }
 
 
 def parser_for(argv: Sequence[str]) -> Parser:
-    """Return the parser of a command line. The command that it names is imported alone: others may take long to import."""
+    """Return the parser of a command line. The command that it names is imported alone: others may
+    take long to import.
+    """
     return parser_of([word for word in argv if word in COMMANDS][:1])
 
 
 def parser_of(names: Collection[str]) -> Parser:
-    """Return the parser with all commands. Those of these names take arguments, others are only listed."""
+    """Return the parser with all commands. Those of these names take arguments, others are only
+    listed.
+    """
     parser = Parser(
         prog="pdproxy",
         description="One OpenAI server in front of vLLM engines with prefill and decode split. "
@@ -72,7 +95,9 @@ def parser_of(names: Collection[str]) -> Parser:
 
 
 class _Version(argparse.Action):
-    """Prints the version, which takes a search through the installed packages: only where it is asked for."""
+    """Prints the version, which takes a search through the installed packages: only where it is
+    asked for.
+    """
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from pdproxy import __version__

@@ -1,4 +1,6 @@
-"""`pdproxy completion`: print a script that makes a shell complete commands, options and file names."""
+"""`pdproxy completion`: print a script that makes a shell complete commands, options and file
+names.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,21 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "completion",
         help=summary,
-        description="Print a script with which the shell completes commands, options and file names of pdproxy. Print it again "
+        description="Print a script with which the shell completes commands, options and file "
+        "names "
+        "of "
+        "pdproxy. Print it again "
         "after an upgrade.",
         epilog=examples(
             "pdproxy completion bash > ~/.local/share/bash-completion/completions/pdproxy",
             "pdproxy completion zsh > ~/.zfunc/_pdproxy",
             "pdproxy completion tcsh > ~/.pdproxy.tcsh",
         )
-        + "\nMake the folder first if it is missing: mkdir -p ~/.local/share/bash-completion/completions ~/.zfunc"
+        + "\nMake the folder first if it is missing: mkdir -p "
+        "~/.local/share/bash-completion/completions ~/.zfunc"
         + "\nbash needs the package bash-completion; new shells read the file."
-        + "\nzsh needs these lines in ~/.zshrc: fpath=(~/.zfunc $fpath); autoload -U compinit; compinit"
-        + "\ntcsh needs this line in ~/.tcshrc: source ~/.pdproxy.tcsh",
+        + "\nzsh needs these lines in ~/.zshrc: fpath=(~/.zfunc $fpath); autoload -U compinit; "
+        "compinit" + "\ntcsh needs this line in ~/.tcshrc: source ~/.pdproxy.tcsh",
     )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
     parser.set_defaults(run=run)

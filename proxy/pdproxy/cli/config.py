@@ -1,4 +1,6 @@
-"""`pdproxy config`: print or check the settings without running anything, or begin a settings file."""
+"""`pdproxy config`: print or check the settings without running anything, or begin a settings
+file.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,37 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "config",
         help=summary,
-        description="Begin a settings file, or print or check the settings that `pdproxy serve` would use with the same options, "
+        description="Begin a settings file, or print or check the settings that `pdproxy serve` "
+        "would "
+        "use with the same options, "
         "variables and file. No engine is asked.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     beginning = actions.add_parser(
         "init",
         help="print or write a settings file with every setting explained",
-        description="Print or write (--out) a YAML file with every setting, its default and a comment. Only its two engines are "
+        description="Print or write (--out) a YAML file with every setting, its default and a "
+        "comment. "
+        "Only its two engines are "
         "examples. Settings that you delete keep their defaults.",
-        epilog=examples("pdproxy config init --out pdproxy.yaml", "pdproxy serve --config pdproxy.yaml"),
+        epilog=examples(
+            "pdproxy config init --out pdproxy.yaml", "pdproxy serve --config pdproxy.yaml"
+        ),
     )
-    beginning.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: print it)")
-    beginning.add_argument("--force", action="store_true", help="overwrite the file if it exists (default: refuse)")
+    beginning.add_argument(
+        "--out", metavar="FILE", type=Path, help="file to write (default: print it)"
+    )
+    beginning.add_argument(
+        "--force", action="store_true", help="overwrite the file if it exists (default: refuse)"
+    )
     beginning.set_defaults(run=begin_file)
     printing = actions.add_parser(
         "print",
         help="print the settings in force as YAML",
-        description="Print all settings from all sources as YAML, with defaults and with masked keys. No engine is needed.",
+        description="Print all settings from all sources as YAML, with defaults and with masked "
+        "keys. "
+        "No "
+        "engine is needed.",
         usage="pdproxy config print [--config FILE] [option ...]",
         epilog=examples("pdproxy config print --config pdproxy.yaml --port 9000"),
     )
@@ -49,7 +64,9 @@ def add(commands: Commands, summary: str) -> None:
     validating = actions.add_parser(
         "validate",
         help="check the settings, and the files that they name",
-        description="Check whether `pdproxy serve` would accept these settings, and read the files of keys and certificates that "
+        description="Check whether `pdproxy serve` would accept these settings, and read the files "
+        "of "
+        "keys and certificates that "
         "they name. The exit code is 0, or 2 with a line for each mistake.",
         usage="pdproxy config validate [--config FILE] [option ...]",
         epilog=examples("pdproxy config validate --config pdproxy.yaml"),
@@ -72,7 +89,9 @@ def begin_file(arguments: argparse.Namespace) -> int:
         with path.open("w" if arguments.force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        sys.stderr.write(f"{arguments.prog}: {spell_file(path)}: exists already: --force overwrites it\n")
+        sys.stderr.write(
+            f"{arguments.prog}: {spell_file(path)}: exists already: --force overwrites it\n"
+        )
         return 1
     except (OSError, ValueError) as error:  # a ValueError is a null byte in the name
         why = error.strerror if isinstance(error, OSError) else "is no name of a file"
@@ -91,7 +110,8 @@ def print_settings(arguments: argparse.Namespace) -> int:
 def validate_settings(arguments: argparse.Namespace) -> int:
     """Check the settings in force, engines included."""
     settings = settings_from(arguments)
-    # Imported here: the server's libraries take a while to load, and wrong settings should be reported at once.
+    # Imported here: the server's libraries take a while to load, and wrong settings should be
+    # reported at once.
     from pdproxy.app.credentials import Credentials
 
     for warning in Credentials(settings).warnings():  # reads the files that the settings name

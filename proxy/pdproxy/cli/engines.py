@@ -1,4 +1,6 @@
-"""`pdproxy engines`: list, add, drain and remove the engines of a running proxy, by its admin API."""
+"""`pdproxy engines`: list, add, drain and remove the engines of a running proxy, by its admin
+API.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROLES = ("prefill", "decode", "aggregated", "any")
 LOOK = 0.2
 """Seconds between two looks of `--wait`."""
 SILENCE = 30.0
-"""Seconds without an answer after which `--wait` gives up. A worker that stands still is killed sooner."""
+"""Seconds without an answer after which `--wait` gives up. A worker that stands still is killed
+sooner.
+"""
 MAX_WAIT = 86_400.0
 MAX_DRAIN = 604_800.0
 """Seconds that a drain may take at most, as the admin API has it."""
@@ -35,8 +39,10 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "engines",
         help=summary,
-        description="List, add, drain and remove the engines of a running proxy, by its admin API (listen.admin). The exit code "
-        "is 0 if it was done, 1 with a line if the proxy refuses it or does not answer, 2 if arguments or settings are wrong.",
+        description="List, add, drain and remove the engines of a running proxy, by its admin API "
+        "(listen.admin). The exit code "
+        "is 0 if it was done, 1 with a line if the proxy refuses it or does not answer, 2 if "
+        "arguments or settings are wrong.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = _action(
@@ -44,14 +50,21 @@ def add(commands: Commands, summary: str) -> None:
         "list",
         list_engines,
         "show all engines",
-        "Show all engines: state, health, requests, pairs, pool, who has added them, and what is wrong.",
+        "Show all engines: state, health, requests, pairs, pool, who has added them, and what is "
+        "wrong.",
         "[--pool NAME] [--watch] [--json]",
         "pdproxy engines list",
         "pdproxy engines list --watch --admin unix:/run/pdproxy/admin.sock",
         "pdproxy engines list --json | jq -r '.engines[].url'",
     )
-    listing.add_argument("--pool", metavar="NAME", help="only engines of this pool (default: of all)")
-    listing.add_argument("--watch", action="store_true", help="show a live table until Ctrl-C (default: print it once)")
+    listing.add_argument(
+        "--pool", metavar="NAME", help="only engines of this pool (default: of all)"
+    )
+    listing.add_argument(
+        "--watch",
+        action="store_true",
+        help="show a live table until Ctrl-C (default: print it once)",
+    )
     listing.add_argument(
         "--interval",
         metavar="S",
@@ -68,10 +81,18 @@ def add(commands: Commands, summary: str) -> None:
         "URL --role ROLE [--pool NAME]",
         "pdproxy engines add 10.0.0.5:8300 --role decode",
         "pdproxy engines add 10.0.0.5:8300 --role decode --pool large --label rack=7 --wait",
-        """pdproxy engines add 10.0.0.5:8300 --role decode --fields '{"facts": {"max_num_seqs": 64}}'""",
+        """pdproxy engines add 10.0.0.5:8300 --role decode --fields '{"facts": {"max_num_seqs": 64}}'""",  # noqa: E501
     )
-    adding.add_argument("engine", metavar="URL", help="http://HOST:PORT, https://HOST:PORT or HOST:PORT (http)")
-    adding.add_argument("--role", choices=ROLES, required=True, metavar="ROLE", help=f"{', '.join(ROLES)} (required)")
+    adding.add_argument(
+        "engine", metavar="URL", help="http://HOST:PORT, https://HOST:PORT or HOST:PORT (http)"
+    )
+    adding.add_argument(
+        "--role",
+        choices=ROLES,
+        required=True,
+        metavar="ROLE",
+        help=f"{', '.join(ROLES)} (required)",
+    )
     adding.add_argument(
         "--pool",
         metavar="NAME",
@@ -85,7 +106,9 @@ def add(commands: Commands, summary: str) -> None:
         help="a label, as pair_within names it; may be repeated (default: none)",
     )
     adding.add_argument(
-        "--fields", metavar="JSON", help="more settings of the engine, as in the settings file (default: none)"
+        "--fields",
+        metavar="JSON",
+        help="more settings of the engine, as in the settings file (default: none)",
     )
     _wait(adding, "until it serves")
     draining = _action(
@@ -93,7 +116,8 @@ def add(commands: Commands, summary: str) -> None:
         "drain",
         drain_engine,
         "give an engine no more requests",
-        "Give an engine no more requests. Those that it has run on. It stays until it is undrained.",
+        "Give an engine no more requests. Those that it has run on. It stays until it is "
+        "undrained.",
         "ENGINE [--seconds S]",
         "pdproxy engines drain 10.0.0.5:8300 --wait && ssh 10.0.0.5 systemctl restart vllm",
     )
@@ -125,7 +149,11 @@ def add(commands: Commands, summary: str) -> None:
             type=seconds(minimum=0.0, maximum=MAX_DRAIN),
             help="until its requests are ended (default: deadlines.engine_drain of the proxy)",
         )
-    removing.add_argument("--at-once", action="store_true", help="do not drain it: its requests go on (default: drain)")
+    removing.add_argument(
+        "--at-once",
+        action="store_true",
+        help="do not drain it: its requests go on (default: drain)",
+    )
     _wait(draining, "until nothing of its work is left")
     _wait(undraining, "until it serves")
     _wait(removing, "until it is gone")
@@ -154,7 +182,9 @@ def _action(
 
 
 def _wait(parser: Parser, until: str) -> None:
-    parser.add_argument("--wait", action="store_true", help=f"wait {until} (default: return at once)")
+    parser.add_argument(
+        "--wait", action="store_true", help=f"wait {until} (default: return at once)"
+    )
     parser.add_argument(
         "--wait-for",
         metavar="S",
@@ -164,7 +194,9 @@ def _wait(parser: Parser, until: str) -> None:
     )
 
 
-def _done(run: Callable[[AdminClient, argparse.Namespace], Any], arguments: argparse.Namespace) -> int:
+def _done(
+    run: Callable[[AdminClient, argparse.Namespace], Any], arguments: argparse.Namespace
+) -> int:
     client = AdminClient.of(arguments)
     try:
         shown = run(client, arguments)
@@ -173,7 +205,8 @@ def _done(run: Callable[[AdminClient, argparse.Namespace], Any], arguments: argp
         return 1
     except (LookupError, TypeError, AttributeError):  # JSON of something else
         sys.stderr.write(
-            f"{arguments.prog}: {client.place}: its answer can't be read: is it the admin API, of this version?\n"
+            f"{arguments.prog}: {client.place}: its answer can't be read: is it the admin API, "
+            f"of this version?\n"
         )
         return 1
     except KeyboardInterrupt:
@@ -187,7 +220,11 @@ def list_engines(client: AdminClient, arguments: argparse.Namespace) -> Any:
     """Print the engines, or show them live."""
     if arguments.json and arguments.watch:
         raise SettingsError("--watch: shows a table: leave out --json")
-    path = "/engines" if arguments.pool is None else f"/engines?pool={escaped(arguments.pool, safe='')}"
+    path = (
+        "/engines"
+        if arguments.pool is None
+        else f"/engines?pool={escaped(arguments.pool, safe='')}"
+    )
     if arguments.json:
         return client.ask("GET", path)
     # Imported here: the library of the table takes a while to load.
@@ -213,7 +250,9 @@ def add_engine(client: AdminClient, arguments: argparse.Namespace) -> Any:
         except (ValueError, RecursionError):
             fields = None
     if not isinstance(fields, dict):
-        raise SettingsError('--fields: expected a JSON object, such as {"facts": {"max_num_seqs": 64}}')
+        raise SettingsError(
+            '--fields: expected a JSON object, such as {"facts": {"max_num_seqs": 64}}'
+        )
     labels = dict(_label(text) for text in arguments.label)
     body: dict[str, Any] = {**fields, "url": with_scheme(arguments.engine), "role": arguments.role}
     if arguments.pool is not None:
@@ -276,11 +315,15 @@ def _report(changed: Mapping[str, Any], arguments: argparse.Namespace) -> None:
         print(f"{changed['result'].replace('_', ' ')}: {printable(changed['note'])}", flush=True)
 
 
-def _until(client: AdminClient, changed: Mapping[str, Any], arguments: argparse.Namespace, *states: str) -> Any:
-    """Wait until an engine is in one of some states and up, without any state until it is gone. Return it, None if it is gone.
+def _until(
+    client: AdminClient, changed: Mapping[str, Any], arguments: argparse.Namespace, *states: str
+) -> Any:
+    """Wait until an engine is in one of some states and up, without any state until it is gone.
+    Return it, None if it is gone.
 
     Raises:
-        AdminFailed: it will not be, or it takes longer than `--wait-for`, or the proxy has not answered for `SILENCE`.
+        AdminFailed: it will not be, or it takes longer than `--wait-for`, or the proxy has not
+            answered for `SILENCE`.
     """
     answered = time.monotonic()
     late = answered + arguments.wait_for
@@ -290,7 +333,8 @@ def _until(client: AdminClient, changed: Mapping[str, Any], arguments: argparse.
         except AdminFailed as error:
             if error.status == 404 and not states:
                 return None
-            # A worker was killed with the connection, or one stands still and it is not known what it has.
+            # A worker was killed with the connection, or one stands still and it is not known what
+            # it has.
             if error.status not in (None, 503) or time.monotonic() > min(late, answered + SILENCE):
                 raise
             time.sleep(LOOK)

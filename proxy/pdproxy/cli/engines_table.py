@@ -24,7 +24,18 @@ _COLOURS = {
 }
 WIDTH = 160
 """Columns where standard output is no terminal."""
-COLUMNS = ("id", "role", "engine", "state", "health", "requests", "pairs", "pool", "source", "what is wrong")
+COLUMNS = (
+    "id",
+    "role",
+    "engine",
+    "state",
+    "health",
+    "requests",
+    "pairs",
+    "pool",
+    "source",
+    "what is wrong",
+)
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -33,7 +44,10 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     pools = [*dict.fromkeys(one["pool"] for one in entries)]
     found = sorted(
         entries,
-        key=lambda one: (pools.index(one["pool"]), order.index(one["role"]) if one["role"] in order else len(order)),
+        key=lambda one: (
+            pools.index(one["pool"]),
+            order.index(one["role"]) if one["role"] in order else len(order),
+        ),
     )
     return [_row(entry) for entry in found]
 
@@ -41,7 +55,10 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     pairs, drain, wrong = entry["pairs"], entry["drain"], []
     if drain is not None and entry["state"] == "draining":
-        wrong.append(f"drained by {drain['by']}, waits for {drain['waits_for']}, {drain['left_s']:.0f} s left")
+        wrong.append(
+            f"drained by {drain['by']}, waits for {drain['waits_for']}, {drain['left_s']:.0f} s "
+            f"left"
+        )
     elif drain is not None:
         wrong.append(f"drained by {drain['by']}")
     elif entry["health"]["reason"]:
@@ -93,8 +110,12 @@ def show(entries: Sequence[Mapping[str, Any]]) -> None:
     (console if console.is_terminal else Console(width=WIDTH)).print(table(entries))
 
 
-def watch(ask: Callable[[], Sequence[Mapping[str, Any]]], interval: float, rounds: int | None = None) -> None:
-    """Show the table live until Ctrl-C. While the proxy does not answer, the title says so. `rounds`: so often, None for ever."""
+def watch(
+    ask: Callable[[], Sequence[Mapping[str, Any]]], interval: float, rounds: int | None = None
+) -> None:
+    """Show the table live until Ctrl-C. While the proxy does not answer, the title says so.
+    `rounds`: so often, None for ever.
+    """
     entries: Sequence[Mapping[str, Any]] = ()
     console = Console()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:

@@ -1,4 +1,6 @@
-"""`pdproxy health`: whether the proxy answers. For health checks, which run it every few seconds: it imports little."""
+"""`pdproxy health`: whether the proxy answers. For health checks, which run it every few seconds:
+it imports little.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,10 @@ class _Unhealthy(Exception):  # noqa: N818 - a finding, not a fault of this prog
 
 
 class _Place(NamedTuple):
-    """What is asked: a server, with the context for TLS (None: plain HTTP), the certificate that it must have (DER), if one is
-    known, and the path of its Unix socket, if it has one in place of host and port."""
+    """What is asked: a server, with the context for TLS (None: plain HTTP), the certificate that it
+    must have (DER), if one is known, and the path of its Unix socket, if it has one in place of
+    host and port.
+    """
 
     host: str
     port: int
@@ -59,8 +63,11 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "health",
         help=summary,
-        description="Ask the proxy that `pdproxy serve` runs on this machine with the same options, variables and file. The "
-        "exit code is 0 if it answers 200 in time, 1 with the reason in one line if it does not, 2 if the options or the "
+        description="Ask the proxy that `pdproxy serve` runs on this machine with the same "
+        "options, "
+        "variables and file. The "
+        "exit code is 0 if it answers 200 in time, 1 with the reason in one line if it does not, "
+        "2 if the options or the "
         "settings are wrong. With TLS, the proxy must have the certificate that the settings name.",
         usage="pdproxy health [--url URL] [--ready] [--timeout S] [option ...]",
         epilog=examples(
@@ -73,11 +80,14 @@ def add(commands: Commands, summary: str) -> None:
     group.add_argument(
         "--url",
         metavar="URL",
-        help="the proxy to ask, http://HOST:PORT or https://HOST:PORT (default: the address of the settings; for 0.0.0.0 and :: "
+        help="the proxy to ask, http://HOST:PORT or https://HOST:PORT (default: the address of "
+        "the settings; for 0.0.0.0 and :: "
         "the loopback)",
     )
     group.add_argument(
-        "--ready", action="store_true", help="ask /ready: whether engines can serve a request (default: /health)"
+        "--ready",
+        action="store_true",
+        help="ask /ready: whether engines can serve a request (default: /health)",
     )
     group.add_argument(
         "--timeout",
@@ -87,14 +97,19 @@ def add(commands: Commands, summary: str) -> None:
         help="seconds until the whole answer must be there (default: 2)",
     )
     group.add_argument(
-        "--ca", metavar="FILE", help="with --url: authorities of the proxy's certificate, PEM (default: the system's)"
+        "--ca",
+        metavar="FILE",
+        help="with --url: authorities of the proxy's certificate, PEM (default: the system's)",
     )
     group.add_argument(
         "--cert",
         metavar="FILE",
-        help="client certificate, PEM, for a proxy that requires one (--ssl-ca-certs) (default: none)",
+        help="client certificate, PEM, for a proxy that requires one (--ssl-ca-certs) (default: "
+        "none)",
     )
-    group.add_argument("--key", metavar="FILE", help="its private key, PEM (default: in the file of --cert)")
+    group.add_argument(
+        "--key", metavar="FILE", help="its private key, PEM (default: in the file of --cert)"
+    )
     add_settings_options(parser)
     parser.set_defaults(run=run)
 
@@ -105,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingsError("--key: has no effect without --cert")
     if arguments.ca is not None and arguments.url is None:
         raise SettingsError(
-            "--ca: has no effect without --url: the certificate of the settings is the one that is expected"
+            "--ca: has no effect without --url: the certificate of the settings is the one that "
+            "is expected"
         )
     place = _of_settings(arguments) if arguments.url is None else _of_url(arguments)
     path = "/ready" if arguments.ready else "/health"
@@ -113,7 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
         with _deadline(arguments.timeout):
             _ask(place, path, arguments.timeout)
     except (_Unhealthy, TimeoutError) as error:
-        why = error if isinstance(error, _Unhealthy) else f"no answer within {arguments.timeout:g} s"
+        why = (
+            error if isinstance(error, _Unhealthy) else f"no answer within {arguments.timeout:g} s"
+        )
         sys.stderr.write(f"{arguments.prog}: {place}{path}: {why}\n")
         return 1
     print(f"ok: {place}{path}")
@@ -131,11 +149,19 @@ def _of_url(arguments: argparse.Namespace) -> _Place:
     if not url.isprintable() or " " in url:
         host = None
     tls = url.startswith("https://")
-    if not host or not (tls or url.startswith("http://")) or parts.path not in ("", "/") or parts.query or "@" in url:
+    if (
+        not host
+        or not (tls or url.startswith("http://"))
+        or parts.path not in ("", "/")
+        or parts.query
+        or "@" in url
+    ):
         raise SettingsError(f"--url: {quote(url)}: expected http://HOST:PORT or https://HOST:PORT")
     if not tls:
         return _Place(host, 80 if port is None else port, None)
-    return _Place(host, 443 if port is None else port, _context(EngineTls(ca=arguments.ca), arguments))
+    return _Place(
+        host, 443 if port is None else port, _context(EngineTls(ca=arguments.ca), arguments)
+    )
 
 
 def _of_settings(arguments: argparse.Namespace) -> _Place:
@@ -145,12 +171,16 @@ def _of_settings(arguments: argparse.Namespace) -> _Place:
         return _Place(host, listen.port, None, uds=listen.uds)
     if listen.tls.client_ca is not None and arguments.cert is None:
         raise SettingsError(
-            "listen.tls.client_ca is set, so the proxy answers no client without a certificate: give --cert"
+            "listen.tls.client_ca is set, so the proxy answers no client without a certificate: "
+            "give --cert"
         )
-    # The certificate is made for the name that clients use, not for the loopback, and this machine need not know its authority.
-    # So neither is checked: the proxy must have exactly this certificate, and its private key.
+    # The certificate is made for the name that clients use, not for the loopback, and this machine
+    # need not know its authority. So neither is checked: the proxy must have exactly this
+    # certificate, and its private key.
     context = _context(EngineTls(verify=False), arguments)
-    return _Place(host, listen.port, context, _first_certificate(listen.tls.certificate), listen.uds)
+    return _Place(
+        host, listen.port, context, _first_certificate(listen.tls.certificate), listen.uds
+    )
 
 
 def _first_certificate(path: str) -> bytes:
@@ -163,13 +193,17 @@ def _first_certificate(path: str) -> bytes:
             raise ValueError("no certificate")
         return ssl.PEM_cert_to_DER_cert(f"{begin}{inner}{end}")
     except ValueError:
-        raise SettingsError(f"listen.tls.certificate: {spell_file(Path(path))}: holds no certificate in PEM") from None
+        raise SettingsError(
+            f"listen.tls.certificate: {spell_file(Path(path))}: holds no certificate in PEM"
+        ) from None
 
 
 def _context(tls: EngineTls, arguments: argparse.Namespace) -> ssl.SSLContext:
     """Return the context of a client, with the certificate of the options."""
     try:
-        return engine_context("tls", msgspec.structs.replace(tls, certificate=arguments.cert, key=arguments.key))
+        return engine_context(
+            "tls", msgspec.structs.replace(tls, certificate=arguments.cert, key=arguments.key)
+        )
     except SettingsError as error:  # it names settings; here they are options
         names = {"tls.ca": "--ca", "tls.certificate": "--cert", "tls.key": "--key", "tls": "--cert"}
         name, _, why = str(error).partition(": ")
@@ -178,7 +212,9 @@ def _context(tls: EngineTls, arguments: argparse.Namespace) -> ssl.SSLContext:
 
 @contextmanager
 def _deadline(limit: float) -> Iterator[None]:
-    """Raise TimeoutError after `limit` seconds. A socket's own timeout starts again with each byte that comes."""
+    """Raise TimeoutError after `limit` seconds. A socket's own timeout starts again with each byte
+    that comes.
+    """
 
     def late(*_: object) -> None:
         raise TimeoutError
@@ -203,14 +239,17 @@ def _ask(place: _Place, path: str, limit: float) -> None:
         if place.context is None:
             connection = HTTPConnection(place.host, place.port, timeout=limit)
         else:
-            connection = HTTPSConnection(place.host, place.port, timeout=limit, context=place.context)
+            connection = HTTPSConnection(
+                place.host, place.port, timeout=limit, context=place.context
+            )
         if place.uds is not None:
             connection.sock = _connected(place.uds, place.context, limit)
         else:
             connection.connect()
         if place.certificate is not None and _certificate(connection.sock) != place.certificate:
             raise _Unhealthy(
-                "its certificate is not the one of listen.tls.certificate: it does not use the new file yet, or another program "
+                "its certificate is not the one of listen.tls.certificate: it does not use the "
+                "new file yet, or another program "
                 "listens there"
             )
         connection.request("GET", path, headers={"Connection": "close"})
@@ -220,9 +259,12 @@ def _ask(place: _Place, path: str, limit: float) -> None:
     except ssl.SSLCertVerificationError as error:
         raise _Unhealthy(f"its certificate is not trusted: {error.verify_message}") from None
     except ssl.SSLError as error:
-        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):  # what OpenSSL calls bytes that are no TLS
+        # what OpenSSL calls bytes that are no TLS
+        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
             raise _Unhealthy("it answers plain HTTP, not TLS") from None
-        raise _Unhealthy(f"TLS failed: {(error.reason or 'unknown reason').replace('_', ' ').lower()}") from None
+        raise _Unhealthy(
+            f"TLS failed: {(error.reason or 'unknown reason').replace('_', ' ').lower()}"
+        ) from None
     except (UnicodeError, InvalidURL):
         raise _Unhealthy("no connection: no host has such a name") from None
     except ConnectionResetError:  # http.client's RemoteDisconnected is one

@@ -1,6 +1,8 @@
-"""The entry point: finds the command, and reports wrong settings in one line per mistake with exit code 2.
+"""The entry point: finds the command, and reports wrong settings in one line per mistake with exit
+code 2.
 
-A command sets the function that is called as `run`. Owns what follows if standard output can't be written.
+A command sets the function that is called as `run`. Owns what follows if standard output can't be
+written.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def _run(given: Sequence[str]) -> int:
 
 
 def _written(run: Callable[[], int]) -> int:
-    """Return the exit code of `run`, 1 if its output can't be written. A reader that has left, such as `head`, gets no error."""
+    """Return the exit code of `run`, 1 if its output can't be written. A reader that has left, such
+    as `head`, gets no error.
+    """
     try:
         code = run()
         sys.stdout.flush()

@@ -1,6 +1,7 @@
 """The options that are settings, shared by all commands that need settings.
 
-Values are passed on as text: only the schema checks them, so that a wrong value gets the same message wherever it came from.
+Values are passed on as text: only the schema checks them, so that a wrong value gets the same
+message wherever it came from.
 """
 
 from __future__ import annotations
@@ -18,35 +19,45 @@ from pdproxy.settings.schema import Settings, source_section
 def add_settings_options(parser: argparse.ArgumentParser) -> None:
     """Add all options that are settings to a command."""
     file = parser.add_argument_group(
-        "settings file", "Options override variables (PDPROXY_LISTEN__PORT=9000), which override the file."
+        "settings file",
+        "Options override variables (PDPROXY_LISTEN__PORT=9000), which override the file.",
     )
     file.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file with all settings, see `pdproxy config init` (default: the file that PDPROXY_CONFIG names, or none)",
+        help="YAML file with all settings, see `pdproxy config init` (default: the file that "
+        "PDPROXY_CONFIG names, or none)",
     )
     engines = parser.add_argument_group(
-        "engines", "They are added to the engines of the settings file. Each option takes several and may be repeated."
+        "engines",
+        "They are added to the engines of the settings file. Each option takes several and may "
+        "be repeated.",
     )
     for role, words in ENGINES.items():
-        engines.add_argument(f"--{role}", metavar="URL", nargs="+", action="extend", default=[], help=words)
+        engines.add_argument(
+            f"--{role}", metavar="URL", nargs="+", action="extend", default=[], help=words
+        )
     engines.add_argument(
         "--stage-config",
         metavar="FILE",
         type=Path,
-        help="vllm-omni's stage file, YAML: its prefill and decode stages are engines; a stage without a URL gets the next one "
+        help="vllm-omni's stage file, YAML: its prefill and decode stages are engines; a stage "
+        "without a URL gets the next one "
         "of --prefill or --decode (default: none)",
     )
     for title, about, _, flags, receivers in groups():
         group = parser.add_argument_group(title, about)
         for names, metavar, key, words in flags:
             action = "append" if receivers else "store"
-            group.add_argument(*names, metavar=metavar, dest=key, action=action, help=words.replace("%", "%%"))
+            group.add_argument(
+                *names, metavar=metavar, dest=key, action=action, help=words.replace("%", "%%")
+            )
 
 
 def fixed_settings_from(arguments: argparse.Namespace) -> Settings:
-    """Do as `settings_from`, for a command that asks the engines of the settings itself: each must have a URL of its own.
+    """Do as `settings_from`, for a command that asks the engines of the settings itself: each must
+    have a URL of its own.
 
     Raises:
         SettingsError: as there, or a source names some of them.
@@ -54,7 +65,9 @@ def fixed_settings_from(arguments: argparse.Namespace) -> Settings:
     settings = settings_from(arguments)
     for url in (node.url for pool in settings.pools for node in pool.nodes):
         if (section := source_section(url)) is not None:
-            raise SettingsError(f"{url}: this command takes no engines that {section.who} names: give their URLs")
+            raise SettingsError(
+                f"{url}: this command takes no engines that {section.who} names: give their URLs"
+            )
     return settings
 
 

@@ -1,4 +1,6 @@
-"""The argument parser that all commands share. Owns how wrong arguments are reported, and how help is laid out."""
+"""The argument parser that all commands share. Owns how wrong arguments are reported, and how help
+is laid out.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,13 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **options})
-        self.set_defaults(prog=self.prog)  # of the command that is run: the innermost parser's is kept
+        # of the command that is run: the innermost parser's is kept
+        self.set_defaults(prog=self.prog)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; unknown arguments are errors of the parser that met them. Otherwise the outermost would report those of all."""
+        """Parse; unknown arguments are errors of the parser that met them. Otherwise the outermost
+        would report those of all.
+        """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [text.partition("=")[0] for text in unknown if text.startswith("-")]
@@ -47,8 +52,16 @@ class Parser(argparse.ArgumentParser):
         self._fail([message])
 
     def _unknown(self, options: Iterable[str]) -> list[str]:
-        known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-        return [f"unknown option {_shown(option)}{_meant(option, known)}" for option in dict.fromkeys(options)]
+        known = [
+            name
+            for action in self._actions
+            for name in action.option_strings
+            if name.startswith("--")
+        ]
+        return [
+            f"unknown option {_shown(option)}{_meant(option, known)}"
+            for option in dict.fromkeys(options)
+        ]
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         # argparse calls it for every argument with choices, subcommands included.
@@ -59,7 +72,9 @@ class Parser(argparse.ArgumentParser):
             wanted = f"{action.option_strings[0]}: expected {' or '.join(known)}, got"
         else:
             wanted = f"unknown {str(action.metavar or 'value').lower()}"
-        tail = _meant(str(value), known) or ("" if action.option_strings else f": expected {', '.join(known)}")
+        tail = _meant(str(value), known) or (
+            "" if action.option_strings else f": expected {', '.join(known)}"
+        )
         self._fail([f"{wanted} {_shown(str(value))}{tail}"])
 
     def _fail(self, mistakes: Iterable[str]) -> NoReturn:
@@ -69,7 +84,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Wraps texts to the width of the terminal, but keeps the lines of a text that has several: examples."""
+    """Wraps texts to the width of the terminal, but keeps the lines of a text that has several:
+    examples.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" not in text:

@@ -20,7 +20,9 @@ def seconds(minimum: float, maximum: float = MAX_SECONDS) -> Callable[[str], flo
         except ValueError:
             value = math.nan
         if not minimum <= value <= maximum:
-            raise argparse.ArgumentTypeError(f"expected {minimum:g} to {maximum:g} seconds, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected {minimum:g} to {maximum:g} seconds, got {text!r}"
+            )
         return value
 
     return read

@@ -20,12 +20,15 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "serve",
         help=summary,
-        description="Serve the OpenAI API from prefill and decode engines until SIGTERM or Ctrl-C; requests in flight are "
-        "completed. The exit code is 0, 1 after a failure, 2 with a line for each mistake if the settings are wrong.",
+        description="Serve the OpenAI API from prefill and decode engines until SIGTERM or Ctrl-C; "
+        "requests in flight are "
+        "completed. The exit code is 0, 1 after a failure, 2 with a line for each mistake if the "
+        "settings are wrong.",
         usage="pdproxy serve --prefill URL [URL ...] --decode URL [URL ...] [option ...]",
         epilog=examples(
             "pdproxy serve --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
-            "pdproxy serve --prefill 10.0.0.1:8200 10.0.0.2:8200 --decode 10.0.0.3:8300 --host 0.0.0.0 --api-keys-file keys.txt",
+            "pdproxy serve --prefill 10.0.0.1:8200 10.0.0.2:8200 --decode 10.0.0.3:8300 --host "
+            "0.0.0.0 --api-keys-file keys.txt",
             "pdproxy serve --config pdproxy.yaml",
         ),
     )
@@ -39,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     files = files_of(arguments)
     stamps = [stamp(str(path)) for path in files]
     settings = settings_from(arguments)
-    # Imported here: the server's libraries take a while to load, and wrong settings should be reported at once.
+    # Imported here: the server's libraries take a while to load, and wrong settings should be
+    # reported at once.
     from pdproxy.app.reloading import SettingsSource
 
     source = SettingsSource(settings, lambda: settings_from(arguments), files, stamps)
@@ -53,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _survive_hangups() -> None:
-    """Ignore SIGHUP until the server takes it: a service manager may send it at once, and nothing has to be read again yet."""
+    """Ignore SIGHUP until the server takes it: a service manager may send it at once, and nothing
+    has to be read again yet.
+    """
     with contextlib.suppress(ValueError):  # another thread than the main one: a test
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

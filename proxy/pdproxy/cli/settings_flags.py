@@ -1,4 +1,5 @@
-"""The options that are settings, in groups by purpose: those that the fields of the settings declare (`Option`).
+"""The options that are settings, in groups by purpose: those that the fields of the settings
+declare (`Option`).
 
 Owns the groups of the help and their order.
 """
@@ -31,8 +32,8 @@ class SettingFlag(NamedTuple):
 class FlagGroup(NamedTuple):
     """A group of the help: its title, a sentence below it (or nothing), and its options.
 
-    `keys`: of its settings, or of sections, in their order. `receivers`: the options set a field of the decode engines'
-    `receiver`, and may be given once for each engine.
+    `keys`: of its settings, or of sections, in their order. `receivers`: the options set a field of
+    the decode engines' `receiver`, and may be given once for each engine.
     """
 
     title: str
@@ -43,11 +44,13 @@ class FlagGroup(NamedTuple):
 
 
 ENGINES: dict[Role, str] = {
-    "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT (http); "
-    + "; ".join(section.forms for section in SOURCES.values()),
+    "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT "
+    "(http); " + "; ".join(section.forms for section in SOURCES.values()),
     "decode": "engines that generate answers from the KV of prefill engines: as for --prefill",
     "aggregated": "engines that compute prompts and generate answers: as for --prefill",
-    "any": "engines that do all of this, each for some requests (kv_role kv_both): as for --prefill",
+    "any": (
+        "engines that do all of this, each for some requests (kv_role kv_both): as for --prefill"
+    ),
 }
 
 
@@ -55,11 +58,16 @@ _GROUPS = (
     FlagGroup("listening and TLS", None, ("listen",)),
     FlagGroup(
         "keys",
-        "Files are read again when they change. A key itself is given by a variable, PDPROXY_AUTH__API_KEYS=KEY1,KEY2.",
+        "Files are read again when they change. A key itself is given by a variable, "
+        "PDPROXY_AUTH__API_KEYS=KEY1,KEY2.",
         ("auth.api_keys_file", "auth.admin_keys_file", "auth"),
     ),
-    FlagGroup("browsers (CORS)", 'A LIST is A,B or, as for vLLM, JSON: \'["A", "B"]\'.', ("listen.cors",)),
-    FlagGroup("KV transfer", None, (f"{POOL}connector", "kv_ready.notifier", "kv_ready", "registration")),
+    FlagGroup(
+        "browsers (CORS)", 'A LIST is A,B or, as for vLLM, JSON: \'["A", "B"]\'.', ("listen.cors",)
+    ),
+    FlagGroup(
+        "KV transfer", None, (f"{POOL}connector", "kv_ready.notifier", "kv_ready", "registration")
+    ),
     FlagGroup(
         "receivers of KV",
         "Each option once for all decode engines, or once for each, in their order.",
@@ -74,7 +82,9 @@ _GROUPS = (
 
 
 def groups() -> tuple[FlagGroup, ...]:
-    """Return the groups with their options. A section that none of them names has a group of its own, behind them."""
+    """Return the groups with their options. A section that none of them names has a group of its
+    own, behind them.
+    """
     found: dict[str, list[tuple[int, SettingFlag]]] = {group.title: [] for group in _GROUPS}
     places = {key: (group.title, at) for group in _GROUPS for at, key in enumerate(group.keys)}
     for flag in (*_flags(Settings, ""), *_flags(Pool, POOL), *_flags(ReceiverSettings, RECEIVER)):

@@ -1,1 +1,3 @@
-"""How long an engine's work takes: the formula, and profiles with its numbers. For the simulator and for scheduling. Pure."""
+"""How long an engine's work takes: the formula, and profiles with its numbers. For the simulator
+and for scheduling. Pure.
+"""

@@ -1,7 +1,8 @@
 """How long an engine's work takes: its steps, its KV transfers, and what surrounds them. Pure.
 
-Owns the formula and its numbers. Times are in seconds, sizes in bytes or tokens. The same object drives the simulated engine
-behind HTTP, the engines in virtual time and the fast engines of `simulate`. docs/internals/engine-model.md explains the formula.
+Owns the formula and its numbers. Times are in seconds, sizes in bytes or tokens. The same object
+drives the simulated engine behind HTTP, the engines in virtual time and the fast engines of
+`simulate`. docs/internals/engine-model.md explains the formula.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import msgspec
 
 _ABOVE_0 = ("prefill_tokens_per_s", "link_bytes_per_s")
 MOST = 1e15
-"""No number is larger, and no rate or speed smaller than `LEAST`, so that sums of times stay finite."""
+"""No number is larger, and no rate or speed smaller than `LEAST`, so that sums of times stay
+finite.
+"""
 LEAST = 1e-6
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long things take. The defaults are an 8B model on one H200 with NVLink, from public measurements.
+    """How long things take. The defaults are an 8B model on one H200 with NVLink, from public
+    measurements.
 
-    The terms whose default is 0 (or no) come from measurements of a whole engine: profiles have them (`engine_model.profile`).
+    The terms whose default is 0 (or no) come from measurements of a whole engine: profiles have
+    them (`engine_model.profile`).
     """
 
     speed: float = 1.0
@@ -32,13 +37,21 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     decode_step_per_seq_s: float = 0.000_03
     """What each further sequence adds to a step."""
     weights_read_once: bool = False
-    """Whether prefill and decode share the reading of the weights: a step then takes the longer of both, not their sum."""
+    """Whether prefill and decode share the reading of the weights: a step then takes the longer of
+    both, not their sum.
+    """
     context_token_s: float = 0.0
-    """What each token adds to a step that its decoding sequences have before the step: reading their KV."""
+    """What each token adds to a step that its decoding sequences have before the step: reading
+    their KV.
+    """
     attention_s: float = 0.0
-    """What each pair of tokens adds that prefill compares: a chunk's tokens with those before them."""
+    """What each pair of tokens adds that prefill compares: a chunk's tokens with those before
+    them.
+    """
     prompt_begin_s: float = 0.0
-    """What each prompt adds to the first step that computes a part of it: the engine takes it into its batch."""
+    """What each prompt adds to the first step that computes a part of it: the engine takes it into
+    its batch.
+    """
     pull_s: float = 0.0
     """What the first KV transfer that begins in a step adds to the step."""
     further_pull_s: float = 0.0
@@ -49,7 +62,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     link_bytes_per_s: float = 50e9
     transfer_latency_s: float = 0.001
     transfers_in_line: bool = False
-    """Whether an engine receives the KV of one request after the other; else all transfers have the whole link."""
+    """Whether an engine receives the KV of one request after the other; else all transfers have the
+    whole link.
+    """
     request_overhead_s: float = 0.0
     """Between the client and the first engine's queue: HTTP, tokenizing."""
     handoff_overhead_s: float = 0.0
@@ -88,7 +103,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         begun: int = 0,
         pulled_tokens: int = 0,
     ) -> float:
-        """Return how long one step of the engine takes: prefill in the step delays the next token of all its sequences.
+        """Return how long one step of the engine takes: prefill in the step delays the next token
+        of all its sequences.
 
         Args:
             prefill_tokens: prompt tokens that the step computes.
@@ -101,7 +117,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if not self.speed:
             return 0.0
-        chunk = self.chunk_base_s + prefill_tokens / self.prefill_tokens_per_s if prefill_tokens else 0.0
+        chunk = (
+            self.chunk_base_s + prefill_tokens / self.prefill_tokens_per_s
+            if prefill_tokens
+            else 0.0
+        )
         if self.weights_read_once:
             taken = max(chunk, self.weights_s) if prefill_tokens or decoding else 0.0
             taken += decoding * self.decode_step_per_seq_s
@@ -112,14 +132,18 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         taken += context_tokens * self.context_token_s + attention * self.attention_s
         taken += begun * self.prompt_begin_s
         if pulls:
-            taken += self.pull_s + (pulls - 1) * self.further_pull_s + pulled_tokens * self.pull_token_s
+            taken += (
+                self.pull_s + (pulls - 1) * self.further_pull_s + pulled_tokens * self.pull_token_s
+            )
         return taken / self.speed
 
     def transfer_s(self, tokens: int) -> float:
         """Return how long the transfer of the KV of so many tokens takes, once it has begun."""
         if not self.speed:
             return 0.0
-        return (self.transfer_latency_s + tokens * self.kv_bytes_per_token / self.link_bytes_per_s) / self.speed
+        return (
+            self.transfer_latency_s + tokens * self.kv_bytes_per_token / self.link_bytes_per_s
+        ) / self.speed
 
     @property
     def before_engine_s(self) -> float:
@@ -141,5 +165,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def attended(tokens: int, before: int) -> float:
-    """Return the pairs of tokens that a chunk compares: each of its `tokens` with the `before` ones and half of its own."""
+    """Return the pairs of tokens that a chunk compares: each of its `tokens` with the `before` ones
+    and half of its own.
+    """
     return tokens * (before + tokens / 2)

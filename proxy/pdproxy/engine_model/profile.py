@@ -1,6 +1,7 @@
 """Profiles: a measured engine in a JSON file, its times and what they were measured on.
 
-Owns the file's shape and the folder of the profiles that pdproxy ships. A profile is data alone: reading one runs nothing.
+Owns the file's shape and the folder of the profiles that pdproxy ships. A profile is data alone:
+reading one runs nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{name} must be 1 to {MOST}, got {getattr(self, name)}")
         if (self.num_gpu_blocks - 1) * self.block_size < self.max_model_len:
             raise ValueError(
-                f"num_gpu_blocks = {self.num_gpu_blocks} blocks of {self.block_size} tokens hold less than one request"
+                f"num_gpu_blocks = {self.num_gpu_blocks} blocks of {self.block_size} tokens hold "
+                f"less than one request"
                 f" of max_model_len = {self.max_model_len}"
             )
 
@@ -71,7 +73,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         if not self.name or not self.name.isprintable() or len(self.name) > MAX_NAME:
-            raise ValueError(f"name must be 1 to {MAX_NAME} printable characters, got {self.name[:MAX_NAME]!r}")
+            raise ValueError(
+                f"name must be 1 to {MAX_NAME} printable characters, got {self.name[:MAX_NAME]!r}"
+            )
 
     def options(self) -> dict[str, Any]:
         """Return what the profile says of an engine: fields of a simulated engine's `Facts`."""
@@ -81,7 +85,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def shipped() -> tuple[str, ...]:
     """Return the names of the profiles that pdproxy ships."""
     folder = resources.files("pdproxy.engine_model").joinpath("profiles")
-    return tuple(sorted(file.name[: -len(_SUFFIX)] for file in folder.iterdir() if file.name.endswith(_SUFFIX)))
+    return tuple(
+        sorted(
+            file.name[: -len(_SUFFIX)] for file in folder.iterdir() if file.name.endswith(_SUFFIX)
+        )
+    )
 
 
 def load(name: str) -> Profile:
@@ -91,7 +99,12 @@ def load(name: str) -> Profile:
         ValueError: there is none, or it can't be used; one line that names it.
     """
     if name in shipped():
-        return _decoded(name, resources.files("pdproxy.engine_model").joinpath("profiles", name + _SUFFIX).read_bytes())
+        return _decoded(
+            name,
+            resources.files("pdproxy.engine_model")
+            .joinpath("profiles", name + _SUFFIX)
+            .read_bytes(),
+        )
     try:
         content = read_regular(name, MAX_BYTES)
     except UnusableFileError as error:

@@ -1,8 +1,10 @@
-"""The audit: whether the KV that was sent to each decode engine arrived, or was silently computed again.
+"""The audit: whether the KV that was sent to each decode engine arrived, or was silently computed
+again.
 
-Compares two sums for each decode engine: the prompt tokens that split requests should have moved (counted when their first data
-came), and the engine's own counters since the same time. A decode engine that never pulls sends right answers, slowly: only its
-`vllm:prompt_tokens_by_source_total` shows that.
+Compares two sums for each decode engine: the prompt tokens that split requests should have moved
+(counted when their first data came), and the engine's own counters since the same time. A decode
+engine that never pulls sends right answers, slowly: only its `vllm:prompt_tokens_by_source_total`
+shows that.
 """
 
 from __future__ import annotations
@@ -20,8 +22,15 @@ LOCAL_HIT = "local_cache_hit"
 KV_MOVED = counter(
     "pdproxy_kv_moved_total",
     "tokens",
-    "Prompt tokens (whole blocks) sent to decode engines by KV transfer, by what those engines' own counters show",
-    Label("result", (("transferred", "they arrived"), ("recomputed", "they did not: the engine computed them again"))),
+    "Prompt tokens (whole blocks) sent to decode engines by KV transfer, by what those engines' "
+    "own counters show",
+    Label(
+        "result",
+        (
+            ("transferred", "they arrived"),
+            ("recomputed", "they did not: the engine computed them again"),
+        ),
+    ),
     of=KvCounted,
     counts=lambda event: [(("transferred",), event.moved), (("recomputed",), event.missing)],
 )
@@ -43,22 +52,29 @@ PAIRS_EJECTED = counter(
 class Auditor:
     """Compares what was sent with what arrived, for every decode engine.
 
-    A leg is counted for an `Engine`, which may have been removed, or for the engine that has the URL now.
+    A leg is counted for an `Engine`, which may have been removed, or for the engine that has the
+    URL now.
     """
 
     def __init__(self, engines: EngineRegistry, ledger: Ledger, observers: Observers) -> None:
         self._engines = engines
         self._ledger = ledger
         self._observers = observers
-        observers.show(KV_MISSING, lambda: [((url,), tokens) for url, tokens in self.missing().items()])
+        observers.show(
+            KV_MISSING, lambda: [((url,), tokens) for url, tokens in self.missing().items()]
+        )
 
     def asked(self, decode: Engine | str, prompt_tokens: int) -> None:
-        """Count a prompt whose KV a decode engine was given. The engine may count the KV long before it sends data."""
+        """Count a prompt whose KV a decode engine was given. The engine may count the KV long
+        before it sends data.
+        """
         if (account := self._account(decode)) is not None:
             account.loading += self._blocks(prompt_tokens)
 
     def over(self, decode: Engine | str, prompt_tokens: int, *, loaded: bool) -> None:
-        """Count the end of that leg. `loaded`: the engine has sent data for it, so the KV must have arrived."""
+        """Count the end of that leg. `loaded`: the engine has sent data for it, so the KV must have
+        arrived.
+        """
         if (account := self._account(decode)) is not None:
             moved = self._blocks(prompt_tokens)
             account.loading = max(0, account.loading - moved)
@@ -73,7 +89,9 @@ class Auditor:
         return prompt_tokens // block * block
 
     def compared(self, prefill: str, decode: str, prefill_tokens: int, decode_tokens: int) -> None:
-        """Compare a split prompt's length by both engines. Different lengths mean different prompts: the pair is ejected."""
+        """Compare a split prompt's length by both engines. Different lengths mean different
+        prompts: the pair is ejected.
+        """
         if prefill_tokens and decode_tokens and prefill_tokens != decode_tokens:
             self._ledger.eject(prefill, decode)
             self._observers.notify(PairEjected(prefill, decode, prefill_tokens, decode_tokens))
@@ -89,12 +107,15 @@ class Auditor:
         external = scrape.by_source.get(EXTERNAL, 0.0)
         local = scrape.by_source.get(LOCAL_HIT, 0.0)
         account = state.account
-        restarted = account is None or account.started != scrape.started or external < account.last_external
+        restarted = (
+            account is None or account.started != scrape.started or external < account.last_external
+        )
         if account is None or restarted:
             state.account = AuditAccount(scrape.started, external, local, last_external=external)
             return
         account.last_external = external
-        # Prompts that the decode engine had cached need not move; it can't have had more of them than its own hits.
+        # Prompts that the decode engine had cached need not move; it can't have had more of them
+        # than its own hits.
         arrived = int(external - account.base_external) + int(local - account.base_local)
         surplus = max(0, arrived - account.expected - account.loading)
         account.base_external += min(surplus, account.surplus)
@@ -104,7 +125,9 @@ class Auditor:
         fresh = due - account.settled
         if fresh > 0 or missing > account.missing:
             new_missing = missing - account.missing
-            self._observers.notify(KvCounted(url, moved=max(0, fresh - new_missing), missing=new_missing))
+            self._observers.notify(
+                KvCounted(url, moved=max(0, fresh - new_missing), missing=new_missing)
+            )
             account.settled = max(account.settled, due)
         if missing > account.missing:
             self._observers.notify(KvShortfall(url, missing - account.missing, fresh))
@@ -117,13 +140,17 @@ class Auditor:
     def shortcomings(self) -> list[str]:
         """Return what an operator must know, a sentence each."""
         found = [
-            f"decode {url}: {account.missing} of {account.settled} prompt tokens never arrived by KV transfer: it computes "
-            "them again (is its --kv-transfer-config right, can it reach the prefill engine's side channel?)"
+            f"decode {url}: {account.missing} of {account.settled} prompt tokens never arrived "
+            f"by KV transfer: it computes "
+            "them again (is its --kv-transfer-config right, can it reach the prefill engine's "
+            "side channel?)"
             for url, account in self._accounts()
             if account.missing
         ]
         blind = sorted(url for url, engine in self._engines.items() if engine.audit.blind)
-        found += [f"decode {url}: its /metrics do not say where prompt tokens come from" for url in blind]
+        found += [
+            f"decode {url}: its /metrics do not say where prompt tokens come from" for url in blind
+        ]
         return found
 
     def _accounts(self) -> list[tuple[str, AuditAccount]]:

@@ -1,9 +1,11 @@
-"""Bootstrap servers: which ranks each prefill engine has, for contracts whose decode legs name the prefill engine's rank.
+"""Bootstrap servers: which ranks each prefill engine has, for contracts whose decode legs name the
+prefill engine's rank.
 
-Owns the tasks that ask, and what they write: `EngineRun.peers`, and in the ledger why an engine can't take part in KV transfer
-yet. A server is asked once its engine is up, again while it names a part of the engine's ranks, and from then on at each
-interval: an engine that restarts between two probes has other ids. An engine that is not named completely gets no pair. A server
-that fails later changes nothing: the ids are known.
+Owns the tasks that ask, and what they write: `EngineRun.peers`, and in the ledger why an engine
+can't take part in KV transfer yet. A server is asked once its engine is up, again while it names a
+part of the engine's ranks, and from then on at each interval: an engine that restarts between two
+probes has other ids. An engine that is not named completely gets no pair. A server that fails later
+changes nothing: the ids are known.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
 from pdproxy.observe.description import NODE, Label, counter
-from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
+from pdproxy.observe.events import (
+    BootstrapAsked,
+    DeadlinePassed,
+    Event,
+    HandleEnded,
+    NodeChanged,
+    Observers,
+)
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.settings.health import Probes
@@ -31,11 +40,15 @@ from pdproxy.wire.bootstrap import Ranks
 
 NOT_ASKED = "its bootstrap server was not asked yet"
 SOON = 0.5
-"""Seconds until a server that has named a part of its engine's ranks, or has failed, is asked again at first."""
+"""Seconds until a server that has named a part of its engine's ranks, or has failed, is asked again
+at first.
+"""
 
 MAX_GIVEN_UP = 10
-"""Requests that a prefill engine may have given up while decode engines wait for their KV. Each keeps one of its sending threads busy
-for minutes. vLLM's default is 20 of them: with none left, nothing is transferred any more."""
+"""Requests that a prefill engine may have given up while decode engines wait for their KV. Each
+keeps one of its sending threads busy for minutes. vLLM's default is 20 of them: with none left,
+nothing is transferred any more.
+"""
 STUCK = "stuck"
 """The end of such a request's handle."""
 
@@ -62,9 +75,10 @@ BOOTSTRAP_QUERIES = counter(
 class Known:
     """What a server has said of its engine. Written by `Bootstraps`.
 
-    `run`: the engine's run that it was said of, None: of none. `addresses` by engine id: decode engines never forget those that
-    they have asked for. `stale`: the runs of decode engines that may have asked for addresses which are no longer right.
-    `given_up`: when requests of this run were given up that decode engines wait for, in monotonic seconds.
+    `run`: the engine's run that it was said of, None: of none. `addresses` by engine id: decode
+    engines never forget those that they have asked for. `stale`: the runs of decode engines that
+    may have asked for addresses which are no longer right. `given_up`: when requests of this run
+    were given up that decode engines wait for, in monotonic seconds.
     """
 
     run: int | None = None
@@ -78,9 +92,9 @@ class Known:
 class Bootstraps:
     """Asks the bootstrap server of each prefill engine.
 
-    `query(address)` asks one, and raises EngineError. `contract` says for how long a decode engine waits for a request that a
-    prefill engine has given up. An observer and a watcher of engines. `tasks` runs a task for each engine that has a server, from
-    when the engine first comes up.
+    `query(address)` asks one, and raises EngineError. `contract` says for how long a decode engine
+    waits for a request that a prefill engine has given up. An observer and a watcher of engines.
+    `tasks` runs a task for each engine that has a server, from when the engine first comes up.
     """
 
     only = (HandleEnded, NodeChanged)
@@ -127,7 +141,9 @@ class Bootstraps:
             self._tasks.end(task)
 
     def notify(self, event: Event) -> None:
-        """Have the server of an engine that has just come up asked at once. Until it has answered, the engine gets no pair."""
+        """Have the server of an engine that has just come up asked at once. Until it has answered,
+        the engine gets no pair.
+        """
         if isinstance(event, HandleEnded):
             if event.end == STUCK and (stuck := self._engines.get(event.prefill)) is not None:
                 self._stuck(stuck)
@@ -140,7 +156,9 @@ class Bootstraps:
             self._ledger.mark_kv(engine.url, NOT_ASKED)
             known.wake.set()
             if engine not in self._running:
-                self._running[engine] = self._tasks.keep(partial(self.run, engine), f"bootstrap {engine.url}")
+                self._running[engine] = self._tasks.keep(
+                    partial(self.run, engine), f"bootstrap {engine.url}"
+                )
 
     def _stuck(self, engine: Engine) -> None:
         """Note that a prompt was given up for which a decode engine waits."""
@@ -157,12 +175,15 @@ class Bootstraps:
         if len(known.given_up) < MAX_GIVEN_UP:
             return None
         return (
-            f"has given up {MAX_GIVEN_UP} prompts or more for which decode engines wait, {self._stuck_for:g} s each:"
+            f"has given up {MAX_GIVEN_UP} prompts or more for which decode engines wait, "
+            f"{self._stuck_for:g} s each:"
             " with more of them its transfers stop"
         )
 
     def shortcomings(self) -> list[str]:
-        """Return which servers have not answered the last time although their engines are up, a sentence each."""
+        """Return which servers have not answered the last time although their engines are up, a
+        sentence each.
+        """
         return [
             f"the bootstrap server of {engine.url} ({engine.bootstrap}): {known.trouble}"
             for engine, known in self._known.items()
@@ -204,10 +225,14 @@ class Bootstraps:
         if run != engine.in_ledger.run_number or engine not in self._known:
             return  # it has restarted meanwhile: the answer may be of the run before
         why = self._answered(engine, known, ranks)
-        self._observers.notify(BootstrapAsked(engine.url, "complete" if why is None else "incomplete"))
+        self._observers.notify(
+            BootstrapAsked(engine.url, "complete" if why is None else "incomplete")
+        )
 
     def _answered(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
-        """Note what a server has answered. Return why its engine can't take part in KV transfer, None if it can."""
+        """Note what a server has answered. Return why its engine can't take part in KV transfer,
+        None if it can.
+        """
         why = self._learn(engine, known, ranks) or self._overrun(known)
         known.run, known.trouble = engine.in_ledger.run_number, None
         self._ledger.mark_kv(engine.url, why)
@@ -217,15 +242,24 @@ class Bootstraps:
         """Note that a server can't be used now."""
         known.trouble = why
         if known.run != engine.in_ledger.run_number:
-            self._ledger.mark_kv(engine.url, f"has a bootstrap server at {engine.bootstrap} that can't be used: {why}")
+            self._ledger.mark_kv(
+                engine.url,
+                f"has a bootstrap server at {engine.bootstrap} that can't be used: {why}",
+            )
 
     def _learn(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
-        """Take note of an engine's ranks. Return why it can't take part in KV transfer, None if it can."""
+        """Take note of an engine's ranks. Return why it can't take part in KV transfer, None if it
+        can.
+        """
         peers = engine.run.peers
         peers.forget()
         if (more := [rank for rank in ranks if rank >= engine.ranks or rank < 0]) != []:
-            # The engine would choose any of them for a leg, and the decode engine would wait at another one.
-            return f"has a data-parallel rank {max(more)}, but facts.data_parallel_size is {engine.ranks}"
+            # The engine would choose any of them for a leg, and the decode engine would wait at
+            # another one.
+            return (
+                f"has a data-parallel rank {max(more)}, but facts.data_parallel_size is "
+                f"{engine.ranks}"
+            )
         for rank in range(engine.ranks):
             if rank not in ranks:
                 return f"has a bootstrap server that does not know data-parallel rank {rank} yet"
@@ -249,8 +283,8 @@ class Bootstraps:
     def _stale(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
         """Return why other decode engines would ask at wrong addresses, None if they would not.
 
-        A decode engine keeps the addresses of an engine id for ever. If the id is a fixed one and its engine has restarted, they
-        are wrong, and each of its requests would wait for minutes.
+        A decode engine keeps the addresses of an engine id for ever. If the id is a fixed one and
+        its engine has restarted, they are wrong, and each of its requests would wait for minutes.
         """
         decodes = {
             other.in_ledger.run_number: other.url
@@ -267,10 +301,13 @@ class Bootstraps:
             return None
         urls = ", ".join(decodes[run] for run in sorted(known.stale))
         return (
-            "has restarted with the engine_id that it had before, and decode engines keep its old addresses:"
+            "has restarted with the engine_id that it had before, and decode engines keep its "
+            "old addresses:"
             f" restart {urls}, and leave engine_id out of its --kv-transfer-config"
         )
 
 
 def _spelled(workers: Mapping[int, Mapping[int, str]]) -> _Addresses:
-    return {f"{tp}.{pp}": address for tp, stages in workers.items() for pp, address in stages.items()}
+    return {
+        f"{tp}.{pp}": address for tp, stages in workers.items() for pp, address in stages.items()
+    }

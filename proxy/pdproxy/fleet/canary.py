@@ -1,8 +1,9 @@
 """Canaries: whether the engines make the same token ids of a prompt as this process.
 
-Owns the judgements in each `EngineRun`, and the tokenizers that were found for the engines' models. Every engine, P and D, is
-asked for the ids of `tokens.canaries` when it comes up and each time that it has changed. Prompts of a model are tokenized here
-as long as all engines that are up and serve it make the same ids. One that differs ends that, with a warning.
+Owns the judgements in each `EngineRun`, and the tokenizers that were found for the engines' models.
+Every engine, P and D, is asked for the ids of `tokens.canaries` when it comes up and each time that
+it has changed. Prompts of a model are tokenized here as long as all engines that are up and serve
+it make the same ids. One that differs ends that, with a warning.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ logger = logging.getLogger("pdproxy.fleet")
 AGAIN = 5.0
 """Seconds until an engine that was too busy to answer is asked again."""
 MAX_BASES = 16
-"""Base models of an engine whose prompts may be tokenized here: an engine has one base model, under some names."""
+"""Base models of an engine whose prompts may be tokenized here: an engine has one base model, under
+some names.
+"""
 MAX_ANSWER = 64 << 10
 """Bytes of an engine's ids of one canary."""
 MAX_NAMES = 16_384
@@ -56,7 +59,8 @@ TOKENIZE_AGREES = gauge(
 
 
 class ModelAnswers(msgspec.Struct, array_like=True):
-    """What an engine answered for one base model, by the canaries' names. `why`: why there is nothing to compare, "" if there is.
+    """What an engine answered for one base model, by the canaries' names. `why`: why there is
+    nothing to compare, "" if there is.
 
     `root`: by which a tokenizer is found.
     """
@@ -67,7 +71,9 @@ class ModelAnswers(msgspec.Struct, array_like=True):
 
 
 class CanaryAnswers(msgspec.Struct, array_like=True):
-    """What an engine answered in one run: its models, and for each base model the ids of canaries."""
+    """What an engine answered in one run: its models, and for each base model the ids of
+    canaries.
+    """
 
     cards: list[ModelCard]
     models: dict[str, ModelAnswers] = {}
@@ -75,7 +81,9 @@ class CanaryAnswers(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """A tokenizer that all engines of a model agree with. `forms`: how its template gets a message's content."""
+    """A tokenizer that all engines of a model agree with. `forms`: how its template gets a
+    message's content.
+    """
 
     tokenizer: LocalTokenizer
     forms: Mapping[bool, ContentFormat]
@@ -84,8 +92,9 @@ class Trusted:
 class Canaries:
     """Asks engines, and judges their answers.
 
-    `tokenizer`: the one that the settings name, for all models. None: `find` returns one for the root that an engine reports for
-    its model, or raises UnusableError; it runs in a thread of `threads`. An observer and a watcher of engines.
+    `tokenizer`: the one that the settings name, for all models. None: `find` returns one for the
+    root that an engine reports for its model, or raises UnusableError; it runs in a thread of
+    `threads`. An observer and a watcher of engines.
     """
 
     only = (NodeChanged,)
@@ -136,13 +145,17 @@ class Canaries:
             judged = engine.run.judgements or {}
             if model is None and len(judged) != 1:
                 return None  # the engine decides which model it means
-            judgement = judged.get(next(iter(judged)) if model is None else self._bases.get(model, model))
+            judgement = judged.get(
+                next(iter(judged)) if model is None else self._bases.get(model, model)
+            )
             if judgement is None or judgement.tokenizer is None:
                 return None
             agreement = judgement.agreement
             if not (agreement.chats if route is Route.CHAT else agreement.texts):
                 return None
-            trusted = Trusted(judgement.tokenizer, agreement.forms if route is Route.CHAT else _NOTHING)
+            trusted = Trusted(
+                judgement.tokenizer, agreement.forms if route is Route.CHAT else _NOTHING
+            )
             if agreed is None:
                 agreed = trusted, judgement
             elif trusted.forms != agreed[0].forms or not judgement.compatible(agreed[1]):
@@ -150,21 +163,31 @@ class Canaries:
         return agreed[0] if agreed is not None else None
 
     def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
-        """Stop tokenizing a model's prompts here until this engine restarts: a request has shown that it makes other ids."""
+        """Stop tokenizing a model's prompts here until this engine restarts: a request has shown
+        that it makes other ids.
+        """
         engine = self._engines.get(url)
         if engine is None:
             return
-        name = next(iter(engine.run.judgements or {}), "") if model is None else self._bases.get(model, model)
+        name = (
+            next(iter(engine.run.judgements or {}), "")
+            if model is None
+            else self._bases.get(model, model)
+        )
         if self._distrust(engine, name, route, why):
             self._observers.notify(TokenizerJudged(url, name, False, why))
 
     def _distrust(self, engine: Engine, model: str, route: Route, why: str) -> bool:
-        """Tokenize a base model's prompts here no more. Return whether the engine was judged for it."""
+        """Tokenize a base model's prompts here no more. Return whether the engine was judged for
+        it.
+        """
         judged = engine.run.judgements or {}
         if (known := judged.get(model)) is None:
             return False
         off = {"chats": False} if route is Route.CHAT else {"texts": False}
-        judged[model] = replace(known, agreement=msgspec.structs.replace(known.agreement, **off), why=why)
+        judged[model] = replace(
+            known, agreement=msgspec.structs.replace(known.agreement, **off), why=why
+        )
         self._trusted.clear()
         return True
 
@@ -183,14 +206,18 @@ class Canaries:
         self.changed()
 
     def changed(self) -> None:
-        """Forget which tokenizers are trusted, and ask engines again: one came up, went down or was replaced."""
+        """Forget which tokenizers are trusted, and ask engines again: one came up, went down or was
+        replaced.
+        """
         self._trusted.clear()
         self._wake.set()
 
     # -- asking
 
     async def run(self) -> None:
-        """Ask engines until cancelled: each once in each of its runs, and again while it is too busy to answer."""
+        """Ask engines until cancelled: each once in each of its runs, and again while it is too
+        busy to answer.
+        """
         while True:
             self._wake.clear()
             done = await self.look()
@@ -201,11 +228,14 @@ class Canaries:
                 pass
 
     async def look(self) -> bool:
-        """Ask each engine that is up and was not asked in this run, or has new names. Return whether all have answered."""
+        """Ask each engine that is up and was not asked in this run, or has new names. Return
+        whether all have answered.
+        """
         new = [
             engine
             for engine in self._engines.values()
-            if engine.in_ledger.up and (engine.run.judgements is None or self._has_new_names(engine.in_ledger))
+            if engine.in_ledger.up
+            and (engine.run.judgements is None or self._has_new_names(engine.in_ledger))
         ]
         return all(await asyncio.gather(*(self._ask(engine) for engine in new)))
 
@@ -219,10 +249,13 @@ class Canaries:
             if answers is None:
                 return False
             self._remember(answers.cards)
-            if run.judgements is not None:  # adapters were loaded: the judgement of their base model holds for them
+            # adapters were loaded: the judgement of their base model holds for them
+            if run.judgements is not None:
                 self._trusted.clear()
                 return True
-            judged = {model: await self._judged(model, answer) for model, answer in answers.models.items()}
+            judged = {
+                model: await self._judged(model, answer) for model, answer in answers.models.items()
+            }
         except (EngineError, OverloadedError) as error:
             logger.debug("%s was not asked for canaries: %s", url, error.message)
             return False
@@ -239,10 +272,14 @@ class Canaries:
     def _announce(self, engine: Engine, judged: Mapping[str, Judgement]) -> None:
         for model, judgement in judged.items():
             agrees = False if judgement.agreement.differs else None if judgement.why else True
-            self._observers.notify(TokenizerJudged(engine.url, model, agrees, judgement.why or "all canaries agree"))
+            self._observers.notify(
+                TokenizerJudged(engine.url, model, agrees, judgement.why or "all canaries agree")
+            )
 
     async def _answers(self, engine: Engine) -> CanaryAnswers | None:
-        """Return what an engine answers, without canaries if it was judged already; None: it is not known yet."""
+        """Return what an engine answers, without canaries if it was judged already; None: it is not
+        known yet.
+        """
         answers = CanaryAnswers(await self._admin.models(engine.url))
         if engine.run.judgements is None:
             for card in [one for one in answers.cards if one.parent is None][:MAX_BASES]:
@@ -254,12 +291,18 @@ class Canaries:
         self._bases |= {card.id: card.parent or card.id for card in cards}
         if len(self._bases) > MAX_NAMES:
             served = {card.id for card in cards}.union(
-                *(one.in_ledger.evidence.models for one in self._engines.values() if one.in_ledger.evidence is not None)
+                *(
+                    one.in_ledger.evidence.models
+                    for one in self._engines.values()
+                    if one.in_ledger.evidence is not None
+                )
             )
             self._bases = {name: base for name, base in self._bases.items() if name in served}
 
     async def _asked(self, url: str, card: ModelCard) -> ModelAnswers:
-        """Ask an engine for the ids of all canaries, if there is a tokenizer with which they can be compared."""
+        """Ask an engine for the ids of all canaries, if there is a tokenizer with which they can be
+        compared.
+        """
         found = ModelAnswers(card.root or card.id)
         if isinstance(tokenizer := await self._usable(found.root), str):
             return ModelAnswers(found.root, why=tokenizer)
@@ -271,7 +314,8 @@ class Canaries:
             except EngineRefusedError as error:
                 if error.status in _NO_ROUTE:
                     return ModelAnswers(
-                        found.root, why=f"its /tokenize answers {error.status}: nothing can be compared"
+                        found.root,
+                        why=f"its /tokenize answers {error.status}: nothing can be compared",
                     )
                 if error.status != 400:
                     raise
@@ -283,7 +327,8 @@ class Canaries:
         try:
             return self._tokenizer or await self._tokenizer_of(root)
         except UnusableError as error:
-            drop_traceback(error)  # the future that it came by refers to it, and a frame of it to the future
+            # the future that it came by refers to it, and a frame of it to the future
+            drop_traceback(error)
             return f"{truncate(root)}: {truncate(error)}: name its folder with `tokenizer`"
 
     async def _judged(self, model: str, answer: ModelAnswers) -> Judgement:
@@ -296,7 +341,10 @@ class Canaries:
         if agreement.differs:
             kinds = (("completions", agreement.texts), ("chats", agreement.chats))
             off = " and ".join(name for name, on in kinds if not on)
-            why = f"other token ids than the engine's for {_list(agreement.differs)}: {off} are left to the engines"
+            why = (
+                f"other token ids than the engine's for {_list(agreement.differs)}: {off} are "
+                f"left to the engines"
+            )
         elif agreement.unsure:
             why = f"no ids were made here for {_list(agreement.unsure)}"
         return Judgement(tokenizer, agreement, why, answers)
@@ -304,7 +352,9 @@ class Canaries:
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
         found = self._found.get(root)
         if found is None:  # engines are asked at the same time, and share the tokenizer
-            found = self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
+            found = self._found[root] = asyncio.ensure_future(
+                self._thread(lambda: self._find(root))
+            )
         try:
             return await asyncio.shield(found)
         except Exception:

@@ -1,8 +1,10 @@
-"""Asks engines which KV connector they run, before there is any part of the proxy that depends on it.
+"""Asks engines which KV connector they run, before there is any part of the proxy that depends on
+it.
 
-Owns the questions and what they leave. Each engine is asked for its version, its metrics and its configuration. A prefill engine
-whose metrics show that this is safe is asked for the KV of one token; what it keeps then is released through a decode engine, or
-ends with its lease. An engine that does not answer is asked again until the deadline: engines load their models for minutes.
+Owns the questions and what they leave. Each engine is asked for its version, its metrics and its
+configuration. A prefill engine whose metrics show that this is safe is asked for the KV of one
+token; what it keeps then is released through a decode engine, or ends with its lease. An engine
+that does not answer is asked again until the deadline: engines load their models for minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ logger = logging.getLogger("pdproxy")
 PAUSE = 1.0
 """Seconds between two attempts to ask an engine."""
 FIRST_CONTACT = 1.0
-"""Seconds until a decode engine is asked to release KV once more: it may have had to get to know the prefill engine first."""
+"""Seconds until a decode engine is asked to release KV once more: it may have had to get to know
+the prefill engine first.
+"""
 MAX_ANSWER = 1 << 20
 """Bytes of the answer to a request for one token."""
 _PROMPT = "x"
@@ -36,7 +40,9 @@ _NO_KEY = (401, 403)
 
 
 class AskedEngine(msgspec.Struct, frozen=True):
-    """An engine that could be asked. `model` is one that it serves, `answer` a prefill answer that holds KV."""
+    """An engine that could be asked. `model` is one that it serves, `answer` a prefill answer that
+    holds KV.
+    """
 
     seen: Observation
     model: str | None = None
@@ -78,7 +84,10 @@ class Detection:
 
     async def ask_all(self, deadline: float) -> None:
         """Ask all engines until each has answered, or for `deadline` seconds."""
-        asking = [asyncio.create_task(self._ask_until_answered(url), name=f"asks {url}") for url in self._engines]
+        asking = [
+            asyncio.create_task(self._ask_until_answered(url), name=f"asks {url}")
+            for url in self._engines
+        ]
         try:
             with self._clock.within(deadline):
                 await asyncio.gather(*asking)
@@ -94,19 +103,25 @@ class Detection:
         return [self.asked[url].seen for url in self._engines if url in self.asked]
 
     async def release(self, decodes: Sequence[str], contract: Contract) -> None:
-        """Have decode engines release what prefill engines keep because of the questions. What fails ends with its lease."""
+        """Have decode engines release what prefill engines keep because of the questions. What
+        fails ends with its lease.
+        """
         holder = contract.holder
         if not isinstance(holder, HeldByPrefill):
             return
         decodes = [url for url in decodes if url in self.asked]
-        await asyncio.gather(*(self._release(contract, holder, one, decodes) for one in self.asked.values()))
+        await asyncio.gather(
+            *(self._release(contract, holder, one, decodes) for one in self.asked.values())
+        )
 
     async def _release(
         self, contract: Contract, holder: HeldByPrefill, asked: AskedEngine, decodes: Sequence[str]
     ) -> None:
         if asked.answer is None:
             return
-        handle = contract.handle(parse(Route.COMPLETIONS, _body(asked.model, None)), asked.answer, NO_DISPATCH)
+        handle = contract.handle(
+            parse(Route.COMPLETIONS, _body(asked.model, None)), asked.answer, NO_DISPATCH
+        )
         if not isinstance(handle, Handle):
             return
         host = self._kv_hosts.get(asked.seen.url)
@@ -121,7 +136,9 @@ class Detection:
 
     async def _refuses(self, url: str, body: bytes) -> bool:
         try:
-            await self._admin.post(url, Route.COMPLETIONS.value, body, timeout=self._seconds, max_bytes=MAX_ANSWER)
+            await self._admin.post(
+                url, Route.COMPLETIONS.value, body, timeout=self._seconds, max_bytes=MAX_ANSWER
+            )
         except EngineRefusedError as error:
             return error.status == 400
         except (EngineError, OverloadedError):
@@ -163,8 +180,12 @@ class Detection:
         except EngineRefusedError as error:
             return AskedEngine(msgspec.structs.replace(seen, refusal=error.message), model)
         if answer is None:
-            return AskedEngine(msgspec.structs.replace(seen, refusal="something else than a completion"), model)
-        return AskedEngine(msgspec.structs.replace(seen, answer=bytes(answer.kv_transfer_params)), model, answer)
+            return AskedEngine(
+                msgspec.structs.replace(seen, refusal="something else than a completion"), model
+            )
+        return AskedEngine(
+            msgspec.structs.replace(seen, answer=bytes(answer.kv_transfer_params)), model, answer
+        )
 
     async def _metrics(self, url: str) -> frozenset[str] | None:
         try:
@@ -176,15 +197,24 @@ class Detection:
         where = self._bootstraps.get(url) if detect.has_bootstrap() else None
         return await self._others.answers(where, "/query") if where is not None else None
 
-    async def _answer(self, url: str, model: str | None, asks: SignQuestion) -> PrefillAnswer | None:
+    async def _answer(
+        self, url: str, model: str | None, asks: SignQuestion
+    ) -> PrefillAnswer | None:
         body = _body(model, asks.params)
         path, seconds = Route.COMPLETIONS.value, self._seconds
-        return prefill_answer(await self._admin.post(url, path, body, timeout=seconds, max_bytes=MAX_ANSWER))
+        return prefill_answer(
+            await self._admin.post(url, path, body, timeout=seconds, max_bytes=MAX_ANSWER)
+        )
 
 
 def _body(model: str | None, params: bytes | None) -> bytes:
     """Return a completion of one token."""
-    fields: dict[str, object] = {"prompt": _PROMPT, "max_tokens": 1, "stream": False, "temperature": 0}
+    fields: dict[str, object] = {
+        "prompt": _PROMPT,
+        "max_tokens": 1,
+        "stream": False,
+        "temperature": 0,
+    }
     if model is not None:
         fields["model"] = model
     if params is not None:

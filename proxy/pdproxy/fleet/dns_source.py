@@ -1,6 +1,7 @@
 """A source of engines that follows a name in DNS.
 
-Owns what was answered last. An engine must be missing in two answers in a row before it is not named any more.
+Owns what was answered last. An engine must be missing in two answers in a row before it is not
+named any more.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ def source(url: str, settings: Settings) -> DnsSource:
 class DnsSource:
     """Follows one name. `chance`: from 0 to 1, for the jitter."""
 
-    def __init__(self, name: DnsName, look_up: LookUp, dns: Dns, chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, name: DnsName, look_up: LookUp, dns: Dns, chance: Callable[[], float] = random.random
+    ) -> None:
         self._name = name
         self._look_up = look_up
         self._dns = dns
         self._chance = chance
         self._known: dict[str, dict[Place, int]] = {}
-        """By type of record: the places, with the number of answers in a row in which each was missing."""
+        """By type of record: the places, with the number of answers in a row in which each was
+        missing.
+        """
         self._failures = 0
 
     def __repr__(self) -> str:
@@ -59,8 +64,12 @@ class DnsSource:
         failures = {kind: one for kind, one in found.items() if isinstance(one, LookupFailedError)}
         records = {kind: one for kind, one in found.items() if isinstance(one, DnsRecords)}
         passed = Wait.DNS if any(one.late for one in failures.values()) else None
-        # A server that knows nothing of one family of addresses fails for it for ever: only what has had records is missed.
-        wrong = next((str(one) for kind, one in failures.items() if self._known.get(kind) or not records), None)
+        # A server that knows nothing of one family of addresses fails for it for ever: only what
+        # has had records is missed.
+        wrong = next(
+            (str(one) for kind, one in failures.items() if self._known.get(kind) or not records),
+            None,
+        )
         if not records:
             self._failures += 1
             pause = min(RETRY * 2 ** min(self._failures - 1, 10), LONGEST_RETRY)

@@ -1,7 +1,8 @@
 """Ends legs in silence at engines that are down.
 
-An engine sends nothing before an unstreamed answer is whole, which may take as long as a request may take. If its machine stops
-meanwhile, its connections stay open: only probes show that. So a leg ends once probes have found its engine down for some time.
+An engine sends nothing before an unstreamed answer is whole, which may take as long as a request
+may take. If its machine stops meanwhile, its connections stay open: only probes show that. So a leg
+ends once probes have found its engine down for some time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ LOOK = 1.2
 
 
 class DownWatch:
-    """Looks at the legs of all engines of one pool, while any is in silence. `longest`: seconds that an engine may be down."""
+    """Looks at the legs of all engines of one pool, while any is in silence. `longest`: seconds
+    that an engine may be down.
+    """
 
     def __init__(self, engines: EngineRegistry, clock: Clock, longest: Callable[[], float]) -> None:
         self._engines = engines

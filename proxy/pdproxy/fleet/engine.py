@@ -25,7 +25,9 @@ PromptKind = tuple[str | None, Route, bool]
 
 @dataclass(frozen=True, slots=True)
 class EngineCredentials:
-    """The bearer token for an engine, and the TLS context for its connections. Both may change: call them at each use."""
+    """The bearer token for an engine, and the TLS context for its connections. Both may change:
+    call them at each use.
+    """
 
     key: Callable[[], str | None] = lambda: None
     tls: Callable[[], ssl.SSLContext | None] = lambda: None
@@ -33,7 +35,9 @@ class EngineCredentials:
 
 @dataclass(slots=True)
 class ProbeState:
-    """Written by the `Prober`. `late`: health questions in a row that timed out; `wake`: set when a probe is wanted now."""
+    """Written by the `Prober`. `late`: health questions in a row that timed out; `wake`: set when a
+    probe is wanted now.
+    """
 
     late: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -43,10 +47,11 @@ class ProbeState:
 class AuditAccount:
     """The audit of one run of a decode engine, in prompt tokens. Written by the `Auditor`.
 
-    `loading` is under way; `expected` has shown data; `due` is what `expected` was two scrapes before, so that an engine has
-    at least that time to count what it was sent last. `surplus` is what the engine counted beyond `expected`: requests whose
-    clients left before the first data, or another proxy's requests. A surplus that lasts for two scrapes is written off,
-    so that it can't hide a later shortfall.
+    `loading` is under way; `expected` has shown data; `due` is what `expected` was two scrapes
+    before, so that an engine has at least that time to count what it was sent last. `surplus` is
+    what the engine counted beyond `expected`: requests whose clients left before the first data, or
+    another proxy's requests. A surplus that lasts for two scrapes is written off, so that it can't
+    hide a later shortfall.
     """
 
     started: float
@@ -64,7 +69,9 @@ class AuditAccount:
 
 @dataclass(slots=True)
 class AuditState:
-    """Written by the `Auditor`. `account` is None until the first scrape; `blind`: the engine's metrics show no sources."""
+    """Written by the `Auditor`. `account` is None until the first scrape; `blind`: the engine's
+    metrics show no sources.
+    """
 
     account: AuditAccount | None = None
     blind: bool = False
@@ -80,7 +87,8 @@ class ReceiveBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What one run of an engine answered for one base model. `why`: why nothing is tokenized here for it, "" if it is.
+    """What one run of an engine answered for one base model. `why`: why nothing is tokenized here
+    for it, "" if it is.
 
     `answers`: the engine's own ids, by the canaries' names.
     """
@@ -91,7 +99,9 @@ class Judgement:
     answers: Mapping[str, CanaryIds] = field(default_factory=dict)
 
     def compatible(self, other: Judgement) -> bool:
-        """Return whether a tokenizer that agrees with one agrees with both: they share it, or gave the same answers."""
+        """Return whether a tokenizer that agrees with one agrees with both: they share it, or gave
+        the same answers.
+        """
         return self.tokenizer is other.tokenizer or self.answers == other.answers
 
 
@@ -99,9 +109,10 @@ class Judgement:
 class EngineRun:
     """What was learned of one run of an engine. A restart begins another one.
 
-    `judgements` by base model, None until the engine has answered; written by `Canaries`. `proven`: how many prompts of a kind
-    were sent since the engine has shown the same ids; written by `TokenizerCheck`. `peers`: where other engines reach its ranks;
-    written by what `Capabilities.peers_from` names.
+    `judgements` by base model, None until the engine has answered; written by `Canaries`. `proven`:
+    how many prompts of a kind were sent since the engine has shown the same ids; written by
+    `TokenizerCheck`. `peers`: where other engines reach its ranks; written by what
+    `Capabilities.peers_from` names.
     """
 
     number: int
@@ -117,17 +128,23 @@ class Engine:
     - `in_ledger`: the engine as the ledger has it.
     - `client`, `credentials`: how legs are sent to it.
     - `block_size`: tokens in a KV block, as configured. None: as its metrics show.
-    - `receiver`: where it receives KV that is pushed; `buffer`: its bounded receive buffer. None where there is none.
-    - `ranks`: its data-parallel size: how many ranks answer at its URL, 1 without data parallelism. A leg goes to a rank of the
-      engine's choice unless it has the header `X-data-parallel-rank` (`transfer.peers.Peer.headers`).
-    - `tp_size`: its tensor-parallel size: how many GPUs one data-parallel rank has. None: not known.
+    - `receiver`: where it receives KV that is pushed; `buffer`: its bounded receive buffer. None
+      where there is none.
+    - `ranks`: its data-parallel size: how many ranks answer at its URL, 1 without data parallelism.
+      A leg goes to a rank of the engine's choice unless it has the header `X-data-parallel-rank`
+      (`transfer.peers.Peer.headers`).
+    - `tp_size`: its tensor-parallel size: how many GPUs one data-parallel rank has. None: not
+      known.
     - `kv_host`: the host at which other engines reach its KV. None: the one that it names itself.
     - `bootstrap`: the URL of its bootstrap server, None if it has none.
-    - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's engines do not register.
-    - `kv_lease`: seconds for which it keeps KV that nobody reads, as configured. None: as its connector does.
-    - `kv_expired`: how many of its KV handles have expired, as it has reported last; None: it does not report it. Written by
-      `app.capacity`.
-    - `probes`, `audit`, `run`: state, each with one writer. `open_legs`: legs add and remove themselves.
+    - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's
+      engines do not register.
+    - `kv_lease`: seconds for which it keeps KV that nobody reads, as configured. None: as its
+      connector does.
+    - `kv_expired`: how many of its KV handles have expired, as it has reported last; None: it does
+      not report it. Written by `app.capacity`.
+    - `probes`, `audit`, `run`: state, each with one writer. `open_legs`: legs add and remove
+      themselves.
     """
 
     in_ledger: LedgerEngine

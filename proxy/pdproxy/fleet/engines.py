@@ -30,8 +30,9 @@ class EngineWatcher(Protocol):
 class EngineRegistry(Mapping[str, Engine]):
     """All engines of one pool by URL, in the order in which they were added.
 
-    `known` holds the same engines, and those removed ones that are still needed: legs to them may be under way, or they may hold
-    KV. Who has a lease or a custody finds its engine there. It is a plain dict for the data path; only the registry writes to it.
+    `known` holds the same engines, and those removed ones that are still needed: legs to them may
+    be under way, or they may hold KV. Who has a lease or a custody finds its engine there. It is a
+    plain dict for the data path; only the registry writes to it.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -39,8 +40,9 @@ class EngineRegistry(Mapping[str, Engine]):
         self._engines: dict[str, Engine] = {}
         self.known: dict[str, Engine] = {}
         self.replaced: str | None = None
-        """The URL of the engine that is removed now, and added at once with other settings. It is the same process: watchers keep
-        what they know of that. Written by `Membership`."""
+        """The URL of the engine that is removed now, and added at once with other settings. It is
+        the same process: watchers keep what they know of that. Written by `Membership`.
+        """
         self._leaving: list[Engine] = []
         self._watchers: list[EngineWatcher] = []
         self._named: list[Callable[[], Collection[str]]] = []
@@ -60,7 +62,9 @@ class EngineRegistry(Mapping[str, Engine]):
 
     @property
     def leaving(self) -> Sequence[Engine]:
-        """The removed engines that are still needed. One with the URL of an engine that is there was replaced by it."""
+        """The removed engines that are still needed. One with the URL of an engine that is there
+        was replaced by it.
+        """
         return self._leaving
 
     def watch(self, watcher: EngineWatcher) -> None:
@@ -72,7 +76,8 @@ class EngineRegistry(Mapping[str, Engine]):
         self._named.append(named)
 
     def when_forgotten(self, forget: Callable[[str], None]) -> None:
-        """Call `forget(url)` once nothing needs a removed engine any more, unless one with its URL has been added since.
+        """Call `forget(url)` once nothing needs a removed engine any more, unless one with its URL
+        has been added since.
 
         For those who note something of an engine when a leg to it ends.
         """
@@ -94,12 +99,15 @@ class EngineRegistry(Mapping[str, Engine]):
         registered_as: str = "",
         kv_lease: float | None = None,
     ) -> Engine:
-        """Make an engine known to the ledger and to all watchers. It gets requests once it has answered a probe.
+        """Make an engine known to the ledger and to all watchers. It gets requests once it has
+        answered a probe.
 
-        `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known. `ranks`: its data-parallel size.
-        `kv_host`: the host at which other engines reach it for KV, in place of the one that it names.
-        `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server, None: it has none.
-        `registered_as`: `host:port` by which it registers. `kv_lease`: seconds for which it keeps KV that nobody reads.
+        `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known.
+        `ranks`: its data-parallel size. `kv_host`: the host at which other engines reach it for KV,
+        in place of the one that it names. `tp_size`: its tensor-parallel size, None: not known.
+        `bootstrap`: the address of its bootstrap server, None: it has none. `registered_as`:
+        `host:port` by which it registers. `kv_lease`: seconds for which it keeps KV that nobody
+        reads.
 
         Raises:
             ValueError: there is an engine with this URL.
@@ -128,7 +136,8 @@ class EngineRegistry(Mapping[str, Engine]):
         return engine
 
     def remove(self, url: str) -> Engine:
-        """Take an engine out. It gets no new request; legs that run continue, and their leases are closed as usual.
+        """Take an engine out. It gets no new request; legs that run continue, and their leases are
+        closed as usual.
 
         Raises:
             KeyError: there is no engine with this URL.
@@ -147,11 +156,15 @@ class EngineRegistry(Mapping[str, Engine]):
         return any(engine.in_ledger.serves(model) for engine in self._engines.values())
 
     def key(self, url: str) -> str | None:
-        """Return an engine's bearer token, None where it needs none. Raises EngineError if the engine was removed."""
+        """Return an engine's bearer token, None where it needs none. Raises EngineError if the
+        engine was removed.
+        """
         return self._leased(url).credentials.key()
 
     def tls(self, url: str) -> ssl.SSLContext | None:
-        """Return an engine's TLS context, None for plain HTTP. Raises EngineError if the engine was removed."""
+        """Return an engine's TLS context, None for plain HTTP. Raises EngineError if the engine was
+        removed.
+        """
         return self._leased(url).credentials.tls()
 
     def _leased(self, url: str) -> Engine:

@@ -35,7 +35,9 @@ AT_ONCE = 512
 
 
 def engine_id(url: str) -> str:
-    """Return an engine's short name: the first digits of the SHA-256 of its URL, which stay the same for ever."""
+    """Return an engine's short name: the first digits of the SHA-256 of its URL, which stay the
+    same for ever.
+    """
     return hashlib.sha256(url.encode()).hexdigest()[:ID_LENGTH]
 
 
@@ -43,7 +45,11 @@ class EngineHealth(msgspec.Struct, frozen=True):
     """Whether it serves: what probes and its legs have shown."""
 
     state: Annotated[
-        str, Meta(description="up, down, draining, stalled, asleep, excluded, half_open, kv_failing or slow_start")
+        str,
+        Meta(
+            description="up, down, draining, stalled, asleep, excluded, half_open, kv_failing or "
+            "slow_start"
+        ),
     ]
     reason: Annotated[str | None, Meta(description="why it is not up, null if it is")]
 
@@ -53,16 +59,26 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
     requests: Annotated[int, Meta(description="requests that it has now")]
     prompt_bytes: Annotated[int, Meta(description="bytes of their prompts that it works on")]
-    window: Annotated[float | None, Meta(description="how many requests it should have at once, null for any number")]
+    window: Annotated[
+        float | None,
+        Meta(description="how many requests it should have at once, null for any number"),
+    ]
 
 
 class EngineBreaker(msgspec.Struct, frozen=True):
     """Its breaker, which is opened by failures in a row, or where it is worse than its peers."""
 
     failures: Annotated[int, Meta(description="failed legs since the last good one")]
-    open_for_s: Annotated[float, Meta(description="seconds for which it is excluded, 0 if it is not")]
-    reason: Annotated[str | None, Meta(description="why it is excluded, null for failures in a row")]
-    places: Annotated[int | None, Meta(description="requests that it may have in a slow start, null for any number")]
+    open_for_s: Annotated[
+        float, Meta(description="seconds for which it is excluded, 0 if it is not")
+    ]
+    reason: Annotated[
+        str | None, Meta(description="why it is excluded, null for failures in a row")
+    ]
+    places: Annotated[
+        int | None,
+        Meta(description="requests that it may have in a slow start, null for any number"),
+    ]
 
 
 class NotPaired(msgspec.Struct, frozen=True):
@@ -76,7 +92,9 @@ class EnginePairs(msgspec.Struct, frozen=True):
     """The engines with which it can share a prompt's work."""
 
     paired: Annotated[int, Meta(description="with how many engines it can share prompts")]
-    not_paired: Annotated[list[NotPaired], Meta(description="with which ones it can not; in a list, the first ones")]
+    not_paired: Annotated[
+        list[NotPaired], Meta(description="with which ones it can not; in a list, the first ones")
+    ]
     not_paired_count: int
 
 
@@ -93,24 +111,37 @@ class EngineDrain(msgspec.Struct, frozen=True):
 class EngineEntry(msgspec.Struct, frozen=True):
     """One engine."""
 
-    id: Annotated[str, Meta(description="its short name: the first 12 digits of the SHA-256 of its URL")]
+    id: Annotated[
+        str, Meta(description="its short name: the first 12 digits of the SHA-256 of its URL")
+    ]
     url: str
     pool: Annotated[str, Meta(description="the name of its pool")]
     role: Annotated[str, Meta(description="prefill, decode, aggregated or any")]
     source: Annotated[
-        str, Meta(description="who has added it: settings, admin, or the URL of a source; only that one removes it")
+        str,
+        Meta(
+            description="who has added it: settings, admin, or the URL of a source; only that one "
+            "removes it"
+        ),
     ]
-    also_wanted_by: Annotated[list[str], Meta(description="the first of these owns it if its source gives it up")]
-    state: Annotated[str, Meta(description="joining, probing, warming, serving, draining or drained")]
+    also_wanted_by: Annotated[
+        list[str], Meta(description="the first of these owns it if its source gives it up")
+    ]
+    state: Annotated[
+        str, Meta(description="joining, probing, warming, serving, draining or drained")
+    ]
     since_s: Annotated[float, Meta(description="seconds since it was added")]
     health: EngineHealth
     models: Annotated[list[str], Meta(description="the models that it serves, the first 64")]
     version: Annotated[str | None, Meta(description="vLLM's version, null while it is not known")]
-    block_size: Annotated[int | None, Meta(description="tokens in a KV block, null while it is not known")]
+    block_size: Annotated[
+        int | None, Meta(description="tokens in a KV block, null while it is not known")
+    ]
     load: EngineLoad
     breaker: EngineBreaker
     pairs: Annotated[
-        EnginePairs | None, Meta(description="null in a list of more than 512 engines, and where not asked for")
+        EnginePairs | None,
+        Meta(description="null in a list of more than 512 engines, and where not asked for"),
     ]
     drain: EngineDrain | None
     labels: dict[str, str]
@@ -129,7 +160,9 @@ class PoolEngines(NamedTuple):
 
 
 class EngineEntries:
-    """The entries of all pools' members. An engine is in one pool at a time. `now`: monotonic seconds."""
+    """The entries of all pools' members. An engine is in one pool at a time. `now`: monotonic
+    seconds.
+    """
 
     def __init__(self, pools: Sequence[PoolEngines], now: Callable[[], float]) -> None:
         self.pools = pools
@@ -166,12 +199,19 @@ class EngineEntries:
         for pool in self.pools:
             if url in pool.membership.members:
                 ledger_engines = pool.ledger_engines() if pairs else ()
-                found = _pairs(pool.engines[url].in_ledger, ledger_engines, len(ledger_engines)) if pairs else None
+                found = (
+                    _pairs(pool.engines[url].in_ledger, ledger_engines, len(ledger_engines))
+                    if pairs
+                    else None
+                )
                 return self._entry(pool, url, found)
         raise UnknownMemberError(f"{url} is no engine of {self._here()}")
 
-    async def all(self, *, pairs: bool = True, of: PoolEngines | None = None) -> AsyncIterator[EngineEntry]:
-        """Yield all entries, or those `of` one pool: pool by pool, in the order in which engines were added.
+    async def all(
+        self, *, pairs: bool = True, of: PoolEngines | None = None
+    ) -> AsyncIterator[EngineEntry]:
+        """Yield all entries, or those `of` one pool: pool by pool, in the order in which engines
+        were added.
 
         Others get their turn in between.
         """
@@ -185,14 +225,26 @@ class EngineEntries:
                     compared = 0
                     await asyncio.sleep(0)
                 if url in pool.membership.members:
-                    found = _pairs(pool.engines[url].in_ledger, ledger_engines, MAX_NOT_PAIRED) if compare else None
+                    found = (
+                        _pairs(pool.engines[url].in_ledger, ledger_engines, MAX_NOT_PAIRED)
+                        if compare
+                        else None
+                    )
                     yield self._entry(pool, url, found)
 
     def plain(self) -> list[str]:
         """Return the URLs of the engines that serve, and that no entry says more of."""
         now = self._now()
-        every = [(pool, url, member) for pool in self.pools for url, member in pool.membership.members.items()]
-        return [url for pool, url, member in every if _is_plain(member, pool.engines[url].in_ledger, now)]
+        every = [
+            (pool, url, member)
+            for pool in self.pools
+            for url, member in pool.membership.members.items()
+        ]
+        return [
+            url
+            for pool, url, member in every
+            if _is_plain(member, pool.engines[url].in_ledger, now)
+        ]
 
     def _entry(self, pool: PoolEngines, url: str, pairs: EnginePairs | None) -> EngineEntry:
         now, member, engine = self._now(), pool.membership.members[url], pool.engines[url]
@@ -208,7 +260,9 @@ class EngineEntries:
             state=member.state(ledger_engine).value,
             since_s=round(now - member.since, 1),
             health=EngineHealth(ledger_engine.state(now), _why(ledger_engine, now)),
-            models=[] if evidence is None else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
+            models=[]
+            if evidence is None
+            else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
             version=None if evidence is None else evidence.version or None,
             block_size=None if evidence is None else evidence.block_size,
             load=EngineLoad(*ledger_engine.known_load, ledger_engine.window),
@@ -239,7 +293,11 @@ class EngineEntries:
 
 
 def _is_plain(member: Member, engine: LedgerEngine, now: float) -> bool:
-    return member.state(engine) is MemberState.SERVING and engine.state(now) == "up" and not engine.failures
+    return (
+        member.state(engine) is MemberState.SERVING
+        and engine.state(now) == "up"
+        and not engine.failures
+    )
 
 
 def _why(engine: LedgerEngine, now: float) -> str | None:
@@ -270,7 +328,9 @@ def _pairs(engine: LedgerEngine, ledger_engines: Sequence[LedgerEngine], shown: 
 
 
 def _difference(engine: LedgerEngine, other: LedgerEngine) -> str | None:
-    """Return why two engines share no prompt, None if they do, "" if their roles are not for that."""
+    """Return why two engines share no prompt, None if they do, "" if their roles are not for
+    that.
+    """
     if engine is other:
         return ""
     found: str | None = ""

@@ -25,7 +25,10 @@ EXCLUSIONS = counter(
     NODE,
     Label(
         "reason",
-        (("errors", "it failed more often than its peers"), ("latency", "it was slower than its peers")),
+        (
+            ("errors", "it failed more often than its peers"),
+            ("latency", "it was slower than its peers"),
+        ),
     ),
 )
 
@@ -35,9 +38,11 @@ async def _nothing() -> Sequence[Sequence[Counted]]:
 
 
 class Exclusions:
-    """Excludes the outliers of a pool, at the interval of `settings`; 0: never. A watcher of the registry.
+    """Excludes the outliers of a pool, at the interval of `settings`; 0: never. A watcher of the
+    registry.
 
-    `lead`: of several workers, one compares; `elsewhere` returns what each of the others has counted.
+    `lead`: of several workers, one compares; `elsewhere` returns what each of the others has
+    counted.
     """
 
     def __init__(
@@ -66,7 +71,9 @@ class Exclusions:
         observers.show(EXCLUSIONS, self._shown)
 
     def start(self) -> None:
-        """Compare engines from now on, unless the settings have turned it off. Needs a running event loop."""
+        """Compare engines from now on, unless the settings have turned it off. Needs a running
+        event loop.
+        """
         if self._settings.interval:
             self._tasks.keep(self.run, "outliers")
 
@@ -87,7 +94,9 @@ class Exclusions:
                 self.compare(await self._elsewhere())
 
     def compare(self, elsewhere: Sequence[Sequence[Counted]] = ()) -> None:
-        """Compare engines once, and exclude outliers. `elsewhere`: what other workers have counted."""
+        """Compare engines once, and exclude outliers. `elsewhere`: what other workers have
+        counted.
+        """
         groups: dict[Role, list[str]] = {}
         for url, engine in self._engines.items():
             if engine.in_ledger.available:
@@ -98,7 +107,13 @@ class Exclusions:
                 self._counts[found.url][found.reason] += 1
                 role = self._engines[found.url].in_ledger.role.value
                 reason = f"{found.why}: excluded for {found.seconds:g} s"
-                self._observers.notify(NodeChanged(found.url, role, up=False, reason=reason, state="excluded"))
+                self._observers.notify(
+                    NodeChanged(found.url, role, up=False, reason=reason, state="excluded")
+                )
 
     def _shown(self) -> Samples:
-        return [((url, reason), counts[reason]) for url, counts in self._counts.items() for reason in REASONS]
+        return [
+            ((url, reason), counts[reason])
+            for url, counts in self._counts.items()
+            for reason in REASONS
+        ]

@@ -1,10 +1,12 @@
-"""What one worker has found of an engine's health, for all workers: whole states, each with a version.
+"""What one worker has found of an engine's health, for all workers: whole states, each with a
+version.
 
-One worker leads (`kit.leading`): it probes, and sends each engine's state when it has read its metrics, when anything has
-changed, when a worker asks, and when it begins to lead. Any worker whose own leg shows something (an engine refuses
-connections, stands still, counts another prompt length) sends the state, too, with the next version. Lower versions are old; of
-equal ones the leader's counts. It sends the state again behind each one that it took, so all end with the leader's. A worker
-that starts knows nothing, and asks until each of its engines is known.
+One worker leads (`kit.leading`): it probes, and sends each engine's state when it has read its
+metrics, when anything has changed, when a worker asks, and when it begins to lead. Any worker whose
+own leg shows something (an engine refuses connections, stands still, counts another prompt length)
+sends the state, too, with the next version. Lower versions are old; of equal ones the leader's
+counts. It sends the state again behind each one that it took, so all end with the leader's. A
+worker that starts knows nothing, and asks until each of its engines is known.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from pdproxy.upstream.metrics_page import Scrape
 AGAIN = 0.1
 """Seconds until states are sent that waited because too much else did."""
 ASK_EVERY = 1.0
-"""Seconds until a worker asks again for engines of which it knows nothing, and between two wishes to have an engine probed."""
+"""Seconds until a worker asks again for engines of which it knows nothing, and between two wishes
+to have an engine probed.
+"""
 
 
 class HealthFinding(msgspec.Struct, array_like=True):
-    """An engine's state. `down`, `stalled`, `excluded`: why, None if it is not. `left_out`: see `Outliers.left_out`.
+    """An engine's state. `down`, `stalled`, `excluded`: why, None if it is not. `left_out`: see
+    `Outliers.left_out`.
 
-    `ejected`: engines with which it is not paired. Of the leader: `scrape`, its last metrics, and the audit's `account`, `base`
-    and `blind`.
+    `ejected`: engines with which it is not paired. Of the leader: `scrape`, its last metrics, and
+    the audit's `account`, `base` and `blind`.
     """
 
     url: str
@@ -55,7 +60,9 @@ class HealthFinding(msgspec.Struct, array_like=True):
 
 
 class _Told(msgspec.Struct, array_like=True):
-    """A message. `leads`: whether its sender does. `unknown`: engines of which it knows nothing; `wanted`: those to be probed."""
+    """A message. `leads`: whether its sender does. `unknown`: engines of which it knows nothing;
+    `wanted`: those to be probed.
+    """
 
     leads: bool
     findings: list[HealthFinding] = []
@@ -75,7 +82,9 @@ class Reported(Protocol):
 
 
 class Findings:
-    """The findings of one pool. `tell` sends a message to all other workers. A watcher of the registry."""
+    """The findings of one pool. `tell` sends a message to all other workers. A watcher of the
+    registry.
+    """
 
     def __init__(
         self,
@@ -109,7 +118,9 @@ class Findings:
         self._due: dict[str, None] = {}
         """Engines whose states are sent when the event loop has nothing else to do."""
         self.is_behind: Callable[[], bool] = lambda: False
-        """Whether so much waits to be sent that states wait here: of each engine the last one is enough."""
+        """Whether so much waits to be sent that states wait here: of each engine the last one is
+        enough.
+        """
         ledger.tell = self._found
         lead.begins.append(self._begins)
         engines.watch(self)
@@ -118,7 +129,9 @@ class Findings:
         return f"<Findings of {len(self._engines)} engines>"
 
     def start(self, tasks: TaskOwner) -> None:
-        """Ask for what others know, and go on asking, in a task of this owner. Needs a running event loop."""
+        """Ask for what others know, and go on asking, in a task of this owner. Needs a running
+        event loop.
+        """
         self._started = True
         tasks.keep(self._ask, "findings")
 
@@ -176,7 +189,11 @@ class Findings:
             asyncio.get_running_loop().call_later(AGAIN, self._send_due)
             return
         urls, self._due = list(self._due), {}
-        known = [engine for url in urls if (engine := self._engines.get(url)) is not None and engine.in_ledger.probed]
+        known = [
+            engine
+            for url in urls
+            if (engine := self._engines.get(url)) is not None and engine.in_ledger.probed
+        ]
         if known:
             self._send(findings=[self._finding(engine) for engine in known])
 
@@ -194,7 +211,11 @@ class Findings:
         )
         if self._lead.leads:
             made.scrape = self._scrapes.get(url)
-            made.account, made.base, made.blind = engine.audit.account, self._auditor.base(url), engine.audit.blind
+            made.account, made.base, made.blind = (
+                engine.audit.account,
+                self._auditor.base(url),
+                engine.audit.blind,
+            )
         return made
 
     def _send(
@@ -230,7 +251,9 @@ class Findings:
 
     def _counts(self, finding: HealthFinding, *, leaders: bool) -> bool:
         have = self._versions.get(finding.url, 0)
-        return finding.version > have or (finding.version == have and leaders and not self._lead.leads)
+        return finding.version > have or (
+            finding.version == have and leaders and not self._lead.leads
+        )
 
     def _take(self, engine: Engine, finding: HealthFinding, *, leaders: bool) -> None:
         url = engine.url
@@ -271,5 +294,7 @@ class Findings:
 
     def _changed(self, engine: Engine, *, up: bool, reason: str) -> None:
         self._observers.notify(
-            NodeChanged(engine.url, engine.in_ledger.role.value, up=up, reason=reason, elsewhere=True)
+            NodeChanged(
+                engine.url, engine.in_ledger.role.value, up=up, reason=reason, elsewhere=True
+            )
         )

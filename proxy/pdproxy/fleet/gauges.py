@@ -20,11 +20,19 @@ NODE_INFO = gauge(
     Label("pool", text="the name of its pool"),
     workers=MergeRule.MOST,
 )
-NODE_INFLIGHT = gauge("pdproxy_node_inflight", "legs", "Legs in flight on an engine", NODE, ROLE, workers=MergeRule.SUM)
+NODE_INFLIGHT = gauge(
+    "pdproxy_node_inflight",
+    "legs",
+    "Legs in flight on an engine",
+    NODE,
+    ROLE,
+    workers=MergeRule.SUM,
+)
 NODE_UP = gauge(
     "pdproxy_node_up",
     "bool",
-    "Whether an engine may be used: probes find it up, it does not stand still, and its breaker is closed",
+    "Whether an engine may be used: probes find it up, it does not stand still, and its breaker "
+    "is closed",
     NODE,
     ROLE,
     workers=MergeRule.MEAN,  # the part of the workers that see it so
@@ -42,11 +50,23 @@ NODE_STATE = gauge(
             ("draining", "it is to leave, or has been drained: it gets none"),
             ("stalled", "its core stands still (health.stalled_after): it gets none"),
             ("asleep", "it sleeps, as its vllm:engine_sleep_state says: it gets none"),
-            ("excluded", "by its breaker, or as an outlier: it gets requests only if there is no other engine"),
-            ("half_open", "it gets one request at a time, until one has shown that it serves again"),
+            (
+                "excluded",
+                (
+                    "by its breaker, or as an outlier: it gets requests only if there is no other "
+                    "engine"
+                ),
+            ),
+            (
+                "half_open",
+                "it gets one request at a time, until one has shown that it serves again",
+            ),
             (
                 "kv_failing",
-                "KV does not move to or from it: no prompt is split with it, it may serve prompts whole",
+                (
+                    "KV does not move to or from it: no prompt is split with it, it may serve "
+                    "prompts whole"
+                ),
             ),
             ("slow_start", "it gets more and more requests (health.slow_start)"),
         ),
@@ -56,7 +76,9 @@ NODE_STATE = gauge(
 
 
 class MetricsOfEngines:
-    """Has engines counted by their URL while they are in the registry. Without it, their URLs would make series without end."""
+    """Has engines counted by their URL while they are in the registry. Without it, their URLs would
+    make series without end.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -70,7 +92,9 @@ class MetricsOfEngines:
         self._metrics.drop_node(engine.url)
 
 
-def show_engines(observers: Observers, engines: EngineRegistry, now: Callable[[], float], pool: str) -> None:
+def show_engines(
+    observers: Observers, engines: EngineRegistry, now: Callable[[], float], pool: str
+) -> None:
     """Show the gauges of all engines of a pool. `pool`: its name."""
 
     def inflight() -> Samples:
@@ -81,7 +105,10 @@ def show_engines(observers: Observers, engines: EngineRegistry, now: Callable[[]
 
     def up() -> Samples:
         at = now()
-        return [((url, one.in_ledger.role.value), float(one.in_ledger.usable(at))) for url, one in engines.items()]
+        return [
+            ((url, one.in_ledger.role.value), float(one.in_ledger.usable(at)))
+            for url, one in engines.items()
+        ]
 
     def states() -> Samples:
         at = now()

@@ -1,7 +1,8 @@
 """Which hosts a KV handle may name: those at which an engine may be (`engines.networks`).
 
-An engine that has been taken over could name any host in its handle, and the engine that reads the KV would connect there. A
-handle that names another host is none: the prompt is served as if the engine had given no handle.
+An engine that has been taken over could name any host in its handle, and the engine that reads the
+KV would connect there. A handle that names another host is none: the prompt is served as if the
+engine had given no handle.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pdproxy.transfer.turns import DecodeHandle
 
 
 class _Named(msgspec.Struct):
-    """`remote_hosts`: the hosts of MoRIIO's ranks on several machines. Values of any type: vLLM makes texts of them."""
+    """`remote_hosts`: the hosts of MoRIIO's ranks on several machines. Values of any type: vLLM
+    makes texts of them.
+    """
 
     remote_host: str | None = None
     remote_hosts: Any = None
@@ -34,7 +37,9 @@ MAX_KNOWN = 4096
 _MAX_HOSTS = 256
 """Hosts of one handle."""
 _MAX_HOST = 255
-"""Characters of a host: as many as the longest name has (RFC 1035). A longer host is not remembered."""
+"""Characters of a host: as many as the longest name has (RFC 1035). A longer host is not
+remembered.
+"""
 
 
 class HandleHosts:
@@ -52,7 +57,8 @@ class HandleHosts:
         try:
             named = _named(handle.params)
         except msgspec.MsgspecError:
-            return handle  # of a contract whose handles name no host: those with one have read it as a text
+            # of a contract whose handles name no host: those with one have read it as a text
+            return handle
         except (UnicodeDecodeError, RecursionError) as error:
             return f"kv_transfer_params can't be read: {error}"
         if named is None:
@@ -66,7 +72,9 @@ class HandleHosts:
         return handle if why is None else why
 
     def why_not(self, host: str, url: str) -> str | None:
-        """Return why an engine may not name a host, None if it may. One that the settings replace may be any."""
+        """Return why an engine may not name a host, None if it may. One that the settings replace
+        may be any.
+        """
         why = self._refused(host, url)
         return None if why is None or self._is_replaced(url) else why
 
@@ -91,7 +99,9 @@ class HandleHosts:
         return f"it names the host {truncate(host, 64)!r}: {why}"
 
     def of_peers(self, peers: tuple[Peer, ...] | str, url: str) -> tuple[Peer, ...] | str:
-        """Return the ranks of an engine that has registered, or why its registration can't be used."""
+        """Return the ranks of an engine that has registered, or why its registration can't be
+        used.
+        """
         if isinstance(peers, str):
             return peers
         for peer in peers:

@@ -1,8 +1,9 @@
-"""Asks one engine whether its cores work: by a completion of one token, and by whether its metrics move.
+"""Asks one engine whether its cores work: by a completion of one token, and by whether its metrics
+move.
 
-`/health` answers while a core stands still. A completion needs the core, and only the core's own reports change the metrics that
-are read here. Both are asked beside each other: a busy core may take long for the completion, and one that computes one long step
-moves no metric.
+`/health` answers while a core stands still. A completion needs the core, and only the core's own
+reports change the metrics that are read here. Both are asked beside each other: a busy core may
+take long for the completion, and one that computes one long step moves no metric.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ from pdproxy.wire.engine import prefill_answer
 
 _PATH = "/v1/completions"
 _IDS = 4
-"""Token ids of the prompt: fewer than any KV block has, so that no cache and no connector keeps anything of it."""
+"""Token ids of the prompt: fewer than any KV block has, so that no cache and no connector keeps
+anything of it.
+"""
 
 
 class HealthCanary:
-    """Asks engines for one token. `roles`: engines of which roles may be asked; `health`: how long each answer may take."""
+    """Asks engines for one token. `roles`: engines of which roles may be asked; `health`: how long
+    each answer may take.
+    """
 
-    def __init__(self, admin: EngineAdmin, observers: Observers, roles: Collection[str], health: Health) -> None:
+    def __init__(
+        self, admin: EngineAdmin, observers: Observers, roles: Collection[str], health: Health
+    ) -> None:
         self._admin = admin
         self._observers = observers
         self._roles = roles
@@ -39,10 +46,15 @@ class HealthCanary:
     def may_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked: its role allows it, and a model of it is known."""
         evidence = engine.in_ledger.evidence
-        return engine.in_ledger.role.value in self._roles and evidence is not None and bool(evidence.models)
+        return (
+            engine.in_ledger.role.value in self._roles
+            and evidence is not None
+            and bool(evidence.models)
+        )
 
     async def works(self, engine: Engine, rank: int | None) -> bool | None:
-        """Return whether an engine has answered with a token, None if it refuses such requests, or has no place for one now.
+        """Return whether an engine has answered with a token, None if it refuses such requests, or
+        has no place for one now.
 
         `rank`: the data-parallel one that is to serve it, None: any.
         """
@@ -50,10 +62,14 @@ class HealthCanary:
         assert evidence is not None
         model = min(evidence.models - evidence.adapters or evidence.models)
         ids = next((ids for ids in evidence.canary if ids), (1,))[:_IDS]
-        body = msgspec.json.encode({"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0})
+        body = msgspec.json.encode(
+            {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        )
         engine.open_legs.canaries += 1
         try:
-            answer = await self._admin.canary(engine.url, _PATH, body, rank, timeout=self._health.canary_timeout)
+            answer = await self._admin.canary(
+                engine.url, _PATH, body, rank, timeout=self._health.canary_timeout
+            )
         except EngineRefusedError as error:
             return None if error.status < 500 or error.status == 503 else False
         except EngineTimeoutError as error:
@@ -72,7 +88,8 @@ class HealthCanary:
 class Enquiry:
     """What was asked of one engine since `began`, and which signs it has shown since. Close it.
 
-    Nothing is asked twice at once. `spawn` runs a task; `results` counts the canaries by their result.
+    Nothing is asked twice at once. `spawn` runs a task; `results` counts the canaries by their
+    result.
     """
 
     def __init__(
@@ -110,7 +127,8 @@ class Enquiry:
 
     @property
     def last_sign(self) -> float:
-        """When the engine has shown last that it works, 0 if it has not: of several ranks, each must have.
+        """When the engine has shown last that it works, 0 if it has not: of several ranks, each
+        must have.
 
         If it refuses canaries, the sign of any rank counts: an idle rank shows none by itself.
         """
@@ -120,7 +138,8 @@ class Enquiry:
         return min(self._signs.get(rank, 0.0) for rank in range(ranks))
 
     def ask(self, *, canary: bool = True, again: bool = False) -> None:
-        """Ask for the metrics, and with `canary` for a token of each rank, unless that is being asked.
+        """Ask for the metrics, and with `canary` for a token of each rank, unless that is being
+        asked.
 
         `again`: also if it has refused that before: its queue may have been full.
         """
@@ -132,7 +151,9 @@ class Enquiry:
                 self._start(f"canary {rank}", partial(self._ask_rank, rank))
 
     def close(self) -> None:
-        """Ask no more. Requests that are under way are closed: an engine that goes on aborts them."""
+        """Ask no more. Requests that are under way are closed: an engine that goes on aborts
+        them.
+        """
         for task in self._running.values():
             task.cancel()
         self._running.clear()

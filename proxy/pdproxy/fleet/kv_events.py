@@ -16,9 +16,13 @@ import msgspec
 from pdproxy.wire.kv_events import GPU, Cleared, ExtraKeys, Removed, Stored, Unreadable, read_event
 
 BLOCKS_AT_ONCE = 512
-"""Blocks that the index is given in one turn of the event loop, all places together: about a millisecond."""
+"""Blocks that the index is given in one turn of the event loop, all places together: about a
+millisecond.
+"""
 BYTES_PER_BLOCK, TOKENS_PER_BLOCK = 64, 64
-"""Reading so many bytes of an event, or passing so many tokens on, takes as long as passing a block on."""
+"""Reading so many bytes of an event, or passing so many tokens on, takes as long as passing a block
+on.
+"""
 BACKLOG_BYTES = 4 << 20
 """Bytes of events of one place that may wait: more is left with its engine."""
 TOTAL_BYTES = 32 << 20
@@ -26,10 +30,11 @@ TOTAL_BYTES = 32 << 20
 
 
 class Index(Protocol):
-    """Which blocks of KV are where. A place is one data-parallel rank of one engine, as a small number.
+    """Which blocks of KV are where. A place is one data-parallel rank of one engine, as a small
+    number.
 
-    Nothing here waits or raises. Blocks are named by their engines' hashes (integers or bytes), `None` as the parent is the
-    beginning of a prompt. What is announced twice is one entry.
+    Nothing here waits or raises. Blocks are named by their engines' hashes (integers or bytes),
+    `None` as the parent is the beginning of a prompt. What is announced twice is one entry.
     """
 
     def stored(
@@ -49,19 +54,24 @@ class Index(Protocol):
     ) -> None:
         """Take note of blocks that follow each other behind `parent`.
 
-        `token_ids`: `block_size` per block; none if only the hashes are known. `medium`: GPU, CPU or STORAGE. `extra_keys`: of
-        each block a tuple or None. `counts`: whether the group's blocks must all be there for a hit. `from_start`: whether the
-        event of which these are a part begins with a prompt's first block.
+        `token_ids`: `block_size` per block; none if only the hashes are known. `medium`: GPU, CPU
+        or STORAGE. `extra_keys`: of each block a tuple or None. `counts`: whether the group's
+        blocks must all be there for a hit. `from_start`: whether the event of which these are a
+        part begins with a prompt's first block.
         """
 
-    def removed(self, place: int, block_hashes: Sequence[int | bytes], medium: str, group: int) -> object:
+    def removed(
+        self, place: int, block_hashes: Sequence[int | bytes], medium: str, group: int
+    ) -> object:
         """Take note that blocks are gone."""
 
     def cleared(self, place: int) -> None:
         """Take note that the engine has emptied its prefix cache."""
 
     def restart(self, place: int) -> None:
-        """Forget all of a place: its engine has started again, or what is known of it may be wrong."""
+        """Forget all of a place: its engine has started again, or what is known of it may be
+        wrong.
+        """
 
     def add_place(self) -> int:
         """Return the number of a new place."""
@@ -80,7 +90,9 @@ class EventCounts:
 
 @dataclass(slots=True)
 class SourceCounts(EventCounts):
-    """What was counted of all sources. `messages`: by engine and by what was done with them; `gaps` by engine."""
+    """What was counted of all sources. `messages`: by engine and by what was done with them; `gaps`
+    by engine.
+    """
 
     messages: Counter[tuple[str, str]] = field(default_factory=Counter)
     gaps: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -89,7 +101,9 @@ class SourceCounts(EventCounts):
 
 @dataclass(slots=True, eq=False)
 class Backlog:
-    """The events of one place that wait. `resume` is called when there is room again after there was none. `counts`: of them."""
+    """The events of one place that wait. `resume` is called when there is room again after there
+    was none. `counts`: of them.
+    """
 
     place: int
     resume: Callable[[], None] = lambda: None
@@ -103,7 +117,9 @@ class Backlog:
 
 
 class Feed:
-    """Passes events to `index` in the running event loop. `failed` gets each exception of the index: the events go on."""
+    """Passes events to `index` in the running event loop. `failed` gets each exception of the
+    index: the events go on.
+    """
 
     def __init__(self, index: Index, failed: Callable[[Exception], None]) -> None:
         self._index = index
@@ -122,7 +138,9 @@ class Feed:
         return self._bytes
 
     def room(self, backlog: Backlog) -> bool:
-        """Return whether more events may be put. If not, `backlog.resume` is called once there is room."""
+        """Return whether more events may be put. If not, `backlog.resume` is called once there is
+        room.
+        """
         if backlog.bytes < BACKLOG_BYTES and self._bytes < TOTAL_BYTES:
             return True
         self._blocked.add(backlog)
@@ -237,7 +255,9 @@ class Feed:
 
 
 def _medium(name: str | None) -> str:
-    """Return a medium's name in capitals: one connector of vLLM writes "cpu". Old releases have only the GPU."""
+    """Return a medium's name in capitals: one connector of vLLM writes "cpu". Old releases have
+    only the GPU.
+    """
     return name.upper() if name else GPU
 
 

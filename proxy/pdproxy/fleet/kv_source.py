@@ -1,20 +1,24 @@
-"""One source of KV events: the messages of one data-parallel rank, in order and without gaps as far as its engine can help.
+"""One source of KV events: the messages of one data-parallel rank, in order and without gaps as far
+as its engine can help.
 
-Owns what is known of the sequence: which message is next, those that wait while lost ones are asked for again, and when it was
-last asked. These rules are kept:
+Owns what is known of the sequence: which message is next, those that wait while lost ones are asked
+for again, and when it was last asked. These rules are kept:
 
-- A message whose number is not above that of the message before it is another run's: all is forgotten, and what the run has
-  published so far is asked for.
-- A gap is closed by a replay. It begins with the last message that was taken: if its content is another one now, the engine has
-  started again, and its numbers only look as if they went on.
-- Meanwhile messages wait. Answers may have gaps, too (the engine's socket drops what it can't send): the rest is asked for again.
-- Behind another connection may be another run: the last message is asked for again. If it can't be, all is forgotten.
-- If the answer does not come, or what was lost is no longer kept there, what is known of the place may be wrong: it is forgotten.
-  The events go on from there.
-- A replay that is not answered in time (`deadlines.kv_replay`) has failed. After a replay, also one that was broken off, the
-  next one begins `COOLDOWN` seconds later at the earliest; after one that failed, gaps are not closed for a while, doubled each
-  time up to `MAX_PAUSE`.
-- Messages for which there is no space wait with the engine; those of one that connects are dropped, and asked for again.
+- A message whose number is not above that of the message before it is another run's: all is
+  forgotten, and what the run has published so far is asked for.
+- A gap is closed by a replay. It begins with the last message that was taken: if its content is
+  another one now, the engine has started again, and its numbers only look as if they went on.
+- Meanwhile messages wait. Answers may have gaps, too (the engine's socket drops what it can't
+  send): the rest is asked for again.
+- Behind another connection may be another run: the last message is asked for again. If it can't be,
+  all is forgotten.
+- If the answer does not come, or what was lost is no longer kept there, what is known of the place
+  may be wrong: it is forgotten. The events go on from there.
+- A replay that is not answered in time (`deadlines.kv_replay`) has failed. After a replay, also one
+  that was broken off, the next one begins `COOLDOWN` seconds later at the earliest; after one that
+  failed, gaps are not closed for a while, doubled each time up to `MAX_PAUSE`.
+- Messages for which there is no space wait with the engine; those of one that connects are dropped,
+  and asked for again.
 """
 
 from __future__ import annotations
@@ -41,17 +45,23 @@ logger = logging.getLogger("pdproxy.kv")
 
 COOLDOWN, MAX_PAUSE = 1.0, 60.0
 QUIET = 0.5
-"""Seconds without an answer after which a replay's answer counts as ended. Its end may be lost as its messages may."""
+"""Seconds without an answer after which a replay's answer counts as ended. Its end may be lost as
+its messages may.
+"""
 LOG_S = 10.0
 """A source's restarts are logged so many seconds apart: anybody who publishes can cause them."""
 HELD_BYTES = 4 << 20
 """Bytes of messages that wait for the end of a replay."""
 _OF_ITS_OWN = 1024
-"""Bytes for which a message counts beside its payload, which may be empty: it takes time, too, once the replay has ended."""
+"""Bytes for which a message counts beside its payload, which may be empty: it takes time, too, once
+the replay has ended.
+"""
 MAX_REPLAY_S = 60.0
 """Seconds of a whole replay, its repetitions included: vLLM's 10,000 messages take a few."""
 MAX_PASSES, MAX_IN_VAIN = 100, 3
-"""Questions of one replay, and those in a row that may bring no further message. Usually each brings a thousand and more."""
+"""Questions of one replay, and those in a row that may bring no further message. Usually each
+brings a thousand and more.
+"""
 MAX_REPLAYS = 4
 """Replays at the same time, of all sources together."""
 REPLAYED_AT_ONCE = 16 << 10
@@ -70,7 +80,9 @@ class ReplayResult(enum.Enum):
 
 @dataclass(slots=True)
 class SourceParts:
-    """What all sources share. `deadlines`: has the deadline of a replay's next message. `slots` limits the number of replays."""
+    """What all sources share. `deadlines`: has the deadline of a replay's next message. `slots`
+    limits the number of replays.
+    """
 
     feed: Feed
     counts: SourceCounts
@@ -88,9 +100,11 @@ class _Pass(enum.Enum):
 
 
 class KvEventReader:
-    """The events of `place`. `engine`: the engine's URL; `open_replay` connects to where lost messages can be had, None: nowhere.
+    """The events of `place`. `engine`: the engine's URL; `open_replay` connects to where lost
+    messages can be had, None: nowhere.
 
-    `resume` is called when `wanted` has become true again. `counts`: its own ones, in place of those of all sources.
+    `resume` is called when `wanted` has become true again. `counts`: its own ones, in place of
+    those of all sources.
     """
 
     def __init__(
@@ -151,17 +165,23 @@ class KvEventReader:
         self._ask()
 
     def state_changed(self, connected: bool) -> None:
-        """There is a connection to the engine (again), or it is lost. Messages in between may be lost, too."""
+        """There is a connection to the engine (again), or it is lost. Messages in between may be
+        lost, too.
+        """
         self.connected = connected
         if connected:
             self.look_again()
 
     def look_again(self) -> None:
-        """Messages may be lost although none is missing so far: ask for what has followed the last one."""
+        """Messages may be lost although none is missing so far: ask for what has followed the last
+        one.
+        """
         self._again = self._replaying is not None  # which may have been answered before that
-        self._drop_held()  # of the connection before, and perhaps of another run: the replay that follows has them
+        # of the connection before, and perhaps of another run: the replay that follows has them
+        self._drop_held()
         if self._next and self._replaying is None and not self._may_ask():
-            self._give_up("unavailable")  # another run's numbers may go on where those of the run before have ended
+            # another run's numbers may go on where those of the run before have ended
+            self._give_up("unavailable")
         self._ask()
 
     def receive(self, number: int, payload: bytes) -> None:
@@ -184,7 +204,9 @@ class KvEventReader:
             self._count("dropped")
 
     def restarted(self, *, ask: bool = True) -> None:
-        """Forget everything: the engine's run is over. `ask`: for what the next run has published."""
+        """Forget everything: the engine's run is over. `ask`: for what the next run has
+        published.
+        """
         self._pause = 0.0
         self._forget_run()
         if ask:
@@ -201,7 +223,9 @@ class KvEventReader:
         now = self._parts.clock.now()
         if now - self._logged >= LOG_S:
             self._logged = now
-            logger.info("%s publishes KV events from the beginning: it has started again", self._engine)
+            logger.info(
+                "%s publishes KV events from the beginning: it has started again", self._engine
+            )
 
     def close(self) -> None:
         """Take nothing more, and drop what waits."""
@@ -273,12 +297,23 @@ class KvEventReader:
     # -- replays
 
     def _may_ask(self) -> bool:
-        """Return whether lost messages can be asked for. While replays fail, nothing waits for the next one."""
-        return self._open_replay is not None and not (self._pause and self._parts.clock.now() < self._not_before)
+        """Return whether lost messages can be asked for. While replays fail, nothing waits for the
+        next one.
+        """
+        return self._open_replay is not None and not (
+            self._pause and self._parts.clock.now() < self._not_before
+        )
 
     def _ask(self) -> None:
-        if self._open_replay is not None and self._may_ask() and self._replaying is None and self._next is not None:
-            self._replaying = self._parts.tasks.spawn(self._replay(self._open_replay), f"KV events of {self._engine}")
+        if (
+            self._open_replay is not None
+            and self._may_ask()
+            and self._replaying is None
+            and self._next is not None
+        ):
+            self._replaying = self._parts.tasks.spawn(
+                self._replay(self._open_replay), f"KV events of {self._engine}"
+            )
 
     def _end_replay(self) -> None:
         if self._replaying is not None:
@@ -300,8 +335,11 @@ class KvEventReader:
             except TimeoutError:
                 parts.observers.notify(DeadlinePassed(Wait.KV_REPLAY.value, self._engine))
                 result = ReplayResult.UNANSWERED
-            except Exception as error:  # an answer that can't be read, an address that can't be used
-                logger.warning("a replay of KV events of %s failed: %s", self._engine, frames(error))
+            except Exception as error:
+                # an answer that can't be read, an address that can't be used
+                logger.warning(
+                    "a replay of KV events of %s failed: %s", self._engine, frames(error)
+                )
                 result = ReplayResult.FAILED
         self._replaying = None
         if result in (ReplayResult.COMPLETE, ReplayResult.TOO_OLD):
@@ -312,7 +350,8 @@ class KvEventReader:
             self._pause = min(max(2 * self._pause, COOLDOWN), MAX_PAUSE)
             self._not_before = parts.clock.now() + self._pause
             logger.warning(
-                "a replay of KV events of %s was %s: what it has cached is not known until it reports it",
+                "a replay of KV events of %s was %s: what it has cached is not known until it "
+                "reports it",
                 self._engine,
                 result.value,
             )
@@ -321,9 +360,11 @@ class KvEventReader:
         self._take_held()
 
     async def _replayed(self, open_replay: Callable[[], Replay], end: float) -> ReplayResult:
-        """Ask until the engine has nothing more, or it is `end`. Raises TimeoutError if it does not answer, ValueError, OSError.
+        """Ask until the engine has nothing more, or it is `end`. Raises TimeoutError if it does not
+        answer, ValueError, OSError.
 
-        Each question has its own connection: answers to one that was given up can't be taken for those of the next.
+        Each question has its own connection: answers to one that was given up can't be taken for
+        those of the next.
         """
         result, in_vain = ReplayResult.COMPLETE, 0
         for _ in range(MAX_PASSES):
@@ -345,8 +386,11 @@ class KvEventReader:
                 break
         return ReplayResult.INCOMPLETE
 
-    async def _one_pass(self, replay: Replay, start: int, verify: bool, end: float) -> tuple[_Pass, bool]:
-        """Take the answers to one question up to their end. `verify`: the first is a message that is known already.
+    async def _one_pass(
+        self, replay: Replay, start: int, verify: bool, end: float
+    ) -> tuple[_Pass, bool]:
+        """Take the answers to one question up to their end. `verify`: the first is a message that
+        is known already.
 
         Return how it has ended, and whether messages were asked for that the engine has no more.
         """
@@ -366,7 +410,8 @@ class KvEventReader:
                 return _Pass.GAP, too_old
             number, payload = answer
             taken += len(payload) + _OF_ITS_OWN
-            if taken >= REPLAYED_AT_ONCE:  # many answers may be here already: other tasks go on in between
+            # many answers may be here already: other tasks go on in between
+            if taken >= REPLAYED_AT_ONCE:
                 taken = 0
                 await asyncio.sleep(0)
             expected = self._next or 0

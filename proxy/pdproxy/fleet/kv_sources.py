@@ -1,8 +1,10 @@
-"""Where engines publish KV events: finds their sources, keeps one subscription to each, and has them forget runs that are over.
+"""Where engines publish KV events: finds their sources, keeps one subscription to each, and has
+them forget runs that are over.
 
-Owns the sources by engine and rank, and the places of the index that belong to them. Each engine that has come up, or has
-started again, is asked where it publishes (`GET /kv_event_sources`), unless the settings say it. Most are connected to. Those
-whose endpoint names a host and a port of ours connect themselves: they share a socket here, and their topics tell them apart.
+Owns the sources by engine and rank, and the places of the index that belong to them. Each engine
+that has come up, or has started again, is asked where it publishes (`GET /kv_event_sources`),
+unless the settings say it. Most are connected to. Those whose endpoint names a host and a port of
+ours connect themselves: they share a socket here, and their topics tell them apart.
 """
 
 from __future__ import annotations
@@ -57,8 +59,14 @@ REPLAYS = (
     ("too_old", "the engine does not keep that much: what is known of it begins later"),
     ("unanswered", "no answer in deadlines.kv_replay: all of the engine was forgotten"),
     ("incomplete", "messages are still missing: all of the engine was forgotten"),
-    ("failed", "what came was no answer, or the address can't be used: all of the engine was forgotten"),
-    ("unavailable", "the engine has no replay_endpoint, or replays have just failed: all of it was forgotten"),
+    (
+        "failed",
+        "what came was no answer, or the address can't be used: all of the engine was forgotten",
+    ),
+    (
+        "unavailable",
+        "the engine has no replay_endpoint, or replays have just failed: all of it was forgotten",
+    ),
 )
 SKIPPED = (
     ("undecodable", "a message or an event that can't be read"),
@@ -66,7 +74,10 @@ SKIPPED = (
     ("unknown_field", "a field that pdproxy does not know; the event was taken"),
     ("inconsistent", "the numbers of blocks and tokens do not agree"),
     ("unknown_topic", "a message of a topic that is no engine's"),
-    ("not_passed", "a message that did not reach all workers, for too much waited: they ask the engine for it"),
+    (
+        "not_passed",
+        "a message that did not reach all workers, for too much waited: they ask the engine for it",
+    ),
 )
 KV_EVENT_MESSAGES = counter(
     "pdproxy_kv_event_messages_total",
@@ -117,7 +128,8 @@ KV_EVENT_SOURCES = gauge(
 KV_EVENT_AGE = gauge(
     "pdproxy_kv_event_age_seconds",
     "seconds",
-    "Time since the last message of an engine's ranks, once there was one. An idle engine sends none",
+    "Time since the last message of an engine's ranks, once there was one. An idle engine sends "
+    "none",
     NODE,
     workers=MergeRule.MOST,
 )
@@ -131,7 +143,9 @@ KV_EVENT_BACKLOG = gauge(
 
 @dataclass(frozen=True, slots=True)
 class PublisherAddress:
-    """Where one rank publishes: ZMQ addresses. `port`: of ours, to which the engine connects; None: it is connected to."""
+    """Where one rank publishes: ZMQ addresses. `port`: of ours, to which the engine connects; None:
+    it is connected to.
+    """
 
     publishes: str
     replays: str | None
@@ -148,7 +162,9 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Entry:
-    """One engine. `run`: the run whose sources are known, None while the engine is down; `trouble`: why it has no source."""
+    """One engine. `run`: the run whose sources are known, None while the engine is down; `trouble`:
+    why it has no source.
+    """
 
     ranks: dict[int, _Rank] = field(default_factory=dict)
     run: int | None = None
@@ -159,14 +175,17 @@ class _Entry:
 class KvEventSources:
     """The sources of a pool's engines. A watcher of engines and an observer. It feeds `index`.
 
-    `own`: the pool's settings, `of_engine`: those of one engine by its URL. `ask(url)` asks an engine, and raises EngineError.
-    `ports`: at which engines may connect, none without `own.host`. `deadlines`: that of the answer of a replay. `networks`:
-    those of engines: what they name elsewhere is not connected to. `resolved` returns the addresses of a name.
+    `own`: the pool's settings, `of_engine`: those of one engine by its URL. `ask(url)` asks an
+    engine, and raises EngineError. `ports`: at which engines may connect, none without `own.host`.
+    `deadlines`: that of the answer of a replay. `networks`: those of engines: what they name
+    elsewhere is not connected to. `resolved` returns the addresses of a name.
     """
 
     only = (NodeChanged,)
     leave_after: float | None = None
-    """Seconds without a sign of this process after which engines that connect are to end their connections. None: never."""
+    """Seconds without a sign of this process after which engines that connect are to end their
+    connections. None: never.
+    """
 
     def __init__(
         self,
@@ -197,8 +216,15 @@ class KvEventSources:
         self._entries: dict[Engine, _Entry] = {}
         self._places: dict[tuple[str, int], int] = {}
         self._topics: dict[Key, KvEventReader] = {}
-        made = partial(Subscription, unreadable=self._unreadable, failed=self._failed, leave_after=self.leave_after)
-        self.bound: Mapping[int, Subscription] = {port: made(partial(self._received, port)) for port in ports}
+        made = partial(
+            Subscription,
+            unreadable=self._unreadable,
+            failed=self._failed,
+            leave_after=self.leave_after,
+        )
+        self.bound: Mapping[int, Subscription] = {
+            port: made(partial(self._received, port)) for port in ports
+        }
         """The sockets to which engines connect, by port. They are bound by their owner."""
         engines.watch(self)
         self._show()
@@ -208,14 +234,20 @@ class KvEventSources:
 
     @property
     def places(self) -> Mapping[tuple[str, int], int]:
-        """The places of the index by engine (its URL) and rank, for engines whose sources are known. Read only."""
+        """The places of the index by engine (its URL) and rank, for engines whose sources are
+        known. Read only.
+        """
         return self._places
 
     def connected(self, url: str) -> bool:
         """Return whether the events of all of an engine's ranks come, as far as that is known."""
         engine = self._engines.get(url)
         entry = None if engine is None else self._entries.get(engine)
-        return entry is not None and bool(entry.ranks) and all(one.source.connected for one in entry.ranks.values())
+        return (
+            entry is not None
+            and bool(entry.ranks)
+            and all(one.source.connected for one in entry.ranks.values())
+        )
 
     # -- engines
 
@@ -252,7 +284,9 @@ class KvEventSources:
             entry.run = engine.in_ledger.run_number
             if entry.task is not None:
                 entry.task.cancel()
-            entry.task = self._tasks.spawn(self._find(engine, entry, entry.run), f"KV event sources {engine.url}")
+            entry.task = self._tasks.spawn(
+                self._find(engine, entry, entry.run), f"KV event sources {engine.url}"
+            )
 
     async def _find(self, engine: Engine, entry: _Entry, run: int) -> None:
         """Find the sources of an engine's run."""
@@ -260,7 +294,11 @@ class KvEventSources:
         endpoint = override.endpoint or self._own.endpoint
         while entry.run == run:
             try:
-                found = _configured(endpoint, engine.ranks) if endpoint is not None else await self._ask(engine.url)
+                found = (
+                    _configured(endpoint, engine.ranks)
+                    if endpoint is not None
+                    else await self._ask(engine.url)
+                )
             except EngineError as error:
                 if isinstance(error, EngineRefusedError) and error.status in _NO_ROUTE:
                     self._apply(engine, entry, {}, {})
@@ -287,21 +325,25 @@ class KvEventSources:
     ) -> Mapping[int, PublisherAddress | str]:
         """Return where each rank is read, or why it can't be."""
         host = urlsplit(engine.url).hostname or ""
-        in_place = len(found) == engine.ranks  # a part of a larger group of ranks counts from another number
+        # a part of a larger group of ranks counts from another number
+        in_place = len(found) == engine.ranks
         wanted: dict[int, PublisherAddress | str] = {}
         for place, (rank, config) in enumerate(sorted(found.items())):
             offset = place if in_place else rank
             replay = _offset(override.replay_endpoint or self._own.replay_endpoint, offset)
             topic = override.topic if override.topic is not None else self._own.topic
             config = wire.EventPublisher(
-                config.endpoint, replay or config.replay_endpoint, topic if topic is not None else config.topic
+                config.endpoint,
+                replay or config.replay_endpoint,
+                topic if topic is not None else config.topic,
             )
             address = resolve(config, host, self.bound)
             wanted[offset] = address if isinstance(address, str) else await self._allowed(address)
         return wanted
 
     async def _allowed(self, address: PublisherAddress) -> PublisherAddress | str:
-        """Return what an engine has named with addresses in place of names, or why the proxy does not connect there.
+        """Return what an engine has named with addresses in place of names, or why the proxy does
+        not connect there.
 
         ZMQ would resolve names itself, at each connection: nobody could look at what it finds.
 
@@ -318,17 +360,24 @@ class KvEventSources:
             usable = [one for one in hosts if self._networks.why_not(one) is None]
             if not usable:
                 return (
-                    f"publishes KV events at {truncate(named, 128)}: {hosts[0]} is {self._networks.why_not(hosts[0])}"
+                    f"publishes KV events at {truncate(named, 128)}: {hosts[0]} is "
+                    f"{self._networks.why_not(hosts[0])}"
                 )
             found.append(wire.zmq_address(min(usable, key=lambda one: ":" in one), port))
         publishes, replays = found
         return replace(address, publishes=publishes or address.publishes, replays=replays)
 
     def _apply(
-        self, engine: Engine, entry: _Entry, found: wire.Sources, places: Mapping[int, PublisherAddress | str]
+        self,
+        engine: Engine,
+        entry: _Entry,
+        found: wire.Sources,
+        places: Mapping[int, PublisherAddress | str],
     ) -> None:
         """Subscribe to what was found, and to nothing else."""
-        entry.trouble = next((one for one in places.values() if isinstance(one, str)), None if found else NONE)
+        entry.trouble = next(
+            (one for one in places.values() if isinstance(one, str)), None if found else NONE
+        )
         wanted = {rank: one for rank, one in places.items() if not isinstance(one, str)}
         for rank in [rank for rank, one in entry.ranks.items() if wanted.get(rank) != one.address]:
             self._drop(engine, entry, rank)
@@ -340,20 +389,27 @@ class KvEventSources:
         self._forget_places(engine, entry)
 
     def _forget_places(self, engine: Engine, entry: _Entry) -> None:
-        """Forget the places of ranks that have no source any more: other knowledge of such an engine counts then."""
-        for key in [key for key in self._places if key[0] == engine.url and key[1] not in entry.ranks]:
+        """Forget the places of ranks that have no source any more: other knowledge of such an
+        engine counts then.
+        """
+        for key in [
+            key for key in self._places if key[0] == engine.url and key[1] not in entry.ranks
+        ]:
             self._index.remove_place(self._places.pop(key))
 
     def _open(self, engine: Engine, entry: _Entry, rank: int, address: PublisherAddress) -> None:
         place = self._places.get((engine.url, rank))
         if place is None:
             place = self._places[engine.url, rank] = self._index.add_place()
-        replays = partial(self._sockets.replay, address.replays) if address.replays is not None else None
+        replays = (
+            partial(self._sockets.replay, address.replays) if address.replays is not None else None
+        )
         if address.port is not None:
             key = (address.port, address.topic)
             if key in self._topics:
                 entry.trouble = (
-                    f"publishes KV events to port {address.port} with the topic {truncate(address.topic, 64)!r}, as another"
+                    f"publishes KV events to port {address.port} with the topic "
+                    f"{truncate(address.topic, 64)!r}, as another"
                     " engine does: each one that connects needs its own"
                 )
                 return
@@ -385,7 +441,9 @@ class KvEventSources:
             try:
                 self._sockets.connect(subscription, address.publishes)
             except OSError as error:
-                entry.trouble = f"publishes KV events at {truncate(address.publishes, 128)}: {error.strerror}"
+                entry.trouble = (
+                    f"publishes KV events at {truncate(address.publishes, 128)}: {error.strerror}"
+                )
                 return
             entry.ranks[rank] = _Rank(address, source, subscription)
         logger.info(
@@ -393,10 +451,14 @@ class KvEventSources:
             engine.url,
             rank,
             "its connection" if address.port is not None else truncate(address.publishes, 128),
-            f"replays from {truncate(address.replays, 128)}" if address.replays else "no replays: a gap forgets all",
+            f"replays from {truncate(address.replays, 128)}"
+            if address.replays
+            else "no replays: a gap forgets all",
         )
 
-    def _connecting(self, key: Key, place: int, url: str, replays: Callable[[], Replay] | None) -> KvEventReader:
+    def _connecting(
+        self, key: Key, place: int, url: str, replays: Callable[[], Replay] | None
+    ) -> KvEventReader:
         """Return the source of a rank that connects."""
         return KvEventReader(self.parts, place, url, replays)
 
@@ -459,7 +521,9 @@ class KvEventSources:
         for engine, one in self._sources():
             if engine.in_ledger.up and not one.source.connected and one.address.port is None:
                 where = truncate(one.address.publishes, 128)
-                found.append(f"{engine.url}: no connection to {where}, where it publishes KV events")
+                found.append(
+                    f"{engine.url}: no connection to {where}, where it publishes KV events"
+                )
         return found
 
     def _show(self) -> None:
@@ -468,21 +532,35 @@ class KvEventSources:
 
         def sources() -> Samples:
             connected = [one.source.connected for _, one in self._sources()]
-            return [(("connected",), sum(connected)), (("not_connected",), len(connected) - sum(connected))]
+            return [
+                (("connected",), sum(connected)),
+                (("not_connected",), len(connected) - sum(connected)),
+            ]
 
         def age() -> Samples:
             now, heard = self._clock.now(), dict[str, float]()
             for engine, one in self._sources():
                 if one.source.heard is not None:
-                    heard[engine.url] = max(one.source.heard, heard.get(engine.url, one.source.heard))
+                    heard[engine.url] = max(
+                        one.source.heard, heard.get(engine.url, one.source.heard)
+                    )
             return [((url,), now - at) for url, at in heard.items()]
 
         def show_known(metric: Description, counted: Mapping[str, int]) -> None:
-            show(metric, lambda: [((name,), counted.get(name, 0)) for name in metric.labels[0].known])
+            show(
+                metric, lambda: [((name,), counted.get(name, 0)) for name in metric.labels[0].known]
+            )
 
         def show_by_engine(metric: Description, counted: Mapping[tuple[str, str], int]) -> None:
             engines, names = self._entries, metric.labels[1].known
-            show(metric, lambda: [((e.url, name), counted.get((e.url, name), 0)) for e in engines for name in names])
+            show(
+                metric,
+                lambda: [
+                    ((e.url, name), counted.get((e.url, name), 0))
+                    for e in engines
+                    for name in names
+                ],
+            )
 
         show_by_engine(KV_EVENT_MESSAGES, counts.messages)
         show_by_engine(KV_EVENT_GAPS, counts.gaps)
@@ -494,27 +572,39 @@ class KvEventSources:
         show(KV_EVENT_BACKLOG, lambda: [((), self._feed.bytes)])
 
 
-def resolve(config: wire.EventPublisher, host: str, ports: Collection[int]) -> PublisherAddress | str:
+def resolve(
+    config: wire.EventPublisher, host: str, ports: Collection[int]
+) -> PublisherAddress | str:
     """Return where a rank is read, or why it can't be, as what follows an engine's name.
 
     `host`: the engine's own; `ports`: ours, to which engines may connect.
     """
     found = wire.address_of(config.endpoint, host)
     if found is None:
-        return f"publishes KV events at {truncate(config.endpoint, 128)!r}: only tcp://host:port can be read"
+        return (
+            f"publishes KV events at {truncate(config.endpoint, 128)!r}: only tcp://host:port "
+            f"can be read"
+        )
     replays = None
     if config.replay_endpoint is not None:
         # An engine binds this one, whatever its host is.
         if (place := wire.address_of(config.replay_endpoint, host)) is None:
-            return f"replays KV events at {truncate(config.replay_endpoint, 128)!r}: only tcp://host:port can be read"
+            return (
+                f"replays KV events at {truncate(config.replay_endpoint, 128)!r}: only "
+                f"tcp://host:port can be read"
+            )
         replays = wire.zmq_address(place[0], place[1])
     name, port, wildcard = found
     connects = not wildcard and port in ports
-    return PublisherAddress(wire.zmq_address(name, port), replays, config.topic, port if connects else None)
+    return PublisherAddress(
+        wire.zmq_address(name, port), replays, config.topic, port if connects else None
+    )
 
 
 def _configured(endpoint: str, ranks: int) -> wire.Sources:
-    """Return the sources that the settings name: further ranks take the ports after the first one's, as in vLLM."""
+    """Return the sources that the settings name: further ranks take the ports after the first
+    one's, as in vLLM.
+    """
     return {rank: wire.EventPublisher(_offset(endpoint, rank) or "") for rank in range(ranks)}
 
 

@@ -1,6 +1,8 @@
-"""The signs of life that engines have shown to any worker, and how long they were silent while they worked.
+"""The signs of life that engines have shown to any worker, and how long they were silent while they
+worked.
 
-Owns this worker's column of the table of signs, which is written and read at each look of the stall watch.
+Owns this worker's column of the table of signs, which is written and read at each look of the stall
+watch.
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.kit.shared_table import Column, Others, key_of
 
 MEASURES = 3
-"""Numbers of the table for each engine: its last sign, in nanoseconds; the longest silence, in nanoseconds, and in which
-window."""
+"""Numbers of the table for each engine: its last sign, in nanoseconds; the longest silence, in
+nanoseconds, and in which window.
+"""
 _SIGN, _LONGEST, _WINDOW = range(MEASURES)
 
 
 class LifeSigns:
-    """One worker's part. `column`: its own part of the table of signs, `others`: the other workers' parts."""
+    """One worker's part. `column`: its own part of the table of signs, `others`: the other workers'
+    parts.
+    """
 
     def __init__(self, column: Column, others: Others) -> None:
         self._column = column
@@ -25,7 +30,9 @@ class LifeSigns:
         return f"<Signs in {self._column!r}>"
 
     def exchange(self, engine: Engine, sign: float, now: float) -> float:
-        """Show the last sign that an engine has shown here, and what is known of its pace. Return its last sign elsewhere."""
+        """Show the last sign that an engine has shown here, and what is known of its pace. Return
+        its last sign elsewhere.
+        """
         key, pace = key_of(engine.url), engine.open_legs.pace
         if (row := self._column.row(key)) is not None:
             window, longest = pace.shown(now)

@@ -1,8 +1,11 @@
-"""One engine's membership in a pool: who wants it there, and on which way in or out it is. Pure: `now` is passed in.
+"""One engine's membership in a pool: who wants it there, and on which way in or out it is. Pure:
+`now` is passed in.
 
-Membership is not health: an engine that is down stays a member. What can be read from the engine's engine is not kept here.
+Membership is not health: an engine that is down stays a member. What can be read from the engine's
+engine is not kept here.
 
-    joining --a probe ended--> probing --a probe was good--> warming --its slow start is over--> serving
+    joining --a probe ended--> probing --a probe was good--> warming --its slow start is over-->
+    serving
        |                         |                             |                                  |
        +-------------------------+------------ drain ----------+----------------------------------+
                                                v
@@ -20,7 +23,8 @@ from pdproxy.settings.engines import ConfiguredEngine
 
 
 class MembershipError(Exception):
-    """What was asked for is not possible for this engine now. Nothing has changed. The message is for an operator.
+    """What was asked for is not possible for this engine now. Nothing has changed. The message is
+    for an operator.
 
     `owner`: the source that has added the engine, if that is why.
     """
@@ -39,7 +43,8 @@ class MemberState(Enum):
 
     JOINING = "joining"  # it was added, and no probe has ended
     PROBING = "probing"  # no probe was good yet
-    WARMING = "warming"  # it was added or restarted while others served, and gets more and more requests
+    # it was added or restarted while others served, and gets more and more requests
+    WARMING = "warming"
     SERVING = "serving"
     DRAINING = "draining"  # it gets no requests, and has some left, or KV that is still to be read
     DRAINED = "drained"  # it has nothing left, and waits to be undrained
@@ -49,8 +54,8 @@ class MemberState(Enum):
 class Drain:
     """Why an engine gets no more requests. Times in monotonic seconds.
 
-    `by`: who asked for it. `removes`: whether it is removed once nothing is left. `cut`: whether its legs were ended because the
-    deadline has passed. `over`: whether nothing is left.
+    `by`: who asked for it. `removes`: whether it is removed once nothing is left. `cut`: whether
+    its legs were ended because the deadline has passed. `over`: whether nothing is left.
     """
 
     by: str
@@ -65,9 +70,10 @@ class Drain:
 class Member:
     """An engine of the pool. Written by `Membership` alone.
 
-    `settings`: what it was added with, `source`: by whom; `heirs`: others that want it as well, the first one gets it if its
-    source gives it up. `since`: when it was added, in monotonic seconds. `is_new`: whether it was added or
-    restarted while the proxy runs, and has had no request since; `warming`: whether it then came up while others served.
+    `settings`: what it was added with, `source`: by whom; `heirs`: others that want it as well, the
+    first one gets it if its source gives it up. `since`: when it was added, in monotonic seconds.
+    `is_new`: whether it was added or restarted while the proxy runs, and has had no request since;
+    `warming`: whether it then came up while others served.
     """
 
     settings: ConfiguredEngine
@@ -138,7 +144,9 @@ class Member:
             self.heirs.discard(source)
             return False
         if source != self.source:
-            raise MembershipError(f"{self.url} was added by {self.source}: {source} can't remove it", self.source)
+            raise MembershipError(
+                f"{self.url} was added by {self.source}: {source} can't remove it", self.source
+            )
         if not self.heirs:
             return True
         self.source = next(iter(self.heirs))

@@ -1,7 +1,8 @@
-"""Membership of a pool at run time: engines are added, drained, used again and removed here, and nowhere else.
+"""Membership of a pool at run time: engines are added, drained, used again and removed here, and
+nowhere else.
 
-Owns the members, and one task for each engine that is on its way out. Who wants engines in the pool is a source: the settings, an
-operator. A source removes only what it has added itself.
+Owns the members, and one task for each engine that is on its way out. Who wants engines in the pool
+is a source: the settings, an operator. A source removes only what it has added itself.
 """
 
 from __future__ import annotations
@@ -57,13 +58,17 @@ class Setup(Protocol):
     """Makes an engine with all that belongs to it, and takes it apart."""
 
     def checked(self, engine: ConfiguredEngine) -> ConfiguredEngine:
-        """Return the settings of an engine that is to be added, in their normal spelling. Raises SettingsError."""
+        """Return the settings of an engine that is to be added, in their normal spelling. Raises
+        SettingsError.
+        """
 
     def checked_all(self, engines: Sequence[ConfiguredEngine]) -> list[ConfiguredEngine]:
         """Do so for engines that are to be added together. Raises SettingsError."""
 
     def add(self, engine: ConfiguredEngine, *, is_checked: bool = False) -> Engine:
-        """Add an engine; `is_checked`: it was just checked. What fails changes nothing. Raises SettingsError, ValueError."""
+        """Add an engine; `is_checked`: it was just checked. What fails changes nothing. Raises
+        SettingsError, ValueError.
+        """
 
     def remove(self, url: str) -> Engine:
         """Remove an engine. Legs to it go on."""
@@ -72,8 +77,8 @@ class Setup(Protocol):
 class Membership:
     """The members of one pool, by URL. A watcher of the registry.
 
-    `deadlines`: how long an engine may take to drain. `leaving`: called with the URL of each engine that begins to drain: what is
-    only kept in the hope of more requests is released then.
+    `deadlines`: how long an engine may take to drain. `leaving`: called with the URL of each engine
+    that begins to drain: what is only kept in the hope of more requests is released then.
     """
 
     def __init__(
@@ -102,7 +107,9 @@ class Membership:
         ledger.when_up(self._came_up)
 
     def __repr__(self) -> str:
-        return f"<Membership {', '.join(f'{url} {self.state(url).value}' for url in self._members)}>"
+        return (
+            f"<Membership {', '.join(f'{url} {self.state(url).value}' for url in self._members)}>"
+        )
 
     # -- what is known
 
@@ -124,12 +131,20 @@ class Membership:
             engine = self._engines[url]
             name = f"{engine.in_ledger.role.value} {url}"
             if drain.over:
-                found.append(f"{name} is drained (by {drain.by}): it gets no requests until it is undrained")
+                found.append(
+                    f"{name} is drained (by {drain.by}): it gets no requests until it is undrained"
+                )
                 continue
             left = max(0.0, drain.deadline - self._now())
             count = engine.in_ledger.requests
-            rest = f"{count} requests are left" if count else "KV of it is still to be read or released"
-            found.append(f"{name} is being drained (by {drain.by}): {rest}, for at most {left:.0f} s")
+            rest = (
+                f"{count} requests are left"
+                if count
+                else "KV of it is still to be read or released"
+            )
+            found.append(
+                f"{name} is being drained (by {drain.by}): {rest}, for at most {left:.0f} s"
+            )
         return found
 
     # -- changes
@@ -140,12 +155,15 @@ class Membership:
             self._members[engine.url] = Member(engine, source, self._now(), is_new=False)
 
     def have_served(self) -> None:
-        """Note that all members have served by other processes before this one began: none begins slowly."""
+        """Note that all members have served by other processes before this one began: none begins
+        slowly.
+        """
         for member in self._members.values():
             member.is_new = False
 
     def add(self, engine: ConfiguredEngine, source: str) -> Member:
-        """Add an engine for a source. One that is there already is kept, and used again if it was about to leave.
+        """Add an engine for a source. One that is there already is kept, and used again if it was
+        about to leave.
 
         Raises:
             SettingsError: it can't work in this pool.
@@ -169,7 +187,9 @@ class Membership:
 
     def _add_again(self, known: Member, engine: ConfiguredEngine, source: str) -> None:
         if known.settings != engine and not known.leaves:
-            raise MembershipError(f"{engine.url} was added by {known.source}, with other settings", known.source)
+            raise MembershipError(
+                f"{engine.url} was added by {known.source}, with other settings", known.source
+            )
         if known.settings != engine:
             self._replace(known, engine)
         elif known.leaves:
@@ -180,17 +200,23 @@ class Membership:
         known.source = source
         known.heirs.discard(source)
 
-    def drain(self, url: str, by: str, *, seconds: float | None = None, removes: bool = False) -> None:
-        """Give an engine no more requests. Those that it has may take `seconds`; `removes`: then it leaves.
+    def drain(
+        self, url: str, by: str, *, seconds: float | None = None, removes: bool = False
+    ) -> None:
+        """Give an engine no more requests. Those that it has may take `seconds`; `removes`: then it
+        leaves.
 
-        What draws on an engine's KV counts as well. Behind the deadline its legs end as if it had failed: other engines serve
-        requests without data, and go on with streams where they can. Draining twice only adds to the first.
+        What draws on an engine's KV counts as well. Behind the deadline its legs end as if it had
+        failed: other engines serve requests without data, and go on with streams where they can.
+        Draining twice only adds to the first.
 
         Raises:
             MembershipError: there is no such member.
         """
         member, now = self._member(url), self._now()
-        drain = Drain(by, now, now + (self._deadlines.engine_drain if seconds is None else seconds), removes)
+        drain = Drain(
+            by, now, now + (self._deadlines.engine_drain if seconds is None else seconds), removes
+        )
         if member.begin_drain(drain):
             self._ledger.mark_draining(url, "is being drained")
             if self._leaving is not None:
@@ -214,8 +240,11 @@ class Membership:
             self._begin_slowly(member)
         self._report(member, "undrained", by)
 
-    def remove(self, url: str, source: str, *, at_once: bool = False, seconds: float | None = None) -> bool:
-        """Have an engine drained and removed, which a source does not want any more. Return whether nobody does.
+    def remove(
+        self, url: str, source: str, *, at_once: bool = False, seconds: float | None = None
+    ) -> bool:
+        """Have an engine drained and removed, which a source does not want any more. Return whether
+        nobody does.
 
         `at_once`: it is removed now; legs to it go on. `seconds`: see `drain`.
 
@@ -231,23 +260,35 @@ class Membership:
             self.drain(url, source, seconds=seconds, removes=True)
         return True
 
-    def apply(self, source: str, wanted: Sequence[ConfiguredEngine], *, are_new: bool = True) -> None:
-        """Have exactly these engines of a source. What fails changes nothing. `are_new`: those that are added begin slowly.
+    def apply(
+        self, source: str, wanted: Sequence[ConfiguredEngine], *, are_new: bool = True
+    ) -> None:
+        """Have exactly these engines of a source. What fails changes nothing. `are_new`: those that
+        are added begin slowly.
 
-        An engine whose settings have changed is replaced at once: it is the same process, and legs to it go on.
+        An engine whose settings have changed is replaced at once: it is the same process, and legs
+        to it go on.
 
         Raises:
             SettingsError: one of them can't work in this pool.
-            MembershipError: another source has added one with other settings, or there are too many.
+            MembershipError: another source has added one with other settings, or there are too
+                many.
         """
         by_url = {engine.url: engine for engine in wanted}
-        changed = [member for url, member in self._members.items() if url in by_url and member.settings != by_url[url]]
+        changed = [
+            member
+            for url, member in self._members.items()
+            if url in by_url and member.settings != by_url[url]
+        ]
         for member in changed:
             if member.source != source and not member.leaves:
-                raise MembershipError(f"{member.url} was added by {member.source}, with other settings", member.source)
+                raise MembershipError(
+                    f"{member.url} was added by {member.source}, with other settings", member.source
+                )
         # Prefill engines first: decode engines may name them as sources.
         new = sorted(
-            (engine for url, engine in by_url.items() if url not in self._members), key=lambda one: not one.prefills
+            (engine for url, engine in by_url.items() if url not in self._members),
+            key=lambda one: not one.prefills,
         )
         new = self._setup.checked_all(new)
         added: list[str] = []
@@ -312,17 +353,23 @@ class Membership:
 
     def _drain_again(self, member: Member, drain: Drain) -> None:
         left = max(0.0, drain.deadline - self._now())
-        self.drain(member.url, drain.by, seconds=left if drain.removes else None, removes=drain.removes)
+        self.drain(
+            member.url, drain.by, seconds=left if drain.removes else None, removes=drain.removes
+        )
 
     def _made_again(self, engine: Engine, old: Engine, before: LedgerEngine) -> None:
         if old.buffer is not None and engine.buffer is not None:  # what is in it is still there
             old.buffer.capacity = engine.buffer.capacity
-            engine.buffer, old.buffer = old.buffer, None  # or it would be needed for as long as the new one is used
+            # or it would be needed for as long as the new one is used
+            engine.buffer, old.buffer = old.buffer, None
         if old.in_ledger.up and old.in_ledger.evidence is not None:
             self._ledger.mark_up(engine.url, old.in_ledger.evidence)
-            engine.in_ledger.run_number = old.in_ledger.run_number  # what waits there for KV still does
+            # what waits there for KV still does
+            engine.in_ledger.run_number = old.in_ledger.run_number
             reason = "its settings have changed"
-            self._observers.notify(NodeChanged(engine.url, engine.in_ledger.role.value, up=True, reason=reason))
+            self._observers.notify(
+                NodeChanged(engine.url, engine.in_ledger.role.value, up=True, reason=reason)
+            )
         if engine.in_ledger.role is before.role:
             engine.in_ledger.window = before.window
             self._ledger.breakers.take_over(engine.in_ledger, before)
@@ -342,14 +389,18 @@ class Membership:
         """Nothing is to be done: it is probed."""
 
     def removed(self, engine: Engine) -> None:
-        """It is no member any more. Look from time to time whether anything still needs it, and then forget it."""
+        """It is no member any more. Look from time to time whether anything still needs it, and
+        then forget it.
+        """
         if (member := self._members.pop(engine.url, None)) is not None:
             self._forget_drain(member)
         if self._forgetting is None or self._forgetting.done():
             self._forgetting = self._tasks.spawn(self._forget(), "forget engines")
 
     def _came_up(self, url: str, restarted: bool) -> None:
-        """Have an engine that comes, or comes back, while others serve begin slowly: once it may get requests."""
+        """Have an engine that comes, or comes back, while others serve begin slowly: once it may
+        get requests.
+        """
         if (member := self._members.get(url)) is None:
             return
         member.is_new = member.is_new or restarted
@@ -360,7 +411,10 @@ class Membership:
         member.is_new = False
         engine = self._engines[member.url]
         others = (other.in_ledger for other in self._engines.values() if other is not engine)
-        if any(ledger_engine.available and ledger_engine.role is engine.in_ledger.role for ledger_engine in others):
+        if any(
+            ledger_engine.available and ledger_engine.role is engine.in_ledger.role
+            for ledger_engine in others
+        ):
             member.warming = True
             self._ledger.breakers.warm_up(engine.in_ledger, self._now())
 
@@ -391,7 +445,9 @@ class Membership:
         self._observers.notify(DeadlinePassed(Wait.ENGINE_DRAIN.value, engine.url))
         logger.warning("%s is not drained in time: %d legs are ended", engine.url, len(legs))
         for leg in legs:
-            leg.fail(EngineTimeoutError(f"{engine.url} is drained and leaves", wait=Wait.ENGINE_DRAIN))
+            leg.fail(
+                EngineTimeoutError(f"{engine.url} is drained and leaves", wait=Wait.ENGINE_DRAIN)
+            )
 
     async def _forget(self) -> None:
         while self._engines.forget_idle():  # noqa: ASYNC110 - leases are closed too often for a signal

@@ -1,4 +1,6 @@
-"""One entry of an engine from those of several workers: each has its own view of whether the engine serves. Pure."""
+"""One entry of an engine from those of several workers: each has its own view of whether the engine
+serves. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ from pdproxy.fleet.entries import EngineBreaker, EngineDrain, EngineEntry, Engin
 
 _STATES = ("joining", "probing", "warming", "serving")
 """On its way in, an engine is as far as in the worker where it has come least far."""
-_HEALTH = ("up", "slow_start", "kv_failing", "half_open", "excluded", "asleep", "stalled", "draining", "down")
+_HEALTH = (
+    "up",
+    "slow_start",
+    "kv_failing",
+    "half_open",
+    "excluded",
+    "asleep",
+    "stalled",
+    "draining",
+    "down",
+)
 """From good to bad."""
 _WAITS = ("requests", "kv", None)
 
@@ -29,23 +41,35 @@ class WorkerView(msgspec.Struct, array_like=True, frozen=True):
 def merged(
     own: Sequence[EngineEntry], number: int, views: Mapping[int, WorkerView], pools: Sequence[str]
 ) -> list[EngineEntry]:
-    """Return the engines of all workers, pool by pool. `number`: of the worker whose entries are `own`."""
+    """Return the engines of all workers, pool by pool. `number`: of the worker whose entries are
+    `own`.
+    """
     others = {worker: view.of() for worker, view in views.items()}
     found = [merged_entry({number: entry, **_having(entry.url, others)}) for entry in own]
     known = {entry.url for entry in own}
-    leaving = {url: None for view in others.values() for url, entry in view.items() if entry and url not in known}
+    leaving = {
+        url: None
+        for view in others.values()
+        for url, entry in view.items()
+        if entry and url not in known
+    }
     for url in leaving:
-        there = {worker: entry for worker, entry in _having(url, others).items() if entry is not None}
+        there = {
+            worker: entry for worker, entry in _having(url, others).items() if entry is not None
+        }
         found.append(merged_entry(dict(there)))
     return sorted(found, key=lambda entry: pools.index(entry.pool))
 
 
-def _having(url: str, others: Mapping[int, Mapping[str, EngineEntry | None]]) -> dict[int, EngineEntry | None]:
+def _having(
+    url: str, others: Mapping[int, Mapping[str, EngineEntry | None]]
+) -> dict[int, EngineEntry | None]:
     return {worker: view[url] for worker, view in others.items() if url in view}
 
 
 def merged_entry(entries: Mapping[int, EngineEntry | None]) -> EngineEntry:
-    """Return one entry from those of the workers that have the engine, by their numbers. None: it serves, and nothing else.
+    """Return one entry from those of the workers that have the engine, by their numbers. None: it
+    serves, and nothing else.
 
     The first one is no None. Loads are those of all workers in each entry already.
     """
@@ -71,7 +95,10 @@ def _state(entries: Mapping[int, EngineEntry | None], *, has_drain: bool) -> str
 
 
 def _health(entries: Mapping[int, EngineEntry | None]) -> EngineHealth:
-    each = {worker: EngineHealth("up", None) if one is None else one.health for worker, one in entries.items()}
+    each = {
+        worker: EngineHealth("up", None) if one is None else one.health
+        for worker, one in entries.items()
+    }
     worker, worst = max(each.items(), key=lambda item: _HEALTH.index(item[1].state))
     if worst.reason is None or len({one.state for one in each.values()}) == 1:
         return worst
@@ -82,7 +109,10 @@ def _breaker(each: Sequence[EngineBreaker]) -> EngineBreaker:
     longest = max(each, key=lambda one: one.open_for_s)
     places = [one.places for one in each if one.places is not None]
     return EngineBreaker(
-        max(one.failures for one in each), longest.open_for_s, longest.reason, min(places, default=None)
+        max(one.failures for one in each),
+        longest.open_for_s,
+        longest.reason,
+        min(places, default=None),
     )
 
 

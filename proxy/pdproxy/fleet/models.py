@@ -1,4 +1,6 @@
-"""The answer to `GET /v1/models`: the models of all engines that can serve by themselves, each listed once."""
+"""The answer to `GET /v1/models`: the models of all engines that can serve by themselves, each
+listed once.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ async def cards_of(
 ) -> Cards:
     """Return the models of all engines of a pool that can serve by themselves, each once.
 
-    `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key; else with the client's `authorization`.
+    `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key; else with
+    the client's `authorization`.
 
     Raises:
         OverloadedError: no engine is up.
@@ -49,7 +52,11 @@ async def cards_of(
     at = now()
     for url, engine in list(engines.items()):
         ledger_engine = engine.in_ledger
-        if ledger_engine.uses == _PREFILL or not ledger_engine.usable(at) or ledger_engine.evidence is None:
+        if (
+            ledger_engine.uses == _PREFILL
+            or not ledger_engine.usable(at)
+            or ledger_engine.evidence is None
+        ):
             continue
         if ledger_engine.evidence.models <= cards.keys():
             continue
@@ -75,7 +82,13 @@ def page(cards: Cards) -> bytes:
 
 
 def alias_card(name: str, card: msgspec.Raw) -> msgspec.Raw:
-    """Return the card of another name for a model: the model's card with this name, the model as root, and no parent."""
+    """Return the card of another name for a model: the model's card with this name, the model as
+    root, and no parent.
+    """
     fields = msgspec.json.decode(card, type=dict[str, msgspec.Raw])
-    fields |= {"id": msgspec.Raw(msgspec.json.encode(name)), "root": fields["id"], "parent": msgspec.Raw(b"null")}
+    fields |= {
+        "id": msgspec.Raw(msgspec.json.encode(name)),
+        "root": fields["id"],
+        "parent": msgspec.Raw(b"null"),
+    }
     return msgspec.Raw(msgspec.json.encode(fields))

@@ -1,4 +1,6 @@
-"""The legs that are under way at one engine: when each has last shown that the engine works, and how to end them."""
+"""The legs that are under way at one engine: when each has last shown that the engine works, and
+how to end them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class OpenLeg(Protocol):
 
     @property
     def in_silence(self) -> bool:
-        """Whether its engine sends nothing now, for as long as it works, so that only probes show that it is down."""
+        """Whether its engine sends nothing now, for as long as it works, so that only probes show
+        that it is down.
+        """
 
     @property
     def stalled_before(self) -> int:
@@ -29,14 +33,20 @@ class OpenLeg(Protocol):
 
     @property
     def must_progress(self) -> bool:
-        """Whether only the engine itself keeps it from going on: it waits for no KV, and its client reads."""
+        """Whether only the engine itself keeps it from going on: it waits for no KV, and its client
+        reads.
+        """
 
     @property
     def waits_for(self) -> str | None:
-        """The URL of the engine whose KV the leg may still wait for, None where it waits for no KV."""
+        """The URL of the engine whose KV the leg may still wait for, None where it waits for no
+        KV.
+        """
 
     def source_lost(self, why: str) -> None:
-        """End the leg: the engine whose KV it waits for stands still. A leg whose engine has sent data is not affected."""
+        """End the leg: the engine whose KV it waits for stands still. A leg whose engine has sent
+        data is not affected.
+        """
 
     def fail(self, error: EngineError) -> None:
         """End it: its engine stands still. One that is over is not affected."""
@@ -64,22 +74,34 @@ class OpenLegs:
         self.busy_since = 0.0
         """Since when there has always been one, where there is one."""
         self.flowing = 0
-        """Streams of this worker that have begun, and are not over: the engine makes a token of each in a step."""
+        """Streams of this worker that have begun, and are not over: the engine makes a token of
+        each in a step.
+        """
         self.last_sign = 0.0
         """When a leg that is over has shown its last sign, or ended well."""
         self.pace = Pace()
         self.canaries = 0
-        """Requests for one token that are under way, by which the engine is asked whether it works."""
+        """Requests for one token that are under way, by which the engine is asked whether it
+        works.
+        """
         self.waits_out = False
-        """Whether it stands still, and its legs wait for its sign nevertheless. Written by the watch over it, which ends them."""
+        """Whether it stands still, and its legs wait for its sign nevertheless. Written by the
+        watch over it, which ends them.
+        """
         self.suspects = 0
-        """Requests without data under which another engine has stood still, perhaps because of them."""
+        """Requests without data under which another engine has stood still, perhaps because of
+        them.
+        """
         self.doubted = 0.0
-        """When the engine has last failed with a request with which another engine failed, too: either may be the cause."""
+        """When the engine has last failed with a request with which another engine failed, too:
+        either may be the cause.
+        """
         self.life = 0.0
         """When the engine has shown last that its core works. Written by the watch over it."""
         self.shows_nothing = False
-        """Whether it has shown nothing for as long as it may. Written by the watch over it, which may leave it in use."""
+        """Whether it has shown nothing for as long as it may. Written by the watch over it, which
+        may leave it in use.
+        """
 
     def __repr__(self) -> str:
         return f"<OpenLegs {len(self.legs)}>"

@@ -1,4 +1,6 @@
-"""What is known of the ranks of one engine's run, for contracts whose legs name the other engine. See `transfer.peers`."""
+"""What is known of the ranks of one engine's run, for contracts whose legs name the other engine.
+See `transfer.peers`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from pdproxy.transfer.peers import Peer
 
 
 class Peers:
-    """The data-parallel ranks of one run of an engine, `ranks` in all. Written by the contract's source of peers."""
+    """The data-parallel ranks of one run of an engine, `ranks` in all. Written by the contract's
+    source of peers.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

@@ -1,8 +1,9 @@
 """Probing: whether each engine is up, and whether it is still the same run of it.
 
-Owns the tasks that ask, and how often; what they find is written to the ledger. An engine is asked for its full identity when it
-is new or has restarted (its start time changed), and for its health alone otherwise. A removed engine is asked for its health
-until the legs to it have ended: they end early once it is down.
+Owns the tasks that ask, and how often; what they find is written to the ledger. An engine is asked
+for its full identity when it is new or has restarted (its start time changed), and for its health
+alone otherwise. A removed engine is asked for its health until the legs to it have ended: they end
+early once it is down.
 """
 
 from __future__ import annotations
@@ -31,18 +32,24 @@ from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 logger = logging.getLogger("pdproxy.fleet")
 
 CANARY = "The quick brown fox jumps over 13 lazy dogs.\n\tdéjà vu — 日本語 🦊"
-"""A text with everything in which tokenizers differ: words, digits, white space, accents, CJK and an emoji."""
+"""A text with everything in which tokenizers differ: words, digits, white space, accents, CJK and
+an emoji.
+"""
 
 
 _T = TypeVar("_T")
 
 
 MIN_GAP = 1.0
-"""Minimum of seconds between two probes of an engine, and the interval for a removed one to which legs run."""
+"""Minimum of seconds between two probes of an engine, and the interval for a removed one to which
+legs run.
+"""
 MAX_BASES = 16
 """Base models of an engine that are asked for the canary: an engine has one, under some names."""
 MAX_LATE = 3
-"""An engine counts as down when so many health questions in a row have timed out: a busy one answers late."""
+"""An engine counts as down when so many health questions in a row have timed out: a busy one
+answers late.
+"""
 
 
 class ScrapeReader(Protocol):
@@ -55,9 +62,9 @@ class ScrapeReader(Protocol):
 class Prober:
     """Probes every engine of a pool, and reads its metrics, at the intervals of `probes`.
 
-    An observer: an engine to which a leg has failed is probed at once. `tasks` runs a task for each engine.
-    `derenders`: engines are asked whether they derender. `lead`: of several workers, one probes; the others `pass_on` the URL
-    of an engine that they want to have probed.
+    An observer: an engine to which a leg has failed is probed at once. `tasks` runs a task for each
+    engine. `derenders`: engines are asked whether they derender. `lead`: of several workers, one
+    probes; the others `pass_on` the URL of an engine that they want to have probed.
     """
 
     only = (LegFailed,)
@@ -93,7 +100,9 @@ class Prober:
         engines.watch(self)
 
     def start(self) -> None:
-        """Probe all engines from now on, and those that are added later. Needs a running event loop."""
+        """Probe all engines from now on, and those that are added later. Needs a running event
+        loop.
+        """
         self._started = True
         for engine in self._engines.values():
             self.added(engine)
@@ -101,7 +110,9 @@ class Prober:
     def added(self, engine: Engine) -> None:
         """Probe one more engine."""
         if self._started:
-            self._running[engine] = self._tasks.keep(partial(self.run, engine), f"probe {engine.url}")
+            self._running[engine] = self._tasks.keep(
+                partial(self.run, engine), f"probe {engine.url}"
+            )
 
     def removed(self, engine: Engine) -> None:
         """Stop the probes of an engine. While legs to it run, its health is still asked."""
@@ -135,7 +146,8 @@ class Prober:
             if wake.is_set():
                 wake.clear()
                 count = 0
-                await asyncio.sleep(MIN_GAP)  # many legs may fail at once while the engine is overloaded
+                # many legs may fail at once while the engine is overloaded
+                await asyncio.sleep(MIN_GAP)
 
     def soon(self, engine: Engine) -> None:
         """Probe an engine now: something about it has just changed."""
@@ -154,12 +166,15 @@ class Prober:
         try:
             await probe
         except OverloadedError as error:
-            logger.warning("%s was not probed: %s", engine.url, error.message)  # which shows nothing of the engine
+            # which shows nothing of the engine
+            logger.warning("%s was not probed: %s", engine.url, error.message)
         except Exception as error:
             logger.error("a probe of %s failed in pdproxy itself: %s", engine.url, frames(error))  # noqa: TRY400
 
     async def probe(self, engine: Engine, *, scrape: bool) -> None:
-        """Ask one engine how it is, once, and write the answer to the ledger. `scrape`: read its metrics, too."""
+        """Ask one engine how it is, once, and write the answer to the ledger. `scrape`: read its
+        metrics, too.
+        """
         ledger_engine = engine.in_ledger
         if (failure := await self._health(engine)) is not None:
             if not ledger_engine.up or engine.probes.late >= MAX_LATE:
@@ -172,18 +187,25 @@ class Prober:
             evidence = await self._evidence(engine, metrics)
         except EngineError as error:
             self._count_late(engine, error)
-            if not ledger_engine.up:  # a healthy engine keeps what is known of it until it has time to answer
+            # a healthy engine keeps what is known of it until it has time to answer
+            if not ledger_engine.up:
                 self._lost(engine, error)
             return
         if self._ledger.mark_up(engine.url, evidence):
-            reason = f"{truncate(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
-            self._observers.notify(NodeChanged(engine.url, ledger_engine.role.value, up=True, reason=reason))
+            reason = (
+                f"{truncate(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
+            )
+            self._observers.notify(
+                NodeChanged(engine.url, ledger_engine.role.value, up=True, reason=reason)
+            )
         self._auditor.scraped(engine, metrics)
 
     async def _probe_removed(self, engine: Engine) -> None:
         failure = await self._health(engine)
         if failure is None or engine.probes.late >= MAX_LATE:
-            self._ledger.mark_removed(engine.in_ledger, failure.message if failure is not None else None, self._now())
+            self._ledger.mark_removed(
+                engine.in_ledger, failure.message if failure is not None else None, self._now()
+            )
 
     async def _health(self, engine: Engine) -> EngineError | None:
         """Ask an engine for its health; return the failure, None if it is healthy."""
@@ -210,11 +232,14 @@ class Prober:
             self._observers.notify(NodeChanged(engine.url, role, up=False, reason=error.message))
 
     async def _scraped(self, engine: Engine) -> Scrape:
-        """Return the engine's metrics, empty ones if it shows none: they are no condition for serving."""
+        """Return the engine's metrics, empty ones if it shows none: they are no condition for
+        serving.
+        """
         return await self._or_default(self._admin.scrape(engine.url), NO_METRICS)
 
     async def _evidence(self, engine: Engine, metrics: Scrape) -> Evidence:
-        known = engine.in_ledger.evidence if engine.in_ledger.up else None  # one that was down may be another one now
+        # one that was down may be another one now
+        known = engine.in_ledger.evidence if engine.in_ledger.up else None
         cards = await self._admin.models(engine.url)
         names = frozenset(card.id for card in cards)
         if known is not None and known.started == metrics.started and known.models == names:
@@ -237,13 +262,19 @@ class Prober:
             self._asks_derender and await derenders(self._admin, engine.url),
         )
 
-    async def _canaries(self, url: str, cards: list[ModelCard]) -> tuple[tuple[tuple[int, ...], ...], int]:
-        """Return the ids of the canary as a prompt and as a chat for each base model, and the template's own length."""
+    async def _canaries(
+        self, url: str, cards: list[ModelCard]
+    ) -> tuple[tuple[tuple[int, ...], ...], int]:
+        """Return the ids of the canary as a prompt and as a chat for each base model, and the
+        template's own length.
+        """
         found: list[tuple[int, ...]] = []
         overhead = 0
         for card in sorted((c for c in cards if c.parent is None), key=lambda c: c.id)[:MAX_BASES]:
             plain = await self._ids(url, {"model": card.id, "prompt": CANARY})
-            chat = await self._ids(url, {"model": card.id, "messages": [{"role": "user", "content": CANARY}]})
+            chat = await self._ids(
+                url, {"model": card.id, "messages": [{"role": "user", "content": CANARY}]}
+            )
             found += [plain, chat]
             overhead = max(overhead, len(chat) - len(plain) + 2)
         return tuple(found), overhead
@@ -253,7 +284,9 @@ class Prober:
         return await self._or_default(self._admin.tokenize(url, body), ())
 
     async def _or_default(self, question: Awaitable[_T], default: _T) -> _T:
-        """Return the default where the engine has no such route or refuses it; raise other failures, which may be temporary."""
+        """Return the default where the engine has no such route or refuses it; raise other
+        failures, which may be temporary.
+        """
         try:
             return await question
         except EngineRefusedError as error:

@@ -1,16 +1,19 @@
-"""Engines that register: each reports again and again where other engines reach it, and is gone when its reports stop.
+"""Engines that register: each reports again and again where other engines reach it, and is gone
+when its reports stop.
 
-Owns who has registered which engine. Only engines of the registry are used: a heartbeat can't add one. Nothing on the wire proves
-who a sender is, so these rules limit what a stranger can do:
+Owns who has registered which engine. Only engines of the registry are used: a heartbeat can't add
+one. Nothing on the wire proves who a sender is, so these rules limit what a stranger can do:
 
-- The sender that registers an engine first owns the registration while it sends: each heartbeat within `timeout` seconds of
-  the one before. Equal heartbeats count if they come over its connection or from its IP address: a lost connection is made again.
-- Heartbeats of others with other contents change nothing. From the owner's IP address, they may come from the engine's next
-  process: until one of the two falls silent, the engine takes part in no KV transfer, because the proxy can't know which is
-  right. From another IP address they are only reported.
-- So a stranger on another machine can register an engine only while the engine itself does not. Who can reach the port before
-  the engines do, or can forge their IP address, can direct prompts' KV to itself: the port belongs to a network that nobody else
-  reaches.
+- The sender that registers an engine first owns the registration while it sends: each heartbeat
+  within `timeout` seconds of the one before. Equal heartbeats count if they come over its
+  connection or from its IP address: a lost connection is made again.
+- Heartbeats of others with other contents change nothing. From the owner's IP address, they may
+  come from the engine's next process: until one of the two falls silent, the engine takes part in
+  no KV transfer, because the proxy can't know which is right. From another IP address they are only
+  reported.
+- So a stranger on another machine can register an engine only while the engine itself does not. Who
+  can reach the port before the engines do, or can forge their IP address, can direct prompts' KV to
+  itself: the port belongs to a network that nobody else reaches.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ _ROLES = {Role.PREFILL: "P", Role.DECODE: "D"}
 
 
 ReadRegistration = Callable[[Registration], tuple[Peer, ...] | str]
-"""How a contract reads a registration: it returns the engine's ranks, or why the registration can't be used, as what follows an
-engine's name."""
+"""How a contract reads a registration: it returns the engine's ranks, or why the registration can't
+be used, as what follows an engine's name.
+"""
 CheckPeers = Callable[[tuple[Peer, ...] | str, str], tuple[Peer, ...] | str]
 REGISTRATION_RESULTS = (
     ("known", "it registers an engine of the pool, or keeps it registered"),
@@ -96,8 +100,8 @@ class RegisteredEngine:
 class Registrations:
     """The registrations of one pool's engines.
 
-    `read`: how the contract reads one. `checked` returns the ranks of an engine, or why they may not be used. `timeout`: seconds
-    without a heartbeat after which an engine is gone.
+    `read`: how the contract reads one. `checked` returns the ranks of an engine, or why they may
+    not be used. `timeout`: seconds without a heartbeat after which an engine is gone.
     """
 
     only = (NodeChanged,)
@@ -137,7 +141,9 @@ class Registrations:
     # -- engines
 
     def added(self, engine: Engine) -> None:
-        """Expect one more engine. Aggregated engines take part in no KV transfer: they need not register."""
+        """Expect one more engine. Aggregated engines take part in no KV transfer: they need not
+        register.
+        """
         if engine.in_ledger.role in _ROLES:
             entry = self._entries[engine.registered_as] = RegisteredEngine(engine)
             self._apply(entry)
@@ -158,7 +164,9 @@ class Registrations:
     # -- heartbeats
 
     def receive(self, registration: Registration, connection: bytes, address: str) -> None:
-        """Take a heartbeat. `connection`: which connection it came over; `address`: the sender's IP address."""
+        """Take a heartbeat. `connection`: which connection it came over; `address`: the sender's IP
+        address.
+        """
         where = place(registration.http_address)
         entry = self._entries.get(where) if where is not None else None
         if entry is None:
@@ -167,12 +175,16 @@ class Registrations:
         else:
             self._take(entry, registration, connection, address)
 
-    def _take(self, entry: RegisteredEngine, registration: Registration, connection: bytes, address: str) -> None:
+    def _take(
+        self, entry: RegisteredEngine, registration: Registration, connection: bytes, address: str
+    ) -> None:
         """Take a heartbeat for an engine of the registry."""
         owned = entry.owned
         if owned is None:
             entry.owned = Owned(registration, connection, address, self._until_silent(entry))
-        elif registration == owned.registration and (connection == owned.connection or address == owned.address):
+        elif registration == owned.registration and (
+            connection == owned.connection or address == owned.address
+        ):
             owned.connection, owned.address = connection, address
             owned.timer.cancel()
             owned.timer = self._until_silent(entry)
@@ -224,7 +236,9 @@ class Registrations:
         self._apply(entry, owned=True)
 
     def _apply(self, entry: RegisteredEngine, *, owned: bool = False) -> None:
-        """Write to the engine's run and to the ledger what is known now. `owned`: it was registered before."""
+        """Write to the engine's run and to the ledger what is known now. `owned`: it was registered
+        before.
+        """
         engine = entry.engine
         found = self._judge(entry)
         peers = engine.run.peers
@@ -238,7 +252,9 @@ class Registrations:
             for peer in found:
                 peers.learn(peer)
             entry.wrong = None
-        mode, tp_size = (None, None) if isinstance(found, str) else (found[0].mode, found[0].tp_size)
+        mode, tp_size = (
+            (None, None) if isinstance(found, str) else (found[0].mode, found[0].tp_size)
+        )
         changed = self._ledger.mark_kv(engine.url, entry.wrong, mode, tp_size)
         if changed and entry.wrong is None:
             logger.info("%s takes part in KV transfer: it has registered", engine.url)
@@ -251,9 +267,15 @@ class Registrations:
             return NOT_REGISTERED
         if owned.registration.role != expected:
             role = entry.engine.in_ledger.role.value
-            return f'registers as "{owned.registration.role}", but is configured as {role}: that needs "{expected}"'
+            return (
+                f'registers as "{owned.registration.role}", but is configured as {role}: that '
+                f'needs "{expected}"'
+            )
         if owned.rival is not None:
-            return "is registered by two processes with different contents: it is used once one of them is silent"
+            return (
+                "is registered by two processes with different contents: it is used once one of "
+                "them is silent"
+            )
         return self._checked(self._read(owned.registration), entry.engine.url)
 
     # -- what an operator asks
@@ -279,17 +301,22 @@ class Registrations:
             if entry.wrong is not None
         ]
         found += [
-            f"{entry.engine.url}: a sender at {entry.owned.stranger} registers it, too, and is ignored"
+            f"{entry.engine.url}: a sender at {entry.owned.stranger} registers it, too, and is "
+            f"ignored"
             for entry in self._entries.values()
             if entry.owned is not None and entry.owned.stranger is not None
         ]
         for where, unknown in list(self._unknown.items())[:MAX_NAMED]:
             found.append(
-                f'{where} registers as "{unknown.role}" from {unknown.address or "an unknown address"}, but no engine of the '
+                f'{where} registers as "{unknown.role}" from '
+                f"{unknown.address or 'an unknown address'}, but no engine of the "
                 "pool is expected from there: is nodes[].facts.registered_as missing?"
             )
         if len(self._unknown) > MAX_NAMED:
-            found.append(f"{len(self._unknown) - MAX_NAMED} or more other addresses register that are no engine's")
+            found.append(
+                f"{len(self._unknown) - MAX_NAMED} or more other addresses register that are no "
+                f"engine's"
+            )
         return found
 
 
@@ -301,5 +328,7 @@ def cancel(owned: Owned) -> None:
 
 
 def of_url(url: str, registered_as: str | None) -> str:
-    """Return the address from which an engine is expected: as configured, else the place of its URL."""
+    """Return the address from which an engine is expected: as configured, else the place of its
+    URL.
+    """
     return place(registered_as or url) or url

@@ -1,4 +1,6 @@
-"""How many proxies there are in front of the same engines: as many as a name in DNS has addresses."""
+"""How many proxies there are in front of the same engines: as many as a name in DNS has
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ logger = logging.getLogger("pdproxy.fleet")
 
 
 class ReplicaCount:
-    """The number that a name says. `use(count)` is called with each other one, `count` is the first.
+    """The number that a name says. `use(count)` is called with each other one, `count` is the
+    first.
 
-    What can't be answered changes nothing. Fewer addresses count when that many answers in a row have no more than these: a
-    server may leave some out. A name with addresses of both families has one of each for each replica.
+    What can't be answered changes nothing. Fewer addresses count when that many answers in a row
+    have no more than these: a server may leave some out. A name with addresses of both families has
+    one of each for each replica.
     """
 
     def __init__(
@@ -56,7 +60,12 @@ class ReplicaCount:
         if self._problem is None:
             return []
         since = self._now() - self._problem_since
-        return [f"replicas.name {self._name.name}: {self._problem}, for {since:.0f} s: taken to be {self.count}"]
+        return [
+            (
+                f"replicas.name {self._name.name}: {self._problem}, for {since:.0f} s: taken to be "
+                f"{self.count}"
+            )
+        ]
 
     async def run(self) -> None:
         """Follow the name until cancelled."""
@@ -78,7 +87,9 @@ class ReplicaCount:
         self._note(None if count else str(failures[0]) if failures else "has no address")
         if not records:
             self._failures += 1
-            return jittered(min(RETRY * 2 ** min(self._failures - 1, 10), LONGEST_RETRY), self._chance)
+            return jittered(
+                min(RETRY * 2 ** min(self._failures - 1, 10), LONGEST_RETRY), self._chance
+            )
         self._failures = 0
         ttl = min(one.ttl for one in records)
         return jittered(min(max(ttl, self._dns.min_ttl), self._dns.max_ttl), self._chance)
@@ -98,5 +109,7 @@ class ReplicaCount:
     def _note(self, wrong: str | None) -> None:
         if wrong is not None and wrong != self._problem:
             self._problem_since = self._now()
-            logger.warning("replicas.name %s: %s: taken to be %d", self._name.name, wrong, self.count)
+            logger.warning(
+                "replicas.name %s: %s: taken to be %d", self._name.name, wrong, self.count
+            )
         self._problem = wrong

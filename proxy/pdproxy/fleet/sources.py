@@ -1,7 +1,9 @@
-"""Sources of engines while the proxy runs: what finds engines, and the part of the membership that each has.
+"""Sources of engines while the proxy runs: what finds engines, and the part of the membership that
+each has.
 
-A source knows nothing of pools: it says where engines are, whenever it has looked. `FoundEngines` has the pool follow. What a
-source can't find out, or what can't be used of it, changes nothing, and leaves the engines of other sources alone.
+A source knows nothing of pools: it says where engines are, whenever it has looked. `FoundEngines`
+has the pool follow. What a source can't find out, or what can't be used of it, changes nothing, and
+leaves the engines of other sources alone.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from pdproxy.settings.sources import MAX_ENGINES
 
 @dataclass(frozen=True, slots=True)
 class SourceAnswer:
-    """What a source has found. `urls`: of all its engines; None: it could not find out, and the last answer stays in use.
+    """What a source has found. `urls`: of all its engines; None: it could not find out, and the
+    last answer stays in use.
 
-    `problem`: what is wrong, in a few words, None if nothing is. `passed`: the deadline that has ended the wait for it.
+    `problem`: what is wrong, in a few words, None if nothing is. `passed`: the deadline that has
+    ended the wait for it.
     """
 
     urls: Sequence[str] | None
@@ -45,20 +49,23 @@ class EngineSource(Protocol):
     async def run(self, answered: Callable[[SourceAnswer], None]) -> None:
         """Say what is found, at the start and whenever it may have changed, until cancelled.
 
-        `answered` ends the task of a source that was given up. One that fails is started again after a pause; its engines stay.
+        `answered` ends the task of a source that was given up. One that fails is started again
+        after a pause; its engines stay.
         """
 
 
 def source_of(url: str, settings: Settings) -> EngineSource:
     """Return the source that the URL of a engine names.
 
-    It is made by the function `source` of the module `pdproxy.fleet.KIND_source`, with the same arguments. The module is imported
-    here: only a proxy with such engines needs what it imports.
+    It is made by the function `source` of the module `pdproxy.fleet.KIND_source`, with the same
+    arguments. The module is imported here: only a proxy with such engines needs what it imports.
 
     Raises:
         SettingsError: it can't be made, since a file can't be read, for example.
     """
-    source: EngineSource = import_module(f"pdproxy.fleet.{source_kind(url)}_source").source(url, settings)
+    source: EngineSource = import_module(f"pdproxy.fleet.{source_kind(url)}_source").source(
+        url, settings
+    )
     return source
 
 
@@ -70,8 +77,8 @@ def nowhere(url: str) -> str | None:
 class FoundEngines:
     """The engines of one source in one pool. `engine`: their settings, whose URL is the source's.
 
-    `elsewhere`: returns the name of another pool that has an engine, None if none has it. `are_new`: the engines of the first
-    answer begin slowly, too: others serve already.
+    `elsewhere`: returns the name of another pool that has an engine, None if none has it.
+    `are_new`: the engines of the first answer begin slowly, too: others serve already.
     """
 
     def __init__(
@@ -85,7 +92,7 @@ class FoundEngines:
         are_new: bool = False,
     ) -> None:
         self.name, self.kind = engine.url, source_kind(engine.url) or ""
-        self.in_ledger = engine
+        self.template = engine
         self._membership = membership
         self._observers = observers
         self._now = now
@@ -113,7 +120,10 @@ class FoundEngines:
         found = []
         if self._problem is not None:
             kept = "its last answer stays in use" if self._had else "no engine of it is known"
-            found.append(f"{self.name}: {self._problem}, for {self._now() - self._problem_since:.0f} s: {kept}")
+            found.append(
+                f"{self.name}: {self._problem}, for {self._now() - self._problem_since:.0f} s: "
+                f"{kept}"
+            )
         elif self.answered_at is None:
             found.append(f"{self.name}: has not been answered yet")
         return found + [f"{self.name}: {text}" for text in self._left_out]
@@ -125,16 +135,18 @@ class FoundEngines:
             SettingsError: an engine can't work with them.
             MembershipError: as there.
         """
-        before, self.in_ledger = self.in_ledger, engine
+        before, self.template = self.template, engine
         try:
             if self._had is not None:
                 self._have()
         except Exception:
-            self.in_ledger = before
+            self.template = before
             raise
 
     def give_up(self) -> None:
-        """Want no engine any more: what it alone wants is drained and removed. An answer that comes now changes nothing."""
+        """Want no engine any more: what it alone wants is drained and removed. An answer that comes
+        now changes nothing.
+        """
         self._is_over = True
         self._membership.apply(self.name, ())
 
@@ -142,7 +154,8 @@ class FoundEngines:
         """Have the engines of an answer.
 
         Raises:
-            CancelledError: it was given up. Libraries may lose the cancellation that comes together with an answer.
+            CancelledError: it was given up. Libraries may lose the cancellation that comes together
+                with an answer.
         """
         if self._is_over:
             raise asyncio.CancelledError
@@ -175,12 +188,20 @@ class FoundEngines:
         """Have the engines of the last answer, and return them: all but those that others have."""
         wanted, left_out = dict[str, ConfiguredEngine](), list[str]()
         for url in self.urls:
-            engine, member = msgspec.structs.replace(self.in_ledger, url=url), self._membership.members.get(url)
+            engine, member = (
+                msgspec.structs.replace(self.template, url=url),
+                self._membership.members.get(url),
+            )
             if not _is_usable(url):
                 left_out.append(f"{truncate(url)} can't be an engine's URL")
             elif (pool := self._elsewhere(url)) is not None:
                 left_out.append(f"{url} is an engine of pool {pool}")
-            elif member is None or member.leaves or member.source == self.name or member.settings == engine:
+            elif (
+                member is None
+                or member.leaves
+                or member.source == self.name
+                or member.settings == engine
+            ):
                 wanted[url] = engine
             else:  # it must not keep the others out
                 left_out.append(f"{url} was added by {member.source}, with other settings")
@@ -200,7 +221,9 @@ class FoundEngines:
 
 
 def _is_usable(url: str) -> bool:
-    """Return whether an engine can have a URL that was found. The targets of service records may be any bytes."""
+    """Return whether an engine can have a URL that was found. The targets of service records may be
+    any bytes.
+    """
     try:
         return engine_url(url, ("url",)) == url
     except SettingsError:

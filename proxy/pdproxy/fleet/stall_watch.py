@@ -1,20 +1,28 @@
 """The watch over one engine: whether its silence means that its core stands still.
 
-An engine is silent while legs to it are open and none has shown a sign. Silence alone proves nothing: a long prompt, or KV that
-another engine must send, is a silence too. So it raises a suspicion, and then the engine is asked (`health_canary`):
+An engine is silent while legs to it are open and none has shown a sign. Silence alone proves
+nothing: a long prompt, or KV that another engine must send, is a silence too. So it raises a
+suspicion, and then the engine is asked (`health_canary`):
 
-    silent for 3/8 of the time allowed      its metrics are read, and it is asked for a token, as well as an engine whose KV its
-                                            silent legs wait for: that one may be to blame, and has no leg any more
-    a sign of it                            it works; the length of the silence is learned (`scheduling.pace`)
-    silent for all of the time allowed      it stands still: it gets no more requests, and its legs end. (The longest time is
-                                            allowed to one without metrics whose legs have shown nothing yet; to
-                                            one for prefills with a long prompt, before the pace of such is known.)
-    ... with a request under which another  the request may be the cause, and would stop the next engine, too. So it stays, up to
-    engine has stood still                  the longest time: a plain engine would answer behind its long step. So do streams that
-                                            flow; the others go to other engines
-    a sign of it behind that                one request shows whether it serves again; also without a sign, after 30 s and
-                                            ever more, if it can't be asked for a token: nothing else may show it. Soon after
-                                            the verdict, its silence is learned, too: it may only have been slow
+    silent for 3/8 of the time allowed      its metrics are read, and it is asked for a token, as
+                                            well as an engine whose KV its silent legs wait for:
+                                            that one may be to blame, and has no leg any more
+    a sign of it                            it works; the length of the silence is learned
+                                            (`scheduling.pace`)
+    silent for all of the time allowed      it stands still: it gets no more requests, and its legs
+                                            end. (The longest time is allowed to one without metrics
+                                            whose legs have shown nothing yet; to one for prefills
+                                            with a long prompt, before the pace of such is known.)
+    ... with a request under which another  the request may be the cause, and would stop the next
+                                            engine, too. So it stays, up to
+    engine has stood still                  the longest time: a plain engine would answer behind its
+                                            long step. So do streams that flow; the others go to
+                                            other engines
+    a sign of it behind that                one request shows whether it serves again; also without
+                                            a sign, after 30 s and ever more, if it can't be asked
+                                            for a token: nothing else may show it. Soon after the
+                                            verdict, its silence is learned, too: it may only have
+                                            been slow
 
 Times allowed are looked at eight times, so that all of this is over within them.
 """
@@ -37,7 +45,9 @@ from pdproxy.settings.limits import Deadlines
 LOOKS = 8
 """Looks in the time that is allowed at least."""
 SUSPECT = 3 / LOOKS
-"""Of that time: a silence from which on the engine is asked, and for so long it is asked before the verdict."""
+"""Of that time: a silence from which on the engine is asked, and for so long it is asked before the
+verdict.
+"""
 VERDICT = 7 / LOOKS
 """Of that time: the silence of the verdict. The next look comes at its end."""
 SOON = 60.0
@@ -45,13 +55,17 @@ SOON = 60.0
 FIRST_HOLD, LONGEST_HOLD = 5.0, 300.0
 """Seconds until such an engine is let in, doubled each time."""
 FIRST_BLIND = 30.0
-"""The same without a sign, for one that can't be asked for a token: without requests its metrics do not move, so that one which
-has only lost an answer looks like one that stands still."""
+"""The same without a sign, for one that can't be asked for a token: without requests its metrics do
+not move, so that one which has only lost an answer looks like one that stands still.
+"""
 LAST_STEP = 1.0
-"""Seconds behind the last data of an engine: what it was sent later is not in the step that does not end."""
+"""Seconds behind the last data of an engine: what it was sent later is not in the step that does
+not end.
+"""
 THAWED = 2.0
-"""An engine that shows a sign when it has been silent for no more than so many times the silence of the verdict may only have
-been slow: next time it is allowed to be silent for longer."""
+"""An engine that shows a sign when it has been silent for no more than so many times the silence of
+the verdict may only have been slow: next time it is allowed to be silent for longer.
+"""
 LONGEST_PAUSE = 30.0
 """Seconds between two canaries to an engine that stands still, at most."""
 
@@ -69,7 +83,9 @@ class Verdicts(Protocol):
         """Whether this worker asks engines that stand still."""
 
     def exchange(self, engine: Engine, sign: float) -> float:
-        """Show other workers the last sign of an engine here, and return its last sign elsewhere, 0 if there is none."""
+        """Show other workers the last sign of an engine here, and return its last sign elsewhere, 0
+        if there is none.
+        """
 
     def can_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked for a token."""
@@ -132,7 +148,9 @@ class StallWatch:
             self._enquiry = None
 
     def excuse(self, now: float) -> None:
-        """Begin to count its silence again: the proxy itself was held up, and has not read what came."""
+        """Begin to count its silence again: the proxy itself was held up, and has not read what
+        came.
+        """
         if self._stalled_at is None:
             self.close()  # nothing is learned of that silence
             self._life = now
@@ -169,7 +187,10 @@ class StallWatch:
             return
         size = max((leg.prompt_bytes for leg in legs), default=0)
         pace, most = self.engine.open_legs.pace, self._verdicts.deadlines.prefill
-        allowed, silence = pace.allowed(self._verdicts.health.stalled_after, most, size, now), now - since
+        allowed, silence = (
+            pace.allowed(self._verdicts.health.stalled_after, most, size, now),
+            now - since,
+        )
         open_legs.shows_nothing = open_legs.shows_nothing and silence >= VERDICT * allowed
         if silence < SUSPECT * allowed:
             self.close()
@@ -191,19 +212,27 @@ class StallWatch:
     def _is_telling(self, enquiry: Enquiry, legs: list[OpenLeg]) -> bool:
         """Return whether its silence says more than that it is busy.
 
-        One without metrics may be full, for minutes, of answers that are not streamed: then a canary waits, too.
+        One without metrics may be full, for minutes, of answers that are not streamed: then a
+        canary waits, too.
         """
         engine = self.engine.in_ledger
-        # The number of blocks comes from the same metrics, at an earlier time: it may not answer now.
-        has_metrics = enquiry.shows_progress or (engine.evidence is not None and engine.evidence.kv_blocks is not None)
-        if engine.role is Role.PREFILL and not has_metrics:  # one long step of an engine of which no pace is known
-            return self.engine.open_legs.pace.knows_large or all(leg.prompt_bytes < LARGE for leg in legs)
+        # The number of blocks comes from the same metrics, at an earlier time: it may not answer
+        # now.
+        has_metrics = enquiry.shows_progress or (
+            engine.evidence is not None and engine.evidence.kv_blocks is not None
+        )
+        # one long step of an engine of which no pace is known
+        if engine.role is Role.PREFILL and not has_metrics:
+            return self.engine.open_legs.pace.knows_large or all(
+                leg.prompt_bytes < LARGE for leg in legs
+            )
         return has_metrics or any(leg.last_sign() > leg.since for leg in legs)
 
     def _note_signs(self, legs: list[OpenLeg], now: float) -> None:
         """Note the last sign of the engine; learn from a silence that has ended."""
         enquiry = self._enquiry
-        if self.engine.ranks == 1:  # of several ranks, the signs of one say nothing about the others
+        # of several ranks, the signs of one say nothing about the others
+        if self.engine.ranks == 1:
             own = max(self.engine.open_legs.last_sign, *(leg.last_sign() for leg in legs), 0.0)
             asked = enquiry.last_sign if enquiry is not None else 0.0
             self._life = max(self._life, own, self._verdicts.exchange(self.engine, max(own, asked)))
@@ -224,7 +253,8 @@ class StallWatch:
             if self.engine.ranks > 1:
                 found = [max(leg.since, leg.last_sign()) for leg in legs]
             else:
-                found = [self.engine.open_legs.busy_since] if legs else []  # clients may leave again and again
+                # clients may leave again and again
+                found = [self.engine.open_legs.busy_since] if legs else []
             if self._suspected is not None:
                 found.append(self._suspected)
         return max(self._life, min(found)) if found else None
@@ -238,7 +268,9 @@ class StallWatch:
         # Without a prefill engine, the others compute prompts themselves.
         answers = self.engine.in_ledger.role is not Role.PREFILL
         if (answers or not self._can_ask) and self._verdicts.is_last(self.engine):
-            return  # silence alone takes no role its last engine: requests wait for it, each until its own deadline
+            # silence alone takes no role its last engine: requests wait for it, each until its own
+            # deadline
+            return
         why = f"stands still: no sign of its core for {silence:.1f} s"
         if not self._verdicts.stalled(self.engine, why):
             return
@@ -263,7 +295,9 @@ class StallWatch:
     # -- while it stands still
 
     def _was_let_in(self, now: float) -> None:
-        """Another worker has let it in. If this one has judged its silence, that may have been short."""
+        """Another worker has let it in. If this one has judged its silence, that may have been
+        short.
+        """
         assert self._stalled_at is not None
         if not self._has_learned and not self._hold:
             silence, before = now - self._silent_from, self._stalled_at - self._silent_from
@@ -291,8 +325,12 @@ class StallWatch:
         shown = enquiry.last_sign > self._stalled_at
         if shown and not self._has_learned:
             self._has_learned = True
-            silence, before = enquiry.last_sign - self._silent_from, self._stalled_at - self._silent_from
-            if silence <= THAWED * before and not self._hold:  # else it stands still again and again
+            silence, before = (
+                enquiry.last_sign - self._silent_from,
+                self._stalled_at - self._silent_from,
+            )
+            # else it stands still again and again
+            if silence <= THAWED * before and not self._hold:
                 self.engine.open_legs.pace.was_judged(silence, now)
         if shown or (enquiry.refused and now >= self._stalled_at + self._blind):
             if now >= self._stalled_at + self._hold:
@@ -309,10 +347,12 @@ class StallWatch:
         enquiry.ask(canary=due, again=True)
 
     def _causes(self, legs: list[OpenLeg]) -> dict[OpenLeg, None]:
-        """Return the legs whose request may have brought the standstill about: it may stop the next engine, too.
+        """Return the legs whose request may have brought the standstill about: it may stop the next
+        engine, too.
 
-        Those that were sent before it began, and have no data: what has data is done with its prompt. If an engine has stood
-        still under one of these before, that one is the cause; of several, the one with the longest prompt.
+        Those that were sent before it began, and have no data: what has data is done with its
+        prompt. If an engine has stood still under one of these before, that one is the cause; of
+        several, the one with the longest prompt.
         """
         assert self._stalled_at is not None
         flowing = [leg for leg in legs if leg.last_sign() > leg.since]
@@ -328,12 +368,15 @@ class StallWatch:
         again = [leg for leg in found if leg.stalled_before]
         if not again:
             return dict.fromkeys(found)
-        return {max(again, key=lambda leg: (leg.stalled_before, leg.prompt_bytes, -leg.since)): None}
+        return {
+            max(again, key=lambda leg: (leg.stalled_before, leg.prompt_bytes, -leg.since)): None
+        }
 
     def _fail(self, legs: list[OpenLeg], now: float) -> None:
         """End the legs to it, and those that wait for its KV in silence.
 
-        Those whose request may be the cause end first: the others avoid the engines that these go to.
+        Those whose request may be the cause end first: the others avoid the engines that these go
+        to.
         """
         causes, least = self._causes(legs), SUSPECT * self._verdicts.health.stalled_after
         legs = [*causes, *[leg for leg in legs if leg not in causes]]
@@ -345,7 +388,9 @@ class StallWatch:
             legs = [leg for leg in legs if leg.last_sign() <= leg.since and not leg.stalled_before]
         for leg in legs:
             if self.engine.ranks == 1 or now - max(leg.since, leg.last_sign()) >= least:
-                leg.fail(StandstillError(f"{self.engine.url} stands still", may_be_cause=leg in causes))
+                leg.fail(
+                    StandstillError(f"{self.engine.url} stands still", may_be_cause=leg in causes)
+                )
         for leg in self._verdicts.legs_waiting_for(self.engine.url):
             if now - leg.since >= least:
                 leg.source_lost(f"{self.engine.url} stands still, and has the KV")

@@ -1,4 +1,5 @@
-"""Engines that stand still although they may answer probes: finds them, takes them out of use, and lets them in again.
+"""Engines that stand still although they may answer probes: finds them, takes them out of use, and
+lets them in again.
 
 Owns a watch for each engine (`fleet.stall_watch`), and the one task that looks at all of them.
 """
@@ -25,7 +26,9 @@ from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.metrics_page import Scrape
 
-STALLS = counter("pdproxy_stalls_total", "stalls", "How often an engine was found to stand still", NODE)
+STALLS = counter(
+    "pdproxy_stalls_total", "stalls", "How often an engine was found to stand still", NODE
+)
 CANARIES = counter(
     "pdproxy_canaries_total",
     "requests",
@@ -36,16 +39,21 @@ CANARIES = counter(
         (
             ("answered", "the engine works"),
             ("failed", "no answer in health.canary_timeout, or an error of the engine"),
-            ("refused", "the engine serves no such requests, or has no place for one: this shows nothing"),
+            (
+                "refused",
+                "the engine serves no such requests, or has no place for one: this shows nothing",
+            ),
         ),
     ),
 )
 
 
 class Stalls:
-    """Watches every engine of a pool. `longest`: seconds that a leg may take anyway. A watcher of the registry.
+    """Watches every engine of a pool. `longest`: seconds that a leg may take anyway. A watcher of
+    the registry.
 
-    `lead`: each of several workers watches its own legs, with the `signs` of all; one asks engines that stand still.
+    `lead`: each of several workers watches its own legs, with the `signs` of all; one asks engines
+    that stand still.
     """
 
     def __init__(
@@ -79,7 +87,9 @@ class Stalls:
         observers.show(CANARIES, self.canaries)
 
     def start(self) -> None:
-        """Look at all engines from now on, unless the settings have turned it off. Needs a running event loop."""
+        """Look at all engines from now on, unless the settings have turned it off. Needs a running
+        event loop.
+        """
         if self.health.stalled_after:
             self._tasks.keep(self.run, "engines that stand still")
 
@@ -119,7 +129,9 @@ class Stalls:
             timer.cancel()
 
     def look(self, now: float, *, held_up: bool = False) -> None:
-        """Look at all engines once. `held_up`: the proxy itself stood still before, so that it could not see any sign."""
+        """Look at all engines once. `held_up`: the proxy itself stood still before, so that it
+        could not see any sign.
+        """
         for watch in list(self._watches.values()):
             if held_up:
                 watch.excuse(now)
@@ -135,7 +147,11 @@ class Stalls:
     def canaries(self) -> list[tuple[tuple[str, ...], float]]:
         """Return how many canaries each engine got, by their result."""
         results = CANARIES.labels[1].known
-        return [((url, one), watch.canaries[one]) for url, watch in self._watches.items() for one in results]
+        return [
+            ((url, one), watch.canaries[one])
+            for url, watch in self._watches.items()
+            for one in results
+        ]
 
     # -- for the watches
 
@@ -145,7 +161,9 @@ class Stalls:
         return self._lead.leads
 
     def exchange(self, engine: Engine, sign: float) -> float:
-        """Show other workers the last sign of an engine here, and return its last sign elsewhere, 0 if there is none."""
+        """Show other workers the last sign of an engine here, and return its last sign elsewhere, 0
+        if there is none.
+        """
         return 0.0 if self._signs is None else self._signs.exchange(engine, sign, self._clock.now())
 
     def can_ask(self, engine: Engine) -> bool:
@@ -154,7 +172,9 @@ class Stalls:
 
     def enquire(self, engine: Engine, results: Counter[str]) -> Enquiry:
         """Begin to ask an engine."""
-        return Enquiry(engine, self._canary, self._scrape, self._tasks.spawn, self._clock.now, results)
+        return Enquiry(
+            engine, self._canary, self._scrape, self._tasks.spawn, self._clock.now, results
+        )
 
     def suspect(self, url: str, since: float) -> None:
         """Legs elsewhere wait for an engine's KV, in silence since then."""
@@ -166,7 +186,9 @@ class Stalls:
         """Return whether no other engine of its role can get requests."""
         engines = (other.in_ledger for other in self._engines.values() if other is not engine)
         return not any(
-            ledger_engine.available for ledger_engine in engines if ledger_engine.role is engine.in_ledger.role
+            ledger_engine.available
+            for ledger_engine in engines
+            if ledger_engine.role is engine.in_ledger.role
         )
 
     def stalled(self, engine: Engine, why: str) -> bool:
@@ -174,7 +196,9 @@ class Stalls:
         if not self._ledger.mark_stalled(engine.url, why):
             return False
         self._observers.notify(
-            NodeChanged(engine.url, engine.in_ledger.role.value, up=False, reason=why, state="stalled")
+            NodeChanged(
+                engine.url, engine.in_ledger.role.value, up=False, reason=why, state="stalled"
+            )
         )
         return True
 
@@ -182,7 +206,9 @@ class Stalls:
         """Let an engine show by one request that it works again."""
         if self._ledger.let_in(engine.url, self._clock.now()):
             reason = "it has shown a sign, and gets one request at first"
-            self._observers.notify(NodeChanged(engine.url, engine.in_ledger.role.value, up=True, reason=reason))
+            self._observers.notify(
+                NodeChanged(engine.url, engine.in_ledger.role.value, up=True, reason=reason)
+            )
 
     def legs_waiting_for(self, url: str) -> Iterator[OpenLeg]:
         """Return the legs at other engines that wait for KV of this one."""

@@ -1,4 +1,5 @@
-"""What is known of KV that does not move, of one pool: it is noted in the ledger, logged, counted, and told to other workers.
+"""What is known of KV that does not move, of one pool: it is noted in the ledger, logged, counted,
+and told to other workers.
 
 `scheduling.transfer_faults` finds whose fault it is.
 """
@@ -20,7 +21,13 @@ _FAULT = Label(
     (
         ("prefill", "no decode engine can load a prefill engine's KV, or it makes none"),
         ("decode", "a decode engine can load no KV, or computes it again"),
-        ("link", "KV does not get from one prefill engine to one decode engine, which both move KV with others"),
+        (
+            "link",
+            (
+                "KV does not get from one prefill engine to one decode engine, which both move KV "
+                "with others"
+            ),
+        ),
     ),
 )
 TRANSFER_FAULTS = gauge(
@@ -56,7 +63,8 @@ def _nobody(_: bytes) -> None:
 
 
 class Transfers:
-    """The faults of one pool's KV transfers. An observer: the audit's counts show which decode engine computes KV again.
+    """The faults of one pool's KV transfers. An observer: the audit's counts show which decode
+    engine computes KV again.
 
     `tell` sends a message to all other workers.
     """
@@ -64,7 +72,11 @@ class Transfers:
     only = (KvCounted,)
 
     def __init__(
-        self, ledger: Ledger, observers: Observers, now: Callable[[], float], tell: Callable[[bytes], None] = _nobody
+        self,
+        ledger: Ledger,
+        observers: Observers,
+        now: Callable[[], float],
+        tell: Callable[[bytes], None] = _nobody,
     ) -> None:
         self._ledger = ledger
         self._observers = observers
@@ -78,8 +90,11 @@ class Transfers:
     def __repr__(self) -> str:
         return f"<Transfers with {len(self.known.faults)} faults>"
 
-    def failed(self, prefill: str, decode: str, *, first: bool = True, at: float | None = None) -> None:
-        """Count a prompt whose KV did not get from one engine to the other. `at`: when the transfer failed, None: now.
+    def failed(
+        self, prefill: str, decode: str, *, first: bool = True, at: float | None = None
+    ) -> None:
+        """Count a prompt whose KV did not get from one engine to the other. `at`: when the transfer
+        failed, None: now.
 
         `first`: whether it is the first such failure of its request.
         """
@@ -87,7 +102,9 @@ class Transfers:
         self._found(self._ledger.transfer_failed(prefill, decode, now, first=first))
 
     def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
-        """Return which of two engines is left out of a prompt's next attempt: see `TransferFaults.left_out`."""
+        """Return which of two engines is left out of a prompt's next attempt: see
+        `TransferFaults.left_out`.
+        """
         return self._ledger.left_out(prefill, decode, failed)
 
     def not_made(self, prefill: str) -> None:
@@ -95,7 +112,9 @@ class Transfers:
         self._found(self._ledger.kv_not_made(prefill, self._now()))
 
     def loaded(self, prefill: str, decode: str, since: float) -> None:
-        """Count a prompt whose KV was loaded. `since`: when it was sent. Called only while `known.suspects`."""
+        """Count a prompt whose KV was loaded. `since`: when it was sent. Called only while
+        `known.suspects`.
+        """
         over = self._ledger.transfer_loaded(prefill, decode, since)
         for fault in over:
             self._seen(fault, "the KV of a prompt was loaded", over=True)
@@ -105,7 +124,9 @@ class Transfers:
     def notify(self, event: Event) -> None:
         """Take what a decode engine's counters show."""
         if isinstance(event, KvCounted):
-            fault = self._ledger.transfers_counted(event.node, event.moved, event.missing, self._now())
+            fault = self._ledger.transfers_counted(
+                event.node, event.moved, event.missing, self._now()
+            )
             if fault is None or fault.key in self.known.faults:
                 self._found(fault)
             else:
@@ -131,9 +152,15 @@ class Transfers:
         self._tell(_encode(_Told([fault], over=False)))
 
     def _forgiven(self, fault: TransferFault) -> None:
-        """A fault is over because its engine was removed or started again. Other workers find that themselves."""
+        """A fault is over because its engine was removed or started again. Other workers find that
+        themselves.
+        """
         self._seen(fault, "an engine was started again or removed", over=True)
 
-    def _seen(self, fault: TransferFault, reason: str, *, over: bool, elsewhere: bool = False) -> None:
-        event = TransferFaultSeen(fault.kind, fault.prefill or None, fault.decode or None, reason, over, elsewhere)
+    def _seen(
+        self, fault: TransferFault, reason: str, *, over: bool, elsewhere: bool = False
+    ) -> None:
+        event = TransferFaultSeen(
+            fault.kind, fault.prefill or None, fault.decode or None, reason, over, elsewhere
+        )
         self._observers.notify(event)

@@ -1,9 +1,11 @@
-"""Answers of engines to questions that one of several workers asks for all: it sends them to the others.
+"""Answers of engines to questions that one of several workers asks for all: it sends them to the
+others.
 
-Owns, for one kind of question, the last answer of each engine's present run. A worker that has none asks the others again and
-again, and the one that leads (`kit.leading`) sends what it has. All keep what they have heard: whoever leads next goes on. An
-answer counts only for the run that gave it, which its start time shows. What any worker finds of an engine by itself, its notes,
-goes to all, too.
+Owns, for one kind of question, the last answer of each engine's present run. A worker that has none
+asks the others again and again, and the one that leads (`kit.leading`) sends what it has. All keep
+what they have heard: whoever leads next goes on. An answer counts only for the run that gave it,
+which its start time shows. What any worker finds of an engine by itself, its notes, goes to all,
+too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ ASK_EVERY = 1.0
 
 
 class _Said(msgspec.Struct, array_like=True):
-    """What is known of one run of an engine. `started`: when that run began, as the engine reports it."""
+    """What is known of one run of an engine. `started`: when that run began, as the engine reports
+    it.
+    """
 
     url: str
     started: float
@@ -43,9 +47,13 @@ _decode = msgspec.msgpack.Decoder(_Told).decode
 
 
 class WorkerAnswers:
-    """The answers to one kind of question. `tell` sends a message to all other workers. A watcher of engines."""
+    """The answers to one kind of question. `tell` sends a message to all other workers. A watcher
+    of engines.
+    """
 
-    def __init__(self, lead: Leading, tell: Callable[[bytes], None], engines: EngineRegistry) -> None:
+    def __init__(
+        self, lead: Leading, tell: Callable[[bytes], None], engines: EngineRegistry
+    ) -> None:
         self.lead = lead
         self._tell = tell
         self._engines = engines
@@ -101,7 +109,9 @@ class WorkerAnswers:
     def note(self, engine: Engine, note: bytes) -> None:
         """Send the others what this worker has found of an engine by itself."""
         if engine.in_ledger.evidence is not None:
-            self._tell(_encode(_Told(notes=[_Said(engine.url, engine.in_ledger.evidence.started, note)])))
+            self._tell(
+                _encode(_Told(notes=[_Said(engine.url, engine.in_ledger.evidence.started, note)]))
+            )
 
     def received(self, body: bytes) -> None:
         """Take what another worker has sent."""
@@ -115,11 +125,17 @@ class WorkerAnswers:
                 self.noted(engine, said.body)
         if self.lead.leads:
             for url in told.lacking:
-                if (engine := self._engines.get(url)) is not None and (kept := self.of(engine)) is not None:
+                if (engine := self._engines.get(url)) is not None and (
+                    kept := self.of(engine)
+                ) is not None:
                     self.tell(engine, kept)
 
     def _of_run(self, said: _Said) -> Engine | None:
         engine = self._engines.get(said.url)
-        if engine is None or engine.in_ledger.evidence is None or engine.in_ledger.evidence.started != said.started:
+        if (
+            engine is None
+            or engine.in_ledger.evidence is None
+            or engine.in_ledger.evidence.started != said.started
+        ):
             return None  # it is not here yet, or has started again: what is lacking is asked for
         return engine

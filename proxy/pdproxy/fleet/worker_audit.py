@@ -1,8 +1,9 @@
-"""The audit of several workers: one compares, and expects the KV that the requests of all have moved.
+"""The audit of several workers: one compares, and expects the KV that the requests of all have
+moved.
 
-Owns this worker's column of the table of moved KV: for each decode engine, the prompt tokens that are under way, and those of all
-legs that have shown data. The second are sums that outlive a worker. A restart of the engine begins a new account at the sum of
-then.
+Owns this worker's column of the table of moved KV: for each decode engine, the prompt tokens that
+are under way, and those of all legs that have shown data. The second are sums that outlive a
+worker. A restart of the engine begins a new account at the sum of then.
 """
 
 from __future__ import annotations
@@ -23,16 +24,25 @@ KEPT = frozenset({ARRIVED})
 
 
 class WorkerAuditor(Auditor):
-    """The `Auditor` of one of several workers. `column`: its own part of the table of moved KV, `others`: other parts."""
+    """The `Auditor` of one of several workers. `column`: its own part of the table of moved KV,
+    `others`: other parts.
+    """
 
     def __init__(
-        self, engines: EngineRegistry, ledger: Ledger, observers: Observers, column: Column, others: Others
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        observers: Observers,
+        column: Column,
+        others: Others,
     ) -> None:
         super().__init__(engines, ledger, observers)
         self._column = column
         self._others = others
         self._rows: dict[Engine | str, memoryview] = {}
-        """This worker's numbers, by the engines and URLs for which it was asked. The table has no space for others."""
+        """This worker's numbers, by the engines and URLs for which it was asked. The table has no
+        space for others.
+        """
         self._bases: dict[str, int] = {}
         """By the URL of a decode engine: what had arrived when its account began."""
 
@@ -55,7 +65,11 @@ class WorkerAuditor(Auditor):
     def _row(self, decode: Engine | str) -> memoryview | None:
         url = decode if isinstance(decode, str) else decode.url
         row = self._rows.get(decode)
-        if row is None and url in self._engines.known and (row := self._column.row(key_of(url))) is not None:
+        if (
+            row is None
+            and url in self._engines.known
+            and (row := self._column.row(key_of(url))) is not None
+        ):
             self._rows[decode] = row
         return row
 
@@ -78,7 +92,9 @@ class WorkerAuditor(Auditor):
         """Return what had arrived at an engine when its account began."""
         return self._bases.get(url, 0)
 
-    def follow(self, engine: Engine, account: AuditAccount | None, base: int, *, blind: bool) -> None:
+    def follow(
+        self, engine: Engine, account: AuditAccount | None, base: int, *, blind: bool
+    ) -> None:
         """Take over the account of the worker that compares: this one may have to go on with it."""
         engine.audit.account, engine.audit.blind = account, blind
         self._bases[engine.url] = base

@@ -1,7 +1,7 @@
 """Bootstrap servers with several workers: one asks them, and all learn what they answer.
 
-The prompts that any worker has given up while decode engines wait for their KV count together: they keep the same few threads of
-a prefill engine busy.
+The prompts that any worker has given up while decode engines wait for their KV count together: they
+keep the same few threads of a prefill engine busy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pdproxy.wire.bootstrap import RankAddresses, Ranks
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """What is known of one run of an engine: what its server has answered last, or why it can't be used.
+    """What is known of one run of an engine: what its server has answered last, or why it can't be
+    used.
 
-    `stale`: decode engines that keep addresses which are no longer right, with their start times. `given_up`: when prompts were
-    given up, in monotonic seconds.
+    `stale`: decode engines that keep addresses which are no longer right, with their start times.
+    `given_up`: when prompts were given up, in monotonic seconds.
     """
 
     ranks: dict[int, RankAddresses] | None
@@ -40,7 +41,9 @@ _decode = msgspec.msgpack.Decoder(_Answer).decode
 
 
 class WorkerBootstraps(Bootstraps):
-    """The `Bootstraps` of one of several workers. `shared`: what servers have answered to the one that leads."""
+    """The `Bootstraps` of one of several workers. `shared`: what servers have answered to the one
+    that leads.
+    """
 
     def __init__(
         self,

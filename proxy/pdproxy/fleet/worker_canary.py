@@ -1,6 +1,8 @@
-"""Canaries of tokenizers with several workers: one asks the engines, and each judges the answers by its own tokenizer.
+"""Canaries of tokenizers with several workers: one asks the engines, and each judges the answers by
+its own tokenizer.
 
-What a request has shown of an engine's ids in one worker ends tokenizing for that engine's model in all.
+What a request has shown of an engine's ids in one worker ends tokenizing for that engine's model in
+all.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.request import Route
 
 MAX_TOLD = 1 << 20
-"""Bytes of what an engine answers that are sent to other workers: twenty times what vLLM answers."""
+"""Bytes of what an engine answers that are sent to other workers: twenty times what vLLM
+answers.
+"""
 
 
 class _Refuted(msgspec.Struct, array_like=True, frozen=True):
@@ -44,7 +48,9 @@ _decode_refuted = msgspec.msgpack.Decoder(_Refuted).decode
 
 
 class WorkerCanaries(Canaries):
-    """The `Canaries` of one of several workers. `shared`: what engines have answered to the one that leads."""
+    """The `Canaries` of one of several workers. `shared`: what engines have answered to the one
+    that leads.
+    """
 
     def __init__(
         self,
@@ -83,7 +89,9 @@ class WorkerCanaries(Canaries):
         return known
 
     async def _answers(self, engine: Engine) -> CanaryAnswers | None:
-        """See `Canaries`. Only the worker that leads asks the engine, and only what no worker has asked before."""
+        """See `Canaries`. Only the worker that leads asks the engine, and only what no worker has
+        asked before.
+        """
         if (known := self._known(engine)) is not None:
             return known.answers
         if not self._shared.lead.leads:
@@ -92,7 +100,10 @@ class WorkerCanaries(Canaries):
         if answers is not None:
             kept = self._shared.of(engine)
             before = _Known(CanaryAnswers([])) if kept is None else _decode(kept)
-            told = _Known(CanaryAnswers(answers.cards, answers.models or before.answers.models), before.refuted)
+            told = _Known(
+                CanaryAnswers(answers.cards, answers.models or before.answers.models),
+                before.refuted,
+            )
             if len(body := _encode(told)) > MAX_TOLD:
                 body = _encode(_Known(_untold(answers)))
             self._shared.tell(engine, body)
@@ -132,5 +143,6 @@ def _untold(answers: CanaryAnswers) -> CanaryAnswers:
     """Return answers without their ids, where these are too many."""
     why = f"its answers to canaries have more than {MAX_TOLD} bytes: other workers compare nothing"
     return CanaryAnswers(
-        answers.cards, {model: ModelAnswers(one.root, why=why) for model, one in answers.models.items()}
+        answers.cards,
+        {model: ModelAnswers(one.root, why=why) for model, one in answers.models.items()},
     )

@@ -1,24 +1,27 @@
-"""KV events with several workers, of engines that connect: each connection is that of one worker, and all need its messages.
+"""KV events with several workers, of engines that connect: each connection is that of one worker,
+and all need its messages.
 
-The worker that has an engine's connection takes the messages itself, and tells them to the others. Each has sources of its own
-for all engines: it finds gaps, and asks for replays, as a process that serves alone. Nothing that is lost between workers stays
-unseen; whoever may lack something of an engine asks it again, as behind a lost connection, once per second at most. These rules
-are kept:
+The worker that has an engine's connection takes the messages itself, and tells them to the others.
+Each has sources of its own for all engines: it finds gaps, and asks for replays, as a process that
+serves alone. Nothing that is lost between workers stays unseen; whoever may lack something of an
+engine asks it again, as behind a lost connection, once per second at most. These rules are kept:
 
-- A message that was read before the newest one that was taken, by another worker, is dropped: that worker has lost the connection
-  since. So is one that was read before the engine's present run was found. Times are those of the machine's clock, which all
-  processes have in common.
-- A worker that stood still may have lost connections: its sockets are closed and bound again before it takes anything more.
-  Engines that see no sign of it for `LEAVE_AFTER` seconds connect again by themselves, to another worker.
+- A message that was read before the newest one that was taken, by another worker, is dropped: that
+  worker has lost the connection since. So is one that was read before the engine's present run was
+  found. Times are those of the machine's clock, which all processes have in common.
+- A worker that stood still may have lost connections: its sockets are closed and bound again before
+  it takes anything more. Engines that see no sign of it for `LEAVE_AFTER` seconds connect again by
+  themselves, to another worker.
 - What a worker tells is numbered. Who misses a number may have missed anything.
 - What is not told since it would be too much is named.
-- Each worker tells something every `LOOK_EVERY` seconds. One that is silent for `GONE` seconds, or has bound its sockets again,
-  has lost its connections, and perhaps messages that it had not read.
-- Before a worker has subscribed to a topic, ZMQ drops messages that come to it. So one that begins binds its sockets once it
-  knows the topics of all engines that are up, and each tells what it subscribes to.
+- Each worker tells something every `LOOK_EVERY` seconds. One that is silent for `GONE` seconds, or
+  has bound its sockets again, has lost its connections, and perhaps messages that it had not read.
+- Before a worker has subscribed to a topic, ZMQ drops messages that come to it. So one that begins
+  binds its sockets once it knows the topics of all engines that are up, and each tells what it
+  subscribes to.
 
-A message is counted by the worker that has the connection. What happens to an engine that no worker has heard is counted by the
-one that leads.
+A message is counted by the worker that has the connection. What happens to an engine that no worker
+has heard is counted by the one that leads.
 """
 
 from __future__ import annotations
@@ -52,13 +55,18 @@ from pdproxy.wire.kv_events import MAX_BYTES
 
 LOOK_EVERY = 0.5
 LEAVE_AFTER = 5.0
-"""More than `STALE` and the time between two signs of life (`upstream.kv_events.PING_MS`): no engine leaves a worker that takes
-its messages."""
+"""More than `STALE` and the time between two signs of life (`upstream.kv_events.PING_MS`): no
+engine leaves a worker that takes its messages.
+"""
 GONE = 5.0
 PATIENCE = 5.0
-"""Seconds for engines that are up to say where they publish. Then engines may connect to this worker, too."""
+"""Seconds for engines that are up to say where they publish. Then engines may connect to this
+worker, too.
+"""
 BYTES_PER_SECOND, MOST_AT_ONCE = 4 << 20, MAX_BYTES + (1 << 20)
-"""Bytes of one engine's rank that are told per second, and after a pause at once. Usual ones have some hundred KB."""
+"""Bytes of one engine's rank that are told per second, and after a pause at once. Usual ones have
+some hundred KB.
+"""
 TOLD_AT_ONCE = 1 << 20
 """Bytes of messages that wait to be told at once, but for the last message."""
 MAX_QUEUED = 8 << 20
@@ -79,7 +87,8 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Told(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker tells. `since`: when its sockets were bound; `count`: what it has told since then before this.
+    """What a worker tells. `since`: when its sockets were bound; `count`: what it has told since
+    then before this.
 
     `lost`: topics of which messages were not told; `opened`: those to which it has just subscribed.
     """
@@ -94,7 +103,9 @@ class _Told(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(slots=True)
 class _Worker:
-    """Another worker. `heard`: when, in seconds of the clock, infinite: it has gone; `count`: what it tells next."""
+    """Another worker. `heard`: when, in seconds of the clock, infinite: it has gone; `count`: what
+    it tells next.
+    """
 
     since: float
     count: int
@@ -103,9 +114,11 @@ class _Worker:
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A rank that connects. `reader`: the worker that has read its newest message, at `at`, and when that had bound its sockets.
+    """A rank that connects. `reader`: the worker that has read its newest message, at `at`, and
+    when that had bound its sockets.
 
-    `space`: bytes that may be told, as of `filled`; `asked`: when it was last asked because of a doubt.
+    `space`: bytes that may be told, as of `filled`; `asked`: when it was last asked because of a
+    doubt.
     """
 
     url: str
@@ -120,7 +133,9 @@ class _Rank:
 
 
 class _Source(KvEventReader):
-    """A source that knows when its engine's run was found: what any worker had read before belongs to another one."""
+    """A source that knows when its engine's run was found: what any worker had read before belongs
+    to another one.
+    """
 
     def __init__(
         self,
@@ -144,7 +159,8 @@ _decode = msgspec.msgpack.Decoder(_Told).decode
 
 
 class WorkerKvEventSources(KvEventSources):
-    """The sources of worker `number`. `tell`: sends something to all others, and returns whether it could.
+    """The sources of worker `number`. `tell`: sends something to all others, and returns whether it
+    could.
 
     `lead`: who counts what belongs to no worker.
     """
@@ -185,7 +201,9 @@ class WorkerKvEventSources(KvEventSources):
         self._queue: deque[tuple[tuple[int, float], _Message]] = deque()
         self._queued = 0
         self._doubted: dict[Key, float] = {}
-        """Since when messages of a topic may be lost: its engine is to be asked, unless a later message comes."""
+        """Since when messages of a topic may be lost: its engine is to be asked, unless a later
+        message comes.
+        """
         self._taking = False
         self._listens = False
         """Whether the sockets are bound, and what comes there is taken."""
@@ -207,18 +225,23 @@ class WorkerKvEventSources(KvEventSources):
         self._born = self._since = self._looked = self._clock.now()
 
     def start(self, bind: Callable[[], None]) -> None:
-        """Take what comes, and tell it, once engines' topics are known. `bind` binds the sockets, also after they were closed."""
+        """Take what comes, and tell it, once engines' topics are known. `bind` binds the sockets,
+        also after they were closed.
+        """
         self._bind = bind
         self._tasks.keep(self._follow, "KV events of all workers")
 
     async def _follow(self) -> None:
         while True:
             self.look()
-            # At the same moments in all workers: those that begin bind at once, and connections that wait are spread over them.
+            # At the same moments in all workers: those that begin bind at once, and connections
+            # that wait are spread over them.
             await asyncio.sleep(LOOK_EVERY - self._clock.now() % LOOK_EVERY)
 
     def look(self) -> None:
-        """Show that this worker is there, and look who else is. Call it every `LOOK_EVERY` seconds."""
+        """Show that this worker is there, and look who else is. Call it every `LOOK_EVERY`
+        seconds.
+        """
         now = self._clock.now()
         self._stood_still(now)
         self._looked = now
@@ -252,7 +275,9 @@ class WorkerKvEventSources(KvEventSources):
             self._take((self._number, self._since), rank, message)
 
     def _stood_still(self, now: float) -> bool:
-        """Return whether this worker has stood still. Its sockets are closed then: soon, since one may be read just now."""
+        """Return whether this worker has stood still. Its sockets are closed then: soon, since one
+        may be read just now.
+        """
         stood = self._listens and now - self._looked > STALE
         if stood:
             self._listens = False
@@ -262,7 +287,8 @@ class WorkerKvEventSources(KvEventSources):
     def _knows_topics(self) -> bool:
         """Return whether all engines that are up were asked where they publish."""
         return all(
-            engine.in_ledger.probed and (not engine.in_ledger.up or (entry.task is not None and entry.task.done()))
+            engine.in_ledger.probed
+            and (not engine.in_ledger.up or (entry.task is not None and entry.task.done()))
             for engine, entry in self._entries.items()
         )
 
@@ -314,7 +340,9 @@ class WorkerKvEventSources(KvEventSources):
     def _pass_on(self) -> None:
         due, self._due, self._size, self._is_due = self._due, [], 0, False
         lost, opened = list(islice(self._lost, MAX_NAMED)), list(islice(self._opened, MAX_NAMED))
-        if not self._tell(_encode(_Told(self._number, self._since, self._count, due, lost, opened))):
+        if not self._tell(
+            _encode(_Told(self._number, self._since, self._count, due, lost, opened))
+        ):
             self._not_told(due)  # they are named later
             return
         self._count += 1
@@ -328,7 +356,8 @@ class WorkerKvEventSources(KvEventSources):
         """Take what another worker tells."""
         told, now = _decode(body), self._clock.now()
         worker = self._workers.get(told.worker)
-        if worker is None and told.since <= self._born:  # what it told before that, this worker had no use for
+        # what it told before that, this worker had no use for
+        if worker is None and told.since <= self._born:
             worker = _Worker(told.since, told.count, now)
         if worker is None or worker.since != told.since:  # it may have had connections before
             self._left(told.worker, self._born if worker is None else worker.since)
@@ -352,11 +381,13 @@ class WorkerKvEventSources(KvEventSources):
     def _may_be_at(self, key: Key, number: int) -> bool:
         """Return whether a rank may have, or have had, its connection with a worker.
 
-        It may have moved there without anybody having read anything. To ask is cheap; to forget what can't be asked for is not:
-        that is left where another worker has its newest message.
+        It may have moved there without anybody having read anything. To ask is cheap; to forget
+        what can't be asked for is not: that is left where another worker has its newest message.
         """
         rank = self._shared.get(key)
-        return rank is not None and (rank.has_replays or rank.reader is None or rank.reader[0] == number)
+        return rank is not None and (
+            rank.has_replays or rank.reader is None or rank.reader[0] == number
+        )
 
     def _left(self, number: int, since: float) -> None:
         """A worker has lost its connections."""
@@ -388,7 +419,8 @@ class WorkerKvEventSources(KvEventSources):
             if (rank := self._shared.get(message.key)) is not None:
                 try:
                     self._take(reader, rank, message)
-                except Exception as error:  # a defect here must not lose the messages behind this one
+                except Exception as error:
+                    # a defect here must not lose the messages behind this one
                     self._failed(error)
         self._go_on()
 
@@ -406,7 +438,9 @@ class WorkerKvEventSources(KvEventSources):
 
     # -- engines
 
-    def _connecting(self, key: Key, place: int, url: str, replays: Callable[[], Replay] | None) -> KvEventReader:
+    def _connecting(
+        self, key: Key, place: int, url: str, replays: Callable[[], Replay] | None
+    ) -> KvEventReader:
         counts = SourceCounts()
         source = _Source(self.parts, place, url, replays, counts=counts)
         rank = self._shared[key] = _Rank(url, replays is not None, source, counts)

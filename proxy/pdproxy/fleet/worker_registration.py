@@ -1,10 +1,13 @@
-"""Registrations with several workers: each has all of them, made from the same messages in the same order.
+"""Registrations with several workers: each has all of them, made from the same messages in the same
+order.
 
-An engine's heartbeats come to any worker. It passes them on to all, itself included, and all take them in one order. Who owns a
-registration depends on that order alone. That an engine is silent is such a message, too: the worker that leads sends it, with
-the number of heartbeats behind which it holds. Otherwise two workers whose timers are a moment apart could believe different
-senders for as long as both send. A worker that begins, or that was stopped, asks in the same order; the leader answers with all
-that it knew at the question, and what has come behind the question is taken after that.
+An engine's heartbeats come to any worker. It passes them on to all, itself included, and all take
+them in one order. Who owns a registration depends on that order alone. That an engine is silent is
+such a message, too: the worker that leads sends it, with the number of heartbeats behind which it
+holds. Otherwise two workers whose timers are a moment apart could believe different senders for as
+long as both send. A worker that begins, or that was stopped, asks in the same order; the leader
+answers with all that it knew at the question, and what has come behind the question is taken after
+that.
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ import msgspec
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.registration import CheckPeers, Owned, ReadRegistration, RegisteredEngine, Registrations, cancel
+from pdproxy.fleet.registration import (
+    CheckPeers,
+    Owned,
+    ReadRegistration,
+    RegisteredEngine,
+    Registrations,
+    cancel,
+)
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import STALE, Leading
 from pdproxy.kit.switchboard import ALL
@@ -28,7 +38,9 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.wire.registrations import Registration, place
 
 ASK_EVERY = 1.0
-"""Seconds until a worker asks again that has got no answer, and until what a leader has not told is looked at again."""
+"""Seconds until a worker asks again that has got no answer, and until what a leader has not told is
+looked at again.
+"""
 WINDOW = 0.1
 """Seconds in which so many heartbeats are passed on:"""
 MAX_BEATS = 2
@@ -47,7 +59,9 @@ class _Beat(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Silent(msgspec.Struct, array_like=True, frozen=True):
-    """A sender is silent: the engine's owner, or with `rival` the other process. `after`: how many of its heartbeats had come."""
+    """A sender is silent: the engine's owner, or with `rival` the other process. `after`: how many
+    of its heartbeats had come.
+    """
 
     where: str
     rival: bool
@@ -81,7 +95,8 @@ _decode = msgspec.msgpack.Decoder(_Told).decode
 
 
 class WorkerRegistrations(Registrations):
-    """The registrations of one pool in worker `number`. `pass_on`: sends a message to one worker, or to `ALL` in one order.
+    """The registrations of one pool in worker `number`. `pass_on`: sends a message to one worker,
+    or to `ALL` in one order.
 
     `failed`: what is called if a heartbeat can't be processed.
     """
@@ -106,7 +121,9 @@ class WorkerRegistrations(Registrations):
         self._lead = lead
         self._pass_on = pass_on
         self._process = os.urandom(8)
-        """Part of the names of this process's connections: elsewhere a stranger's could have the same name."""
+        """Part of the names of this process's connections: elsewhere a stranger's could have the
+        same name.
+        """
         self._sender = number
         """Who sent the message that is taken now; outside of one, this worker."""
         self._question = b""
@@ -121,7 +138,9 @@ class WorkerRegistrations(Registrations):
         self.complete = False
 
     def start(self, tasks: TaskOwner) -> None:
-        """Ask for what others know, and go on asking, in a task of this owner. Needs a running event loop."""
+        """Ask for what others know, and go on asking, in a task of this owner. Needs a running
+        event loop.
+        """
         self._started = True
         tasks.keep(self._follow, "registrations of all workers")
 
@@ -154,7 +173,9 @@ class WorkerRegistrations(Registrations):
             self._seen("not_passed")
 
     def _silent(self, entry: RegisteredEngine) -> None:
-        """The owner's timer has ended. All workers hear it from the leader, in the order of heartbeats."""
+        """The owner's timer has ended. All workers hear it from the leader, in the order of
+        heartbeats.
+        """
         if entry.owned is not None:
             entry.owned.timer = self._clock.after(ASK_EVERY, lambda: self._silent(entry))
             self._tell_silent(_Silent(entry.engine.registered_as, rival=False, after=entry.beats))
@@ -182,7 +203,8 @@ class WorkerRegistrations(Registrations):
     def look(self) -> None:
         """Ask what others know, if there is anything to ask. Call it every `ASK_EVERY` seconds."""
         now = self._clock.now()
-        if now - self._looked > STALE:  # this process begins, or stood still, and may have missed something
+        # this process begins, or stood still, and may have missed something
+        if now - self._looked > STALE:
             self.complete = False
         self._looked = now
         if not self.complete or self._question:
@@ -199,7 +221,11 @@ class WorkerRegistrations(Registrations):
         known = []
         for where, entry in self._entries.items():
             owned = entry.owned
-            beat = None if owned is None else _Beat(where, owned.registration, owned.connection, owned.address)
+            beat = (
+                None
+                if owned is None
+                else _Beat(where, owned.registration, owned.connection, owned.address)
+            )
             has_rival = owned is not None and owned.rival is not None
             stranger = None if owned is None else owned.stranger
             known.append(_Known(where, entry.beats, entry.contests, beat, has_rival, stranger))
@@ -216,7 +242,9 @@ class WorkerRegistrations(Registrations):
                 cancel(entry.owned)
                 entry.owned = None
             if (beat := one.owner) is not None:
-                owned = Owned(beat.registration, beat.connection, beat.address, self._until_silent(entry))
+                owned = Owned(
+                    beat.registration, beat.connection, beat.address, self._until_silent(entry)
+                )
                 owned.stranger = one.stranger
                 owned.rival = self._until_alone(entry) if one.has_rival else None
                 entry.owned = owned
@@ -250,7 +278,8 @@ class WorkerRegistrations(Registrations):
         self._sender = told.sender
         try:
             self._apply_message(told.beat, told.silent)
-        except Exception as error:  # what comes behind it, perhaps orders of the parent, must not be lost
+        except Exception as error:
+            # what comes behind it, perhaps orders of the parent, must not be lost
             self._failed(error)
         finally:
             self._sender = self._number
@@ -258,7 +287,11 @@ class WorkerRegistrations(Registrations):
     def _apply_message(self, beat: _Beat | None, silent: _Silent | None) -> None:
         if beat is not None and (entry := self._entries.get(beat.where)) is not None:
             self._take(entry, beat.registration, beat.connection, beat.address)
-        elif silent is not None and (entry := self._entries.get(silent.where)) is not None and entry.owned is not None:
+        elif (
+            silent is not None
+            and (entry := self._entries.get(silent.where)) is not None
+            and entry.owned is not None
+        ):
             if silent.rival and entry.contests == silent.after:
                 super()._alone_again(entry)
             elif not silent.rival and entry.beats == silent.after:

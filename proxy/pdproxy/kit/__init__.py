@@ -1,1 +1,3 @@
-"""Tools that every package may use: errors, ids, owned tasks, worker processes, the clock. Standard library only."""
+"""Tools that every package may use: errors, ids, owned tasks, worker processes, the clock. Standard
+library only.
+"""

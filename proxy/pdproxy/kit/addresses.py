@@ -1,7 +1,8 @@
 """IP addresses, and hosts with ports, compared by what they mean and not by how they are written.
 
-Owns the reading of addresses: IPv6 in brackets, zones (fe80::1%eth0), ports, and IPv4 addresses inside IPv6 ones
-(::ffff:10.0.0.1 is 10.0.0.1: a socket that listens on :: shows clients so). What is not exactly an address is none.
+Owns the reading of addresses: IPv6 in brackets, zones (fe80::1%eth0), ports, and IPv4 addresses
+inside IPv6 ones (::ffff:10.0.0.1 is 10.0.0.1: a socket that listens on :: shows clients so). What
+is not exactly an address is none.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ _TRANSLATED = IPv6Network("64:ff9b::/96"), IPv6Network("::ffff:0:0:0/96")
 _LOCAL_TRANSLATED = IPv6Network("64:ff9b:1::/48")
 """The same, with prefixes that each network chooses, of 48, 56, 64 or 96 bits (RFC 8215)."""
 _NOWHERE = IPv4Network("0.0.0.0/8")
-"""No IPv4 address to which a translator sends: the zeros of a longer prefix, or behind a shorter one."""
+"""No IPv4 address to which a translator sends: the zeros of a longer prefix, or behind a shorter
+one.
+"""
 _ISATAP = 0x5EFE, 0x0200_5EFE
-"""Bits 64 to 95 of IPv6 addresses behind which there is an IPv4 one, whatever network comes before (RFC 5214, 6.1)."""
+"""Bits 64 to 95 of IPv6 addresses behind which there is an IPv4 one, whatever network comes before
+(RFC 5214, 6.1).
+"""
 _COMPATIBLE = IPv6Network("::/96")
 """An old form of IPv4 addresses in IPv6 ones (RFC 4291, 2.5.5.1)."""
 _UNICAST = _COMPATIBLE[0], _COMPATIBLE[1]
@@ -36,10 +41,11 @@ class HostPort(NamedTuple):
 
 
 def read_address(text: str) -> Address | None:
-    """Return the address that a text is, None if the text is something else. Brackets around IPv6 and a zone may be there.
+    """Return the address that a text is, None if the text is something else. Brackets around IPv6
+    and a zone may be there.
 
-    An IPv4 address that is written as an IPv6 one is returned as IPv4. A zone says through which interface an address is
-    reached: it is no part of what is compared.
+    An IPv4 address that is written as an IPv6 one is returned as IPv4. A zone says through which
+    interface an address is reached: it is no part of what is compared.
     """
     inner = text
     if text.startswith("["):
@@ -59,7 +65,8 @@ def read_address(text: str) -> Address | None:
 
 
 def read_place(text: str) -> HostPort | None:
-    """Return the host and the port of `HOST`, `HOST:PORT`, `[IPV6]`, `[IPV6]:PORT` or a bare IPv6 address; None for others.
+    """Return the host and the port of `HOST`, `HOST:PORT`, `[IPV6]`, `[IPV6]:PORT` or a bare IPv6
+    address; None for others.
 
     An address gets its usual spelling. A name is not looked up.
     """
@@ -76,19 +83,27 @@ def read_place(text: str) -> HostPort | None:
     address = read_address(host)
     if address is None and (not host or set(host) & set("[]:%/@ ")):
         return None
-    if has_port and not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16):
+    if has_port and not (
+        port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16
+    ):
         return None
-    return HostPort(str(address) if address is not None else host.lower(), int(port) if has_port else None)
+    return HostPort(
+        str(address) if address is not None else host.lower(), int(port) if has_port else None
+    )
 
 
 def usual_host(host: str) -> str:
-    """Return a host in its usual spelling: an address as the system writes it, a name in small letters."""
+    """Return a host in its usual spelling: an address as the system writes it, a name in small
+    letters.
+    """
     address = read_address(host)
     return str(address) if address is not None else host.lower()
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine, as far as its name shows. Brackets around IPv6 may be there."""
+    """Return whether a host is this machine, as far as its name shows. Brackets around IPv6 may be
+    there.
+    """
     if host.lower() == "localhost":
         return True
     address = read_address(host)
@@ -102,14 +117,17 @@ def is_any(host: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """Return where a client on the same machine reaches a server that listens on a host: for all addresses, the loopback."""
+    """Return where a client on the same machine reaches a server that listens on a host: for all
+    addresses, the loopback.
+    """
     if not is_any(host):
         return host
     return "::1" if ":" in host and "." not in host else "127.0.0.1"
 
 
 def read_network(text: str) -> Network:
-    """Return the network that a text names; an address is a network of one. Networks of mapped addresses become IPv4's.
+    """Return the network that a text names; an address is a network of one. Networks of mapped
+    addresses become IPv4's.
 
     Raises:
         ValueError: it names none.
@@ -133,7 +151,8 @@ def overlap(one: Network, other: Network) -> bool:
 
 
 def goes_to(address: Address) -> tuple[Address, ...]:
-    """Return where packets for an address end: at an IPv4 address, if translators or tunnels take that out of an IPv6 one.
+    """Return where packets for an address end: at an IPv4 address, if translators or tunnels take
+    that out of an IPv6 one.
 
     There are several where it depends on the length of a prefix that nobody knows here.
     """
@@ -155,14 +174,18 @@ def goes_to(address: Address) -> tuple[Address, ...]:
 
 
 def isatap(address: Address) -> IPv4Address | None:
-    """Return where an ISATAP tunnel, if there is one, takes packets for an address; None: no such tunnel takes them."""
+    """Return where an ISATAP tunnel, if there is one, takes packets for an address; None: no such
+    tunnel takes them.
+    """
     number = int(address)
     is_one = isinstance(address, IPv6Address) and number >> 32 & 0xFFFF_FFFF in _ISATAP
     return IPv4Address(number & 0xFFFF_FFFF) if is_one else None
 
 
 def _embedded(number: int) -> Iterator[IPv4Address]:
-    """Return the IPv4 addresses behind prefixes of 48, 56 and 64 bits. Bits 64 to 71 are part of none (RFC 6052, 2.2)."""
+    """Return the IPv4 addresses behind prefixes of 48, 56 and 64 bits. Bits 64 to 71 are part of
+    none (RFC 6052, 2.2).
+    """
     bits = number.to_bytes(16, "big")
     joined = bits[:8] + bits[9:]
     for at in (6, 7, 8):

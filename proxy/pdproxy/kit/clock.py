@@ -1,8 +1,9 @@
 """Deadlines for the data path: any number of them on one timer of the event loop.
 
-Owns that timer. Every request sets several deadlines and reaches none. So setting and cancelling a deadline must be cheap, and it
-need not be exact: a deadline is reached up to `TICK` late, never early. Time in which the loop was held up (a stalled machine,
-a stopped process, one long computation) counts for no deadline: data that arrived in time is not late.
+Owns that timer. Every request sets several deadlines and reaches none. So setting and cancelling a
+deadline must be cheap, and it need not be exact: a deadline is reached up to `TICK` late, never
+early. Time in which the loop was held up (a stalled machine, a stopped process, one long
+computation) counts for no deadline: data that arrived in time is not late.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Timer(msgspec.Struct, eq=False):
 
     def cancel(self) -> None:
         """Drop the call. Cancelling twice, or after the call, changes nothing."""
-        self.then = _nothing  # `then` often refers to the owner of this timer: no reference cycle stays
+        # `then` often refers to the owner of this timer: no reference cycle stays
+        self.then = _nothing
         slot = self._slots.get(self._number)
         if slot is not None:
             slot.pop(self, None)
@@ -48,19 +50,28 @@ class Timer(msgspec.Struct, eq=False):
 class Clock:
     """Calls functions at their times, in ticks. Belongs to the event loop that first sets a timer.
 
-    Only time in which the loop could read its sockets counts. A callback that holds the loop up for seconds makes no wait
-    shorter: that time counts for no timer, and sockets are read between it and the next timer.
+    Only time in which the loop could read its sockets counts. A callback that holds the loop up for
+    seconds makes no wait shorter: that time counts for no timer, and sockets are read between it
+    and the next timer.
     """
 
     def __init__(
-        self, failed: Callable[[Exception], None] | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        failed: Callable[[Exception], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make one. `failed` gets each exception that a timer's function raised; None: it is logged here."""
+        """Make one. `failed` gets each exception that a timer's function raised; None: it is logged
+        here.
+        """
         self.now = now
-        """Returns seconds of a steady clock, for durations. Timers count these seconds less those of hold-ups."""
+        """Returns seconds of a steady clock, for durations. Timers count these seconds less those
+        of hold-ups.
+        """
         self._failed = failed or _log
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The loop of the timers, None before the first. Before Python 3.12, to ask for the running loop is a system call."""
+        """The loop of the timers, None before the first. Before Python 3.12, to ask for the running
+        loop is a system call.
+        """
         self._slots: dict[int, dict[Timer, None]] = {}
         self._done = 0
         self._due = 0.0
@@ -103,18 +114,25 @@ class Clock:
         self._next = self.loop.call_at(due + self._lost, self._tick, read)
 
     def _tick(self, read: bool) -> None:
-        """Call all timers that are due. `read`: the sockets were read since the loop was held up."""
+        """Call all timers that are due. `read`: the sockets were read since the loop was held
+        up.
+        """
         assert self.loop is not None
         now = self.loop.time() - self._lost
         if now > self._due + TICK:
             self._lost += now - self._due
             now = self._due
             if not read:
-                # The loop runs timers before it reads sockets. So wait for a later turn, after the next read.
+                # The loop runs timers before it reads sockets. So wait for a later turn, after the
+                # next read.
                 self._tick_at(now + TICK / 10, read=True)
                 return
         last = int(now / TICK)
-        due = range(self._done + 1, last + 1) if last - self._done <= len(self._slots) else sorted(self._slots)
+        due = (
+            range(self._done + 1, last + 1)
+            if last - self._done <= len(self._slots)
+            else sorted(self._slots)
+        )
         self._done = last
         for number in due:
             if number > last:
@@ -162,9 +180,13 @@ class Within(msgspec.Struct, eq=False):
         self._task.cancel()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
-        task, self._task = self._task, None  # which refers to its error, whose frames may refer to this
+        # which refers to its error, whose frames may refer to this
+        task, self._task = self._task, None
         assert task is not None
         assert self._timer is not None
         self._timer.cancel()

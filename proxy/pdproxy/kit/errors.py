@@ -1,7 +1,8 @@
 """Errors by fault, so that every failure has one meaning everywhere.
 
-Owns the kinds of failure: whose fault it was (`Fault`), what the proxy waited for (`Wait`), why it can't serve a request now
-(`RefusalReason`), and the exceptions with these. What a client gets of each is decided in one place, `pdproxy.wire.errors`.
+Owns the kinds of failure: whose fault it was (`Fault`), what the proxy waited for (`Wait`), why it
+can't serve a request now (`RefusalReason`), and the exceptions with these. What a client gets of
+each is decided in one place, `pdproxy.wire.errors`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from enum import Enum
 from pdproxy.kit.text import truncate
 
 MAX_MESSAGE = 1000
-"""Characters of an engine error's message. It may quote the engine, and is kept with the engine's state, logged and shown."""
+"""Characters of an engine error's message. It may quote the engine, and is kept with the engine's
+state, logged and shown.
+"""
 
 
 class Fault(Enum):
@@ -26,7 +29,9 @@ class Fault(Enum):
 
 
 class Wait(Enum):
-    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}`, and mostly a key of `deadlines`."""
+    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}`, and
+    mostly a key of `deadlines`.
+    """
 
     CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"
@@ -56,8 +61,9 @@ class Wait(Enum):
 
 
 class RefusalReason(Enum):
-    """Why a request is refused now and may be served later. The value is the label of `pdproxy_refusals_total{reason}`, and the
-    `reason` in the error's body."""
+    """Why a request is refused now and may be served later. The value is the label of
+    `pdproxy_refusals_total{reason}`, and the `reason` in the error's body.
+    """
 
     KEY_REQUESTS = "key_requests"
     KEY_TOKENS = "key_tokens"
@@ -127,7 +133,9 @@ class ForbiddenError(BadRequestError):
 
 
 class UnreadableError(BadRequestError):
-    """The body can't be read. The type is vLLM's for what fails its schema; the message quotes what the client sent."""
+    """The body can't be read. The type is vLLM's for what fails its schema; the message quotes what
+    the client sent.
+    """
 
     type = "Bad Request"
 
@@ -138,7 +146,9 @@ class UnreadableError(BadRequestError):
 
 
 class UnparsableError(BadRequestError):
-    """The body is not text, or JSON beyond a parser's limits. FastAPI has its own body for this error."""
+    """The body is not text, or JSON beyond a parser's limits. FastAPI has its own body for this
+    error.
+    """
 
     def __init__(self) -> None:
         super().__init__("There was an error parsing the body", param="body")
@@ -197,7 +207,9 @@ class BodyTimeoutError(BadRequestError):
 
 
 class UnauthorizedError(PdproxyError):
-    """Proxy keys are set and the client sent none of them. The body is OpenAI's: vLLM has none for it."""
+    """Proxy keys are set and the client sent none of them. The body is OpenAI's: vLLM has none for
+    it.
+    """
 
     fault = Fault.CLIENT
     status = 401
@@ -214,7 +226,9 @@ class UnauthorizedError(PdproxyError):
 
 
 class RevokedError(UnauthorizedError):
-    """What let the client in is not valid any more: its key or its certificate was taken away, or has reached its end."""
+    """What let the client in is not valid any more: its key or its certificate was taken away, or
+    has reached its end.
+    """
 
     def __init__(self, what: str, how: str) -> None:
         """`what`: "key" or "certificate"; `how`: "revoked" or "expired"."""
@@ -230,7 +244,9 @@ class OverloadedError(PdproxyError):
     status = 503
     type = "ServiceUnavailableError"
 
-    def __init__(self, message: str, reason: RefusalReason, *, retry_after: float | None = None) -> None:
+    def __init__(
+        self, message: str, reason: RefusalReason, *, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry_after = retry_after
@@ -244,7 +260,9 @@ class LimitError(OverloadedError):
 
 
 class TooLateError(OverloadedError):
-    """No engine can serve the request within its objective, and the settings want such requests refused."""
+    """No engine can serve the request within its objective, and the settings want such requests
+    refused.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, RefusalReason.OBJECTIVE)
@@ -258,7 +276,9 @@ class EnginesLostError(OverloadedError):
 
 
 class TooManyConnectionsError(OverloadedError):
-    """`limits.max_connections` are open: a connection is refused, or one that idles is closed for another client."""
+    """`limits.max_connections` are open: a connection is refused, or one that idles is closed for
+    another client.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, RefusalReason.CONNECTIONS)
@@ -266,11 +286,15 @@ class TooManyConnectionsError(OverloadedError):
 
 def no_more_files(error: OSError) -> OverloadedError:
     """Return the failure to open a connection because the process may open no more files."""
-    return OverloadedError(f"pdproxy can open no more connections: {error.strerror}", RefusalReason.OPEN_FILES)
+    return OverloadedError(
+        f"pdproxy can open no more connections: {error.strerror}", RefusalReason.OPEN_FILES
+    )
 
 
 class EngineError(PdproxyError):
-    """An engine failed: it sent invalid data, or closed the connection before its answer was whole."""
+    """An engine failed: it sent invalid data, or closed the connection before its answer was
+    whole.
+    """
 
     fault = Fault.ENGINE
     status = 502
@@ -281,7 +305,9 @@ class EngineError(PdproxyError):
 
 
 class AnswerBudgetError(EngineError):
-    """Other answers use up `limits.max_buffered_answer_bytes`. Not a fault of the engine. `held`: bytes of this answer so far."""
+    """Other answers use up `limits.max_buffered_answer_bytes`. Not a fault of the engine. `held`:
+    bytes of this answer so far.
+    """
 
     held = 0
     reason = RefusalReason.ANSWERS
@@ -291,11 +317,15 @@ class AnswerBudgetError(EngineError):
 
 
 class AnswerTooLargeError(EngineError):
-    """An answer, or an event of a stream, is over its limit. Its request has asked for so much: not a fault of the engine."""
+    """An answer, or an event of a stream, is over its limit. Its request has asked for so much: not
+    a fault of the engine.
+    """
 
 
 class UnparsedError(EngineError):
-    """No engine has parsed the token ids that another one made. Not a fault of the one that made them."""
+    """No engine has parsed the token ids that another one made. Not a fault of the one that made
+    them.
+    """
 
 
 class EngineUnreachableError(EngineError):
@@ -310,24 +340,31 @@ class EngineUnreachableError(EngineError):
 
 
 class EngineTlsError(EngineUnreachableError):
-    """No TLS with an engine: its certificate is not trusted, or it refused ours. The message names hosts."""
+    """No TLS with an engine: its certificate is not trusted, or it refused ours. The message names
+    hosts.
+    """
 
     public = "an engine could not be reached"
 
 
 class ConnectionLostError(EngineError):
-    """The connection to an engine closed before its answer was whole. The engine may be there all the same."""
+    """The connection to an engine closed before its answer was whole. The engine may be there all
+    the same.
+    """
 
 
 class StaleConnectionError(ConnectionLostError):
     """A kept connection closed just behind a request, before the first byte of an answer.
 
-    Mostly the engine had closed it while it was idle. But it may have read the request, and worked on it: nothing shows which.
+    Mostly the engine had closed it while it was idle. But it may have read the request, and worked
+    on it: nothing shows which.
     """
 
 
 class OwnBodyRefusedError(EngineError):
-    """An engine refused a body for something that the client has not sent: a defect of pdproxy, not of the engine."""
+    """An engine refused a body for something that the client has not sent: a defect of pdproxy, not
+    of the engine.
+    """
 
     fault = Fault.OURS
     status = 500
@@ -335,7 +372,9 @@ class OwnBodyRefusedError(EngineError):
 
 
 class KvGoneError(EngineError):
-    """The KV that a request was about to use is gone, or is not needed any more. The engine was not asked."""
+    """The KV that a request was about to use is gone, or is not needed any more. The engine was not
+    asked.
+    """
 
 
 class EngineTimeoutError(EngineError):
@@ -358,7 +397,9 @@ class StandstillError(EngineTimeoutError):
 
 
 class EngineRefusedError(EngineError):
-    """An engine answered with an error instead of data. The client gets the engine's own status and body."""
+    """An engine answered with an error instead of data. The client gets the engine's own status and
+    body.
+    """
 
     def __init__(self, message: str, *, status: int, body: bytes) -> None:
         super().__init__(message)

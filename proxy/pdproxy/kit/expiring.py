@@ -1,4 +1,6 @@
-"""A dictionary of bounded size whose entries have an end each: what is remembered for some time of what others may send."""
+"""A dictionary of bounded size whose entries have an end each: what is remembered for some time of
+what others may send.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ V = TypeVar("V", bound=Expires)
 
 
 class Expiring(OrderedDict[K, V]):
-    """At most `most` entries: one more, and the oldest is forgotten. Each `keep` makes an entry the newest."""
+    """At most `most` entries: one more, and the oldest is forgotten. Each `keep` makes an entry the
+    newest.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()

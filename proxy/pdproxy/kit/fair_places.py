@@ -1,8 +1,10 @@
-"""Places that clients share fairly, with limits on the places and on the requests that wait for one.
+"""Places that clients share fairly, with limits on the places and on the requests that wait for
+one.
 
-Owns the places of each client and its requests that wait. A place that comes free goes to the client with the fewest places
-among those that wait, and there to its oldest request. If no more requests may wait, a client with fewer waiting requests
-displaces the newest waiting request of the client with the most.
+Owns the places of each client and its requests that wait. A place that comes free goes to the
+client with the fewest places among those that wait, and there to its oldest request. If no more
+requests may wait, a client with fewer waiting requests displaces the newest waiting request of the
+client with the most.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ Place = asyncio.Future[None]
 
 
 class NoPlaceError(Exception):
-    """Too many requests wait. `displaced`: this one waited, and a client with fewer waiting requests displaced it."""
+    """Too many requests wait. `displaced`: this one waited, and a client with fewer waiting
+    requests displaced it.
+    """
 
     def __init__(self, *, displaced: bool) -> None:
         super().__init__()
@@ -34,16 +38,22 @@ class _Held:
 
 
 class FairPlaces:
-    """At most `max_places` are taken at once, and `max_waiting` requests wait. `displaced` is called when one is displaced."""
+    """At most `max_places` are taken at once, and `max_waiting` requests wait. `displaced` is
+    called when one is displaced.
+    """
 
-    def __init__(self, max_places: int, max_waiting: int, displaced: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, max_places: int, max_waiting: int, displaced: Callable[[], None] = lambda: None
+    ) -> None:
         self._max_places = max_places
         self._max_waiting = max_waiting
         self._displaced = displaced
         self._clients: dict[Hashable, _Held] = {}
         """Those with a place, or with a request that waits."""
         self._queue: dict[Hashable, _Held] = {}
-        """Those with a request that waits. Among clients with equally many places, the first one is next."""
+        """Those with a request that waits. Among clients with equally many places, the first one is
+        next.
+        """
         self.taken = 0
         """Places that are taken."""
         self.waiting = 0
@@ -53,7 +63,8 @@ class FairPlaces:
         return f"<FairPlaces {self.taken} of {self._max_places} taken, {self.waiting} waiting>"
 
     def take(self, client: Hashable) -> bool:
-        """Take a place if one is free; return whether it was taken. Each success is matched by one `leave`.
+        """Take a place if one is free; return whether it was taken. Each success is matched by one
+        `leave`.
 
         Nobody is overtaken: while somebody waits, no place is free.
         """
@@ -63,7 +74,8 @@ class FairPlaces:
         return True
 
     def queue_up(self, client: Hashable) -> Place:
-        """Begin to wait, behind the client's other requests. Call it where `take` has failed; `wait` has to follow.
+        """Begin to wait, behind the client's other requests. Call it where `take` has failed;
+        `wait` has to follow.
 
         Raises:
             NoPlaceError: too many requests wait, and no other client has more of them.
@@ -79,7 +91,8 @@ class FairPlaces:
         return place
 
     async def wait(self, client: Hashable, place: Place) -> None:
-        """Wait until the place is granted. Each success is matched by one `leave`; a caller that stops waiting has no place.
+        """Wait until the place is granted. Each success is matched by one `leave`; a caller that
+        stops waiting has no place.
 
         Raises:
             NoPlaceError: it was displaced.
@@ -88,7 +101,8 @@ class FairPlaces:
             await place
         except BaseException:
             if place.done() and not place.cancelled() and place.exception() is None:
-                self.leave(client)  # granted in the same turn of the loop in which the caller was cancelled
+                # granted in the same turn of the loop in which the caller was cancelled
+                self.leave(client)
             raise
         finally:
             held = self._clients.get(client)
@@ -121,7 +135,8 @@ class FairPlaces:
             place = held.waiting.popleft()
             self.waiting -= 1
             if held.waiting:
-                self._queue[following] = held  # at the end: of clients with equally many places, another one is next
+                # at the end: of clients with equally many places, another one is next
+                self._queue[following] = held
             if not place.done():
                 self._grant(held)
                 place.set_result(None)
@@ -136,10 +151,16 @@ class FairPlaces:
                     place.set_exception(error)
 
     def over_share(self, client: Hashable) -> bool:
-        """Return whether a client has more than an equal part of all places while others wait for one."""
+        """Return whether a client has more than an equal part of all places while others wait for
+        one.
+        """
         held = self._clients.get(client)
         others = len(self._queue) - (client in self._queue)
-        return held is not None and bool(others) and held.places * len(self._clients) > self._max_places
+        return (
+            held is not None
+            and bool(others)
+            and held.places * len(self._clients) > self._max_places
+        )
 
     def _held_by(self, client: Hashable) -> _Held:
         held = self._clients.get(client)
@@ -165,7 +186,9 @@ class FairPlaces:
             self._forget(client, held)
 
     def _displace(self, newcomer: _Held) -> bool:
-        """Displace a waiting request of the client that has the most of them. Return whether one was displaced."""
+        """Displace a waiting request of the client that has the most of them. Return whether one
+        was displaced.
+        """
         client = max(self._queue, key=lambda one: len(self._queue[one].waiting), default=None)
         if client is None:
             return False

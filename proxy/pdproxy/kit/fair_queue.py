@@ -1,15 +1,19 @@
-"""Places, and a queue for them that is fair between tenants, by their weights and the costs of their requests. Pure.
+"""Places, and a queue for them that is fair between tenants, by their weights and the costs of
+their requests. Pure.
 
-Owns the places, the requests that wait, and what each tenant has received. While requests wait, a place that comes free goes to
-the tenant that has received the least cost per weight (start-time fair queueing), there to the request with the smallest
-priority, among those to the one that would wait for the shortest time, and then to the oldest.
+Owns the places, the requests that wait, and what each tenant has received. While requests wait, a
+place that comes free goes to the tenant that has received the least cost per weight (start-time
+fair queueing), there to the request with the smallest priority, among those to the one that would
+wait for the shortest time, and then to the oldest.
 
-What was granted while nobody waited took nothing from others: it counts only as long as the place is held. But after a request
-has waited, as many grants as there are places count in any case: where requests wait only at times, whoever comes at others must
-not get more for that. A tenant without requests earns no credit: once it waits, it has received as much as the one
-that is next. One that has places is owed what it did not get, up to all places once.
+What was granted while nobody waited took nothing from others: it counts only as long as the place
+is held. But after a request has waited, as many grants as there are places count in any case: where
+requests wait only at times, whoever comes at others must not get more for that. A tenant without
+requests earns no credit: once it waits, it has received as much as the one that is next. One that
+has places is owed what it did not get, up to all places once.
 
-If the queue is full, a tenant with less in it displaces the least urgent request of the tenant with the most, by weight.
+If the queue is full, a tenant with less in it displaces the least urgent request of the tenant with
+the most, by weight.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ _order = attrgetter("order")
 
 
 class Tenant(Generic[Ticket]):
-    """What one tenant has. `received`: cost per weight, comparable with that of others that wait."""
+    """What one tenant has. `received`: cost per weight, comparable with that of others that
+    wait.
+    """
 
     __slots__ = (
         "entries",
@@ -48,7 +54,9 @@ class Tenant(Generic[Ticket]):
         self.weight = weight
         self.received = 0.0
         self.free_cost = 0.0
-        """The cost of its requests that got their places while nobody waited, and still have them."""
+        """The cost of its requests that got their places while nobody waited, and still have
+        them.
+        """
         self.places = 0
         self.waiting_cost = 0.0
         self.turn = 0
@@ -86,8 +94,8 @@ class Tenant(Generic[Ticket]):
 class TenantRequest(msgspec.Struct, Generic[Ticket], eq=False):
     """One request: it waits, has a place, or neither any more. `ticket` is the caller's.
 
-    `cost`: what its tenant is charged. `size`: what it takes of `max_size` while it has a place. `order`: its priority, until
-    when it would wait, and a growing number.
+    `cost`: what its tenant is charged. `size`: what it takes of `max_size` while it has a place.
+    `order`: its priority, until when it would wait, and a growing number.
     """
 
     tenant: Tenant[Ticket]
@@ -101,7 +109,9 @@ class TenantRequest(msgspec.Struct, Generic[Ticket], eq=False):
 
 
 MAX_RESTING = 4096
-"""Tenants without any request of which it is remembered that they have received more than others. The oldest are forgotten."""
+"""Tenants without any request of which it is remembered that they have received more than others.
+The oldest are forgotten.
+"""
 
 MOST_LOOKED_AT = 64
 """Tenants by which the work ahead of a request is estimated."""
@@ -112,13 +122,14 @@ class QueueFullError(Exception):
 
 
 class FairQueue(Generic[Ticket]):
-    """At most `places` are taken at once, with at most `max_size` in all (0: no bound), and `max_waiting` requests wait.
+    """At most `places` are taken at once, with at most `max_size` in all (0: no bound), and
+    `max_waiting` requests wait.
 
     A request that alone is larger than `max_size` gets a place once no other is taken.
 
-    `granted` is called with the ticket of a request that waited and has a place now; it returns whether that is still wanted,
-    and otherwise the place goes to the next. `displaced` is called with the ticket of a request that waits no longer. Neither
-    may call this object.
+    `granted` is called with the ticket of a request that waited and has a place now; it returns
+    whether that is still wanted, and otherwise the place goes to the next. `displaced` is called
+    with the ticket of a request that waits no longer. Neither may call this object.
     """
 
     def __init__(
@@ -141,13 +152,17 @@ class FairQueue(Generic[Ticket]):
         self._queued: dict[Hashable, Tenant[Ticket]] = {}
         """Those of them with waiting requests."""
         self._order: list[tuple[float, int, Tenant[Ticket]]] = []
-        """A heap of (has, turn, tenant) of `_queued`. An item whose numbers are not the tenant's any more is dead."""
+        """A heap of (has, turn, tenant) of `_queued`. An item whose numbers are not the tenant's
+        any more is dead.
+        """
         self._turns = self._count = 0
         self._served = 0.0
         """The most that a tenant had received before it was served, while others waited."""
         self._active_weight = 0.0
         self._contended = 0
-        """How many more places are charged though nobody waits: as many as there are, since the last request that waited."""
+        """How many more places are charged though nobody waits: as many as there are, since the
+        last request that waited.
+        """
         self.taken = 0
         """Places that are taken."""
         self.size = 0
@@ -155,7 +170,9 @@ class FairQueue(Generic[Ticket]):
         self.waiting = 0
         """Requests that wait."""
         self.taken_elsewhere = self.size_elsewhere = self.waiting_elsewhere = 0
-        """The same three numbers of others that share the places and the bounds. Written by whoever knows them."""
+        """The same three numbers of others that share the places and the bounds. Written by whoever
+        knows them.
+        """
 
     def __repr__(self) -> str:
         return f"<FairQueue {self.taken} of {self._places} taken, {self.waiting} waiting>"
@@ -171,15 +188,23 @@ class FairQueue(Generic[Ticket]):
         return self._max_size
 
     def resize(self, places: int, max_size: int) -> None:
-        """Change the number of places, and how much they hold. Less of either takes nothing from requests that have one."""
+        """Change the number of places, and how much they hold. Less of either takes nothing from
+        requests that have one.
+        """
         self._places, self._max_size = places, max_size
         self.fill()
 
     def take(
         self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int
     ) -> TenantRequest[Ticket] | None:
-        """Take a place if one is free and nobody waits; None if not. Each success is matched by one `leave`."""
-        if self.taken + self.taken_elsewhere >= self._places or self.waiting or not self._fits(size):
+        """Take a place if one is free and nobody waits; None if not. Each success is matched by one
+        `leave`.
+        """
+        if (
+            self.taken + self.taken_elsewhere >= self._places
+            or self.waiting
+            or not self._fits(size)
+        ):
             return None
         tenant = self._tenant(name, weight)
         entry = TenantRequest(tenant, ticket, cost, size)
@@ -202,7 +227,8 @@ class FairQueue(Generic[Ticket]):
         priority: int = 0,
         until: float = math.inf,
     ) -> TenantRequest[Ticket]:
-        """Let a request wait, after `take` has failed. It is matched by `stop_waiting`, or by `leave` once it has a place.
+        """Let a request wait, after `take` has failed. It is matched by `stop_waiting`, or by
+        `leave` once it has a place.
 
         `until`: the time at which the caller will call `stop_waiting`.
 
@@ -239,7 +265,9 @@ class FairQueue(Generic[Ticket]):
             self.fill()  # it may have been the large one that the others waited for
 
     def leave(self, entry: TenantRequest[Ticket], cost: float | None = None) -> None:
-        """Release a place: it is granted to a request that waits, if there is one. `cost`: what it was in the end, if known."""
+        """Release a place: it is granted to a request that waits, if there is one. `cost`: what it
+        was in the end, if known.
+        """
         tenant = entry.tenant
         entry.has_place = False
         self.taken -= 1
@@ -268,16 +296,24 @@ class FairQueue(Generic[Ticket]):
         return None if tenant is None else tenant.entries[0].ticket
 
     def over_share(self, name: Hashable) -> bool:
-        """Return whether a tenant has more than its part of all places, by weight, while others wait for one."""
+        """Return whether a tenant has more than its part of all places, by weight, while others
+        wait for one.
+        """
         tenant = self._tenants.get(name)
         if tenant is None or len(self._queued) - (name in self._queued) <= 0:
             return False
         return tenant.places * self._active_weight > self._places * tenant.weight
 
     def cost_ahead(
-        self, name: Hashable, weight: float, cost: float = 0.0, priority: int = 0, until: float = math.inf
+        self,
+        name: Hashable,
+        weight: float,
+        cost: float = 0.0,
+        priority: int = 0,
+        until: float = math.inf,
     ) -> float:
-        """Return the cost of the waiting requests that are served before a new one of a tenant, as far as they are known now.
+        """Return the cost of the waiting requests that are served before a new one of a tenant, as
+        far as they are known now.
 
         Of very many tenants only some are looked at, and the others taken to be like them.
         """
@@ -296,7 +332,10 @@ class FairQueue(Generic[Ticket]):
                 seen += 1
                 lead = begins - other.has
                 if lead >= 0:  # also with as much as this one: it has waited longer
-                    ahead += min(other.waiting_cost, max(lead * other.weight, other.waiting_cost / other.waiting))
+                    ahead += min(
+                        other.waiting_cost,
+                        max(lead * other.weight, other.waiting_cost / other.waiting),
+                    )
         return own + ahead * others / seen
 
     # -- tenants
@@ -319,7 +358,9 @@ class FairQueue(Generic[Ticket]):
         return tenant
 
     def _rest(self, tenant: Tenant[Ticket]) -> None:
-        """Forget a tenant without requests, unless it has received more than others; forget all if nobody has one."""
+        """Forget a tenant without requests, unless it has received more than others; forget all if
+        nobody has one.
+        """
         if tenant.places or tenant.waiting:
             return
         self._active_weight -= tenant.weight
@@ -358,7 +399,9 @@ class FairQueue(Generic[Ticket]):
         return None
 
     def _lift(self, tenant: Tenant[Ticket], received: float, cost: float) -> None:
-        """Take the credit of idle times from a tenant. What it is owed while it has requests is kept, up to all places once."""
+        """Take the credit of idle times from a tenant. What it is owed while it has requests is
+        kept, up to all places once.
+        """
         tenant.received = max(tenant.received, received - self._owed(tenant, cost))
 
     def _owed(self, tenant: Tenant[Ticket] | None, cost: float) -> float:
@@ -392,7 +435,10 @@ class FairQueue(Generic[Ticket]):
 
     def fill(self) -> None:
         """Grant free places to requests that wait."""
-        while self.taken + self.taken_elsewhere < self._places and (tenant := self._following()) is not None:
+        while (
+            self.taken + self.taken_elsewhere < self._places
+            and (tenant := self._following()) is not None
+        ):
             entry = tenant.entries[0]
             if not self._fits(entry.size):
                 return  # nobody overtakes it: it would wait as long as smaller ones come
@@ -409,12 +455,15 @@ class FairQueue(Generic[Ticket]):
             self._rest(tenant)
 
     def _displace(self, newcomer: Tenant[Ticket], priority: int) -> Tenant[Ticket] | None:
-        """Make room in the queue for a request of a tenant. Return the tenant that has lost one, None if none may."""
+        """Make room in the queue for a request of a tenant. Return the tenant that has lost one,
+        None if none may.
+        """
         largest = max(self._queued.values(), key=_share, default=None)
         if largest is None:
             return None
         if largest is newcomer or _share(largest) <= (newcomer.waiting + 1) / newcomer.weight:
-            # It has no less than the others. But a request of its own may be more urgent than another one.
+            # It has no less than the others. But a request of its own may be more urgent than
+            # another one.
             if not newcomer.waiting or newcomer.entries[-1].order[0] <= priority:
                 return None
             largest = newcomer

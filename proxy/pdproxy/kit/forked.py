@@ -14,12 +14,15 @@ _PR_SET_PDEATHSIG = 1
 def flush_output() -> None:
     """Write what the standard streams hold, or both processes of a fork would."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or it is None
+        # nobody reads it, or it is None
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when its parent ends. Where the system can't, the end of its link ends it."""
+    """Have the system kill this process when its parent ends. Where the system can't, the end of
+    its link ends it.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -10,7 +10,9 @@ MAX_CAUSES = 5
 
 
 def frames(error: BaseException) -> str:
-    """Return the types of an exception and of its causes, each with its frames, the innermost last, on one line."""
+    """Return the types of an exception and of its causes, each with its frames, the innermost last,
+    on one line.
+    """
     parts: list[str] = []
     seen: set[int] = set()
     one: BaseException | None = error
@@ -31,10 +33,12 @@ def frames(error: BaseException) -> str:
 
 
 def drop_traceback(error: BaseException) -> None:
-    """Remove the traceback of an error that was handled, and of its causes, and the references between them.
+    """Remove the traceback of an error that was handled, and of its causes, and the references
+    between them.
 
-    A traceback refers to frames, and one of these usually refers to the error, or to a future that failed with it. Such a cycle
-    would keep all objects of a request until the garbage collector runs.
+    A traceback refers to frames, and one of these usually refers to the error, or to a future that
+    failed with it. Such a cycle would keep all objects of a request until the garbage collector
+    runs.
     """
     one: BaseException | None = error
     while one is not None:

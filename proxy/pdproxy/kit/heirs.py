@@ -1,7 +1,8 @@
-"""What a worker leaves to the others: the parent hands its records to one of them, until one has taken them.
+"""What a worker leaves to the others: the parent hands its records to one of them, until one has
+taken them.
 
-Owns the records that nobody has taken yet. A worker that takes records and is killed before it has said so leaves them again, and
-perhaps twice: then they are handed on once.
+Owns the records that nobody has taken yet. A worker that takes records and is killed before it has
+said so leaves them again, and perhaps twice: then they are handed on once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.kit.supervisor import Supervisor, WorkerProcess
 
 ADOPT, ADOPTED = "adopt", "adopted"
-"""What the parent sends: records (`number`: of the batch, `body`: all of them), and what a worker answers once it has them."""
+"""What the parent sends: records (`number`: of the batch, `body`: all of them), and what a worker
+answers once it has them.
+"""
 BATCH = 8 << 20
 """Bytes of records in a message."""
 
@@ -46,9 +49,13 @@ class Heirs:
         self.hand_on()
 
     def hand_on(self) -> None:
-        """Give what is left to a worker that serves. Without one it waits for this to be called again."""
+        """Give what is left to a worker that serves. Without one it waits for this to be called
+        again.
+        """
         while self._left:
-            heir = min((one for one in self._supervisor.workers if one.ready), key=self._has, default=None)
+            heir = min(
+                (one for one in self._supervisor.workers if one.ready), key=self._has, default=None
+            )
             if heir is None:
                 return
             batch, size = list[bytes](), 0
@@ -60,7 +67,9 @@ class Heirs:
             self._supervisor.send(heir, Message(ADOPT, self._last, body=encode(batch)))
 
     def _has(self, worker: WorkerProcess) -> int:
-        return sum(len(records) for number, records in self._given.values() if number == worker.number)
+        return sum(
+            len(records) for number, records in self._given.values() if number == worker.number
+        )
 
     def adopted(self, worker: WorkerProcess, message: Message) -> None:
         """A worker has taken a batch."""

@@ -8,7 +8,9 @@ import re
 _USABLE = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 _OF_WORKER = re.compile(r"[0-9a-f]{2}")
 DRAWN = 2048
-"""Bytes that are drawn from the system's random source at once: a system call for each id costs more than the id."""
+"""Bytes that are drawn from the system's random source at once: a system call for each id costs
+more than the id.
+"""
 
 _worker = ""
 _drawn: list[str] = []
@@ -17,7 +19,9 @@ os.register_at_fork(after_in_child=_drawn.clear)  # else two processes would use
 
 
 def name_worker(number: int) -> None:
-    """Have all ids that this process makes from now on begin with the number of its worker, in two hex digits."""
+    """Have all ids that this process makes from now on begin with the number of its worker, in two
+    hex digits.
+    """
     global _worker
     _worker = f"{number:02x}"
 
@@ -33,7 +37,9 @@ def mint(digits: int = 32) -> str:
 
 
 def worker_of(made: str) -> int | None:
-    """Return the number of the worker that has made an id; None if it names none. Any other text may look as if it named one."""
+    """Return the number of the worker that has made an id; None if it names none. Any other text
+    may look as if it named one.
+    """
     found = _OF_WORKER.match(made)
     return None if found is None else int(found[0], 16)
 
@@ -41,7 +47,8 @@ def worker_of(made: str) -> int | None:
 def usable(candidate: str | None) -> str | None:
     """Return the candidate if it can be an id in headers, logs and engine ids, else None.
 
-    It has up to 128 characters without white space, quotes or control characters, so that a log line needs no escapes.
+    It has up to 128 characters without white space, quotes or control characters, so that a log
+    line needs no escapes.
     """
     if candidate is not None and _USABLE.fullmatch(candidate):
         return candidate

@@ -1,9 +1,11 @@
-"""Which of several processes does what is to be done once: the one that has served longest and is alive.
+"""Which of several processes does what is to be done once: the one that has served longest and is
+alive.
 
-Owns this process's row of a shared table: its last beat, and since when it serves. Nothing is claimed and nothing is locked: each
-reads the rows of all and comes to the same result. Two may lead for a moment: when views are a store apart, or when the leader
-was stopped and goes on. What a leader does must bear that. A process that was stopped for longer than `STALE` begins anew, as
-the last.
+Owns this process's row of a shared table: its last beat, and since when it serves. Nothing is
+claimed and nothing is locked: each reads the rows of all and comes to the same result. Two may lead
+for a moment: when views are a store apart, or when the leader was stopped and goes on. What a
+leader does must bear that. A process that was stopped for longer than `STALE` begins anew, as the
+last.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from typing import Protocol
 from pdproxy.kit.shared_table import Column, Others
 
 MEASURES = 3
-"""Numbers of the table for each process: its last beat and since when it serves, in nanoseconds of the machine's clock; its
-number."""
+"""Numbers of the table for each process: its last beat and since when it serves, in nanoseconds of
+the machine's clock; its number.
+"""
 KEY = 1
 STALE = 2.0
-"""Seconds without a beat after which a process does not count: it stands still, or has ended and its parent does not know it
-yet."""
+"""Seconds without a beat after which a process does not count: it stands still, or has ended and
+its parent does not know it yet.
+"""
 _BEAT, _SINCE, _NUMBER = range(MEASURES)
 
 
@@ -49,7 +53,9 @@ ALWAYS = Always()
 
 
 class Leading:
-    """The lead of one of several processes. `column`, `others`: of a table with one slot; `now`: nanoseconds, the same in all."""
+    """The lead of one of several processes. `column`, `others`: of a table with one slot; `now`:
+    nanoseconds, the same in all.
+    """
 
     def __init__(
         self,
@@ -85,18 +91,22 @@ class Leading:
         await self._turn.wait()
 
     def beat(self) -> None:
-        """Show that this process is alive, and look who leads. Call it several times within `STALE`."""
+        """Show that this process is alive, and look who leads. Call it several times within
+        `STALE`.
+        """
         if self._left:
             return
         now = self._now()
-        if now - self._beat > self._stale:  # it begins, or was stopped: the others may have another leader
+        # it begins, or was stopped: the others may have another leader
+        if now - self._beat > self._stale:
             self._since = now
         self._beat = now
         row = self._row
         row[_NUMBER], row[_SINCE], row[_BEAT] = self._number, self._since, now
         own = self._since, self._number
         older = any(
-            now - other[_BEAT] <= self._stale and (other[_SINCE], other[_NUMBER]) < own for other in self._others
+            now - other[_BEAT] <= self._stale and (other[_SINCE], other[_NUMBER]) < own
+            for other in self._others
         )
         if older:
             self._turn.clear()

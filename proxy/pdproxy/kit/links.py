@@ -1,7 +1,7 @@
 """Messages between a parent process and its children, over a pair of sockets.
 
-Owns the frames and their limits. Nothing here waits: who has a link watches its socket. A process that does not read what it is
-sent has its link closed, rather than more and more kept for it.
+Owns the frames and their limits. Nothing here waits: who has a link watches its socket. A process
+that does not read what it is sent has its link closed, rather than more and more kept for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""An event that almost nothing waits for. asyncio's has a queue of 600 bytes for its waiters, this one a future for each."""
+"""An event that almost nothing waits for. asyncio's has a queue of 600 bytes for its waiters, this
+one a future for each.
+"""
 
 from __future__ import annotations
 

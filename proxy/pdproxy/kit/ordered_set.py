@@ -1,4 +1,6 @@
-"""A set that keeps the order in which its members came. A set's own order follows addresses, so no two runs have the same."""
+"""A set that keeps the order in which its members came. A set's own order follows addresses, so no
+two runs have the same.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ _T = TypeVar("_T")
 
 
 class OrderedSet(dict[_T, Any]):
-    """Members in the order in which they were added; a dict's iteration, length and `in`. The values are None.
+    """Members in the order in which they were added; a dict's iteration, length and `in`. The
+    values are None.
 
     A subclass may keep something of each member there.
     """

@@ -1,4 +1,6 @@
-"""Places that are taken in the order in which their takers come, and the wait for one, which ends in time."""
+"""Places that are taken in the order in which their takers come, and the wait for one, which ends
+in time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pdproxy.kit.clock import Clock
 
 
 class PlacesInOrder(ABC):
-    """Subclasses say how many places there are, and call `grant` when there may be more. `clock`: of the waits."""
+    """Subclasses say how many places there are, and call `grant` when there may be more. `clock`:
+    of the waits.
+    """
 
     __slots__ = ("_clock", "_waiting", "running")
 
@@ -21,7 +25,10 @@ class PlacesInOrder(ABC):
         """Places that are taken."""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.running} of {self.limit} running, {self.waiting} waiting>"
+        return (
+            f"<{type(self).__name__} {self.running} of {self.limit} running, {self.waiting} "
+            f"waiting>"
+        )
 
     @property
     @abstractmethod
@@ -34,7 +41,9 @@ class PlacesInOrder(ABC):
         return len(self._waiting)
 
     def take(self) -> bool:
-        """Take a place if one is free and nobody waits for it; return whether it was taken. `leave` follows each success."""
+        """Take a place if one is free and nobody waits for it; return whether it was taken. `leave`
+        follows each success.
+        """
         self.grant()
         if self._waiting or self.running >= self.limit:
             return False
@@ -57,7 +66,9 @@ class PlacesInOrder(ABC):
         return True
 
     def _has(self, turn: asyncio.Future[None]) -> bool:
-        """Return whether a place was granted at the moment at which the wait has ended otherwise; give up the turn if not."""
+        """Return whether a place was granted at the moment at which the wait has ended otherwise;
+        give up the turn if not.
+        """
         if turn.done() and not turn.cancelled():
             return True
         turn.cancel()

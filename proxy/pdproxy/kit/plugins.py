@@ -1,7 +1,7 @@
 """What other installed packages bring to pdproxy, by their entry points.
 
-Only what is installed beside pdproxy can be a plugin: nobody from outside of the machine adds one. A plugin runs in the process
-of the proxy, and may do there whatever the proxy may do.
+Only what is installed beside pdproxy can be a plugin: nobody from outside of the machine adds one.
+A plugin runs in the process of the proxy, and may do there whatever the proxy may do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ class PluginError(ValueError):
 
 
 def plugins(group: str, own: Collection[str]) -> dict[str, object]:
-    """Return the objects of a group by their names, in the order of the names. `own`: names that pdproxy has itself.
+    """Return the objects of a group by their names, in the order of the names. `own`: names that
+    pdproxy has itself.
 
     Raises:
         PluginError: one can't be imported, or has a name that is taken.
@@ -28,5 +29,7 @@ def plugins(group: str, own: Collection[str]) -> dict[str, object]:
         try:
             found[point.name] = point.load()
         except Exception as error:
-            raise PluginError(f"{named} can't be imported: {type(error).__name__}: {error}") from error
+            raise PluginError(
+                f"{named} can't be imported: {type(error).__name__}: {error}"
+            ) from error
     return found

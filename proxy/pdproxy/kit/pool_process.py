@@ -1,6 +1,8 @@
-"""Inside a process process: it reads questions with data from its standard input, and writes answers to its standard output.
+"""Inside a process process: it reads questions with data from its standard input, and writes
+answers to its standard output.
 
-Owns the frames between `kit.process_pool` and a process, and the limits that a process sets for itself before its first question.
+Owns the frames between `kit.process_pool` and a process, and the limits that a process sets for
+itself before its first question.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ NICE = 10
 
 
 def work(answer: Callable[[bytes, bytes], bytes]) -> None:
-    """Answer questions until standard input ends. The first argument of the command line limits the memory, in bytes."""
+    """Answer questions until standard input ends. The first argument of the command line limits the
+    memory, in bytes.
+    """
     _set_limits(int(sys.argv[1]))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while len(head := source.read(QUESTION.size)) == QUESTION.size:
@@ -45,7 +49,8 @@ def work(answer: Callable[[bytes, bytes], bytes]) -> None:
 
 
 def _set_limits(memory: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process, which closes the input
+    # Ctrl-C is for the parent process, which closes the input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICE)
     with contextlib.suppress(ValueError, OSError):  # a lower limit applies already
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -1,8 +1,10 @@
-"""Processes for work that would hold up the event loop: a few, started on demand, each with one question at a time.
+"""Processes for work that would hold up the event loop: a few, started on demand, each with one
+question at a time.
 
-Owns the processes. They are not threads, since such work never releases the interpreter's lock. A process whose caller stops
-waiting does its work to the end, and serves the next caller: to kill it and to start another takes longer than most work. Only
-one that takes too long is killed: nothing else ends its work.
+Owns the processes. They are not threads, since such work never releases the interpreter's lock. A
+process whose caller stops waiting does its work to the end, and serves the next caller: to kill it
+and to start another takes longer than most work. Only one that takes too long is killed: nothing
+else ends its work.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ class NoMemoryError(Exception):
 
 
 class ProcessPool:
-    """At most `max_processes` processes that run a Python `module`, whose main is `kit.pool_process.work`.
+    """At most `max_processes` processes that run a Python `module`, whose main is
+    `kit.pool_process.work`.
 
-    `waiting`: callers that may wait for one. `memory`: bytes of address space of each. A process that was idle for `idle` seconds
-    is ended. `clock`: of the deadline of work whose caller has left. `overdue` is called when work has missed that.
+    `waiting`: callers that may wait for one. `memory`: bytes of address space of each. A process
+    that was idle for `idle` seconds is ended. `clock`: of the deadline of work whose caller has
+    left. `overdue` is called when work has missed that.
     """
 
     def __init__(
@@ -70,7 +74,10 @@ class ProcessPool:
         self._idle: dict[Process, asyncio.TimerHandle] = {}
 
     def __repr__(self) -> str:
-        return f"<Workers {len(self._all)} of {self._max_processes}, {len(self._idle)} idle, {self.waiting} waiting>"
+        return (
+            f"<Workers {len(self._all)} of {self._max_processes}, {len(self._idle)} idle, "
+            f"{self.waiting} waiting>"
+        )
 
     @property
     def busy(self) -> int:
@@ -97,10 +104,14 @@ class ProcessPool:
         self._max_processes = max_processes
         self._turns.resize(max_processes)
 
-    async def ask(self, client: Hashable, question: bytes, data: bytes | bytearray, end: float) -> bytes | memoryview:
-        """Return a process's answer, once it is the client's turn. `end`: the caller's deadline, by the clock.
+    async def ask(
+        self, client: Hashable, question: bytes, data: bytes | bytearray, end: float
+    ) -> bytes | memoryview:
+        """Return a process's answer, once it is the client's turn. `end`: the caller's deadline, by
+        the clock.
 
-        If the caller is cancelled before, the process keeps the client's place until its work is done, or until `end`.
+        If the caller is cancelled before, the process keeps the client's place until its work is
+        done, or until `end`.
 
         Raises:
             OverloadedError: too many wait already, or a client with fewer of them took the place.
@@ -110,7 +121,9 @@ class ProcessPool:
         try:
             await self._turns.enter(client)
         except NoPlaceError:
-            raise OverloadedError("too many large requests are waiting to be read", RefusalReason.READERS) from None
+            raise OverloadedError(
+                "too many large requests are waiting to be read", RefusalReason.READERS
+            ) from None
         try:
             process = await self._ready()
         except BaseException:
@@ -129,7 +142,11 @@ class ProcessPool:
                 self._ending.spawn(self._work_on(client, process, work, left), str(process.pid))
 
     async def _work_on(
-        self, client: Hashable, process: Process, work: asyncio.Future[bytes | memoryview], seconds: float
+        self,
+        client: Hashable,
+        process: Process,
+        work: asyncio.Future[bytes | memoryview],
+        seconds: float,
     ) -> None:
         """Wait for work whose caller has left."""
         try:
@@ -140,7 +157,9 @@ class ProcessPool:
         finally:
             self._worked(client, process, work)
 
-    def _worked(self, client: Hashable, process: Process, work: asyncio.Future[bytes | memoryview]) -> None:
+    def _worked(
+        self, client: Hashable, process: Process, work: asyncio.Future[bytes | memoryview]
+    ) -> None:
         """Keep a process that has done its work, and end any other."""
         if work.done() and not work.cancelled() and work.exception() is None:
             self._keep(process)
@@ -169,7 +188,9 @@ class ProcessPool:
             starting.add_done_callback(self._not_wanted)
             raise
         except OSError as error:
-            raise ProcessLostError(f"no process could be started to read the request: {error.strerror}") from None
+            raise ProcessLostError(
+                f"no process could be started to read the request: {error.strerror}"
+            ) from None
 
     async def _started(self) -> Process:
         memory = self._memory
@@ -191,7 +212,9 @@ class ProcessPool:
         if process in self._former or len(self._all) > self._max_processes:
             self._end(process)
             return
-        self._idle[process] = asyncio.get_running_loop().call_later(self._idle_seconds, self._end, process)
+        self._idle[process] = asyncio.get_running_loop().call_later(
+            self._idle_seconds, self._end, process
+        )
 
     def _end(self, process: Process) -> None:
         self._all.discard(process)
@@ -226,7 +249,8 @@ async def _asked(process: Process, question: bytes, data: bytes | bytearray) -> 
         raise NoMemoryError
     if size <= _BUFFER:
         return await stdout.readexactly(size)
-    # Piece by piece into memory that is not touched before: joining many pieces at the end would hold up the event loop.
+    # Piece by piece into memory that is not touched before: joining many pieces at the end would
+    # hold up the event loop.
     whole, at = mmap.mmap(-1, size), 0
     while at < size:
         piece = await stdout.read(min(size - at, _BUFFER))
@@ -238,5 +262,7 @@ async def _asked(process: Process, question: bytes, data: bytes | bytearray) -> 
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a process's environment: this one without the settings of pdproxy, which may hold keys."""
+    """Return a process's environment: this one without the settings of pdproxy, which may hold
+    keys.
+    """
     return {name: value for name, value in environment.items() if not name.startswith("PDPROXY_")}

@@ -1,7 +1,8 @@
 """Reads files that settings name: regular files up to a size.
 
-A FIFO at such a path would hold up whoever opens it, and a device may never end. The kind is looked at before the file is opened,
-since to open a device may do something, and once more behind it: somebody may have put another file there in between.
+A FIFO at such a path would hold up whoever opens it, and a device may never end. The kind is looked
+at before the file is opened, since to open a device may do something, and once more behind it:
+somebody may have put another file there in between.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _KINDS = (
 
 
 class UnusableFileError(Exception):
-    """A file can't be used. Its text says why, without the name: "can't be read: ...", "is a FIFO, ...", "is larger than ...".
+    """A file can't be used. Its text says why, without the name: "can't be read: ...", "is a FIFO,
+    ...", "is larger than ...".
 
     `is_missing`: there is no such file.
     """
@@ -53,11 +55,15 @@ def read_regular(path: str | Path, most: int) -> bytes:
 
 
 def check_regular(path: str | Path, most: int | None = None) -> None:
-    """Raise UnreadableError for what another library is about to open, if `read_regular` would. `most` None: any size."""
+    """Raise UnreadableError for what another library is about to open, if `read_regular` would.
+    `most` None: any size.
+    """
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError as error:
-        raise UnusableFileError(f"can't be read: {error.strerror or type(error).__name__}") from None
+        raise UnusableFileError(
+            f"can't be read: {error.strerror or type(error).__name__}"
+        ) from None
     _check_kind(found.st_mode)
     if most is not None and found.st_size > most:
         raise UnusableFileError(f"is larger than {most} bytes")

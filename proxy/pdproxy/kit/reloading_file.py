@@ -1,8 +1,8 @@
 """Values that are read from files, and read again when the files change: keys, certificates.
 
-Owns two rules for files that change while the process runs. A file is read once it was the same at two looks: somebody may be
-writing it, and a part of a file may allow more than all of it. If a file can't be used, the last good value stays, and the
-failure is logged once.
+Owns two rules for files that change while the process runs. A file is read once it was the same at
+two looks: somebody may be writing it, and a part of a file may allow more than all of it. If a file
+can't be used, the last good value stays, and the failure is logged once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ Stamp = tuple[int, ...] | None
 class ReloadingFile(Generic[T]):
     """A value that `read` makes of the files at `paths`. `name` is its setting, for the log.
 
-    `of_lines`: a line without its end may be a part of one, so a file that was written in place needs a newline at its end. A
-    file that was put in the place of another one does not, nor does the first one.
+    `of_lines`: a line without its end may be a part of one, so a file that was written in place
+    needs a newline at its end. A file that was put in the place of another one does not, nor does
+    the first one.
     """
 
-    def __init__(self, name: str, paths: Iterable[str], read: Callable[[], T], *, of_lines: bool = False) -> None:
+    def __init__(
+        self, name: str, paths: Iterable[str], read: Callable[[], T], *, of_lines: bool = False
+    ) -> None:
         """Read it for the first time; raise what `read` raises."""
         self.name = name
         self.failure: str | None = None
-        """Why the files can't be used as they are now; None while the value is that of the files."""
+        """Why the files can't be used as they are now; None while the value is that of the
+        files.
+        """
         self.is_changing = False
         """Whether the files were not the same at the last two looks."""
         self._paths = tuple(paths)
@@ -51,7 +56,8 @@ class ReloadingFile(Generic[T]):
         return self._value
 
     def reload_if_changed(self) -> bool:
-        """Read the files again if they have changed, or could not be used, and are as at the last look.
+        """Read the files again if they have changed, or could not be used, and are as at the last
+        look.
 
         Return whether they were read.
         """
@@ -77,7 +83,9 @@ class ReloadingFile(Generic[T]):
             logger.info("%s was read again", self.name)
         elif failure != self.failure:
             # The same failure is not logged each second: `/ready` shows it for as long as it lasts.
-            logger.error("%s can't be read again, the value from before stays in use: %s", self.name, failure)
+            logger.error(
+                "%s can't be read again, the value from before stays in use: %s", self.name, failure
+            )
         self.failure = failure
         return True
 
@@ -92,7 +100,8 @@ class ReloadingFile(Generic[T]):
                 raise ValueError(f"{self.name}: {path}: {error}") from None
             if content and not content.endswith((b"\n", b"\r")):
                 raise ValueError(
-                    f"{self.name}: {path}: has no newline behind its last line, which may be a part of a line: "
+                    f"{self.name}: {path}: has no newline behind its last line, which may be a "
+                    f"part of a line: "
                     "add one, or replace the file by renaming another one"
                 )
 
@@ -101,7 +110,9 @@ class ReloadingFile(Generic[T]):
 
 
 def _is_written_in_place(before: Stamp, now: Stamp, was: bool) -> bool:
-    """Return whether a file is the one from before, and has another content. `was`: whether that was so before."""
+    """Return whether a file is the one from before, and has another content. `was`: whether that
+    was so before.
+    """
     if before is None or now is None or before[:2] != now[:2]:
         return False
     return was or before[2:4] != now[2:4]  # another mode changes no more than the last of its times

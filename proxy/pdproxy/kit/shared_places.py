@@ -1,8 +1,10 @@
-"""The places of several workers that share them: what the others have taken, and whose request waits the longest.
+"""The places of several workers that share them: what the others have taken, and whose request
+waits the longest.
 
-Owns this worker's column of the table of places, and the wake-ups between workers. Nothing is locked: two workers that take the
-last place within the same microseconds both have it. A place that comes free goes to the worker whose next request has waited
-for the longest; the one that gives it back wakes that worker.
+Owns this worker's column of the table of places, and the wake-ups between workers. Nothing is
+locked: two workers that take the last place within the same microseconds both have it. A place that
+comes free goes to the worker whose next request has waited for the longest; the one that gives it
+back wakes that worker.
 """
 
 from __future__ import annotations
@@ -16,25 +18,37 @@ from pdproxy.kit.shared_table import Column, Others
 
 TAKEN, SIZE, WAITING, SINCE, LOOKED, PLACES, LEARNED, NUMBER, MORE = range(9)
 MEASURES = 9
-"""Numbers of the table for each worker: places taken, the size of their requests, requests that wait; since when the
-next one waits, and when the worker last looked, in microseconds; how many places it has found right, and when; its number;
-whether there is more to read than the first two."""
+"""Numbers of the table for each worker: places taken, the size of their requests, requests that
+wait; since when the next one waits, and when the worker last looked, in microseconds; how many
+places it has found right, and when; its number; whether there is more to read than the first two.
+"""
 KEY = 1
 STALE = 500_000
-"""Microseconds after which a worker that has not looked is not waited for: it stands still, and would hold up all others."""
+"""Microseconds after which a worker that has not looked is not waited for: it stands still, and
+would hold up all others.
+"""
 RECENT = 60_000_000
 """Microseconds for which the number of places counts that another worker has found right."""
 MOST_SIZE = 1 << 56
-"""A size that is more is shown as this: it is an estimate, of a request that asks for thousands of answers perhaps."""
+"""A size that is more is shown as this: it is an estimate, of a request that asks for thousands of
+answers perhaps.
+"""
 LOOK_EVERY = 0.05
 """Seconds between two looks while requests wait here: a worker that was killed wakes nobody."""
 
 
 class SharedPlaces:
-    """One worker's part. `wakes`: for each worker the descriptor of its counter (`os.eventfd`), in the order of their numbers."""
+    """One worker's part. `wakes`: for each worker the descriptor of its counter (`os.eventfd`), in
+    the order of their numbers.
+    """
 
     def __init__(
-        self, number: int, column: Column, others: Others, wakes: Sequence[int], now: Callable[[], float]
+        self,
+        number: int,
+        column: Column,
+        others: Others,
+        wakes: Sequence[int],
+        now: Callable[[], float],
     ) -> None:
         self._number = number
         self.others = others.rows(0)
@@ -46,15 +60,21 @@ class SharedPlaces:
         self.places: int | None = None
         """The fewest places that another worker has found right lately; None: no one has."""
         self.first: tuple[int, int] | None = None
-        """Since when the next request of another worker waits, and that worker's number, for the one that has waited longest."""
+        """Since when the next request of another worker waits, and that worker's number, for the
+        one that has waited longest.
+        """
         self._timer: asyncio.TimerHandle | None = None
         row = column.row(KEY)
         assert row is not None  # the table has a slot, and no other key
         row[NUMBER] = number
         self.row = row
-        """This worker's own. Where `is_quiet`, `TAKEN` and `SIZE` are all that a request has to write."""
+        """This worker's own. Where `is_quiet`, `TAKEN` and `SIZE` are all that a request has to
+        write.
+        """
         self._quiet: tuple[int, float | None, bool] | None = None
-        """The places and the time that this worker has shown last, None if it has shown requests that wait."""
+        """The places and the time that this worker has shown last, None if it has shown requests
+        that wait.
+        """
 
     def __repr__(self) -> str:
         return f"<SharedPlaces: {self.taken} taken, {self.waiting} waiting elsewhere>"
@@ -95,14 +115,26 @@ class SharedPlaces:
             size += other[SIZE]
             waiting += other[WAITING]
             since, found = other[SINCE], other[PLACES]
-            if since and self._micros() - other[LOOKED] < STALE and (first is None or since < first[0]):
+            if (
+                since
+                and self._micros() - other[LOOKED] < STALE
+                and (first is None or since < first[0])
+            ):
                 first = since, other[NUMBER]
             if found and self._micros() - other[LEARNED] < RECENT:
                 places = found if places is None else min(places, found)
-        self.taken, self.size, self.waiting, self.places, self.first = taken, size, waiting, places, first
+        self.taken, self.size, self.waiting, self.places, self.first = (
+            taken,
+            size,
+            waiting,
+            places,
+            first,
+        )
 
     def yields(self, since: float | None) -> bool:
-        """Return whether a request of another worker comes first. `since`: when the next one here began to wait."""
+        """Return whether a request of another worker comes first. `since`: when the next one here
+        began to wait.
+        """
         return self.first is not None and (since is None or self.first[0] < int(since * 1e6))
 
     def wake(self) -> None:
@@ -112,9 +144,16 @@ class SharedPlaces:
                 os.eventfd_write(self._wakes[self.first[1]], 1)
 
     def write(
-        self, taken: int, size: int, waiting: int, since: float | None, places: int, learned: float | None
+        self,
+        taken: int,
+        size: int,
+        waiting: int,
+        since: float | None,
+        places: int,
+        learned: float | None,
     ) -> None:
-        """Show the others what this worker has. `since`: as for `yields`; None also where it would take no place now.
+        """Show the others what this worker has. `since`: as for `yields`; None also where it would
+        take no place now.
 
         `learned`: when it found the number of places right, None: it is the operator's.
         """
@@ -131,7 +170,9 @@ class SharedPlaces:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the others have been shown that nobody waits here, and none of their requests comes first."""
+        """Whether the others have been shown that nobody waits here, and none of their requests
+        comes first.
+        """
         return self._quiet is not None and self.first is None
 
     def _micros(self) -> int:

@@ -1,8 +1,10 @@
-"""Records of bytes that outlive the process that wrote them: what a worker has to give back is read by the parent if it dies.
+"""Records of bytes that outlive the process that wrote them: what a worker has to give back is read
+by the parent if it dies.
 
-Owns the layout of that memory, which is anonymous and inherited by forked processes. Each process has an area of its own, in
-units of `UNIT` bytes. A record takes as many units in a row as it needs. Its size is written last and cleared first, as a number
-that a store changes as a whole: a process that is killed at any point leaves no half record.
+Owns the layout of that memory, which is anonymous and inherited by forked processes. Each process
+has an area of its own, in units of `UNIT` bytes. A record takes as many units in a row as it needs.
+Its size is written last and cleared first, as a number that a store changes as a whole: a process
+that is killed at any point leaves no half record.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ _CELL = 8
 
 
 class SharedRecords:
-    """Areas for so many processes, of so many `units` each. Make it before they are forked; only what is used takes memory."""
+    """Areas for so many processes, of so many `units` each. Make it before they are forked; only
+    what is used takes memory.
+    """
 
     def __init__(self, areas: int, units: int) -> None:
         self._units = units
@@ -22,7 +26,10 @@ class SharedRecords:
         self._memory = mmap.mmap(-1, areas * size)
         whole = memoryview(self._memory)
         self._areas = [
-            (whole[at * size : at * size + units * _CELL].cast("q"), whole[at * size + units * _CELL : (at + 1) * size])
+            (
+                whole[at * size : at * size + units * _CELL].cast("q"),
+                whole[at * size + units * _CELL : (at + 1) * size],
+            )
             for at in range(areas)
         ]
 

@@ -1,10 +1,12 @@
-"""Rows of floats that several processes share: each writes rows of its own, and takes those of the others that are new.
+"""Rows of floats that several processes share: each writes rows of its own, and takes those of the
+others that are new.
 
-A `SharedTable` whose rows are read as they were written, not one write apart: a row has its version behind it and before it. The
-one behind is written first and read last, so that a reader finds two versions in a row that is being written, and leaves it for
-its next look. The version only says that a row is another one: readers compare it with the one that they have. That needs a
-processor that keeps the order of stores, and of loads (x86-64): with another one a row may rarely be read mixed, until it is
-written again.
+A `SharedTable` whose rows are read as they were written, not one write apart: a row has its version
+behind it and before it. The one behind is written first and read last, so that a reader finds two
+versions in a row that is being written, and leaves it for its next look. The version only says that
+a row is another one: readers compare it with the one that they have. That needs a processor that
+keeps the order of stores, and of loads (x86-64): with another one a row may rarely be read mixed,
+until it is written again.
 """
 
 from __future__ import annotations
@@ -12,7 +14,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 
-from pdproxy.kit.shared_table import CHANGES, LAYOUT, MOST_BEHIND, RING, Cells, Column, Others, SharedTable
+from pdproxy.kit.shared_table import (
+    CHANGES,
+    LAYOUT,
+    MOST_BEHIND,
+    RING,
+    Cells,
+    Column,
+    Others,
+    SharedTable,
+)
 
 _VERSIONS = 2
 HEAD = 6
@@ -20,7 +31,9 @@ HEAD = 6
 
 
 class SharedRows(SharedTable):
-    """So many `columns`, one per process, with `slots` rows of so many floats. What a process wrote goes with it."""
+    """So many `columns`, one per process, with `slots` rows of so many floats. What a process wrote
+    goes with it.
+    """
 
     def __init__(self, columns: int, slots: int, floats: int) -> None:
         super().__init__(columns, slots, floats + _VERSIONS)
@@ -31,7 +44,9 @@ class SharedRows(SharedTable):
 
     def others(self, number: int) -> OtherRows:
         """See `SharedTable`."""
-        return OtherRows([one for at, one in enumerate(self._columns) if at != number], self.measures)
+        return OtherRows(
+            [one for at, one in enumerate(self._columns) if at != number], self.measures
+        )
 
 
 class OwnRow:
@@ -78,9 +93,11 @@ class OtherRows(Others):
         return len(self._columns)
 
     def newer(self, key: int, seen: list[int]) -> list[tuple[int, tuple[float, ...]]]:
-        """Return the rows of a key that are not those in `seen`, with the places of their columns, and note them there.
+        """Return the rows of a key that are not those in `seen`, with the places of their columns,
+        and note them there.
 
-        `seen`: a number for each column, 0 at first. A row begins with its version; that of a row that is gone is 0.
+        `seen`: a number for each column, 0 at first. A row begins with its version; that of a row
+        that is gone is 0.
         """
         found: list[tuple[int, tuple[float, ...]]] = []
         for at, one in enumerate(self._columns):
@@ -97,7 +114,9 @@ class OtherRows(Others):
         return found
 
     def newer_in(self, at: int, key: int, seen: list[int]) -> tuple[float, ...] | None:
-        """Return the row of a key in the column at this place as `newer` does, None if it is the one in `seen`."""
+        """Return the row of a key in the column at this place as `newer` does, None if it is the
+        one in `seen`.
+        """
         one = self._columns[at]
         if one.header[LAYOUT] != one.layout:
             one.find()
@@ -114,8 +133,8 @@ class OtherRows(Others):
     def written(self) -> list[tuple[int, int, tuple[float, ...]]] | None:
         """Return what was written since the last call, once each; None: it may be anything.
 
-        The places of columns, keys, and the first `HEAD` numbers of the rows. What stands behind the version in them may be of
-        the next one.
+        The places of columns, keys, and the first `HEAD` numbers of the rows. What stands behind
+        the version in them may be of the next one.
         """
         found: list[tuple[int, int, tuple[float, ...]]] = []
         anything = False

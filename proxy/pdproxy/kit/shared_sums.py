@@ -1,9 +1,10 @@
-"""Numbers of several processes, followed by their differences: each writes its own, and hears how those of the others change.
+"""Numbers of several processes, followed by their differences: each writes its own, and hears how
+those of the others change.
 
-The columns are those of a `SharedTable` with one measure. A writer of few numbers stores the number of a key, and nothing else. A
-reader compares a column as a whole with what it read last, and then takes what differs. The counts of changes and of layouts lie
-before the numbers, and are compared with them. Of many numbers the writer also notes which have changed, and readers look only at
-those.
+The columns are those of a `SharedTable` with one measure. A writer of few numbers stores the number
+of a key, and nothing else. A reader compares a column as a whole with what it read last, and then
+takes what differs. The counts of changes and of layouts lie before the numbers, and are compared
+with them. Of many numbers the writer also notes which have changed, and readers look only at those.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ from functools import partial
 from itertools import compress
 from operator import ne
 
-from pdproxy.kit.shared_table import CHANGES, HEADER, LAYOUT, MOST_BEHIND, RING, Cells, Column, Others
+from pdproxy.kit.shared_table import (
+    CHANGES,
+    HEADER,
+    LAYOUT,
+    MOST_BEHIND,
+    RING,
+    Cells,
+    Column,
+    Others,
+)
 
 MEASURES = 1
 MANY = 24
-"""Slots. Where a column has used more, its changes are noted: from about there on that is cheaper, with two workers and eight."""
+"""Slots. Where a column has used more, its changes are noted: from about there on that is cheaper,
+with two workers and eight.
+"""
 _NOTE = -1
 """In the place of a slot: something beside the table has changed."""
 
@@ -26,7 +38,9 @@ Move = Callable[[int], object]
 
 
 def note(column: Column, slot: int = _NOTE) -> None:
-    """Have the others find out that the number of a slot has changed. Without one: something beside the table."""
+    """Have the others find out that the number of a slot has changed. Without one: something beside
+    the table.
+    """
     header = column.cells.header
     count = header[CHANGES]
     column.cells.ring[count % RING] = slot
@@ -34,7 +48,9 @@ def note(column: Column, slot: int = _NOTE) -> None:
 
 
 def are_many(slot: int) -> bool:
-    """Return whether a column that uses this slot has so many numbers that its writer must `note` their changes from now on."""
+    """Return whether a column that uses this slot has so many numbers that its writer must `note`
+    their changes from now on.
+    """
     return slot >= MANY
 
 
@@ -45,8 +61,9 @@ def _ignore(more: int) -> None:
 class _Seen:
     """A column of another process as it was read last.
 
-    `view`: its counts, and the numbers up to the last slot with a key; `had`: what they were; `many`: whether changes are noted;
-    `moves`: what follows each; `keys`: those of the slots, 0 for none.
+    `view`: its counts, and the numbers up to the last slot with a key; `had`: what they were;
+    `many`: whether changes are noted; `moves`: what follows each; `keys`: those of the slots, 0 for
+    none.
     """
 
     __slots__ = ("cells", "had", "keys", "many", "moves", "view")
@@ -61,7 +78,9 @@ class _Seen:
 
 
 class OtherSums:
-    """The sums of all other processes' numbers. `noted`: called when something beside the table may have changed."""
+    """The sums of all other processes' numbers. `noted`: called when something beside the table may
+    have changed.
+    """
 
     def __init__(self, others: Others, noted: Callable[[], None]) -> None:
         self._noted = noted
@@ -98,7 +117,9 @@ class OtherSums:
                 continue
             new, had = one.view.tolist(), one.had
             if new != had:
-                for move, number, before in compress(zip(one.moves, new, had, strict=True), map(ne, new, had)):
+                for move, number, before in compress(
+                    zip(one.moves, new, had, strict=True), map(ne, new, had)
+                ):
                     if move(number - before):  # its keys have changed: all of it was taken
                         break
                 else:
@@ -125,7 +146,9 @@ class OtherSums:
         noted, used = False, len(one.keys)
         for slot in slots:
             if not 0 <= slot < used:
-                noted = True  # or a slot that is not known: a writer has overtaken this look in the ring, the next one finds it
+                # or a slot that is not known: a writer has overtaken this look in the ring, the
+                # next one finds it
+                noted = True
                 continue
             at = slot + HEADER
             number, before = rows[slot], had[at]
@@ -139,7 +162,9 @@ class OtherSums:
         self._noted()
 
     def _find(self, one: _Seen, more: int) -> bool:
-        """Look where a column has its keys, and take all of it. Return True: there is nothing else to take."""
+        """Look where a column has its keys, and take all of it. Return True: there is nothing else
+        to take.
+        """
         cells = one.cells
         layout = cells.header[LAYOUT]
         keys = cells.keys.tolist()
@@ -148,7 +173,8 @@ class OtherSums:
         moved = {key: -had for key, had in zip(one.keys, one.had[HEADER:], strict=True) if key}
         one.keys, one.view = keys, cells.counted[: HEADER + len(keys)]
         one.had = had = one.view.tolist()
-        had[LAYOUT] = layout  # that of the keys: where it is another one by now, the next look finds it
+        # that of the keys: where it is another one by now, the next look finds it
+        had[LAYOUT] = layout
         one.many = bool(keys) and are_many(len(keys) - 1)
         one.moves[HEADER:] = [self._moves.get(key, _ignore) for key in keys]
         for key, number in zip(keys, had[HEADER:], strict=True):

@@ -1,12 +1,15 @@
-"""Numbers that several processes share: each writes a column of its own, and reads the sums of the others'.
+"""Numbers that several processes share: each writes a column of its own, and reads the sums of the
+others'.
 
-Owns the layout of that memory. It is anonymous and inherited by forked processes: nothing of it has a name, and nothing is left
-when the last of them has ended. There is no lock: a process that is killed, or stopped, at any point holds up nobody. All cells
-are aligned numbers of eight bytes, which a store changes as a whole. A reader may see the numbers of a row one write apart, and a
-write a few microseconds late.
+Owns the layout of that memory. It is anonymous and inherited by forked processes: nothing of it has
+a name, and nothing is left when the last of them has ended. There is no lock: a process that is
+killed, or stopped, at any point holds up nobody. All cells are aligned numbers of eight bytes,
+which a store changes as a whole. A reader may see the numbers of a row one write apart, and a write
+a few microseconds late.
 
-A column has slots. Each has a key and some numbers. What a writer changed last is in a ring, so that readers look only at that;
-a reader that is far behind, or finds that keys have changed, looks at all.
+A column has slots. Each has a key and some numbers. What a writer changed last is in a ring, so
+that readers look only at that; a reader that is far behind, or finds that keys have changed, looks
+at all.
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ _FLOAT, _WHOLE = struct.Struct("d"), struct.Struct("q")
 
 def key_of(text: str) -> int:
     """Return the key of a text: a number that is the same in all processes, and not 0."""
-    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True) or 1
+    return (
+        int.from_bytes(
+            blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True
+        )
+        or 1
+    )
 
 
 def bits_of(number: float) -> int:
@@ -43,7 +51,8 @@ def float_of(bits: int) -> float:
 
 
 class Cells:
-    """One column as numbers. `rows`: those of all slots, one slot after the other, and behind them a spare one that nobody reads.
+    """One column as numbers. `rows`: those of all slots, one slot after the other, and behind them
+    a spare one that nobody reads.
 
     `counted`: the header and the rows.
     """
@@ -58,9 +67,11 @@ class Cells:
 
 
 class SharedTable:
-    """So many `columns`, one per process, with `slots` rows of so many `measures`. Make it before the processes are forked.
+    """So many `columns`, one per process, with `slots` rows of so many `measures`. Make it before
+    the processes are forked.
 
-    `kept`: the measures that stay when a process is gone, because they are sums of what has happened. The others are levels.
+    `kept`: the measures that stay when a process is gone, because they are sums of what has
+    happened. The others are levels.
     """
 
     def __init__(self, columns: int, slots: int, measures: int, kept: Collection[int] = ()) -> None:
@@ -88,7 +99,9 @@ class SharedTable:
         return self.column(number), self.others(number)
 
     def clear(self, number: int) -> None:
-        """Set the levels of a process that has ended to 0. Its next one goes on with its keys and sums, if there are any."""
+        """Set the levels of a process that has ended to 0. Its next one goes on with its keys and
+        sums, if there are any.
+        """
         column = self._columns[number]
         rows, measures = column.rows, self.measures
         for slot, key in enumerate(column.keys.tolist()):
@@ -125,7 +138,9 @@ class Column:
         return (0,) * self._measures if slot is None else tuple(self._row(slot))
 
     def row(self, key: int) -> memoryview | None:
-        """Return the numbers of a key, to be written in place, None if there is no slot. `Others.changed` does not see that."""
+        """Return the numbers of a key, to be written in place, None if there is no slot.
+        `Others.changed` does not see that.
+        """
         slot = self._slots.get(key)
         if slot is None:
             slot = self._new(key)
@@ -134,7 +149,8 @@ class Column:
     def write(self, key: int, numbers: Sequence[int]) -> bool:
         """Set the numbers of a key, the first one last. Return whether there was a slot for it.
 
-        So a row whose first and last number are the same stamp is whole: readers read the first one first.
+        So a row whose first and last number are the same stamp is whole: readers read the first one
+        first.
         """
         slot = self._slots.get(key)
         if slot is None:
@@ -142,7 +158,8 @@ class Column:
             if slot is None:
                 return False
         cells = self.cells
-        # One by one: a store of one number changes it as a whole, and takes a tenth of a slice's time.
+        # One by one: a store of one number changes it as a whole, and takes a tenth of a slice's
+        # time.
         rows, at = cells.rows, slot * self._measures + len(numbers)
         for number in reversed(numbers):
             at -= 1
@@ -154,7 +171,9 @@ class Column:
         return True
 
     def place(self, key: int) -> int:
-        """Return the slot of a key, a new one where it has none; the spare one where none is free."""
+        """Return the slot of a key, a new one where it has none; the spare one where none is
+        free.
+        """
         slot = self._slots.get(key)
         if slot is None:
             slot = self._new(key)
@@ -205,15 +224,22 @@ class Column:
 
 
 class _Seen:
-    """A column of another process, and how far it was read. `begins`: for each key, the first byte of its row.
+    """A column of another process, and how far it was read. `begins`: for each key, the first byte
+    of its row.
 
-    `layout`: the one that `begins` is of; `noticed`: the last one of which `Others.changed` has told.
+    `layout`: the one that `begins` is of; `noticed`: the last one of which `Others.changed` has
+    told.
     """
 
     __slots__ = ("begins", "changes", "header", "keys", "layout", "noticed", "ring", "rows", "size")
 
     def __init__(self, cells: Cells, size: int) -> None:
-        self.header, self.ring, self.keys, self.rows = cells.header, cells.ring, cells.keys, cells.rows
+        self.header, self.ring, self.keys, self.rows = (
+            cells.header,
+            cells.ring,
+            cells.keys,
+            cells.rows,
+        )
         self.size = size
         self.changes = self.layout = self.noticed = -1
         self.begins: dict[int, int] = {}
@@ -246,7 +272,9 @@ class Others:
         return found
 
     def rows(self, slot: int) -> list[memoryview]:
-        """Return the numbers of a slot in each column, as they are now and will be: where all keys have one slot, it is known."""
+        """Return the numbers of a slot in each column, as they are now and will be: where all keys
+        have one slot, it is known.
+        """
         measures = len(self._none)
         return [one.rows[slot * measures : (slot + 1) * measures] for one in self._columns]
 
@@ -264,7 +292,8 @@ class Others:
     def changed(self, most: int = RING) -> set[int] | None:
         """Return the keys whose numbers have changed since the last call; None: they may be any.
 
-        Where one column has more than `most` changes, they are not looked at: reading all of so many keys is cheaper.
+        Where one column has more than `most` changes, they are not looked at: reading all of so
+        many keys is cheaper.
         """
         found: set[int] = set()
         anything = False

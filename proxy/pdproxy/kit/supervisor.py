@@ -1,12 +1,14 @@
-"""A parent process that keeps several workers running. It has no event loop and does no work of its own.
+"""A parent process that keeps several workers running. It has no event loop and does no work of its
+own.
 
-Owns the worker processes, their links, and the order of their end. A worker is forked from the parent while nothing runs there:
-no event loop, no connection, no lock that somebody holds. It starts within milliseconds, because all modules are loaded. A worker
-that ends is started again; one that does not answer pings is killed first. If the parent ends, however that happens, the system
+Owns the worker processes, their links, and the order of their end. A worker is forked from the
+parent while nothing runs there: no event loop, no connection, no lock that somebody holds. It
+starts within milliseconds, because all modules are loaded. A worker that ends is started again; one
+that does not answer pings is killed first. If the parent ends, however that happens, the system
 kills the workers.
 
-The first SIGTERM has all workers leave: they serve for some seconds, then drain. A second signal, or SIGINT, has them drain now;
-a SIGINT after that ends them at once. SIGHUP is passed on.
+The first SIGTERM has all workers leave: they serve for some seconds, then drain. A second signal,
+or SIGINT, has them drain now; a SIGINT after that ends them at once. SIGHUP is passed on.
 """
 
 from __future__ import annotations
@@ -31,19 +33,24 @@ logger = logging.getLogger("pdproxy.workers")
 
 INTERRUPTED = 130
 LEAVE, DRAIN, END, RELOAD, PING = "leave", "drain", "end", "reload", "ping"
-"""What the parent sends: drain in a while, drain now, end at once, read the settings again, answer with `PONG`."""
+"""What the parent sends: drain in a while, drain now, end at once, read the settings again, answer
+with `PONG`.
+"""
 READY, REFUSED, PONG, ENDS_WITHIN = "ready", "refused", "pong", "ends_within"
-"""What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping; it drains, and
-may take so long (`number`: seconds)."""
+"""What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has
+read a ping; it drains, and may take so long (`number`: seconds).
+"""
 _LONGEST_WAIT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorTimes:
-    """In seconds. `ping`: between two pings; `silent`: without an answer a worker is killed; `first`: the same for its start.
+    """In seconds. `ping`: between two pings; `silent`: without an answer a worker is killed;
+    `first`: the same for its start.
 
-    `pauses`: before the first, second, ... start again within a short time, the last one for all later ones; a worker that has
-    run for `well` seconds begins anew. `at_once`: for the workers to end when they must not drain.
+    `pauses`: before the first, second, ... start again within a short time, the last one for all
+    later ones; a worker that has run for `well` seconds begins anew. `at_once`: for the workers to
+    end when they must not drain.
     """
 
     ping: float = 1.0
@@ -93,13 +100,17 @@ class Watcher(Protocol):
 
 
 class RefusedError(Exception):
-    """No worker could begin, because the settings can't be used. The message says why, a line per mistake."""
+    """No worker could begin, because the settings can't be used. The message says why, a line per
+    mistake.
+    """
 
 
 class Supervisor:
-    """So many workers. `work(number, socket)` runs in a worker's process, and returns its exit code.
+    """So many workers. `work(number, socket)` runs in a worker's process, and returns its exit
+    code.
 
-    `ends_within`: seconds for a drain until a worker is killed; its own may last longer. `lingers`: those that it serves before.
+    `ends_within`: seconds for a drain until a worker is killed; its own may last longer. `lingers`:
+    those that it serves before.
     """
 
     def __init__(
@@ -129,10 +140,14 @@ class Supervisor:
         self._watcher = watcher(self)
 
     def __repr__(self) -> str:
-        return f"<Supervisor of {len(self.workers)}: {', '.join(str(one.pid) for one in self.workers)}>"
+        return (
+            f"<Supervisor of {len(self.workers)}: "
+            f"{', '.join(str(one.pid) for one in self.workers)}>"
+        )
 
     def run(self) -> int:
-        """Keep the workers until asked to end. Return the exit code: 0, 1 if one failed, 130 at a second SIGINT.
+        """Keep the workers until asked to end. Return the exit code: 0, 1 if one failed, 130 at a
+        second SIGINT.
 
         Raises:
             RefusedError: the settings can't be used.
@@ -160,7 +175,8 @@ class Supervisor:
         except TooLongError as error:
             logger.error("worker %d is not sent %s", worker.number, error)  # noqa: TRY400
         except EndedError:
-            pass  # that it has ended is noticed next; a process that has closed its end is found by pings
+            # that it has ended is noticed next; a process that has closed its end is found by pings
+            pass
         except LinkError as error:
             self._kill(worker, str(error))
 
@@ -189,14 +205,17 @@ class Supervisor:
         worker.since = worker.heard = time.monotonic()
         worker.refused = None
 
-    def _run_worker(self, number: int, parents: socket.socket, end: socket.socket, parent: int) -> None:
+    def _run_worker(
+        self, number: int, parents: socket.socket, end: socket.socket, parent: int
+    ) -> None:
         """Be the worker. Does not return."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             for name in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(name, signal.SIG_DFL)
-            for name in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all: the parent passes them on
+            # a terminal sends them to all: the parent passes them on
+            for name in (signal.SIGINT, signal.SIGHUP):
                 signal.signal(name, signal.SIG_IGN)
             die_with_parent(parent)
             parents.close()
@@ -211,7 +230,9 @@ class Supervisor:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Process the ends of workers. As process 1, as in a container, this one gets the children of dead workers as well."""
+        """Process the ends of workers. As process 1, as in a container, this one gets the children
+        of dead workers as well.
+        """
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 for worker in (one for one in self.workers if one.pid == found[0]):
@@ -222,7 +243,8 @@ class Supervisor:
                     self._died(worker, 1)
 
     def _died(self, worker: WorkerProcess, code: int) -> None:
-        pid, worker.pid, worker.ready = worker.pid, None, False  # another process may have its id from now on
+        # another process may have its id from now on
+        pid, worker.pid, worker.ready = worker.pid, None, False
         for _ in range(32):  # all that it has sent before its end, however much a socket holds
             self._read(worker)
         if worker.link is not None:
@@ -237,7 +259,12 @@ class Supervisor:
         if not self._any_ready:
             if worker.refused is not None:
                 raise RefusedError(worker.refused.decode())
-            logger.error("worker %d (process %s) %s before any worker served: giving up", worker.number, pid, how)
+            logger.error(
+                "worker %d (process %s) %s before any worker served: giving up",
+                worker.number,
+                pid,
+                how,
+            )
             self._failed = True
             self._end(self._times.at_once)
             return
@@ -245,7 +272,14 @@ class Supervisor:
             worker.deaths = 0
         pause = self._put_off(worker)
         why = "" if worker.refused is None else f": {worker.refused.decode()}"
-        logger.error("worker %d (process %s) %s, and starts again in %g s%s", worker.number, pid, how, pause, why)
+        logger.error(
+            "worker %d (process %s) %s, and starts again in %g s%s",
+            worker.number,
+            pid,
+            how,
+            pause,
+            why,
+        )
 
     def _put_off(self, worker: WorkerProcess) -> float:
         """Return in how many seconds a worker starts again: it has failed once more."""
@@ -298,7 +332,9 @@ class Supervisor:
             self._signals.append(number)
 
     def _wait(self) -> None:
-        """Wait until something has happened, for a second at most, and read what workers have sent."""
+        """Wait until something has happened, for a second at most, and read what workers have
+        sent.
+        """
         assert self._wakes is not None
         poll = select.poll()
         poll.register(self._wakes.fileno(), select.POLLIN)
@@ -354,7 +390,8 @@ class Supervisor:
             worker.link.close()  # its process ends, or is found by pings
             worker.link = None
             return
-        with contextlib.suppress(LinkError):  # it has ended, which is found behind the last that it has sent
+        # it has ended, which is found behind the last that it has sent
+        with contextlib.suppress(LinkError):
             worker.link.flush()
         for message in messages:
             worker.heard = time.monotonic()
@@ -364,7 +401,8 @@ class Supervisor:
             elif message.kind == REFUSED:
                 worker.refused = message.body
             elif message.kind == ENDS_WITHIN:
-                if self._end_by is not None and not self._at_once:  # settings may have changed since the start
+                # settings may have changed since the start
+                if self._end_by is not None and not self._at_once:
                     self._end_by = max(self._end_by, time.monotonic() + message.number)
             elif message.kind != PONG:
                 self._watcher.received(worker, message)
@@ -372,7 +410,8 @@ class Supervisor:
     def _look(self) -> None:
         """Do what is due: pings, the end of workers that are silent or late, starts."""
         now, times = time.monotonic(), self._times
-        if now - self._looked > times.silent / 2:  # this process itself was stopped: nobody could answer
+        # this process itself was stopped: nobody could answer
+        if now - self._looked > times.silent / 2:
             for worker in self.workers:
                 worker.heard = now
         self._looked = now
@@ -380,9 +419,15 @@ class Supervisor:
             self._pinged = now
             self._tell(PING)
         for worker in self.workers:
-            if worker.pid is not None and now - worker.heard > (times.silent if worker.ready else times.first):
+            if worker.pid is not None and now - worker.heard > (
+                times.silent if worker.ready else times.first
+            ):
                 worker.heard = now
-                self._kill(worker, f"it has answered nothing for {times.silent if worker.ready else times.first:g} s")
+                self._kill(
+                    worker,
+                    f"it has answered nothing for "
+                    f"{times.silent if worker.ready else times.first:g} s",
+                )
         if self._end_by is not None:
             if now >= self._end_by:
                 for worker in self.workers:
@@ -395,6 +440,11 @@ class Supervisor:
                     self._start(worker)
                 except OSError as error:  # the others serve on
                     pause = self._put_off(worker)
-                    logger.error("worker %d can't be started, tried again in %g s: %s", worker.number, pause, error)  # noqa: TRY400
+                    logger.error(  # noqa: TRY400
+                        "worker %d can't be started, tried again in %g s: %s",
+                        worker.number,
+                        pause,
+                        error,
+                    )
                 else:
                     self.restarts += 1

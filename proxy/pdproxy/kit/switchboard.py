@@ -1,6 +1,8 @@
-"""Questions of one worker to all others, and what it tells them, passed on by the parent. It knows nothing of what they mean.
+"""Questions of one worker to all others, and what it tells them, passed on by the parent. It knows
+nothing of what they mean.
 
-Owns the questions that are not answered yet, and each worker's last report: what has to be known of it after it has ended.
+Owns the questions that are not answered yet, and each worker's last report: what has to be known of
+it after it has ended.
 """
 
 from __future__ import annotations
@@ -15,26 +17,36 @@ from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import Supervisor, WorkerProcess
 
 ASK, REPLY, REPORT, TELL = "ask", "reply", "report", "tell"
-"""What a worker sends: a question (`number`: its own of it), an answer to one (`number`: that of the question), its report, and
-what all others are to know."""
+"""What a worker sends: a question (`number`: its own of it), an answer to one (`number`: that of
+the question), its report, and what all others are to know.
+"""
 QUESTION, ASKED, ANSWER, PAST, TOLD = "question", "asked", "answer", "past", "told"
-"""What the parent sends: a question, to whom a question went (`body`: `AskedWorkers`), an answer (`worker`: whose), what is left of the
-workers that have ended, and what a worker tells all (`worker`: which)."""
+"""What the parent sends: a question, to whom a question went (`body`: `AskedWorkers`), an answer
+(`worker`: whose), what is left of the workers that have ended, and what a worker tells all
+(`worker`: which).
+"""
 PASS, PASSED = "pass", "passed"
-"""What a worker sends for one worker (`worker`: which), and what the parent sends to that one. With `ALL`: for all of them, who
-sends it included; all get these messages in the same order."""
+"""What a worker sends for one worker (`worker`: which), and what the parent sends to that one. With
+`ALL`: for all of them, who sends it included; all get these messages in the same order.
+"""
 ALL = -1
 LATE, LAST = "late", "last"
-"""What a worker sends when it waits no longer for answers (`number`: its own of the question), and what the parent sends for each
-worker that has not answered, or that has ended meanwhile (`worker`: which; `body`: its last report, if there is one)."""
+"""What a worker sends when it waits no longer for answers (`number`: its own of the question), and
+what the parent sends for each worker that has not answered, or that has ended meanwhile (`worker`:
+which; `body`: its last report, if there is one).
+"""
 MAX_BEHIND = 8 << 20
-"""Bytes that a worker may not have read: it misses what else it would be told, and is not killed for it."""
+"""Bytes that a worker may not have read: it misses what else it would be told, and is not killed
+for it.
+"""
 MAX_OPEN = 256
 """Questions that are not answered by all yet. The oldest is forgotten for one more."""
 
 
 class AskedWorkers(msgspec.Struct, array_like=True, frozen=True):
-    """Whom a question went to, how often workers were started again, and which do not serve: they have ended, or begin."""
+    """Whom a question went to, how often workers were started again, and which do not serve: they
+    have ended, or begin.
+    """
 
     workers: tuple[int, ...]
     restarts: int
@@ -56,7 +68,9 @@ decode_asked = msgspec.msgpack.Decoder(AskedWorkers).decode
 
 
 class Switchboard:
-    """Passes questions and answers on. `add_up` makes one report of what is left of dead workers and of one more."""
+    """Passes questions and answers on. `add_up` makes one report of what is left of dead workers
+    and of one more.
+    """
 
     def __init__(self, supervisor: Supervisor, add_up: Callable[[bytes, bytes], bytes]) -> None:
         self._supervisor = supervisor
@@ -95,7 +109,9 @@ class Switchboard:
                     self._tell(other, passed)
 
     def _tell(self, worker: WorkerProcess, message: Message) -> None:
-        """Send a worker what it may miss, also one that does not serve yet: it begins with what it is told."""
+        """Send a worker what it may miss, also one that does not serve yet: it begins with what it
+        is told.
+        """
         if worker.pid is None or (worker.link is not None and worker.link.unsent >= MAX_BEHIND):
             return
         self._supervisor.send(worker, message)
@@ -103,7 +119,8 @@ class Switchboard:
     def died(self, number: int) -> None:
         """Keep the last report of a worker that has ended."""
         report = self._reports.pop(number, b"")
-        for question in list(self._questions):  # who has asked it got what was left of others before
+        # who has asked it got what was left of others before
+        for question in list(self._questions):
             self._pass_on(LAST, question, number, report)
         if report:
             self._past = self._add_up(self._past, report)
@@ -111,10 +128,14 @@ class Switchboard:
     def _ask(self, worker: WorkerProcess, message: Message) -> None:
         self._last += 1
         others = [one for one in self._supervisor.workers if one is not worker and one.ready]
-        self._questions[self._last] = _Question(worker, worker.pid, message.number, {one.number for one in others})
+        self._questions[self._last] = _Question(
+            worker, worker.pid, message.number, {one.number for one in others}
+        )
         if len(self._questions) > MAX_OPEN:
             self._questions.popitem(last=False)
-        absent = tuple(one.number for one in self._supervisor.workers if not one.ready and one is not worker)
+        absent = tuple(
+            one.number for one in self._supervisor.workers if not one.ready and one is not worker
+        )
         asked = AskedWorkers(tuple(one.number for one in others), self._supervisor.restarts, absent)
         if self._past:  # first: with `ASKED` a worker without others has all that it waits for
             self._supervisor.send(worker, Message(PAST, message.number, body=self._past))
@@ -123,7 +144,9 @@ class Switchboard:
             self._supervisor.send(one, Message(QUESTION, self._last, body=message.body))
 
     def _pass_on(self, kind: str, question: int, number: int, body: bytes) -> None:
-        """Send who has asked a question what a worker answers, or its last report in place of that. Once for each."""
+        """Send who has asked a question what a worker answers, or its last report in place of that.
+        Once for each.
+        """
         asked = self._questions.get(question)
         if asked is None or number not in asked.waiting:
             return

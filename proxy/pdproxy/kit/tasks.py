@@ -1,8 +1,10 @@
-"""Named background tasks with an owner, so that none is forgotten and none fails without a log line.
+"""Named background tasks with an owner, so that none is forgotten and none fails without a log
+line.
 
-Two kinds: one-shot tasks, whose failure is logged (`TaskOwner.spawn`), and tasks that must run for as long as the process, which
-are started again when they fail (`TaskOwner.keep`). A callback of the event loop that must always work, but has no task,
-reports its failures to a `Failures` (`TaskOwner.watch`). Messages of exceptions are not logged: they may quote a prompt.
+Two kinds: one-shot tasks, whose failure is logged (`TaskOwner.spawn`), and tasks that must run for
+as long as the process, which are started again when they fail (`TaskOwner.keep`). A callback of the
+event loop that must always work, but has no task, reports its failures to a `Failures`
+(`TaskOwner.watch`). Messages of exceptions are not logged: they may quote a prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MAX_NAME = 128
 class Pauses:
     """Seconds until a failed task is started again: `first`, doubled each time up to `longest`.
 
-    A task that has run for `well` seconds counts as well: its failures are forgotten, except for their total.
+    A task that has run for `well` seconds counts as well: its failures are forgotten, except for
+    their total.
     """
 
     first: float = 1.0
@@ -37,7 +40,9 @@ class Pauses:
 
 
 class Failures:
-    """The failures of one task that must always run, or of a callback like that. Owned by a `TaskOwner`."""
+    """The failures of one task that must always run, or of a callback like that. Owned by a
+    `TaskOwner`.
+    """
 
     def __init__(self, name: str, pauses: Pauses, now: Callable[[], float]) -> None:
         """Make one without failures."""
@@ -62,7 +67,9 @@ class Failures:
         self._began, self._due = self._now(), None
 
     def failed(self, error: BaseException | None, *, pauses: bool = False) -> None:
-        """Count a failure, and log it. None: it ended without an error. `pauses`: it will be started again after a pause."""
+        """Count a failure, and log it. None: it ended without an error. `pauses`: it will be
+        started again after a pause.
+        """
         now = self._now()
         if self.count == 0 or self._is_well(now):
             self.count, self.pause = 0, self._pauses.first
@@ -74,11 +81,18 @@ class Failures:
         self._began, self._due = now, now + self.pause if pauses else None
         what = self._kind if error is None else frames(error)
         if pauses:
-            logger.error("background task %s failed, and starts again in %g s: %s", self.name, self.pause, what)
+            logger.error(
+                "background task %s failed, and starts again in %g s: %s",
+                self.name,
+                self.pause,
+                what,
+            )
         elif (
             self.total == 1 or self.count & (self.count - 1) == 0
         ):  # any sender's messages may make it fail, one by one
-            logger.error("background task %s failed %d times, and goes on: %s", self.name, self.count, what)
+            logger.error(
+                "background task %s failed %d times, and goes on: %s", self.name, self.count, what
+            )
 
     def _is_well(self, now: float) -> bool:
         return self._due is None and now - self._began >= self._pauses.well
@@ -88,7 +102,10 @@ class Failures:
         now = self._now()
         if self.count == 0 or self._is_well(now):
             return None
-        failed = f"background task {self.name} has failed {self.count} times, the last time by {self._kind}"
+        failed = (
+            f"background task {self.name} has failed {self.count} times, the last time by "
+            f"{self._kind}"
+        )
         if self._due is not None:
             return f"{failed}: it starts again in {max(0.0, self._due - now):.1f} s"
         return f"{failed}, and has continued for {now - self._began:.1f} s"
@@ -97,7 +114,9 @@ class Failures:
 class TaskOwner:
     """Owns every background task of one component: it has the only reference to them."""
 
-    def __init__(self, name: str, pauses: Pauses | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, pauses: Pauses | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         """Make one without any task. `pauses`: of the tasks that are kept running."""
         self._name = name
         self._pauses = pauses or Pauses()
@@ -114,7 +133,9 @@ class TaskOwner:
 
     def spawn(self, coroutine: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         """Run a coroutine in the background; a failure is logged with its name."""
-        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._name}:{truncate(name, MAX_NAME)}")
+        task = asyncio.get_running_loop().create_task(
+            coroutine, name=f"{self._name}:{truncate(name, MAX_NAME)}"
+        )
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -126,8 +147,12 @@ class TaskOwner:
             logger.error("background task %s failed: %s", task.get_name(), frames(error))
             drop_traceback(error)
 
-    def keep(self, run: Callable[[], Coroutine[object, object, None]], name: str) -> asyncio.Task[None]:
-        """Run what must always run. When it ends, it is started again after a pause, until it is cancelled."""
+    def keep(
+        self, run: Callable[[], Coroutine[object, object, None]], name: str
+    ) -> asyncio.Task[None]:
+        """Run what must always run. When it ends, it is started again after a pause, until it is
+        cancelled.
+        """
         failures = self.watch(name)
         task = self.spawn(self._run_again(run, failures), name)
         self._kept[task] = failures
@@ -145,7 +170,9 @@ class TaskOwner:
         self._failures.append(failures)
         return failures
 
-    async def _run_again(self, run: Callable[[], Coroutine[object, object, None]], failures: Failures) -> None:
+    async def _run_again(
+        self, run: Callable[[], Coroutine[object, object, None]], failures: Failures
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         while True:
@@ -168,14 +195,18 @@ class TaskOwner:
         return [text for failures in self._failures if (text := failures.shortcoming()) is not None]
 
     def failures(self) -> Iterable[tuple[str, int]]:
-        """Return how often each task that must always run has failed. Tasks of one shortened name count together."""
+        """Return how often each task that must always run has failed. Tasks of one shortened name
+        count together.
+        """
         totals: Counter[str] = Counter()
         for failures in self._failures:
             totals[failures.name] += failures.total
         return totals.items()
 
     async def settle(self, timeout: float) -> int:
-        """Wait up to `timeout` seconds for the tasks to end by themselves, cancel the rest; return how many those were."""
+        """Wait up to `timeout` seconds for the tasks to end by themselves, cancel the rest; return
+        how many those were.
+        """
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         while self._tasks:  # one that ends may have spawned another

@@ -1,32 +1,38 @@
 """vLLM's NIXL connector, which reports the KV transfer of each request to pdproxy. For vLLM 0.32.0.
 
-It stays one file: it is copied into the engine's environment, and imports only vllm, zmq and msgspec.
+It stays one file: it is copied into the engine's environment, and imports only vllm, zmq and
+msgspec.
 
-    PYTHONPATH=<this file's folder> vllm serve ... --kv-transfer-config '{"kv_connector": "NixlConnector",
+    PYTHONPATH=<this file's folder> vllm serve ... --kv-transfer-config '{"kv_connector":
+    "NixlConnector",
         "kv_connector_module_path": "pdproxy_nixl", "kv_role": "kv_producer",
         "kv_connector_extra_config": {"pdproxy_notify": "tcp://proxy:7500"}}'
 
-The same on decode engines with `kv_consumer`; `NixlPushConnector` is here, too. `pdproxy_notify` is an address or a list
-of them, each of which gets all notices. Without it the variable PDPROXY_NOTIFY is used (commas between addresses); without
-both nothing is sent. Engines with and without this file work together. An error in this file does not stop transfers: a notice
-that can't be sent at once is counted and dropped, an exception is logged once.
+The same on decode engines with `kv_consumer`; `NixlPushConnector` is here, too. `pdproxy_notify` is
+an address or a list of them, each of which gets all notices. Without it the variable PDPROXY_NOTIFY
+is used (commas between addresses); without both nothing is sent. Engines with and without this file
+work together. An error in this file does not stop transfers: a notice that can't be sent at once is
+counted and dropped, an exception is logged once.
 
 A notice is a msgpack map, PUSHed to the proxy's PULL socket; fields without a value are left out:
 
     type "PdproxyKV", v 1, event, req_id, internal_id, remote_req_id, engine_id, role, t, wall
     tokens, cached, created, blocks, bytes, seconds, params, prompt_ids, reason, dropped
 
-    ready     P  the request ended and its blocks wait for a reader: `params` and `prompt_ids` as in P's answer, JSON in bytes
+    ready     P  the request ended and its blocks wait for a reader: `params` and `prompt_ids` as in
+              P's answer, JSON in bytes
     failed    P  the request ended and no blocks wait; `reason` is its status
     loaded    D  all workers have the KV: `tokens` of it pulled, `cached` found here
     failed    D  a worker could not pull
     released  P  all readers of all workers have finished
     expired   P  workers stopped waiting for a reader; `reason` has their number
-    kept      D  the blocks wait to be read for the next turn (`bidirectional_kv_xfer`); later notices of them have role D, too
+    kept      D  the blocks wait to be read for the next turn (`bidirectional_kv_xfer`); later
+              notices of them have role D, too
 
-`req_id` is the X-Request-Id of P's leg and `remote_req_id` P's internal id, on both sides; `internal_id` is the sender's
-own. `t` is time.monotonic(), `wall` time.time(). Every notice comes from the scheduler and is for all workers: what
-only they know (bytes, durations, expiry) reaches it as vLLM's worker metadata, with the step's output.
+`req_id` is the X-Request-Id of P's leg and `remote_req_id` P's internal id, on both sides;
+`internal_id` is the sender's own. `t` is time.monotonic(), `wall` time.time(). Every notice comes
+from the scheduler and is for all workers: what only they know (bytes, durations, expiry) reaches it
+as vLLM's worker metadata, with the step's output.
 """
 
 from __future__ import annotations
@@ -47,18 +53,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPush
 from vllm.logger import init_logger
 
 LONGEST = 256 * 1024
-"""Maximum bytes of a notice. A longer one is sent without the prompt's ids, then without the handle: P's answer has both."""
+"""Maximum bytes of a notice. A longer one is sent without the prompt's ids, then without the
+handle: P's answer has both.
+"""
 WAITING = 1000
-"""The number of notices that may wait for a connected proxy that doesn't read. None waits for a proxy that isn't connected."""
+"""The number of notices that may wait for a connected proxy that doesn't read. None waits for a
+proxy that isn't connected.
+"""
 REMEMBERED = 10_000
-"""The number of requests with records. There are never more at once; the limit is for records that are never removed."""
+"""The number of requests with records. There are never more at once; the limit is for records that
+are never removed.
+"""
 
-_INTERNAL = re.compile(r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL)
+_INTERNAL = re.compile(
+    r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL
+)
 _log = init_logger("vllm.pdproxy_nixl")  # a name below vLLM's own, whose handlers it shares
 
 
 def external(internal_id: str) -> str:
-    """Return the X-Request-Id in one of vLLM's internal ids, or the id itself if it has another form."""
+    """Return the X-Request-Id in one of vLLM's internal ids, or the id itself if it has another
+    form.
+    """
     found = _INTERNAL.fullmatch(internal_id)
     return (found["completion"] or found["chat"]) if found else internal_id
 
@@ -70,7 +86,9 @@ def addresses(configured: object, variable: str) -> list[str]:
     if isinstance(configured, str):
         configured = [configured]
     if not isinstance(configured, list) or not all(isinstance(one, str) for one in configured):
-        raise TypeError(f"pdproxy_notify must be an address or a list of addresses, not {configured!r}")
+        raise TypeError(
+            f"pdproxy_notify must be an address or a list of addresses, not {configured!r}"
+        )
     return list(dict.fromkeys(stripped for one in configured if (stripped := one.strip())))
 
 
@@ -85,10 +103,13 @@ class Bounded(dict[str, Any]):
 
 
 class Sender:
-    """The sockets to the proxies: one each, since a PUSH socket distributes its messages. Nothing here waits."""
+    """The sockets to the proxies: one each, since a PUSH socket distributes its messages. Nothing
+    here waits.
+    """
 
     def __init__(self, to: Iterable[str]):
-        # An own context: a lookup of a host name may block its thread, and vLLM's context has transfers to wait for.
+        # An own context: a lookup of a host name may block its thread, and vLLM's context has
+        # transfers to wait for.
         self._context = zmq.Context()
         self._sockets: list[Any] = []
         self._dropped: defaultdict[Any, int] = defaultdict(int)
@@ -114,13 +135,17 @@ class Sender:
         for socket in self._sockets:
             missed = self._dropped[socket]
             try:
-                socket.send(_packed(notice | {"dropped": missed}) if missed else payload, zmq.DONTWAIT)
+                socket.send(
+                    _packed(notice | {"dropped": missed}) if missed else payload, zmq.DONTWAIT
+                )
                 self._dropped[socket] = 0
             except zmq.ZMQError:
                 self._dropped[socket] += 1
 
     def close(self) -> None:
-        """Close without sending what waits. The context is not terminated, since that would wait for its thread."""
+        """Close without sending what waits. The context is not terminated, since that would wait
+        for its thread.
+        """
         for socket in self._sockets:
             socket.close()
         self._sockets.clear()
@@ -160,7 +185,9 @@ def _sum(one: tuple[int, float] | None, other: tuple[int, float]) -> tuple[int, 
 
 
 class Worker:
-    """The state of one worker: which transfers ended, with their telemetry, and which leases expired."""
+    """The state of one worker: which transfers ended, with their telemetry, and which leases
+    expired.
+    """
 
     def __init__(self, worker: Any, quietly: Callable[..., Any]):
         self._worker = worker
@@ -168,7 +195,8 @@ class Worker:
         self._moved = Bounded()
         reap = worker._reap_expired_send_leases
 
-        # vLLM reports read and expired requests alike as "done sending": only its reaper knows which expired.
+        # vLLM reports read and expired requests alike as "done sending": only its reaper knows
+        # which expired.
         def reap_and_note(done: set[str]) -> None:
             before = set(done)
             reap(done)
@@ -180,19 +208,29 @@ class Worker:
         self._news.expired |= dict.fromkeys(requests, 1)
 
     def before(self) -> tuple[list[tuple[Any, str]], int]:
-        """Return the current transfers, in the order in which vLLM checks them, and how many have been recorded."""
-        under_way = [(one, request) for request, them in self._worker._recving_transfers.items() for one in them]
+        """Return the current transfers, in the order in which vLLM checks them, and how many have
+        been recorded.
+        """
+        under_way = [
+            (one, request)
+            for request, them in self._worker._recving_transfers.items()
+            for one in them
+        ]
         return under_way, len(self._worker.xfer_stats.data["bytes_transferred"])
 
     def after(self, before: tuple[list[tuple[Any, str]], int], results: Any) -> None:
         """Return the requests of the transfers that were recorded since.
 
-        vLLM's record names no request, but keeps the order. If some transfers failed, there are fewer records than ended
-        transfers and it is unknown which are missing: then none is returned.
+        vLLM's record names no request, but keeps the order. If some transfers failed, there are
+        fewer records than ended transfers and it is unknown which are missing: then none is
+        returned.
         """
         under_way, recorded = before
         data = self._worker.xfer_stats.data
-        sizes, durations = data["bytes_transferred"][recorded:], data["transfer_duration"][recorded:]
+        sizes, durations = (
+            data["bytes_transferred"][recorded:],
+            data["transfer_duration"][recorded:],
+        )
         left = {one for them in self._worker._recving_transfers.values() for one in them}
         ended = [request for one, request in under_way if one not in left]
         if len(ended) == len(sizes) == len(durations):
@@ -225,7 +263,8 @@ class Scheduler:
     def __init__(self, sender: Sender, engine_id: str):
         self._sender = sender
         self._engine_id = engine_id
-        self._prefilling = Bounded()  # vLLM's statistics of the prefill, which it updates until the prefill ends
+        # vLLM's statistics of the prefill, which it updates until the prefill ends
+        self._prefilling = Bounded()
         self._pulling = Bounded()
         self._remotes = Bounded()
         self._held = Bounded()
@@ -233,7 +272,9 @@ class Scheduler:
         self._expired = Bounded()
 
     def allocated(self, request: Any, params: dict[str, Any], tokens: int) -> None:
-        """Blocks were allocated for a request; `tokens` tokens come from P. `params` are as they were before."""
+        """Blocks were allocated for a request; `tokens` tokens come from P. `params` are as they
+        were before.
+        """
         if params.get("do_remote_decode"):
             self._prefilling[request.request_id] = request.prefill_stats
             return
@@ -257,17 +298,24 @@ class Scheduler:
         if not requested.get("do_remote_decode"):
             if held and params:
                 self._held[internal] = ("D", remote or internal, time.monotonic())
-                self._send_notice("kept", "D", internal, remote or internal, params=msgspec.json.encode(params))
+                self._send_notice(
+                    "kept", "D", internal, remote or internal, params=msgspec.json.encode(params)
+                )
             return
         if not held or not params:
             self._send_notice(
-                "failed", "P", internal, internal, reason=getattr(request.status, "name", str(request.status))
+                "failed",
+                "P",
+                internal,
+                internal,
+                reason=getattr(request.status, "name", str(request.status)),
             )
             return
         self._held[internal] = ("P", internal, time.monotonic())
         if stats is not None:  # vLLM adds it after this returns
             params = params | {"remote_prefill_cached_tokens": stats.num_cached_tokens}
-        # Models with a recurrent state are prefilled without their last tokens: the rest is not the whole prompt.
+        # Models with a recurrent state are prefilled without their last tokens: the rest is not the
+        # whole prompt.
         ids = None if requested.get("_p_side_truncated") else request.prompt_token_ids
         self._send_notice(
             "ready",
@@ -312,7 +360,12 @@ class Scheduler:
             )
 
     def _pulled(
-        self, event: str, internal: str, pulling: Pulling, size: int | None = None, seconds: float | None = None
+        self,
+        event: str,
+        internal: str,
+        pulling: Pulling,
+        size: int | None = None,
+        seconds: float | None = None,
     ) -> None:
         self._send_notice(
             event,
@@ -326,7 +379,9 @@ class Scheduler:
             seconds=seconds,
         )
 
-    def _send_notice(self, event: str, role: str | None, internal: str, remote: str, **more: Any) -> None:
+    def _send_notice(
+        self, event: str, role: str | None, internal: str, remote: str, **more: Any
+    ) -> None:
         notice = {
             "type": "PdproxyKV",
             "v": 1,
@@ -350,9 +405,11 @@ _Connector: Any = object
 
 
 class _Notifying(_Connector):
-    """Mixed into a NIXL connector: each hook calls the connector's own and reads its arguments and results.
+    """Mixed into a NIXL connector: each hook calls the connector's own and reads its arguments and
+    results.
 
-    What a hook of the connector's raises or returns is none of our business; what we do around it goes through `_quietly`.
+    What a hook of the connector's raises or returns is none of our business; what we do around it
+    goes through `_quietly`.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
@@ -364,7 +421,10 @@ class _Notifying(_Connector):
         self._quietly(self._start, vllm_config.kv_transfer_config)
 
     def _start(self, config: Any) -> None:
-        to = addresses(config.get_from_extra_config("pdproxy_notify", None), os.environ.get("PDPROXY_NOTIFY", ""))
+        to = addresses(
+            config.get_from_extra_config("pdproxy_notify", None),
+            os.environ.get("PDPROXY_NOTIFY", ""),
+        )
         if not to:
             return
         if self.connector_worker is not None:
@@ -382,7 +442,9 @@ class _Notifying(_Connector):
             name = getattr(call, "__qualname__", repr(call))
             if name not in self._complaints:
                 self._complaints.add(name)
-                _log.exception("pdproxy: %s failed; if it does again, there will be no word of it", name)
+                _log.exception(
+                    "pdproxy: %s failed; if it does again, there will be no word of it", name
+                )
             return None
 
     # In the scheduler's process.
@@ -394,7 +456,9 @@ class _Notifying(_Connector):
         if self._scheduler is not None and params:
             self._quietly(self._scheduler.allocated, request, params, num_external_tokens)
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Report whether the connector keeps the blocks for a reader."""
         held, params = super().request_finished_all_groups(request, block_ids)
         if self._scheduler is not None:
@@ -402,7 +466,9 @@ class _Notifying(_Connector):
         return held, params
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """The same, from a scheduler without the hybrid memory allocator (or a connector of several)."""
+        """The same, from a scheduler without the hybrid memory allocator (or a connector of
+        several).
+        """
         held, params = super().request_finished(request, block_ids)
         if self._scheduler is not None:
             self._quietly(self._scheduler.finished, request, held, params)
@@ -425,7 +491,9 @@ class _Notifying(_Connector):
         return results
 
     def build_connector_worker_meta(self) -> Any:
-        """Add this file's report to the step's output, unless the connector itself uses this field."""
+        """Add this file's report to the step's output, unless the connector itself uses this
+        field.
+        """
         theirs = super().build_connector_worker_meta()
         if theirs is None and self._worker is not None:
             return self._quietly(self._worker.news)
@@ -443,7 +511,9 @@ class NixlPullConnector(_Notifying, _Pull):
 
 
 class NixlPushConnector(_Notifying, _Push):
-    """P writes to D. Notices have no size and duration of transfers: only P's writer thread knows them."""
+    """P writes to D. Notices have no size and duration of transfers: only P's writer thread knows
+    them.
+    """
 
 
 NixlConnector = NixlPullConnector

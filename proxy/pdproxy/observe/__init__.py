@@ -1,1 +1,3 @@
-"""Frozen events for everything that happened, and their observers: metrics and the log. Observers change nothing."""
+"""Frozen events for everything that happened, and their observers: metrics and the log. Observers
+change nothing.
+"""

@@ -1,8 +1,10 @@
-"""How a metric is described: name, type, help, unit, labels, what counts it, and how the numbers of several processes become one.
+"""How a metric is described: name, type, help, unit, labels, what counts it, and how the numbers of
+several processes become one.
 
-A metric is declared once, in the module that counts it: `counter`, `gauge` and `histogram` note it here, so that whoever shows
-metrics knows all of them. A process has imported all modules that count before it serves. A metric is counted in one of three
-ways: by an event (`of`), by `Observers.count`, or by what `Observers.show` reads at each scrape.
+A metric is declared once, in the module that counts it: `counter`, `gauge` and `histogram` note it
+here, so that whoever shows metrics knows all of them. A process has imported all modules that count
+before it serves. A metric is counted in one of three ways: by an event (`of`), by
+`Observers.count`, or by what `Observers.show` reads at each scrape.
 """
 
 from __future__ import annotations
@@ -53,9 +55,11 @@ _OF_TWO: Mapping[MergeRule, Callable[[float, float], float]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A label. `values`: all values with their meanings, if they are known in advance; else empty, and `text` says what it is.
+    """A label. `values`: all values with their meanings, if they are known in advance; else empty,
+    and `text` says what it is.
 
-    `most`: so many values, those that come first, are shown of what events count; all further ones are `OTHER`. None: no bound.
+    `most`: so many values, those that come first, are shown of what events count; all further ones
+    are `OTHER`. None: no bound.
     """
 
     name: str
@@ -71,7 +75,9 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Of:
-    """What an event counts: `found` returns label values, and what is added to their counter or observed by their histogram."""
+    """What an event counts: `found` returns label values, and what is added to their counter or
+    observed by their histogram.
+    """
 
     event: type[Any]
     found: Callable[[Any], Samples] = field(repr=False)
@@ -79,10 +85,12 @@ class Of:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """One metric. `name` as on the page (counters end in `_total`), `unit` of its values, `bounds` of a histogram's buckets.
+    """One metric. `name` as on the page (counters end in `_total`), `unit` of its values, `bounds`
+    of a histogram's buckets.
 
-    `together`: the combinations of label values that occur; None: all of them. `workers`: what becomes of the numbers of several
-    processes, `pools`: of several pools of one process, where both have the same labels. `of`: the event that counts it, if any.
+    `together`: the combinations of label values that occur; None: all of them. `workers`: what
+    becomes of the numbers of several processes, `pools`: of several pools of one process, where
+    both have the same labels. `of`: the event that counts it, if any.
     """
 
     name: str
@@ -104,7 +112,11 @@ class Description:
     @property
     def series(self) -> tuple[tuple[str, ...], ...]:
         """The label values that are known in advance; empty if those of one label are not."""
-        return self.together if self.together is not None else tuple(product(*(label.known for label in self.labels)))
+        return (
+            self.together
+            if self.together is not None
+            else tuple(product(*(label.known for label in self.labels)))
+        )
 
     @property
     def is_of_nodes(self) -> bool:
@@ -127,7 +139,9 @@ def declared() -> tuple[Description, ...]:
 
 
 def described(name: str) -> Description | None:
-    """Return the metric of this name. None: no module that is imported declares one; another process may have imported more."""
+    """Return the metric of this name. None: no module that is imported declares one; another
+    process may have imported more.
+    """
     return _declared.get(name)
 
 
@@ -142,19 +156,30 @@ def counter(
     by: str | None = None,
     counts: Callable[[E], Samples] | None = None,
 ) -> Description:
-    """Declare a counter. `of`: the event that counts it: the labels are its fields of the same names, or what `counts` finds.
+    """Declare a counter. `of`: the event that counts it: the labels are its fields of the same
+    names, or what `counts` finds.
 
-    `by`: the field whose value is added; None: 1. ValueError: the event lacks such a field, or the name is in use.
+    `by`: the field whose value is added; None: 1. ValueError: the event lacks such a field, or the
+    name is in use.
     """
     found = None if of is None else _of(of, labels, by, counts)
-    return _noted(Description(name, MetricKind.COUNTER, text, unit, labels, (), together, workers, of=found))
+    return _noted(
+        Description(name, MetricKind.COUNTER, text, unit, labels, (), together, workers, of=found)
+    )
 
 
 def gauge(
-    name: str, unit: str, text: str, *labels: Label, workers: MergeRule, pools: MergeRule = MergeRule.SUM
+    name: str,
+    unit: str,
+    text: str,
+    *labels: Label,
+    workers: MergeRule,
+    pools: MergeRule = MergeRule.SUM,
 ) -> Description:
     """Declare a gauge. ValueError: the name is in use."""
-    return _noted(Description(name, MetricKind.GAUGE, text, unit, labels, workers=workers, pools=pools))
+    return _noted(
+        Description(name, MetricKind.GAUGE, text, unit, labels, workers=workers, pools=pools)
+    )
 
 
 def histogram(
@@ -166,9 +191,13 @@ def histogram(
     by: str | None = None,
     counts: Callable[[E], Samples] | None = None,
 ) -> Description:
-    """Declare a histogram of seconds, with the upper `bounds` of its buckets; for the others see `counter`."""
+    """Declare a histogram of seconds, with the upper `bounds` of its buckets; for the others see
+    `counter`.
+    """
     found = None if of is None else _of(of, labels, by, counts)
-    return _noted(Description(name, MetricKind.HISTOGRAM, text, "seconds", labels, bounds, of=found))
+    return _noted(
+        Description(name, MetricKind.HISTOGRAM, text, "seconds", labels, bounds, of=found)
+    )
 
 
 def _noted(one: Description) -> Description:
@@ -178,7 +207,12 @@ def _noted(one: Description) -> Description:
     return one
 
 
-def _of(event: type[Any], labels: tuple[Label, ...], by: str | None, counts: Callable[[Any], Samples] | None) -> Of:
+def _of(
+    event: type[Any],
+    labels: tuple[Label, ...],
+    by: str | None,
+    counts: Callable[[Any], Samples] | None,
+) -> Of:
     if counts is not None:
         return Of(event, counts)
     names = [label.name for label in labels]

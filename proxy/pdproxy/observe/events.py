@@ -1,7 +1,7 @@
 """The events that pdproxy emits, and the protocol of their observers.
 
-Events have names in the past tense and hold plain values only. Observers are called in the event loop, once per request or state
-change and never per chunk, and must not raise or wait.
+Events have names in the past tense and hold plain values only. Observers are called in the event
+loop, once per request or state change and never per chunk, and must not raise or wait.
 """
 
 from __future__ import annotations
@@ -14,29 +14,50 @@ import msgspec
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.description import Description, Label, Samples, counter
 
-ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+ITL_BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+)
 """Upper bounds in seconds of the buckets in which gaps between tokens are counted."""
 
 
 class Gaps(msgspec.Struct):
-    """Gaps between stream events of one request, counted in buckets (one more than `ITL_BOUNDS`), `total` in seconds."""
+    """Gaps between stream events of one request, counted in buckets (one more than `ITL_BOUNDS`),
+    `total` in seconds.
+    """
 
     buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITL_BOUNDS) + 1))
     total: float = 0.0
 
 
 class LegTimes(msgspec.Struct):
-    """The legs of one prompt's last attempt so far: engines by URL, durations in seconds, None if a phase did not happen.
+    """The legs of one prompt's last attempt so far: engines by URL, durations in seconds, None if a
+    phase did not happen.
 
-    `why_alone`: the rule or failure because of which one engine served it alone. `prefill_s`: from the prefill leg's start to its
-    answer. Of a stream, `first_s`: from asking the engine that answers to its first data (after a prefill by another engine: the
-    KV transfer and one step), and `decode_s`: from there to the stream's end. Of an answer that is not streamed, `whole_s`: from
-    asking to the whole answer. Where both engines were asked at once, both count from the prefill engine's answer, and
-    `overlap_s` is the time in which both had been asked before that. `attempts`: how often engines were asked for it. `decision`:
-    the placement's reason, None where the pool has none; with what it predicted, None where it predicts nothing.
+    `why_alone`: the rule or failure because of which one engine served it alone. `prefill_s`: from
+    the prefill leg's start to its answer. Of a stream, `first_s`: from asking the engine that
+    answers to its first data (after a prefill by another engine: the KV transfer and one step), and
+    `decode_s`: from there to the stream's end. Of an answer that is not streamed, `whole_s`: from
+    asking to the whole answer. Where both engines were asked at once, both count from the prefill
+    engine's answer, and `overlap_s` is the time in which both had been asked before that.
+    `attempts`: how often engines were asked for it. `decision`: the placement's reason, None where
+    the pool has none; with what it predicted, None where it predicts nothing.
 
-    `continued`: how often another engine went on with the stream; `continued_by`: the kind of failure that first cut it;
-    `pause_s`: seconds without data because of that.
+    `continued`: how often another engine went on with the stream; `continued_by`: the kind of
+    failure that first cut it; `pause_s`: seconds without data because of that.
     """
 
     prefill: str | None = None
@@ -59,10 +80,10 @@ class LegTimes(msgspec.Struct):
 class RequestEnded(msgspec.Struct, frozen=True):
     """A request has ended. `outcome` is "ok", "client_left", or the fault that ended it.
 
-    `first_s`: seconds to the first data of a stream; None for other answers. `stream`: whether the client asked for one, None if
-    that is not known. `client`: its address; `key`: the name of its API key, None without keys. `reason`: why it was refused,
-    one of `kit.errors.RefusalReason`; None for all other ends. `tenant`: to whom its tokens count, None where nobody
-    has a name.
+    `first_s`: seconds to the first data of a stream; None for other answers. `stream`: whether the
+    client asked for one, None if that is not known. `client`: its address; `key`: the name of its
+    API key, None without keys. `reason`: why it was refused, one of `kit.errors.RefusalReason`;
+    None for all other ends. `tenant`: to whom its tokens count, None where nobody has a name.
     """
 
     request_id: str
@@ -89,8 +110,8 @@ class RequestEnded(msgspec.Struct, frozen=True):
 class Refused(msgspec.Struct, frozen=True):
     """A request was refused before its body was complete, or for its key; or a connection was.
 
-    `reason`: as in pdproxy_early_refusals_total; `client`: the client's address. `overload`: one of `kit.errors.RefusalReason`, None
-    if the same request would be refused at any time.
+    `reason`: as in pdproxy_early_refusals_total; `client`: the client's address. `overload`: one of
+    `kit.errors.RefusalReason`, None if the same request would be refused at any time.
     """
 
     reason: str
@@ -127,14 +148,17 @@ ALONE = (
 ALONES = counter(
     "pdproxy_alone_total",
     "prompts",
-    "Prompts given to one engine alone on routes that can be split; one counts again if its reason changes",
+    "Prompts given to one engine alone on routes that can be split; one counts again if its "
+    "reason changes",
     Label("reason", ALONE),
     of=ServedAlone,
 )
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """A placement has decided about an attempt. `choice`: whole, split or refused; `reason`: one of a few words of its own."""
+    """A placement has decided about an attempt. `choice`: whole, split or refused; `reason`: one of
+    a few words of its own.
+    """
 
     choice: str
     reason: str
@@ -143,8 +167,8 @@ class Decided(msgspec.Struct, frozen=True):
 class StreamContinued(msgspec.Struct, frozen=True):
     """The engine of a stream has failed. `result`: as in pdproxy_continuations_total.
 
-    `reason`: the kind of failure if the client gets its whole answer all the same, else why it does not. `seconds`: without data,
-    where another engine has gone on.
+    `reason`: the kind of failure if the client gets its whole answer all the same, else why it does
+    not. `seconds`: without data, where another engine has gone on.
     """
 
     result: str
@@ -177,7 +201,9 @@ DEADLINES = counter(
 
 
 class SilenceAllowed(msgspec.Struct, frozen=True):
-    """A deadline on an engine's silence has come, and the engine was seen to work: the wait goes on for as long again."""
+    """A deadline on an engine's silence has come, and the engine was seen to work: the wait goes on
+    for as long again.
+    """
 
     wait: str
     node: str
@@ -192,7 +218,9 @@ class HandleEnded(msgspec.Struct, frozen=True):
 
 
 class LegFailed(msgspec.Struct, frozen=True):
-    """A leg to an engine failed; `will_retry`: whether another engine is asked; `status`: with which the engine refused it."""
+    """A leg to an engine failed; `will_retry`: whether another engine is asked; `status`: with
+    which the engine refused it.
+    """
 
     request_id: str
     node: str
@@ -203,10 +231,11 @@ class LegFailed(msgspec.Struct, frozen=True):
 
 
 class EngineLost(msgspec.Struct, frozen=True):
-    """An engine has disappeared under a request. `fingerprint`: of the request, "" if that is not known.
+    """An engine has disappeared under a request. `fingerprint`: of the request, "" if that is not
+    known.
 
-    `losses`: engines that were lost under this fingerprint alone, 0 where this one counts for none; `several`: whether other
-    requests were under way there.
+    `losses`: engines that were lost under this fingerprint alone, 0 where this one counts for none;
+    `several`: whether other requests were under way there.
     """
 
     request_id: str
@@ -217,7 +246,8 @@ class EngineLost(msgspec.Struct, frozen=True):
 
 
 class NodeChanged(msgspec.Struct, frozen=True):
-    """An engine has another state. `up`: it gets requests as before; else `state` says why it gets none, or few.
+    """An engine has another state. `up`: it gets requests as before; else `state` says why it gets
+    none, or few.
 
     `elsewhere`: another worker has found it, and logs it.
     """
@@ -231,7 +261,9 @@ class NodeChanged(msgspec.Struct, frozen=True):
 
 
 class MemberChanged(msgspec.Struct, frozen=True):
-    """An engine was added, drained or removed. `change`: as in pdproxy_member_changes_total; `by`: who asked for it."""
+    """An engine was added, drained or removed. `change`: as in pdproxy_member_changes_total; `by`:
+    who asked for it.
+    """
 
     node: str
     role: str
@@ -249,9 +281,11 @@ class PairEjected(msgspec.Struct, frozen=True):
 
 
 class TransferFaultSeen(msgspec.Struct, frozen=True):
-    """KV does not move to or from an engine, or between two, or moves again (`over`). `kind`: prefill, decode or link.
+    """KV does not move to or from an engine, or between two, or moves again (`over`). `kind`:
+    prefill, decode or link.
 
-    `prefill`, `decode`: URLs, None for whichever engine. `elsewhere`: another worker has found it, and logs it.
+    `prefill`, `decode`: URLs, None for whichever engine. `elsewhere`: another worker has found it,
+    and logs it.
     """
 
     kind: str
@@ -263,7 +297,9 @@ class TransferFaultSeen(msgspec.Struct, frozen=True):
 
 
 class KvShortfall(msgspec.Struct, frozen=True):
-    """A decode engine received fewer prompt tokens by KV transfer than were sent to it: it computed them again."""
+    """A decode engine received fewer prompt tokens by KV transfer than were sent to it: it computed
+    them again.
+    """
 
     node: str
     tokens: int
@@ -281,9 +317,9 @@ class KvCounted(msgspec.Struct, frozen=True):
 class KvNoticed(msgspec.Struct, frozen=True):
     """An engine sent a notice about a KV transfer. `result`: what the proxy did with it.
 
-    awaited; double (its rank had sent one); early (nothing waits yet); late (nothing waits any more); unknown (early, and
-    nothing waited later); given_up (its client had left, and the KV is released); undecodable. About a handle: known, or over
-    (the handle had ended for the proxy).
+    awaited; double (its rank had sent one); early (nothing waits yet); late (nothing waits any
+    more); unknown (early, and nothing waited later); given_up (its client had left, and the KV is
+    released); undecodable. About a handle: known, or over (the handle had ended for the proxy).
     """
 
     event: str
@@ -291,23 +327,29 @@ class KvNoticed(msgspec.Struct, frozen=True):
 
 
 class KvTransferred(msgspec.Struct, frozen=True):
-    """A decode engine reported that it has loaded a prompt's KV, with the duration and the size; None: not reported."""
+    """A decode engine reported that it has loaded a prompt's KV, with the duration and the size;
+    None: not reported.
+    """
 
     seconds: float | None
     bytes: int | None
 
 
 class TurnKept(msgspec.Struct, frozen=True):
-    """A decode engine's handle of a finished turn is kept for the conversation's next prompt. `tokens`: whose KV it names."""
+    """A decode engine's handle of a finished turn is kept for the conversation's next prompt.
+    `tokens`: whose KV it names.
+    """
 
     node: str
     tokens: int
 
 
 class TurnReused(msgspec.Struct, frozen=True):
-    """A prefill engine has answered a prompt, and has pulled the KV of `tokens` of its tokens from a decode engine.
+    """A prefill engine has answered a prompt, and has pulled the KV of `tokens` of its tokens from
+    a decode engine.
 
-    `trimmed`: the decode engine kept KV of more. `saved_s`: seconds that the prefill engine would have taken, an estimate.
+    `trimmed`: the decode engine kept KV of more. `saved_s`: seconds that the prefill engine would
+    have taken, an estimate.
     """
 
     tokens: int
@@ -316,26 +358,34 @@ class TurnReused(msgspec.Struct, frozen=True):
 
 
 class TurnDropped(msgspec.Struct, frozen=True):
-    """A turn's KV at a decode engine (`node`) will not be used. `reason`: as in pdproxy_turns_dropped_total."""
+    """A turn's KV at a decode engine (`node`) will not be used. `reason`: as in
+    pdproxy_turns_dropped_total.
+    """
 
     node: str
     reason: str
 
 
 class TurnClaimed(msgspec.Struct, frozen=True):
-    """Another worker was asked for a turn that it keeps. `result`: given, gone or late, see the metric."""
+    """Another worker was asked for a turn that it keeps. `result`: given, gone or late, see the
+    metric.
+    """
 
     result: str
 
 
 class TurnReleased(msgspec.Struct, frozen=True):
-    """A release of a turn's KV has ended. `result`: released, or left: the decode engine frees it after its own time."""
+    """A release of a turn's KV has ended. `result`: released, or left: the decode engine frees it
+    after its own time.
+    """
 
     result: str
 
 
 class KvWaited(msgspec.Struct, frozen=True):
-    """A wait for notices of a prefill engine has ended. `result`: ready or timeout; `missing`: the ranks that sent none."""
+    """A wait for notices of a prefill engine has ended. `result`: ready or timeout; `missing`: the
+    ranks that sent none.
+    """
 
     node: str
     result: str
@@ -346,8 +396,8 @@ class KvWaited(msgspec.Struct, frozen=True):
 class Tokenized(msgspec.Struct, frozen=True):
     """Token ids of a prompt were requested before an engine gets it.
 
-    `source`: here, or an engine (its `/tokenize`); `result`: as in pdproxy_tokenize_total; `seconds` from the request for
-    ids to the result.
+    `source`: here, or an engine (its `/tokenize`); `result`: as in pdproxy_tokenize_total;
+    `seconds` from the request for ids to the result.
     """
 
     source: str
@@ -357,7 +407,8 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 
 class TokenizerJudged(msgspec.Struct, frozen=True):
-    """An engine's token ids of canary prompts were compared with those made here. `agrees` None: there was nothing to compare.
+    """An engine's token ids of canary prompts were compared with those made here. `agrees` None:
+    there was nothing to compare.
 
     Prompts are tokenized here for the engine only if they agree.
     """
@@ -371,7 +422,8 @@ class TokenizerJudged(msgspec.Struct, frozen=True):
 class BootstrapAsked(msgspec.Struct, frozen=True):
     """The bootstrap server of a prefill engine was asked for the engine's workers.
 
-    `result`: `complete`, `incomplete` (it has not named all of them, or names them in vain), or `failed`.
+    `result`: `complete`, `incomplete` (it has not named all of them, or names them in vain), or
+    `failed`.
     """
 
     node: str
@@ -381,8 +433,8 @@ class BootstrapAsked(msgspec.Struct, frozen=True):
 class Evicted(msgspec.Struct, frozen=True):
     """A client that held more than its share while others waited lost something.
 
-    `what`: queue (a request that waited for a place), body (one that was not whole), connection (an idle one), reader (a
-    stream that was read too slowly), answer (a whole one that was not read).
+    `what`: queue (a request that waited for a place), body (one that was not whole), connection (an
+    idle one), reader (a stream that was read too slowly), answer (a whole one that was not read).
     """
 
     what: str
@@ -407,8 +459,9 @@ EVICTIONS = counter(
 class LoopBeat(msgspec.Struct, frozen=True):
     """The event loop called a timer `late_s` seconds after its time.
 
-    `swallowed`: an earlier event has reported the delay that caused it. `cpu_s`: CPU seconds of the loop's thread since the timer
-    before. If they are few, the thread waited, or the machine did not run it.
+    `swallowed`: an earlier event has reported the delay that caused it. `cpu_s`: CPU seconds of the
+    loop's thread since the timer before. If they are few, the thread waited, or the machine did not
+    run it.
     """
 
     late_s: float
@@ -450,7 +503,9 @@ Event = (
 
 
 class Observer(Protocol):
-    """Gets events. One with an attribute `only`, a tuple of types, gets no others: some come with each request."""
+    """Gets events. One with an attribute `only`, a tuple of types, gets no others: some come with
+    each request.
+    """
 
     def notify(self, event: Event) -> None:
         """Process an event, quickly."""
@@ -471,7 +526,9 @@ class Counting(Protocol):
 
 
 class Observers:
-    """All observers. Each event goes in order to those that want it; what is only counted, to those that have metrics."""
+    """All observers. Each event goes in order to those that want it; what is only counted, to those
+    that have metrics.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
@@ -486,12 +543,16 @@ class Observers:
         self._of_type.clear()
 
     def count(self, metric: Description, *labels: str, by: float = 1) -> None:
-        """Count what is no event: add to a counter, or observe a histogram's value. `labels`: the values of its labels."""
+        """Count what is no event: add to a counter, or observe a histogram's value. `labels`: the
+        values of its labels.
+        """
         for one in self._metrics:
             one.count(metric, *labels, by=by)
 
     def show(self, metric: Description, read: Callable[[], Samples]) -> None:
-        """Show a gauge, or a counter that its owner keeps, for as long as the process runs: `read` is called at each scrape."""
+        """Show a gauge, or a counter that its owner keeps, for as long as the process runs: `read`
+        is called at each scrape.
+        """
         for one in self._metrics:
             one.show(metric, read)
 

@@ -1,4 +1,5 @@
-"""Which lines are written that anybody may cause, also without a key: they must not fill the log, nor keep others' lines out.
+"""Which lines are written that anybody may cause, also without a key: they must not fill the log,
+nor keep others' lines out.
 
 Owns these limits, and the count of the lines that are left out.
 """
@@ -22,7 +23,9 @@ class FewLines:
         self._second = self._minute = 0
         self._in_second = 0
         self._of_clients: Counter[str] = Counter()
-        """Lines of this minute by client: of clients with a line, so at most 60 times as many as in a second."""
+        """Lines of this minute by client: of clients with a line, so at most 60 times as many as in
+        a second.
+        """
         self._reported = 0
         self.left_out = 0
         """Lines that were not written, so far."""

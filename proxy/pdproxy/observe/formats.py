@@ -1,8 +1,9 @@
-"""The formats of a log line, text and JSON, and their limits: no text from outside makes a line too long, or makes two of it.
+"""The formats of a log line, text and JSON, and their limits: no text from outside makes a line too
+long, or makes two of it.
 
-Each value is truncated to `MAX_VALUE` characters and shows its length. If a whole line is still over `MAX_LINE`, its values are
-truncated further before it is made, so that every line can be read. Exceptions are shown by their types and places only: their
-messages may quote a prompt.
+Each value is truncated to `MAX_VALUE` characters and shows its length. If a whole line is still
+over `MAX_LINE`, its values are truncated further before it is made, so that every line can be read.
+Exceptions are shown by their types and places only: their messages may quote a prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ MAX_ITEMS = 32
 _DIVISORS = (1, 8, 64)
 """Divisors of both limits, tried one after the other until the line is short enough."""
 _MAX_CACHED = 256
-"""Characters of a value whose quoted form is cached, since it may be logged again: an engine's address, a model, a path."""
+"""Characters of a value whose quoted form is cached, since it may be logged again: an engine's
+address, a model, a path.
+"""
 _MAX_SHAPES = 256
 """Combinations of types of values, of lines that each request writes, that are remembered."""
 _NUMBERS = frozenset((int, float, bool))
@@ -47,7 +50,9 @@ class Formatter(logging.Formatter):
     """The base of both formats: the parts of a record, and the limits of a line."""
 
     def __init__(self, clock: str) -> None:
-        """`clock` is the format of `time.strftime` for a second, whose text is kept for the next lines."""
+        """`clock` is the format of `time.strftime` for a second, whose text is kept for the next
+        lines.
+        """
         super().__init__()
         self._clock = clock
         self._second = 0
@@ -65,12 +70,21 @@ class Formatter(logging.Formatter):
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             fields = {**fields, _EXCEPTION: frames(error)}
-        return self.line(record.created, record.levelname, record.name, record.getMessage().rstrip(), fields)
+        return self.line(
+            record.created, record.levelname, record.name, record.getMessage().rstrip(), fields
+        )
 
     def own_line(
-        self, created: float, level: str, logger: str, message: str, names: Sequence[str], values: Sequence[object]
+        self,
+        created: float,
+        level: str,
+        logger: str,
+        message: str,
+        names: Sequence[str],
+        values: Sequence[object],
     ) -> str:
-        """Return the same as `line`, at less cost, for texts that are short already: every request writes such a line.
+        """Return the same as `line`, at less cost, for texts that are short already: every request
+        writes such a line.
 
         Fields without a value (None) are left out. `names`: always the same ones.
         """
@@ -84,7 +98,13 @@ class Formatter(logging.Formatter):
         return self.line(created, level, logger, message, _with_value(names, values))
 
     def _own_line(
-        self, created: float, level: str, logger: str, message: str, names: Sequence[str], values: Sequence[object]
+        self,
+        created: float,
+        level: str,
+        logger: str,
+        message: str,
+        names: Sequence[str],
+        values: Sequence[object],
     ) -> str:
         return self._line(created, level, logger, message, _with_value(names, values))
 
@@ -99,8 +119,12 @@ class Formatter(logging.Formatter):
             pass  # half of a surrogate pair, or a number of thousands of digits
         for divisor in _DIVISORS:
             limits = MAX_VALUE // divisor, MAX_MESSAGE // divisor
-            values = {name: _bounded(value, limits[name == _EXCEPTION]) for name, value in fields.items()}
-            line = self._line(created, level, logger, _encodable(truncate(message, limits[1])), values)
+            values = {
+                name: _bounded(value, limits[name == _EXCEPTION]) for name, value in fields.items()
+            }
+            line = self._line(
+                created, level, logger, _encodable(truncate(message, limits[1])), values
+            )
             if len(line) <= MAX_LINE:
                 return line
         return self._line(created, level, logger, "a line that is too long was left out", {})
@@ -109,7 +133,9 @@ class Formatter(logging.Formatter):
         raise NotImplementedError
 
     def _time(self, created: float) -> str:
-        """Return the local time with milliseconds and the zone's offset, as RFC 3339 has it: `2026-01-31T12:00:00.123+01:00`."""
+        """Return the local time with milliseconds and the zone's offset, as RFC 3339 has it:
+        `2026-01-31T12:00:00.123+01:00`.
+        """
         second = int(created)
         if second != self._second or not self._shown:
             there = time.localtime(second)
@@ -151,9 +177,16 @@ class TextFormatter(Formatter):
         return line
 
     def _own_line(
-        self, created: float, level: str, logger: str, message: str, names: Sequence[str], values: Sequence[object]
+        self,
+        created: float,
+        level: str,
+        logger: str,
+        message: str,
+        names: Sequence[str],
+        values: Sequence[object],
     ) -> str:
-        # Nearly all these lines have values of the same types at the same places: what that decides is decided once.
+        # Nearly all these lines have values of the same types at the same places: what that decides
+        # is decided once.
         types = tuple(map(type, values))
         shape = self._shapes.get(types)
         if shape is None:
@@ -220,7 +253,9 @@ def _is_short(message: str, fields: Fields) -> bool:
 def _are_short(values: Iterable[object]) -> bool:
     for value in values:
         kind = type(value)
-        if (kind is str and len(value) > MAX_VALUE) or (kind is not str and kind not in _NUMBERS and value is not None):  # type: ignore[arg-type]
+        if (kind is str and len(value) > MAX_VALUE) or (  # type: ignore[arg-type]
+            kind is not str and kind not in _NUMBERS and value is not None
+        ):
             return False
     return True
 
@@ -230,7 +265,9 @@ def _with_value(names: Sequence[str], values: Sequence[object]) -> Fields:
 
 
 def _bounded(value: object, limit: int) -> object:
-    """Return a value in the form for a line: numbers as they are, texts truncated, the first items of lists."""
+    """Return a value in the form for a line: numbers as they are, texts truncated, the first items
+    of lists.
+    """
     if isinstance(value, str):
         return _encodable(truncate(value, limit))
     if value is None or isinstance(value, bool | float):

@@ -1,11 +1,14 @@
-"""The writer of log lines: a thread, so that a standard error that nobody reads holds up only that thread.
+"""The writer of log lines: a thread, so that a standard error that nobody reads holds up only that
+thread.
 
-Owns the lines that are not written yet, limited in bytes and in number, and the count of dropped lines.
+Owns the lines that are not written yet, limited in bytes and in number, and the count of dropped
+lines.
 
-A write to a full pipe blocks until somebody reads it, and a pipe can't be made non-blocking here: that would change it for
-every process that shares it. So callers only put lines into a queue. The thread sleeps while the queue is empty. The first line
-wakes it; it waits `GATHER` seconds for more lines and writes all of them with one system call: to wake up for each line would
-cost more than the line.
+A write to a full pipe blocks until somebody reads it, and a pipe can't be made non-blocking here:
+that would change it for every process that shares it. So callers only put lines into a queue. The
+thread sleeps while the queue is empty. The first line wakes it; it waits `GATHER` seconds for more
+lines and writes all of them with one system call: to wake up for each line would cost more than the
+line.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ CLOSE = 2.0
 class LineWriter:
     """Writes lines in the order in which they came, from any thread, and never makes a caller wait.
 
-    Once the queue is full, lines are dropped until all of it is written. Then the line that `report` makes from their number is
-    written. Lines that can't be written (a closed pipe, a full disk) count as dropped as well. `stream` None: all lines.
+    Once the queue is full, lines are dropped until all of it is written. Then the line that
+    `report` makes from their number is written. Lines that can't be written (a closed pipe, a full
+    disk) count as dropped as well. `stream` None: all lines.
     """
 
     def __init__(
@@ -57,7 +61,8 @@ class LineWriter:
         self.dropped = 0
         """Lines that were dropped so far."""
         self._begin()
-        # A child process that was forked has no such thread, and its parent writes the lines that wait.
+        # A child process that was forked has no such thread, and its parent writes the lines that
+        # wait.
         begin = weakref.WeakMethod(self._begin)
         os.register_at_fork(after_in_child=lambda: (method := begin()) and method())
 
@@ -65,8 +70,8 @@ class LineWriter:
         return f"<LineWriter {len(self._lines)} lines wait, {self.dropped} were dropped>"
 
     def _begin(self) -> None:
-        # Guards everything below, and is never held while something may block. It is reentrant, since the garbage collector may
-        # run at any time, and a destructor may log.
+        # Guards everything below, and is never held while something may block. It is reentrant,
+        # since the garbage collector may run at any time, and a destructor may log.
         self._lock = threading.RLock()
         self._wake = threading.Lock()
         self._wake.acquire()
@@ -87,7 +92,12 @@ class LineWriter:
             cost = len(data) + LINE_COST
             if self._size + cost > self._max_bytes or len(self._lines) >= self._max_lines:
                 self._full = True
-            if self._full or self._closed or self._stream is None or (self._asleep and not self._woken()):
+            if (
+                self._full
+                or self._closed
+                or self._stream is None
+                or (self._asleep and not self._woken())
+            ):
                 self.dropped += 1
                 return
             self._lines.append(data)
@@ -108,7 +118,9 @@ class LineWriter:
         return True
 
     def close(self, timeout: float = CLOSE) -> bool:
-        """Write what waits, for `timeout` seconds at most. Return whether that was enough. Later lines are dropped."""
+        """Write what waits, for `timeout` seconds at most. Return whether that was enough. Later
+        lines are dropped.
+        """
         with self._lock:
             self._closed = True
             thread = self._thread

@@ -1,6 +1,7 @@
 """Log lines: one at INFO for each request, its steps at DEBUG, failures at WARNING and ERROR.
 
-Owns the line of each event, and where lines go. No prompt and no key is ever logged: events hold none.
+Owns the line of each event, and where lines go. No prompt and no key is ever logged: events hold
+none.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ kv = logging.getLogger("pdproxy.kv")
 
 
 class Log:
-    """Where lines go, and in which format. Made by `configure`. Close it before the process ends, or its last lines are lost."""
+    """Where lines go, and in which format. Made by `configure`. Close it before the process ends,
+    or its last lines are lost.
+    """
 
     def __init__(self, writer: LineWriter, formatter: Formatter, *, shows_requests: bool) -> None:
         """Make one. `shows_requests`: whether the level is low enough for access lines."""
@@ -77,9 +80,15 @@ class Log:
         return self._writer.dropped
 
     def request(self, event: RequestEnded) -> None:
-        """Write an access line. The logging package would make a record for it, which costs more than the line."""
+        """Write an access line. The logging package would make a record for it, which costs more
+        than the line.
+        """
         values = access_values(event)
-        self._writer.write(self._formatter.own_line(time.time(), "INFO", access.name, "request", ACCESS_FIELDS, values))
+        self._writer.write(
+            self._formatter.own_line(
+                time.time(), "INFO", access.name, "request", ACCESS_FIELDS, values
+            )
+        )
 
     def close(self) -> bool:
         """Write what waits, as long as it is read in time. Return whether all was written."""
@@ -91,7 +100,9 @@ HELD_UP = 1.0
 
 
 class LogObserver:
-    """Writes events to the log. Access lines go straight to `log`, if there is one, all others through the logging package."""
+    """Writes events to the log. Access lines go straight to `log`, if there is one, all others
+    through the logging package.
+    """
 
     def __init__(self, log: Log | None = None) -> None:
         """Make one. Without a log, as in tests and tools, all lines are records."""
@@ -105,7 +116,11 @@ class LogObserver:
             return  # as often as requests
         match event:
             case RequestEnded():
-                if event.error is not None and _has_no_key(event) and not self.refusals.takes(str(event.client)):
+                if (
+                    event.error is not None
+                    and _has_no_key(event)
+                    and not self.refusals.takes(str(event.client))
+                ):
                     return
                 if self._log is not None:
                     if self._log.shows_requests:
@@ -117,13 +132,23 @@ class LogObserver:
             case LegFailed():
                 _log(legs, logging.WARNING, "leg failed", _fields(event))
             case EngineLost():
-                _log(fleet, logging.WARNING, "an engine has disappeared under a request", _fields(event))
+                _log(
+                    fleet,
+                    logging.WARNING,
+                    "an engine has disappeared under a request",
+                    _fields(event),
+                )
             case NodeChanged(elsewhere=True):
                 pass
             case NodeChanged(up=up, state=state):
                 words = "engine is up" if up else _STATE_LINES[state]
                 fields = {"node": event.node, "role": event.role, "reason": event.reason}
-                _log(fleet, logging.INFO if up or state == "asleep" else logging.WARNING, words, fields)
+                _log(
+                    fleet,
+                    logging.INFO if up or state == "asleep" else logging.WARNING,
+                    words,
+                    fields,
+                )
             case TransferFaultSeen(elsewhere=True):
                 pass
             case TransferFaultSeen(over=over):
@@ -141,12 +166,22 @@ class LogObserver:
                     _fields(event),
                 )
             case KvShortfall():
-                _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _fields(event))
+                _log(
+                    fleet,
+                    logging.WARNING,
+                    "KV did not arrive: the decode engine computed it again",
+                    _fields(event),
+                )
             case LoopBeat(late_s, swallowed):
                 if late_s >= HELD_UP and not swallowed:
                     _log(fleet, logging.WARNING, "the event loop was held up", _fields(event))
             case KvWaited(result="timeout"):
-                _log(kv, logging.WARNING, "ranks sent no notice that their KV is ready", _fields(event))
+                _log(
+                    kv,
+                    logging.WARNING,
+                    "ranks sent no notice that their KV is ready",
+                    _fields(event),
+                )
             case TokenizerJudged(agrees=agrees):
                 _log(
                     fleet,
@@ -173,7 +208,9 @@ class LogObserver:
                 _debug(event)
 
     def _refused(self, event: Refused) -> None:
-        """Log a refusal, unless too many came. The next line states how many lines were left out."""
+        """Log a refusal, unless too many came. The next line states how many lines were left
+        out.
+        """
         if self.refusals.takes(event.client):
             fields: dict[str, object] = {"reason": event.reason, "client": event.client}
             if left_out := self.refusals.unreported():
@@ -243,9 +280,11 @@ ACCESS_FIELDS = (
 
 
 def access_values(event: RequestEnded) -> tuple[object, ...]:
-    """Return the values of `ACCESS_FIELDS`; None for each that has none, which is left out of the line.
+    """Return the values of `ACCESS_FIELDS`; None for each that has none, which is left out of the
+    line.
 
-    Times are in milliseconds. Of a list of prompts: all engines, and the longest time of each phase.
+    Times are in milliseconds. Of a list of prompts: all engines, and the longest time of each
+    phase.
     """
     legs = event.legs
     leg = legs[0] if len(legs) == 1 else _together(legs)
@@ -281,7 +320,11 @@ def access_values(event: RequestEnded) -> tuple[object, ...]:
         leg.continued_by,
         _ms(leg.pause_s) if leg.continued else None,
         leg.decision,
-        *((None, None) if leg.decision is None else (_ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s))),
+        *(
+            (None, None)
+            if leg.decision is None
+            else (_ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s))
+        ),
     )
 
 
@@ -353,7 +396,9 @@ class _Handler(logging.Handler):
 
 
 def configure(level: str, log_format: str) -> Log:
-    """Send the log lines of pdproxy, of uvicorn and of all libraries to standard error. Return the log of access lines."""
+    """Send the log lines of pdproxy, of uvicorn and of all libraries to standard error. Return the
+    log of access lines.
+    """
     made = make_formatter(log_format)
 
     def report(count: int) -> str:
@@ -362,7 +407,8 @@ def configure(level: str, log_format: str) -> Log:
 
     writer = LineWriter(sys.stderr, report)
     handler = _Handler(writer, made)
-    # Libraries log warnings, and asyncio tasks that failed. Without this they would write to standard error themselves.
+    # Libraries log warnings, and asyncio tasks that failed. Without this they would write to
+    # standard error themselves.
     for name in ("pdproxy", "uvicorn", None):
         logger = logging.getLogger(name)
         logger.handlers = [handler]

@@ -1,9 +1,11 @@
-"""Prometheus metrics of what happened (events) and of the present state (gauges that are read at scrape time).
+"""Prometheus metrics of what happened (events) and of the present state (gauges that are read at
+scrape time).
 
-Owns one registry. Counts are kept as plain numbers and become samples at a scrape, so that an event costs a few additions, and
-no chunk costs a look-up of labels. The modules that count declare the metrics (`observe.description`); those of a request's end
-are counted here. Series whose labels are known in advance are there from the start, with 0: otherwise a rate over the first event
-of a kind would miss it.
+Owns one registry. Counts are kept as plain numbers and become samples at a scrape, so that an event
+costs a few additions, and no chunk costs a look-up of labels. The modules that count declare the
+metrics (`observe.description`); those of a request's end are counted here. Series whose labels are
+known in advance are there from the start, with 0: otherwise a rate over the first event of a kind
+would miss it.
 """
 
 from __future__ import annotations
@@ -13,16 +15,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import Metric
 
 from pdproxy.observe import requests
-from pdproxy.observe.description import NODE, OTHER, REMOVED, Description, Label, MetricKind, Samples, declared
+from pdproxy.observe.description import (
+    NODE,
+    OTHER,
+    REMOVED,
+    Description,
+    Label,
+    MetricKind,
+    Samples,
+    declared,
+)
 from pdproxy.observe.events import Event, LegTimes, RequestEnded
 from pdproxy.observe.snapshot import Buckets, Series, Snapshot, families
 
 MAX_MODEL, MAX_MODELS = 256, 1000
-"""Characters of a model's name that is a label, and the number of such names. All others are counted as "other"."""
+"""Characters of a model's name that is a label, and the number of such names. All others are
+counted as "other".
+"""
 MAX_TENANTS = 1000
 """Tenants whose names are labels. All others are counted as "other"."""
 _OF_LEGS = (requests.NODE_LEGS, requests.NODE_SECONDS)
@@ -47,7 +66,9 @@ class _Histogram:
 
 
 class Metrics:
-    """An observer that counts, and the page that shows the counts. `lists` returns whether an engine lists a model."""
+    """An observer that counts, and the page that shows the counts. `lists` returns whether an
+    engine lists a model.
+    """
 
     def __init__(self, lists: Callable[[str], bool] = lambda _: True) -> None:
         """Make one that has counted nothing."""
@@ -58,7 +79,9 @@ class Metrics:
         self._begun = 0
         """How many metrics were declared when it was last looked."""
         self._begin()
-        self._phases = {labels[0]: kept for labels, kept in self._histograms[requests.PHASE.name].items()}
+        self._phases = {
+            labels[0]: kept for labels, kept in self._histograms[requests.PHASE.name].items()
+        }
         self._legs: dict[tuple[str, str], list[float]] = {}
         """By engine and phase: how many legs, and their seconds."""
         self._reads: dict[str, list[Callable[[], Samples]]] = {}
@@ -74,26 +97,33 @@ class Metrics:
             collector(registry=self._registry)
 
     def _begin(self) -> None:
-        """Begin to count what is not counted yet. A plugin may be imported, and declare metrics, after this was made."""
+        """Begin to count what is not counted yet. A plugin may be imported, and declare metrics,
+        after this was made.
+        """
         metrics = declared()
         if len(metrics) == self._begun:
             return
         self._begun = len(metrics)
         for one in metrics:
             if one.kind is MetricKind.HISTOGRAM:
-                self._histograms.setdefault(one.name, {labels: _Histogram(one.bounds) for labels in one.series})
+                self._histograms.setdefault(
+                    one.name, {labels: _Histogram(one.bounds) for labels in one.series}
+                )
             elif one.kind is MetricKind.COUNTER and one not in _OF_LEGS:
                 self._counts.setdefault(one.name, dict.fromkeys(one.series, 0))
 
     def show(self, metric: Description, read: Callable[[], Samples]) -> None:
         """Show a gauge, or a counter that another object keeps: what `read` yields at each scrape.
 
-        Several may show one metric, such as those of several pools: values with the same labels become one by its rule `pools`.
+        Several may show one metric, such as those of several pools: values with the same labels
+        become one by its rule `pools`.
         """
         self._reads.setdefault(metric.name, []).append(read)
 
     def count(self, metric: Description, *labels: str, by: float = 1) -> None:
-        """Add to a counter, or observe a histogram's value. `labels`: the values of the metric's labels."""
+        """Add to a counter, or observe a histogram's value. `labels`: the values of the metric's
+        labels.
+        """
         if metric.name not in self._counts and metric.name not in self._histograms:
             self._begin()
         values = self._bounded(metric, labels)
@@ -113,7 +143,9 @@ class Metrics:
             self._legs.setdefault((url, phase), [0, 0.0])
 
     def drop_node(self, url: str) -> None:
-        """Drop the counts of an engine that was removed. What still ends there is counted as that of "removed"."""
+        """Drop the counts of an engine that was removed. What still ends there is counted as that
+        of "removed".
+        """
         self._nodes.discard(url)
         for key in [key for key in self._legs if key[0] == url]:
             del self._legs[key]
@@ -135,7 +167,9 @@ class Metrics:
     def counters_of(self, kind: type[Event]) -> Sequence[Callable[[Any], None]]:
         """Return what counts events of a type, for who has many of them."""
         self._begin()
-        found = [self._counter(one) for one in declared() if one.of is not None and one.of.event is kind]
+        found = [
+            self._counter(one) for one in declared() if one.of is not None and one.of.event is kind
+        ]
         return [self._ended, *found] if kind is RequestEnded else found
 
     def _counter(self, one: Description) -> Callable[[Any], None]:
@@ -165,8 +199,12 @@ class Metrics:
         return add
 
     def _bounded(self, one: Description, labels: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the values that are shown: no label has more than it may, and no engine that is not in the pool."""
-        return tuple(self._shown(label, value) for label, value in zip(one.labels, labels, strict=True))
+        """Return the values that are shown: no label has more than it may, and no engine that is
+        not in the pool.
+        """
+        return tuple(
+            self._shown(label, value) for label, value in zip(one.labels, labels, strict=True)
+        )
 
     def _shown(self, label: Label, value: str) -> str:
         if label is NODE:
@@ -215,9 +253,14 @@ class Metrics:
     def _request(self, event: RequestEnded) -> None:
         model = event.model or ""
         if model not in self._models:
-            # The client chooses the model's name: one that no engine serves must not make a time series. Some engines serve any
-            # name, and an engine also chooses the names that it lists.
-            is_label = event.outcome == "ok" and len(model) <= MAX_MODEL and (not model or self._lists(model))
+            # The client chooses the model's name: one that no engine serves must not make a time
+            # series. Some engines serve any name, and an engine also chooses the names that it
+            # lists.
+            is_label = (
+                event.outcome == "ok"
+                and len(model) <= MAX_MODEL
+                and (not model or self._lists(model))
+            )
             if is_label and len(self._models) < MAX_MODELS:
                 self._models.add(model)
             else:
@@ -274,13 +317,17 @@ class Metrics:
         histograms: dict[str, dict[tuple[str, ...], Buckets]] = {}
         for one in declared():
             if (kept := self._histograms.get(one.name)) is not None:
-                histograms[one.name] = {labels: Buckets(each.buckets, each.total) for labels, each in kept.items()}
+                histograms[one.name] = {
+                    labels: Buckets(each.buckets, each.total) for labels, each in kept.items()
+                }
             elif one in _OF_LEGS:
                 at = _OF_LEGS.index(one)
                 values[one.name] = {key: each[at] for key, each in self._legs.items()}
             else:
                 reads = self._reads.get(one.name)
-                values[one.name] = dict(self._counts.get(one.name, {}) if reads is None else _read(one, reads))
+                values[one.name] = dict(
+                    self._counts.get(one.name, {}) if reads is None else _read(one, reads)
+                )
         return Snapshot(values, histograms)
 
 

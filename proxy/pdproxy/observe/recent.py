@@ -1,4 +1,5 @@
-"""The requests that run, and the last ones that have ended, each with its timeline. For operators: nothing here reads them.
+"""The requests that run, and the last ones that have ended, each with its timeline. For operators:
+nothing here reads them.
 
 Owns their number, and what is kept of each: no prompt, no answer, no key.
 """
@@ -34,7 +35,12 @@ class RecentFailure(msgspec.Struct, frozen=True):
     at_s: Annotated[float, Meta(description="seconds since the request came")]
     engine: str | None
     phase: Annotated[
-        str, Meta(description="prefill, decode or alone; continued for a stream that another engine went on with")
+        str,
+        Meta(
+            description="prefill, decode or alone; continued for a stream that another engine went "
+            "on "
+            "with"
+        ),
     ]
     error: str
     retried: bool
@@ -47,10 +53,17 @@ class RecentPrompt(msgspec.Struct, frozen=True):
     decode: Annotated[str | None, Meta(description="the engine that answered")]
     why_alone: Annotated[str | None, Meta(description="why one engine served it")]
     attempts: int
-    prefill_s: Annotated[float | None, Meta(description="from the prefill leg's start to its answer")]
-    first_s: Annotated[float | None, Meta(description="from asking the engine that answers to its first data")]
+    prefill_s: Annotated[
+        float | None, Meta(description="from the prefill leg's start to its answer")
+    ]
+    first_s: Annotated[
+        float | None, Meta(description="from asking the engine that answers to its first data")
+    ]
     decode_s: Annotated[float | None, Meta(description="from there to the end of the stream")]
-    whole_s: Annotated[float | None, Meta(description="of an answer that is not streamed: from asking to all of it")]
+    whole_s: Annotated[
+        float | None,
+        Meta(description="of an answer that is not streamed: from asking to all of it"),
+    ]
     decision: Annotated[str | None, Meta(description="the placement's reason")]
     continued: Annotated[int, Meta(description="how often another engine went on with the stream")]
     pause_s: Annotated[float | None, Meta(description="seconds without data because of that")]
@@ -64,7 +77,10 @@ class RecentRequest(msgspec.Struct, frozen=True):
     phase: Annotated[
         str | None,
         Meta(
-            description="while it runs: waiting (its body is read, or it waits for a place), working (at engines, without data) "
+            description="while it runs: waiting (its body is read, or it waits for a place), "
+            "working "
+            "(at "
+            "engines, without data) "
             "or streaming"
         ),
     ]
@@ -79,7 +95,9 @@ class RecentRequest(msgspec.Struct, frozen=True):
     client: Annotated[str | None, Meta(description="the client's address")]
     key: Annotated[str | None, Meta(description="the name of its key")]
     tenant: str | None
-    queue_s: Annotated[float, Meta(description="seconds until it had a place, or for which it waits")]
+    queue_s: Annotated[
+        float, Meta(description="seconds until it had a place, or for which it waits")
+    ]
     first_s: Annotated[float | None, Meta(description="seconds until the first data of its stream")]
     total_s: Annotated[float, Meta(description="seconds from its begin to its end, or until now")]
     prompt_tokens: int | None
@@ -90,7 +108,9 @@ class RecentRequest(msgspec.Struct, frozen=True):
 
 
 class SoFar(NamedTuple):
-    """What is known of a request that runs. Times in monotonic seconds, None for what has not happened yet."""
+    """What is known of a request that runs. Times in monotonic seconds, None for what has not
+    happened yet.
+    """
 
     request_id: str
     method: str
@@ -129,9 +149,13 @@ class Recent:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self.running: OrderedSet[RunningRequest] = OrderedSet()
-        """The requests that run, in the order in which they came: whoever serves them adds and removes them."""
+        """The requests that run, in the order in which they came: whoever serves them adds and
+        removes them.
+        """
         self._ended: deque[_Kept] = deque(maxlen=KEPT)
-        self._failures: OrderedDict[str, list[tuple[float, LegFailed | StreamContinued]]] = OrderedDict()
+        self._failures: OrderedDict[str, list[tuple[float, LegFailed | StreamContinued]]] = (
+            OrderedDict()
+        )
 
     def __len__(self) -> int:
         return len(self._ended)
@@ -142,7 +166,9 @@ class Recent:
             count = len(event.legs)
             if count > MAX_LEGS:
                 event = msgspec.structs.replace(event, legs=event.legs[:MAX_LEGS])
-            self._ended.append(_Kept(self._now(), event, count, self._failures.pop(event.request_id, ())))
+            self._ended.append(
+                _Kept(self._now(), event, count, self._failures.pop(event.request_id, ()))
+            )
         elif isinstance(event, (LegFailed, StreamContinued)):
             kept = self._failures.setdefault(event.request_id, [])
             if len(kept) < MAX_FAILURES:
@@ -153,7 +179,8 @@ class Recent:
     def shown(
         self, limit: int = 2 * KEPT, *, request_id: str | None = None, outcome: str | None = None
     ) -> list[RecentRequest]:
-        """Return the requests that run, the longest-running first, and then those that have ended, the newest first.
+        """Return the requests that run, the longest-running first, and then those that have ended,
+        the newest first.
 
         `request_id`, `outcome`: only those that have it.
         """
@@ -164,13 +191,21 @@ class Recent:
         if outcome in (None, RUNNING):
             running = (one.so_far() for one in self.running)
             wanted = (one for one in running if request_id in (None, one.request_id))
-            yield from (_running(one, now, self._failures.get(one.request_id, ())) for one in islice(wanted, KEPT))
+            yield from (
+                _running(one, now, self._failures.get(one.request_id, ()))
+                for one in islice(wanted, KEPT)
+            )
         for kept in reversed(self._ended):
-            if request_id in (None, kept.event.request_id) and outcome in (None, kept.event.outcome):
+            if request_id in (None, kept.event.request_id) and outcome in (
+                None,
+                kept.event.outcome,
+            ):
                 yield _shown(kept, now - kept.at)
 
 
-def _running(one: SoFar, now: float, failures: Sequence[tuple[float, LegFailed | StreamContinued]]) -> RecentRequest:
+def _running(
+    one: SoFar, now: float, failures: Sequence[tuple[float, LegFailed | StreamContinued]]
+) -> RecentRequest:
     total, first = now - one.received, one.first
     return RecentRequest(
         id=one.request_id,
@@ -245,8 +280,12 @@ def _prompt(times: LegTimes) -> RecentPrompt:
 
 def _failure(at: float, event: LegFailed | StreamContinued) -> RecentFailure:
     if isinstance(event, StreamContinued):
-        return RecentFailure(round(at, 4), None, "continued", event.reason, event.result == "continued")
-    return RecentFailure(round(at, 4), event.node, event.phase, truncate(event.error, 1000), event.will_retry)
+        return RecentFailure(
+            round(at, 4), None, "continued", event.reason, event.result == "continued"
+        )
+    return RecentFailure(
+        round(at, 4), event.node, event.phase, truncate(event.error, 1000), event.will_retry
+    )
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -1,4 +1,6 @@
-"""The metrics of a request's end, which `observe.metrics` counts: outcomes, refusals, tokens, times; and of legs that failed."""
+"""The metrics of a request's end, which `observe.metrics` counts: outcomes, refusals, tokens,
+times; and of legs that failed.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,25 @@ OUTCOMES = (
 PHASES = (
     ("queue", "from a request's complete body to its place (limits.max_inflight)"),
     ("prefill", "a prompt: the prefill leg, from its start to its answer"),
-    ("kv", "a split prompt's stream: from asking the decode engine to its first data: the KV transfer and one step"),
+    (
+        "kv",
+        (
+            "a split prompt's stream: from asking the decode engine to its first data: the KV "
+            "transfer and one step"
+        ),
+    ),
     ("decode", "a prompt's stream: from the engine's first data to its end"),
     (
         "decode_whole",
-        "a split prompt's answer that is not streamed: the decode leg: KV transfer and decode, not known apart",
+        (
+            "a split prompt's answer that is not streamed: the decode leg: KV transfer and decode, "
+            "not known apart"
+        ),
     ),
-    ("alone", "a stream of one engine alone: from asking it to its first data: its own queue and prefill"),
+    (
+        "alone",
+        "a stream of one engine alone: from asking it to its first data: its own queue and prefill",
+    ),
     ("alone_whole", "an answer of one engine alone that is not streamed: its whole leg"),
     ("total", "from a request's complete body to its end"),
 )
@@ -42,15 +56,35 @@ _ROLE_PHASES = {
 _PATH = Label("path", (("split", "prefill and decode by two engines"), ("alone", "one engine")))
 _OURS, _CLIENTS = "503", "429"
 REASONS = (
-    (RefusalReason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
-    (RefusalReason.KEY_TOKENS, _CLIENTS, "its key has too few tokens left of those that it may use per minute (tpm)"),
-    (RefusalReason.KEY_INFLIGHT, _CLIENTS, "as many requests of its key are being served as may be (inflight)"),
+    (
+        RefusalReason.KEY_REQUESTS,
+        _CLIENTS,
+        "its key has sent as many requests as it may per minute (rpm)",
+    ),
+    (
+        RefusalReason.KEY_TOKENS,
+        _CLIENTS,
+        "its key has too few tokens left of those that it may use per minute (tpm)",
+    ),
+    (
+        RefusalReason.KEY_INFLIGHT,
+        _CLIENTS,
+        "as many requests of its key are being served as may be (inflight)",
+    ),
     (RefusalReason.WRONG_KEYS, _CLIENTS, "its address has sent too many wrong keys"),
-    (RefusalReason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
+    (
+        RefusalReason.SHARE,
+        _CLIENTS,
+        "the queue was full, and its client had the most requests in it",
+    ),
     (RefusalReason.QUEUE_FULL, _OURS, "limits.max_queue requests wait"),
     (RefusalReason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
     (RefusalReason.DEADLINE, _OURS, "it can't be served within its X-Request-Timeout"),
-    (RefusalReason.CAPACITY, _OURS, "no decode engine had space for the prompt's KV in deadlines.queue"),
+    (
+        RefusalReason.CAPACITY,
+        _OURS,
+        "no decode engine had space for the prompt's KV in deadlines.queue",
+    ),
     (
         RefusalReason.RETRY_BUDGET,
         _OURS,
@@ -58,13 +92,29 @@ REASONS = (
     ),
     (RefusalReason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
     (RefusalReason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
-    (RefusalReason.ALONE, _OURS, "it can't be split, and pools[].alone lets no decode engine serve it whole"),
+    (
+        RefusalReason.ALONE,
+        _OURS,
+        "it can't be split, and pools[].alone lets no decode engine serve it whole",
+    ),
     (RefusalReason.ENGINES_LOST, _OURS, "engines disappeared under it, and it may be the cause"),
     (RefusalReason.DRAINING, _OURS, "pdproxy is shutting down"),
     (RefusalReason.BODIES, _OURS, "no space for the body: limits.max_buffered_bytes"),
-    (RefusalReason.READERS, _OURS, "too many large bodies are being read, or it was not read in deadlines.read_body"),
-    (RefusalReason.ANSWERS, _OURS, "no space for an engine's answer: limits.max_buffered_answer_bytes"),
-    (RefusalReason.SLOW_READER, _OURS, "its client reads too slowly and holds more than its share, while others wait"),
+    (
+        RefusalReason.READERS,
+        _OURS,
+        "too many large bodies are being read, or it was not read in deadlines.read_body",
+    ),
+    (
+        RefusalReason.ANSWERS,
+        _OURS,
+        "no space for an engine's answer: limits.max_buffered_answer_bytes",
+    ),
+    (
+        RefusalReason.SLOW_READER,
+        _OURS,
+        "its client reads too slowly and holds more than its share, while others wait",
+    ),
     (RefusalReason.CONNECTIONS, _OURS, "limits.max_connections are open"),
     (RefusalReason.OPEN_FILES, _OURS, "the process may open no more files (ulimit -n)"),
 )
@@ -73,7 +123,8 @@ STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
 REQUESTS = counter(
     "pdproxy_requests_total",
     "requests",
-    "Requests of engines' routes that have ended, however: also those with a wrong key, and those that no engine was asked for. "
+    "Requests of engines' routes that have ended, however: also those with a wrong key, and "
+    "those that no engine was asked for. "
     "What was refused before its body was complete is in pdproxy_early_refusals_total only",
     Label("model", text='a model that an engine lists and that was served; else "other"'),
     Label("endpoint", text="the route's path"),
@@ -82,7 +133,8 @@ REQUESTS = counter(
 LEG_FAILURES = counter(
     "pdproxy_leg_failures_total",
     "legs",
-    "Legs that failed, also in the middle of a stream; an engine that refuses what is wrong with the request has not failed",
+    "Legs that failed, also in the middle of a stream; an engine that refuses what is wrong with "
+    "the request has not failed",
     NODE,
     Label("phase", FAILED_LEGS),
     of=LegFailed,
@@ -104,38 +156,48 @@ NODE_SECONDS = counter(
 TOKENS = counter(
     "pdproxy_tokens_total",
     "tokens",
-    "Tokens of requests that have ended, as engines reported them on any route; without a report what is known: the prompt by "
+    "Tokens of requests that have ended, as engines reported them on any route; without a report "
+    "what is known: the prompt by "
     "the prefill engine or by its bytes, the answer by the token ids or the events that were seen",
     Label("kind", (("prompt", "tokens of prompts"), ("completion", "generated tokens"))),
 )
 TENANT_TOKENS = counter(
     "pdproxy_tenant_tokens_total",
     "tokens",
-    "Tokens of prompts and answers by tenant, of requests that have ended: counted as pdproxy_tokens_total",
+    "Tokens of prompts and answers by tenant, of requests that have ended: counted as "
+    "pdproxy_tokens_total",
     Label(
         "tenant",
-        text='a name of the file of keys or of overload.weights; "other" for other names in overload.tenant_header',
+        text='a name of the file of keys or of overload.weights; "other" for other names in '
+        "overload.tenant_header",
     ),
 )
 REFUSALS = counter(
     "pdproxy_refusals_total",
     "refusals",
-    "Requests and connections that were refused now and may succeed later, by the reason in the error's body",
+    "Requests and connections that were refused now and may succeed later, by the reason in the "
+    "error's body",
     Label("reason", tuple((reason.value, text) for reason, _, text in REASONS)),
-    Label("status", ((_CLIENTS, "the client's own limit or share"), (_OURS, "what all clients share"))),
+    Label(
+        "status", ((_CLIENTS, "the client's own limit or share"), (_OURS, "what all clients share"))
+    ),
     together=tuple(STATUS_OF.items()),
     of=Refused,
-    counts=lambda event: [] if event.overload is None else [((event.overload, STATUS_OF[event.overload]), 1)],
+    counts=lambda event: (
+        [] if event.overload is None else [((event.overload, STATUS_OF[event.overload]), 1)]
+    ),
 )
 TTFT = histogram(
     "pdproxy_ttft_seconds",
-    "Seconds from the complete body of a request with a stream to the first data that was sent. Answers that are not streamed "
+    "Seconds from the complete body of a request with a stream to the first data that was sent. "
+    "Answers that are not streamed "
     "do not count",
     _PATH,
 )
 OVERLAP = histogram(
     "pdproxy_legs_overlap_seconds",
-    "Seconds in which both engines of a prompt had been asked and the prefill engine had not answered yet (connectors whose "
+    "Seconds in which both engines of a prompt had been asked and the prefill engine had not "
+    "answered yet (connectors whose "
     "legs run at once)",
 )
 ITL = histogram(
@@ -145,7 +207,8 @@ ITL = histogram(
 )
 PHASE = histogram(
     "pdproxy_phase_seconds",
-    "Seconds of each phase: queue and total once per request, the others once per prompt, of its last attempt",
+    "Seconds of each phase: queue and total once per request, the others once per prompt, of its "
+    "last attempt",
     Label("phase", PHASES),
 )
 

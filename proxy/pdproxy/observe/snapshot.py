@@ -1,6 +1,8 @@
-"""All metrics of a process at one moment: as numbers that can be sent to another process, added up there, and shown as a page.
+"""All metrics of a process at one moment: as numbers that can be sent to another process, added up
+there, and shown as a page.
 
-Owns how the numbers of several workers become one page: histograms are sums, all others follow the rule of their description.
+Owns how the numbers of several workers become one page: histograms are sums, all others follow the
+rule of their description.
 """
 
 from __future__ import annotations
@@ -8,11 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from pdproxy.observe.description import REMOVED, TASK, Description, MergeRule, MetricKind, declared, described
+from pdproxy.observe.description import (
+    REMOVED,
+    TASK,
+    Description,
+    MergeRule,
+    MetricKind,
+    declared,
+    described,
+)
 
 Series = dict[tuple[str, ...], float]
 """Values by those of their labels."""
@@ -33,7 +54,9 @@ class Buckets(msgspec.Struct, array_like=True):
 
 
 class OfProcess(msgspec.Struct, array_like=True):
-    """A metric of the process or of Python, as `prometheus_client` has it: (name of the sample, labels, value) each."""
+    """A metric of the process or of Python, as `prometheus_client` has it: (name of the sample,
+    labels, value) each.
+    """
 
     name: str
     kind: str
@@ -51,26 +74,43 @@ class Snapshot(msgspec.Struct, array_like=True):
 
     def without_levels(self) -> Snapshot:
         """Return what counts on after the process is gone: sums of what has happened."""
-        counters = {one.name: self.values[one.name] for one in _of(self.values) if one.kind is MetricKind.COUNTER}
+        counters = {
+            one.name: self.values[one.name]
+            for one in _of(self.values)
+            if one.kind is MetricKind.COUNTER
+        }
         cpu = [one for one in self.process if one.kind == "counter"]
         return Snapshot(counters, self.histograms, cpu, 0)
 
     def without_gone(self, present: Sequence[Snapshot]) -> Snapshot:
-        """Return the same without the counts of engines that are in none of the `present` snapshots: they were removed."""
+        """Return the same without the counts of engines that are in none of the `present`
+        snapshots: they were removed.
+        """
         gone = _nodes([self]) - _nodes(present) - {REMOVED}
         values = dict(self.values)
         for one in _of(self.values):
             series = self.values[one.name]
             if one.is_of_nodes:
-                values[one.name] = {labels: value for labels, value in series.items() if labels[0] not in gone}
+                values[one.name] = {
+                    labels: value for labels, value in series.items() if labels[0] not in gone
+                }
             elif one.labels[:1] == (TASK,):
-                left = {labels: value for labels, value in series.items() if labels[0].rpartition(" ")[2] not in gone}
+                left = {
+                    labels: value
+                    for labels, value in series.items()
+                    if labels[0].rpartition(" ")[2] not in gone
+                }
                 values[one.name] = left
         return msgspec.structs.replace(self, values=values)
 
 
 def _nodes(snapshots: Iterable[Snapshot]) -> set[str]:
-    series = [one.values[metric.name] for one in snapshots for metric in _of(one.values) if metric.is_of_nodes]
+    series = [
+        one.values[metric.name]
+        for one in snapshots
+        for metric in _of(one.values)
+        if metric.is_of_nodes
+    ]
     return {labels[0] for one in series for labels in one}
 
 
@@ -103,7 +143,9 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
             for labels, buckets in histograms.items():
                 had = mine.get(labels)
                 counted = (
-                    buckets.counts if had is None else [a + b for a, b in zip(had.counts, buckets.counts, strict=True)]
+                    buckets.counts
+                    if had is None
+                    else [a + b for a, b in zip(had.counts, buckets.counts, strict=True)]
                 )
                 mine[labels] = Buckets(counted, buckets.total + (0.0 if had is None else had.total))
         for metric in one.process:
@@ -133,12 +175,17 @@ def _merge_process(process: dict[str, OfProcess], metric: OfProcess) -> None:
         key = name, tuple(sorted(labels.items()))
         samples[key] = pick(samples[key], value) if key in samples else value
     process[metric.name] = OfProcess(
-        had.name, had.kind, had.text, [(name, dict(labels), value) for (name, labels), value in samples.items()]
+        had.name,
+        had.kind,
+        had.text,
+        [(name, dict(labels), value) for (name, labels), value in samples.items()],
     )
 
 
 def of_process() -> list[OfProcess]:
-    """Return this process's own metrics: CPU time, memory, open files; collections of garbage; versions."""
+    """Return this process's own metrics: CPU time, memory, open files; collections of garbage;
+    versions.
+    """
     registry = CollectorRegistry(auto_describe=False)
     for collector in (ProcessCollector, GCCollector, PlatformCollector):
         collector(registry=registry)

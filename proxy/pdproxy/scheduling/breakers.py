@@ -1,4 +1,6 @@
-"""The breakers: an engine that failed too often in a row gets no requests for a time, then one, then more and more."""
+"""The breakers: an engine that failed too often in a row gets no requests for a time, then one,
+then more and more.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +8,33 @@ from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 
 TRIED = 1 << 10
-"""Places of a slow start at which it is over, whatever time is left: so many requests at once are what any engine has."""
+"""Places of a slow start at which it is over, whatever time is left: so many requests at once are
+what any engine has.
+"""
 
 
 class Breakers:
     """After `failures` failed legs in a row, an engine's breaker is open for `cooldown` seconds.
 
-        closed --failures in a row--> open --cooldown--> half-open --a good leg--> slow start --time--> closed
+        closed --failures in a row--> open --cooldown--> half-open --a good leg--> slow start
+        --time--> closed
                                         ^                    |
                                         +----a failed leg----+
 
-    Open: the engine is chosen only if there is no other. Half-open: it gets one request at a time, until one has shown data or
-    ended well. Slow start: for `slow_start` seconds it has two places at first, and twice as many after each good leg; 0: none.
-    Legs that were sent before the breaker opened may still end. While it is open, their failures neither open it again nor keep
-    it open for longer, and a good one resets the count of failures without closing it. After the cooldown they count as all do.
+    Open: the engine is chosen only if there is no other. Half-open: it gets one request at a time,
+    until one has shown data or ended well. Slow start: for `slow_start` seconds it has two places
+    at first, and twice as many after each good leg; 0: none. Legs that were sent before the breaker
+    opened may still end. While it is open, their failures neither open it again nor keep it open
+    for longer, and a good one resets the count of failures without closing it. After the cooldown
+    they count as all do.
     """
 
     def __init__(self, failures: int, cooldown: float, slow_start: float = 0.0) -> None:
         self.configure(failures, cooldown, slow_start)
         self.opened: set[LedgerEngine] = set()
-        """Engines whose breaker was opened and is not closed yet, also those that are half-open or start slowly."""
+        """Engines whose breaker was opened and is not closed yet, also those that are half-open or
+        start slowly.
+        """
 
     def configure(self, failures: int, cooldown: float, slow_start: float) -> None:
         """Use these numbers from the next failure, or the next good leg, on."""
@@ -44,7 +53,9 @@ class Breakers:
             lease.engine.trials -= 1
 
     def proved(self, lease: Lease, now: float) -> None:
-        """The engine of a trial has shown data, or has ended the leg well. Calling it twice for a leg changes nothing."""
+        """The engine of a trial has shown data, or has ended the leg well. Calling it twice for a
+        leg changes nothing.
+        """
         engine = lease.engine
         if lease.proved or lease.trial != engine.trial_number or now < engine.open_until:
             return
@@ -89,13 +100,21 @@ class Breakers:
         engine.open_until = now
 
     def warm_up(self, engine: LedgerEngine, now: float) -> None:
-        """Begin the slow start of an engine that has no failures: its run is new. Without slow starts nothing changes."""
+        """Begin the slow start of an engine that has no failures: its run is new. Without slow
+        starts nothing changes.
+        """
         if self._slow_start:
             self._half_open(engine)
-            engine.trial_places, engine.open_until, engine.slow_until = 2, 0.0, now + self._slow_start
+            engine.trial_places, engine.open_until, engine.slow_until = (
+                2,
+                0.0,
+                now + self._slow_start,
+            )
 
     def take_over(self, engine: LedgerEngine, before: LedgerEngine) -> None:
-        """Have an engine whose settings have changed be as far out of use as before. `before`: a copy of its engine from then."""
+        """Have an engine whose settings have changed be as far out of use as before. `before`: a
+        copy of its engine from then.
+        """
         engine.failures = before.failures
         if before.open_until or before.trial_places:
             self._half_open(engine)
@@ -103,7 +122,9 @@ class Breakers:
             engine.trial_places, engine.slow_until = before.trial_places, before.slow_until
 
     def any_left(self, now: float) -> bool:
-        """End the slow starts whose time is over. Return whether any engine is still in `opened`."""
+        """End the slow starts whose time is over. Return whether any engine is still in
+        `opened`.
+        """
         for engine in [one for one in self.opened if one.slow_until and now >= one.slow_until]:
             self._close(engine)
         return bool(self.opened)

@@ -1,8 +1,9 @@
 """How many requests engines can take: a window for each, learned from what it reports. Pure.
 
-Owns the windows. An engine has none before it was seen to be full: twice in a row many of its requests waited, its KV cache was
-nearly full, or it refused one of many requests because of its queue. Then its window is what it has without those that wait, but
-no less than half of what it had; and it grows by a twentieth while it is used and nothing waits.
+Owns the windows. An engine has none before it was seen to be full: twice in a row many of its
+requests waited, its KV cache was nearly full, or it refused one of many requests because of its
+queue. Then its window is what it has without those that wait, but no less than half of what it had;
+and it grows by a twentieth while it is used and nothing waits.
 """
 
 from __future__ import annotations
@@ -14,16 +15,24 @@ from dataclasses import dataclass
 SHRINK, GROW = 0.5, 1.05
 """How much smaller a window becomes at most, and how much larger, from one report to the next."""
 MANY_WAIT = 0.1
-"""The part of an engine's requests that may wait: new ones wait for a step or for KV at any load."""
+"""The part of an engine's requests that may wait: new ones wait for a step or for KV at any
+load.
+"""
 FEW = 8
-"""Requests: a refusal by an engine that has no more of ours says little about what it can take. Others may fill its queue."""
+"""Requests: a refusal by an engine that has no more of ours says little about what it can take.
+Others may fill its queue.
+"""
 KV_FULL, KV_FREE = 0.9, 0.8
-"""The parts of an engine's KV cache in use above which its window shrinks, and below which it may grow."""
+"""The parts of an engine's KV cache in use above which its window shrinks, and below which it may
+grow.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An engine's load as the proxy sees it. `requests`: open leases of all workers; `prefills`: it only makes KV for others."""
+    """An engine's load as the proxy sees it. `requests`: open leases of all workers; `prefills`: it
+    only makes KV for others.
+    """
 
     url: str
     requests: int
@@ -31,7 +40,9 @@ class Load:
 
 
 class Windows:
-    """The windows of all engines. `fixed`: the window of each engine that answers clients; None: windows are learned."""
+    """The windows of all engines. `fixed`: the window of each engine that answers clients; None:
+    windows are learned.
+    """
 
     def __init__(self, fixed: int | None = None) -> None:
         self.fixed = fixed
@@ -59,7 +70,9 @@ class Windows:
         self._full.pop(url, None)
 
     def seen(self, load: Load, waiting: float | None, kv_usage: float) -> None:
-        """Note what an engine reports: requests that wait in it (None: not reported), and the part of its KV cache in use."""
+        """Note what an engine reports: requests that wait in it (None: not reported), and the part
+        of its KV cache in use.
+        """
         if self.fixed is not None:
             return
         waits = waiting or 0.0
@@ -68,11 +81,18 @@ class Windows:
         window = self._windows.get(load.url)
         if full >= 2 or kv_usage > KV_FULL:
             self._shrink(load, waits)
-        elif window is not None and not many and kv_usage < KV_FREE and load.requests >= math.floor(window):
+        elif (
+            window is not None
+            and not many
+            and kv_usage < KV_FREE
+            and load.requests >= math.floor(window)
+        ):
             self._windows[load.url] = max(window * GROW, window + 1)
 
     def refused(self, load: Load) -> None:
-        """Note that an engine refused a request because its queue is full. Of one with few requests, only its reports count."""
+        """Note that an engine refused a request because its queue is full. Of one with few
+        requests, only its reports count.
+        """
         if self.fixed is None and load.requests > FEW:
             self._shrink(load, 0.0)
 
@@ -83,8 +103,8 @@ class Windows:
     def places(self, usable: Iterable[Load], inflight: int) -> int | None:
         """Return how many requests all usable engines together can take, None if there is no bound.
 
-        `inflight`: the requests that have a place. Each has a lease of an engine that answers; those that are being prefilled
-        apart have one of a prefill engine as well.
+        `inflight`: the requests that have a place. Each has a lease of an engine that answers;
+        those that are being prefilled apart have one of a prefill engine as well.
         """
         answer, prefill, prefilled = 0.0, 0.0, 0
         answers = prefills = False

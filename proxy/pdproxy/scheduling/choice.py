@@ -16,13 +16,21 @@ _SPLIT = (Role.PREFILL, Role.DECODE)
 
 def spared(ask: Ask, engines: Sequence[LedgerEngine]) -> Sequence[LedgerEngine]:
     """Return those of some engines that may serve a request whole, by what it asks."""
-    return [engine for engine in engines if engine.role is not Role.DECODE] if ask.spares_decode else engines
+    return (
+        [engine for engine in engines if engine.role is not Role.DECODE]
+        if ask.spares_decode
+        else engines
+    )
 
 
 class Choice:
-    """Finds the engines that may serve a request whole, and those that may share it. `alone`: the roles that may serve whole."""
+    """Finds the engines that may serve a request whole, and those that may share it. `alone`: the
+    roles that may serve whole.
+    """
 
-    def __init__(self, alone: Sequence[Role], eligibility: Eligibility, compatibility: Compatibility) -> None:
+    def __init__(
+        self, alone: Sequence[Role], eligibility: Eligibility, compatibility: Compatibility
+    ) -> None:
         self._alone = alone
         self._eligibility = eligibility
         self._compatibility = compatibility
@@ -33,11 +41,19 @@ class Choice:
         self._known.clear()
 
     def of(
-        self, ask: Ask, split: bool, without: Collection[str], avoid: Collection[str] = (), *, cached: bool
+        self,
+        ask: Ask,
+        split: bool,
+        without: Collection[str],
+        avoid: Collection[str] = (),
+        *,
+        cached: bool,
     ) -> Candidates | None:
-        """Return the engines outside of `without` and `avoid`, with those if others can't serve the request, None if none can.
+        """Return the engines outside of `without` and `avoid`, with those if others can't serve the
+        request, None if none can.
 
-        `cached`: all engines that are up may get any number of requests, so that what was found before still holds.
+        `cached`: all engines that are up may get any number of requests, so that what was found
+        before still holds.
         """
         levels: list[Collection[str]] = [(*without, *avoid)] if avoid else []
         if without:
@@ -50,12 +66,17 @@ class Choice:
                 for decode in candidates.decode
             ):
                 return candidates
-        # Nobody can serve it whole: engines between which KV did not move are better than no answer.
+        # Nobody can serve it whole: engines between which KV did not move are better than no
+        # answer.
         found = self._candidates(ask, split, (), cached=False)
         found = replace(found, compatible=_are_possible)
-        return found if any(_are_possible(p, d) for p in found.prefill for d in found.decode) else None
+        return (
+            found if any(_are_possible(p, d) for p in found.prefill for d in found.decode) else None
+        )
 
-    def _candidates(self, ask: Ask, split: bool, without: Collection[str], cached: bool) -> Candidates:
+    def _candidates(
+        self, ask: Ask, split: bool, without: Collection[str], cached: bool
+    ) -> Candidates:
         key = (ask.model, split, ask.spares_decode)
         if cached and (known := self._known.get(key)) is not None:
             return known
@@ -69,9 +90,15 @@ class Choice:
         decode: tuple[LedgerEngine, ...] = ()
         if split:
             prefill, decode = (
-                tuple(engine for engine in ranked(role, ask, without) if not engine.full) for role in _SPLIT
+                tuple(engine for engine in ranked(role, ask, without) if not engine.full)
+                for role in _SPLIT
             )
-        found = Candidates(tuple([n for n in fitting if n.takes(ask.now)] or fitting), prefill, decode, self._may_pair)
+        found = Candidates(
+            tuple([n for n in fitting if n.takes(ask.now)] or fitting),
+            prefill,
+            decode,
+            self._may_pair,
+        )
         if cached and serving:  # a client can name any number of models
             self._known[key] = found
         return found

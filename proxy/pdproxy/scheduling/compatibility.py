@@ -30,7 +30,9 @@ def prefill_and_decode(prefill: LedgerEngine, decode: LedgerEngine) -> str | Non
 
 
 def may_share(prefill: LedgerEngine, decode: LedgerEngine) -> str | None:
-    """Return why no prompt is split between two engines now, None if one may be: they may work together, and KV moves."""
+    """Return why no prompt is split between two engines now, None if one may be: they may work
+    together, and KV moves.
+    """
     if (why := prefill_and_decode(prefill, decode)) is not None:
         return why
     fault = None if prefill.transfers is None else prefill.transfers.apart(prefill.url, decode.url)
@@ -40,7 +42,9 @@ def may_share(prefill: LedgerEngine, decode: LedgerEngine) -> str | None:
 _RULES: dict[tuple[Role, Role], Callable[[LedgerEngine, LedgerEngine], str | None]] = {
     (Role.PREFILL, Role.DECODE): may_share,
 }
-"""The rule for two roles. Engines of two roles without a rule exchange nothing, and are always compatible."""
+"""The rule for two roles. Engines of two roles without a rule exchange nothing, and are always
+compatible.
+"""
 
 
 def _may_work_together(one: tuple[Role, LedgerEngine], other: tuple[Role, LedgerEngine]) -> bool:
@@ -78,8 +82,12 @@ class Compatibility:
 
         The first ranking counts most: its best engine that has compatible partners is taken.
         """
-        return next((engines for engines in product(*ranked) if self.compatible(roles, engines)), None)
+        return next(
+            (engines for engines in product(*ranked) if self.compatible(roles, engines)), None
+        )
 
     def changed(self) -> None:
-        """Forget everything: an engine came up, went down or changed, or KV moves no more between some, or again."""
+        """Forget everything: an engine came up, went down or changed, or KV moves no more between
+        some, or again.
+        """
         self._known.clear()

@@ -21,7 +21,8 @@ class Eligibility:
         self._sets: list[tuple[Role, list[LedgerEngine], Best]] = []
 
     def best_of(self, role: Role, model: str | None) -> Best | None:
-        """Return what chooses among the engines of a role that are up and serve a model, None if there are none.
+        """Return what chooses among the engines of a role that are up and serve a model, None if
+        there are none.
 
         For requests that exclude no engine, while no breaker was opened.
         """
@@ -30,31 +31,40 @@ class Eligibility:
     def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[LedgerEngine]:
         """Return the engines of a role that may serve a request, best first.
 
-        A model that no engine serves, not even one of `without` or one that stands still, matches all but prefill engines: the
-        engine's own 404 is the answer. Engines whose breaker is open, or leaves them no place, are used only if there are no
-        others, and those whose cooldown is over before these: they are better than no answer. Those with room in their window
-        come first.
+        A model that no engine serves, not even one of `without` or one that stands still, matches
+        all but prefill engines: the engine's own 404 is the answer. Engines whose breaker is open,
+        or leaves them no place, are used only if there are no others, and those whose cooldown is
+        over before these: they are better than no answer. Those with room in their window come
+        first.
         """
         eligible = self.eligible(role, ask, without)
         if len(eligible) < 2:
             return eligible
         ranked = self._policies[role].rank(ask, eligible)
-        return sorted(ranked, key=_is_crowded) if any(engine.crowded for engine in ranked) else ranked
+        return (
+            sorted(ranked, key=_is_crowded) if any(engine.crowded for engine in ranked) else ranked
+        )
 
     def eligible(self, role: Role, ask: Ask, without: Collection[str]) -> list[LedgerEngine]:
         """As `ranked`, in no order."""
         up = [engine for engine in self._engines if role in engine.uses and engine.available]
         serving = [engine for engine in up if ask.model is None or engine.serves(ask.model)]
-        known = serving or (up if role is not Role.PREFILL and not self._may_serve_later(ask.model) else [])
+        known = serving or (
+            up if role is not Role.PREFILL and not self._may_serve_later(ask.model) else []
+        )
         fitting = [engine for engine in known if engine.url not in without] if without else known
         now = ask.now
-        return [n for n in fitting if n.takes(now)] or [n for n in fitting if n.usable(now)] or fitting
+        return (
+            [n for n in fitting if n.takes(now)] or [n for n in fitting if n.usable(now)] or fitting
+        )
 
     def _may_serve_later(self, model: str | None) -> bool:
         """Return whether an engine that answers clients serves a model once it moves again."""
         if model is None:
             return False
-        stalled = [engine for engine in self._engines if engine.stalled is not None and engine.returns]
+        stalled = [
+            engine for engine in self._engines if engine.stalled is not None and engine.returns
+        ]
         return any(engine.serves(model) and engine.role is not Role.PREFILL for engine in stalled)
 
     def changed(self) -> None:
@@ -72,10 +82,15 @@ class Eligibility:
         ]
         if not engines:
             return None  # not remembered: a client can name any number of models
-        # Hundreds of adapters are mostly served by the same engines, and each set costs time whenever a load changes.
-        best = next((best for whose, same, best in self._sets if whose is role and same == engines), None)
+        # Hundreds of adapters are mostly served by the same engines, and each set costs time
+        # whenever a load changes.
+        best = next(
+            (best for whose, same, best in self._sets if whose is role and same == engines), None
+        )
         if best is None:
-            best = self._policies[role].best_of(engines) if len(engines) > 1 else lambda _: engines[0]
+            best = (
+                self._policies[role].best_of(engines) if len(engines) > 1 else lambda _: engines[0]
+            )
             self._sets.append((role, engines, best))
         self._best[role, model] = best
         return best

@@ -17,19 +17,23 @@ class Verdict(Enum):
     NEUTRAL = "neutral"  # the client left, or the request was refused: this shows nothing
     FAILED = "failed"
     DEAD = "dead"  # it said that its core has died: nothing more is sent until a probe succeeds
-    UNREACHABLE = "unreachable"  # it refused the connection: nothing more is sent until a probe succeeds
+    # it refused the connection: nothing more is sent until a probe succeeds
+    UNREACHABLE = "unreachable"
 
 
 GOOD, NEUTRAL, FAILED = Verdict.GOOD, Verdict.NEUTRAL, Verdict.FAILED
-"""For what each request does: a look-up in an enumeration costs ten times as much as one in a module."""
+"""For what each request does: a look-up in an enumeration costs ten times as much as one in a
+module.
+"""
 
 
 class Lease(msgspec.Struct, eq=False):
     """One leg's share of an engine's load. Close it once, with `Ledger.close`.
 
-    `role`: what the engine does for this request, never `ANY`. `prompt_bytes` is 0 where the leg gets the prompt's KV from
-    another engine. `trial`: the number of the engine's trials that it belongs to, 0 if it is none; `proved`: whether the engine
-    has passed it. `since`: when it was opened, in monotonic seconds.
+    `role`: what the engine does for this request, never `ANY`. `prompt_bytes` is 0 where the leg
+    gets the prompt's KV from another engine. `trial`: the number of the engine's trials that it
+    belongs to, 0 if it is none; `proved`: whether the engine has passed it. `since`: when it was
+    opened, in monotonic seconds.
     """
 
     engine: LedgerEngine
@@ -42,9 +46,11 @@ class Lease(msgspec.Struct, eq=False):
 
 
 class Assignment(msgspec.Struct, frozen=True, eq=False):
-    """The leases that serve one request, the one that answers last. `reason`: why these, empty where nothing was decided.
+    """The leases that serve one request, the one that answers last. `reason`: why these, empty
+    where nothing was decided.
 
-    `values`: what the decision was based on, for those who ask for it; None where nothing was computed.
+    `values`: what the decision was based on, for those who ask for it; None where nothing was
+    computed.
     """
 
     leases: tuple[Lease, ...]

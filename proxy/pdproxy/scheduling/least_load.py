@@ -1,4 +1,6 @@
-"""The policy `least_load`: the engine with the least work comes first, and equal engines take turns."""
+"""The policy `least_load`: the engine with the least work comes first, and equal engines take
+turns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pdproxy.scheduling.policy import Ask, Best, Policy
 
 def measure_of(role: Role) -> Callable[[LedgerEngine], tuple[int, int]]:
     """Return the measure of an engine's load in a role: the engine with the least is the best."""
-    return attrgetter(*(("prompt_bytes", "requests") if role is Role.PREFILL else ("requests", "prompt_bytes")))
+    return attrgetter(
+        *(("prompt_bytes", "requests") if role is Role.PREFILL else ("requests", "prompt_bytes"))
+    )
 
 
 _LOAD_BITS = 48
@@ -20,10 +24,11 @@ _LOAD_BITS = 48
 
 
 class LeastLoad(Policy):
-    """Prefill engines by outstanding prompt bytes, then by requests; others by requests, then by prompt bytes.
+    """Prefill engines by outstanding prompt bytes, then by requests; others by requests, then by
+    prompt bytes.
 
-    Every request asks, so each set of engines has its loads in a list that `opened` and `closed` keep up to date: a choice is
-    two passes over integers, in C.
+    Every request asks, so each set of engines has its loads in a list that `opened` and `closed`
+    keep up to date: a choice is two passes over integers, in C.
     """
 
     def __init__(self, role: Role) -> None:
@@ -31,8 +36,9 @@ class LeastLoad(Policy):
         self._measures = measure_of(role)
         self._turn = 0
         self._ranked = 0
-        """The turn of rankings, apart: they follow where the best engines of two roles can't work together. If each such request
-        took two turns, it would be the same engine's turn for ever."""
+        """The turn of rankings, apart: they follow where the best engines of two roles can't work
+        together. If each such request took two turns, it would be the same engine's turn for ever.
+        """
         self._places: dict[LedgerEngine, list[tuple[list[int], int]]] = {}
         """For each engine: the lists of loads that it is in, and its index in each."""
 

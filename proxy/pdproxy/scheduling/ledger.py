@@ -1,7 +1,8 @@
 """The ledger: all engines of a pool and their load. It chooses the engines for each request.
 
-Owns every `LedgerEngine` and every open `Lease`. Choosing and leasing are one synchronous step, so that two requests can't both
-see the same free engine. A lease is closed once. Only this changes the breaker, and reduces the load, of its engine.
+Owns every `LedgerEngine` and every open `Lease`. Choosing and leasing are one synchronous step, so
+that two requests can't both see the same free engine. A lease is closed once. Only this changes the
+breaker, and reduces the load, of its engine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from pdproxy.scheduling.choice import Choice, spared
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
-from pdproxy.scheduling.ledger_engine import DECODE, PREFILL, EngineSpec, Evidence, LedgerEngine, Role, in_common
+from pdproxy.scheduling.ledger_engine import (
+    DECODE,
+    PREFILL,
+    EngineSpec,
+    Evidence,
+    LedgerEngine,
+    Role,
+    in_common,
+)
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import Policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
@@ -35,11 +44,13 @@ _DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerOptions:
-    """How a ledger of any kind chooses. `breaker_failures`, `breaker_cooldown`, `slow_start`: see `Breakers`.
+    """How a ledger of any kind chooses. `breaker_failures`, `breaker_cooldown`, `slow_start`: see
+    `Breakers`.
 
-    `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines. `alone`: the
-    roles whose engines may serve a request by themselves, the first choice first. `placement` decides for each request whether
-    it is split, and chooses its engines; None: it is split if it may be, and the policies choose. `windows`: whether engines may
+    `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for
+    aggregated engines. `alone`: the roles whose engines may serve a request by themselves, the
+    first choice first. `placement` decides for each request whether it is split, and chooses its
+    engines; None: it is split if it may be, and the policies choose. `windows`: whether engines may
     have windows (`LedgerEngine.window`); then those with room come first.
     """
 
@@ -67,7 +78,9 @@ class Ledger:
         failures, cooldown = options.breaker_failures, options.breaker_cooldown
         self._alone = tuple(options.alone)
         self.alone_up_to: int | None = None
-        """How many tokens a prompt may have that an engine of role decode serves whole; None: any number."""
+        """How many tokens a prompt may have that an engine of role decode serves whole; None: any
+        number.
+        """
         self.runs = RunNumbers()
         self.transfers = TransferFaults(failures, cooldown)
         """Between which engines KV does not move. Written only here; read by those who show it."""
@@ -94,7 +107,9 @@ class Ledger:
         self.block_size: int | None = None
         """The smallest KV block of any engine in tokens, None while unknown. Read only."""
         self.template_tokens = 0
-        """The largest number of tokens that an engine's chat template adds to one message. Read only."""
+        """The largest number of tokens that an engine's chat template adds to one message. Read
+        only.
+        """
         self.adapters: frozenset[str] = frozenset()
         """The LoRA adapters among the engines' models. Read only."""
         self._windows = self._has_places = options.windows
@@ -105,7 +120,8 @@ class Ledger:
 
     def __repr__(self) -> str:
         busy = ", ".join(
-            f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._engines.values()
+            f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}"
+            for n in self._engines.values()
         )
         return f"<Ledger {busy}>"
 
@@ -122,11 +138,15 @@ class Ledger:
     # -- what probes and audits report
 
     def when_lost(self, then: Callable[[str], None]) -> None:
-        """Call `then(url)` when the present run of an engine is over, or seems to be: it went down, or was started again."""
+        """Call `then(url)` when the present run of an engine is over, or seems to be: it went down,
+        or was started again.
+        """
         self._when_lost = then
 
     def when_up(self, then: Callable[[str, bool], None]) -> None:
-        """Call `then(url, restarted)` when an engine's run is up: the first one since it was added, or another one."""
+        """Call `then(url, restarted)` when an engine's run is up: the first one since it was added,
+        or another one.
+        """
         self._when_up = then
 
     def when_changed(self, then: Callable[[], None]) -> None:
@@ -134,13 +154,17 @@ class Ledger:
         self._when_changed.append(then)
 
     def mark_up(self, url: str, evidence: Evidence) -> bool:
-        """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
+        """Note that an engine answered its probe. Return whether it is new: first seen, restarted
+        or changed.
+        """
         engine = self._engines[url]
         was_down = engine.down_because is not None
         new = engine.evidence != evidence or was_down
         if engine.evidence is not None and engine.evidence != evidence:
             self._pardon(engine)
-        another_run = engine.evidence is None or not engine.evidence.same_run(evidence, was_down=was_down)
+        another_run = engine.evidence is None or not engine.evidence.same_run(
+            evidence, was_down=was_down
+        )
         started_again = another_run and engine.evidence is not None
         if another_run:
             engine.run_number = self.runs.of(engine, evidence)
@@ -173,7 +197,9 @@ class Ledger:
         return was_up
 
     def mark_stalled(self, url: str, why: str) -> bool:
-        """Note that an engine stands still although it may answer probes. Return whether that is new."""
+        """Note that an engine stands still although it may answer probes. Return whether that is
+        new.
+        """
         engine = self._engines.get(url)
         if engine is None or engine.down_because is not None or engine.stalled is not None:
             return False
@@ -183,7 +209,9 @@ class Ledger:
         return True
 
     def let_in(self, url: str, now: float) -> bool:
-        """Note that an engine moves again: one request shows whether it serves. Return whether it was stalled before."""
+        """Note that an engine moves again: one request shows whether it serves. Return whether it
+        was stalled before.
+        """
         engine = self._engines.get(url)
         if engine is None or engine.stalled is None:
             return False
@@ -193,7 +221,9 @@ class Ledger:
         return True
 
     def exclude(self, url: str, why: str, until: float, now: float) -> bool:
-        """Have an engine get requests only if there is no other, until a time. Return whether it got some before."""
+        """Have an engine get requests only if there is no other, until a time. Return whether it
+        got some before.
+        """
         engine = self._engines.get(url)
         if engine is not None and (in_use := engine.usable(now)):
             self.breakers.exclude(engine, why, until)
@@ -209,7 +239,9 @@ class Ledger:
         return True
 
     def lost_model(self, url: str, model: str) -> bool:
-        """Note that an engine has refused a model that it does not have. Return whether it had listed that."""
+        """Note that an engine has refused a model that it does not have. Return whether it had
+        listed that.
+        """
         engine = self._engines.get(url)
         if engine is None or engine.evidence is None or not engine.serves(model):
             return False
@@ -219,26 +251,37 @@ class Ledger:
         return True
 
     def mark_draining(self, url: str, why: str | None) -> None:
-        """Note why an engine gets no more leases although it serves those that are open; None: it gets some again."""
+        """Note why an engine gets no more leases although it serves those that are open; None: it
+        gets some again.
+        """
         if (engine := self._engines.get(url)) is not None:
             engine.draining = why
             self._changed()
 
-    def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
-        """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed.
+    def mark_kv(
+        self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None
+    ) -> bool:
+        """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that
+        changed.
 
-        `mode`: the direction of its transfers, which both engines of a pair must have; None: the connector has only one.
-        `tp_size`: its tensor-parallel size, if the engine reports it.
+        `mode`: the direction of its transfers, which both engines of a pair must have; None: the
+        connector has only one. `tp_size`: its tensor-parallel size, if the engine reports it.
         """
         engine = self._engines.get(url)
-        if engine is None or (engine.kv_not_ready, engine.kv_mode, engine.kv_tp_size) == (not_ready, mode, tp_size):
+        if engine is None or (engine.kv_not_ready, engine.kv_mode, engine.kv_tp_size) == (
+            not_ready,
+            mode,
+            tp_size,
+        ):
             return False
         engine.kv_not_ready, engine.kv_mode, engine.kv_tp_size = not_ready, mode, tp_size
         self._changed()
         return True
 
     def mark_removed(self, engine: LedgerEngine, down_because: str | None, now: float) -> None:
-        """Note whether a removed engine is up, for the legs to it that are under way. `down_because` None: it is up."""
+        """Note whether a removed engine is up, for the legs to it that are under way.
+        `down_because` None: it is up.
+        """
         was_up = engine.down_because is None
         if was_up:
             engine.down_since = now
@@ -261,50 +304,83 @@ class Ledger:
 
     # -- what legs and counters show of KV that moves
 
-    def transfer_failed(self, prefill: str, decode: str, now: float, *, first: bool = True) -> TransferFault | None:
-        """Note that a decode engine could not use a prefill engine's KV. As `TransferFaults.failed`."""
+    def transfer_failed(
+        self, prefill: str, decode: str, now: float, *, first: bool = True
+    ) -> TransferFault | None:
+        """Note that a decode engine could not use a prefill engine's KV. As
+        `TransferFaults.failed`.
+        """
         if (more := self._more(prefill, decode)) is None:
             return None
-        found = self.transfers.failed(prefill, decode, now, more_prefills=more[0], more_decodes=more[1], first=first)
+        found = self.transfers.failed(
+            prefill, decode, now, more_prefills=more[0], more_decodes=more[1], first=first
+        )
         return self._noted(found)
 
     def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
-        """Return which of two engines is left out of a prompt's next attempt: see `TransferFaults.left_out`."""
+        """Return which of two engines is left out of a prompt's next attempt: see
+        `TransferFaults.left_out`.
+        """
         if (more := self._more(prefill, decode)) is None:
             return decode
-        return self.transfers.left_out(prefill, decode, failed, more_prefills=more[0], more_decodes=more[1])
+        return self.transfers.left_out(
+            prefill, decode, failed, more_prefills=more[0], more_decodes=more[1]
+        )
 
     def _more(self, prefill: str, decode: str) -> tuple[bool, bool] | None:
-        """Return whether a decode engine could be paired with other prefill engines, and whether the prefill engine could with
-        other decode engines; None if one of the two was removed."""
+        """Return whether a decode engine could be paired with other prefill engines, and whether
+        the prefill engine could with other decode engines; None if one of the two was removed.
+        """
         p, d = self._engines.get(prefill), self._engines.get(decode)
         if p is None or d is None:
             return None
         others = [
-            engine for engine in self._engines.values() if engine is not p and engine is not d and engine.available
+            engine
+            for engine in self._engines.values()
+            if engine is not p and engine is not d and engine.available
         ]
-        more_prefills = any(PREFILL in engine.uses and prefill_and_decode(engine, d) is None for engine in others)
-        more_decodes = any(DECODE in engine.uses and prefill_and_decode(p, engine) is None for engine in others)
+        more_prefills = any(
+            PREFILL in engine.uses and prefill_and_decode(engine, d) is None for engine in others
+        )
+        more_decodes = any(
+            DECODE in engine.uses and prefill_and_decode(p, engine) is None for engine in others
+        )
         return more_prefills, more_decodes
 
     def other_decodes(self, url: str) -> list[str]:
         """Return the URLs of all decode engines but one."""
-        return [engine.url for engine in self._engines.values() if DECODE in engine.uses and engine.url != url]
+        return [
+            engine.url
+            for engine in self._engines.values()
+            if DECODE in engine.uses and engine.url != url
+        ]
 
     def kv_not_made(self, prefill: str, now: float) -> TransferFault | None:
-        """Note that a prefill engine gave no KV that can be used, and no error. Return the fault that this shows."""
-        return self._noted(self.transfers.not_made(prefill, now)) if prefill in self._engines else None
+        """Note that a prefill engine gave no KV that can be used, and no error. Return the fault
+        that this shows.
+        """
+        return (
+            self._noted(self.transfers.not_made(prefill, now)) if prefill in self._engines else None
+        )
 
     def transfer_loaded(self, prefill: str, decode: str, since: float) -> list[TransferFault]:
-        """Note that KV was loaded for a prompt that was sent at `since`. Return the faults that are over."""
+        """Note that KV was loaded for a prompt that was sent at `since`. Return the faults that are
+        over.
+        """
         over = self.transfers.loaded(prefill, decode, since)
         if over:
             self._changed()
         return over
 
-    def transfers_counted(self, decode: str, moved: int, computed: int, now: float) -> TransferFault | None:
+    def transfers_counted(
+        self, decode: str, moved: int, computed: int, now: float
+    ) -> TransferFault | None:
         """Note what a decode engine's counters show: see `TransferFaults.counted`."""
-        return self._noted(self.transfers.counted(decode, moved, computed, now)) if decode in self._engines else None
+        return (
+            self._noted(self.transfers.counted(decode, moved, computed, now))
+            if decode in self._engines
+            else None
+        )
 
     def follow_transfers(self, fault: TransferFault, *, over: bool) -> bool:
         """Note what another worker has found. Return whether it is new here."""
@@ -336,7 +412,9 @@ class Ledger:
         return engine
 
     def remove(self, url: str) -> None:
-        """Remove an engine: it gets no more leases. Open leases are closed as usual, without effect on others."""
+        """Remove an engine: it gets no more leases. Open leases are closed as usual, without effect
+        on others.
+        """
         engine = self._engines.pop(url)
         self.runs.removed(engine)
         self._pardon(engine)
@@ -344,16 +422,20 @@ class Ledger:
         self.breakers.reset(engine)
         for policy in self._policies.values():
             policy.forget(engine)
-        engine.open_until = math.inf  # so that legs which still run neither open nor close its breaker
+        # so that legs which still run neither open nor close its breaker
+        engine.open_until = math.inf
         self._changed()
 
     # -- what a request asks
 
-    def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
-        """Lease one engine for each role, all compatible, none of them full or in `without`, None if there are none.
+    def assign(
+        self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()
+    ) -> Assignment | None:
+        """Lease one engine for each role, all compatible, none of them full or in `without`, None
+        if there are none.
 
-        `roles` are different. The order counts: where the best engines are not compatible, the first role has its best one
-        that has compatible partners.
+        `roles` are different. The order counts: where the best engines are not compatible, the
+        first role has its best one that has compatible partners.
         """
         roles = tuple(roles)
         engines: Sequence[LedgerEngine] | None = None
@@ -361,7 +443,9 @@ class Ledger:
             self._try_transfers(ask.now)
         if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without:
             engines = self._best_of_each(roles, ask)
-        if engines is None or (self._has_places and any(engine.full or engine.crowded for engine in engines)):
+        if engines is None or (
+            self._has_places and any(engine.full or engine.crowded for engine in engines)
+        ):
             ranked = [self._eligibility.ranked(role, ask, without) for role in roles]
             if self._has_places:
                 ranked = [[engine for engine in engines if not engine.full] for engines in ranked]
@@ -371,7 +455,9 @@ class Ledger:
                 and self.transfers.faults
                 and not self.serves_alone(ask.model, spares_decode=self._spares_decode(ask))
             ):
-                engines = next((both for both in product(*ranked) if _are_possible(roles, both)), None)
+                engines = next(
+                    (both for both in product(*ranked) if _are_possible(roles, both)), None
+                )
         if engines is None:
             return None
         if self.transfers.faults and len(engines) > 1:
@@ -386,11 +472,12 @@ class Ledger:
     def place(
         self, ask: Ask, *, split: bool, without: Collection[str] = (), avoid: Collection[str] = ()
     ) -> Assignment | None:
-        """Lease the engines that the placement chooses: one that serves the request whole, or a prefill and a decode engine.
+        """Lease the engines that the placement chooses: one that serves the request whole, or a
+        prefill and a decode engine.
 
-        `split`: whether two may share the work. Engines in `avoid`, and then those in `without`, are used only if no others can
-        serve the request. None: there are no engines for it, or, if it `is_placeable`, none that the placement would have serve
-        it now.
+        `split`: whether two may share the work. Engines in `avoid`, and then those in `without`,
+        are used only if no others can serve the request. None: there are no engines for it, or, if
+        it `is_placeable`, none that the placement would have serve it now.
 
         Raises:
             RuntimeError: the pool has no placement.
@@ -406,7 +493,9 @@ class Ledger:
         if placed is None:
             return None
         if len(placed.engines) == 1:
-            leases: tuple[Lease, ...] = (self._open(placed.engines[0], Role.AGGREGATED, ask.prompt_bytes, ask),)
+            leases: tuple[Lease, ...] = (
+                self._open(placed.engines[0], Role.AGGREGATED, ask.prompt_bytes, ask),
+            )
         else:
             prefill, decode = placed.engines
             self._tried(placed.engines, ask.now)
@@ -423,32 +512,50 @@ class Ledger:
         return not (self.breakers.opened and self.breakers.any_left(now)) and not self._has_places
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
-        """Lease one engine that serves a request by itself, of the first role that may and has one, None if there is none."""
+        """Lease one engine that serves a request by itself, of the first role that may and has one,
+        None if there is none.
+        """
         engine: LedgerEngine | None = None
-        if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without and not ask.spares_decode:
+        if (
+            not (self.breakers.opened and self.breakers.any_left(ask.now))
+            and not without
+            and not ask.spares_decode
+        ):
             choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
             if choosers and None not in choosers:
                 # All roles choose, as they do where all are ranked: turns move on in the same way.
                 engine, *_ = [choose(ask) for choose in choosers if choose is not None]
         if engine is None or engine.crowded:
-            ranked = [spared(ask, self._eligibility.ranked(role, ask, without)) for role in self._alone]
-            # First engines that serve the model; of these the ones whose breaker leaves a place; of these the ones with room.
+            ranked = [
+                spared(ask, self._eligibility.ranked(role, ask, without)) for role in self._alone
+            ]
+            # First engines that serve the model; of these the ones whose breaker leaves a place; of
+            # these the ones with room.
             engine = min(
                 (engines[0] for engines in ranked if engines),
-                key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.takes(ask.now), n.crowded),
+                key=lambda n: (
+                    ask.model is not None and not n.serves(ask.model),
+                    not n.takes(ask.now),
+                    n.crowded,
+                ),
                 default=None,
             )
-        return None if engine is None else self._open(engine, Role.AGGREGATED, ask.prompt_bytes, ask)
+        return (
+            None if engine is None else self._open(engine, Role.AGGREGATED, ask.prompt_bytes, ask)
+        )
 
     def began(self, lease: Lease, now: float) -> None:
-        """Note that the engine that answers has made its first token: for trials, and for the placement."""
+        """Note that the engine that answers has made its first token: for trials, and for the
+        placement.
+        """
         if lease.trial and not lease.closed:
             self.breakers.proved(lease, now)
         if self.placement is not None and not lease.closed:
             self.placement.began(lease, now)
 
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
-        """End a lease. Closing twice changes nothing. Return whether this took the engine out of use.
+        """End a lease. Closing twice changes nothing. Return whether this took the engine out of
+        use.
 
         `tokens`: how many the client got from this engine, None where unknown.
         """
@@ -474,18 +581,27 @@ class Ledger:
         return False
 
     def failed(self, lease: Lease, now: float) -> bool:
-        """Count a leg as failed whose lease is closed: only now it is known that its engine was the cause. Return as `close`."""
+        """Count a leg as failed whose lease is closed: only now it is known that its engine was the
+        cause. Return as `close`.
+        """
         return self.breakers.failed(lease, now)
 
     def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[LedgerEngine, ...] | None:
-        """Return the best engine of each role, None if a role has none that serves the model, or if they are not compatible."""
+        """Return the best engine of each role, None if a role has none that serves the model, or if
+        they are not compatible.
+        """
         chosen: list[LedgerEngine] = []
-        for role in roles:  # all roles choose, also behind one that has none: turns move on in the same way
+        # all roles choose, also behind one that has none: turns move on in the same way
+        for role in roles:
             choose = self._eligibility.best_of(role, ask.model)
             if choose is not None:
                 chosen.append(choose(ask))
         engines = tuple(chosen)
-        return engines if len(engines) == len(roles) and self._compatibility.compatible(roles, engines) else None
+        return (
+            engines
+            if len(engines) == len(roles) and self._compatibility.compatible(roles, engines)
+            else None
+        )
 
     def _try_transfers(self, now: float) -> None:
         """Let prompts be split again where KV did not move and the time for that is over."""
@@ -498,7 +614,9 @@ class Ledger:
             self._changed()
 
     def serves_alone(self, model: str | None, *, spares_decode: bool) -> bool:
-        """Return whether any engine can serve a request for a model whole. `spares_decode`: not those of role decode."""
+        """Return whether any engine can serve a request for a model whole. `spares_decode`: not
+        those of role decode.
+        """
         return any(
             engine.available
             and not engine.uses.isdisjoint(self._alone)
@@ -508,14 +626,19 @@ class Ledger:
         )
 
     def _spares_decode(self, ask: Ask) -> bool:
-        """Return whether no engine of role decode would serve a prompt whole, as far as its size is known."""
+        """Return whether no engine of role decode would serve a prompt whole, as far as its size is
+        known.
+        """
         tokens = ask.prompt_bytes // _BYTES_PER_TOKEN if ask.ids is None else ask.ids.count
         return self.alone_up_to is not None and tokens > self.alone_up_to
 
     def lists(self, model: str, without: Collection[str]) -> bool:
         """Return whether an engine outside of `without` that can answer clients lists a model."""
         return any(
-            engine.available and engine.serves(model) and engine.uses != _ONLY_PREFILL and engine.url not in without
+            engine.available
+            and engine.serves(model)
+            and engine.uses != _ONLY_PREFILL
+            and engine.url not in without
             for engine in self._engines.values()
         )
 
@@ -540,9 +663,15 @@ class Ledger:
         if self.placement is not None:
             self.placement.engines_changed(self.engines)
         engines = self._engines.values()
-        self._has_places = self._windows or any(engine.spec.places is not None for engine in engines)
-        self._starting = self._starting and not (engines and all(engine.probed for engine in engines))
-        self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in engines)]
+        self._has_places = self._windows or any(
+            engine.spec.places is not None for engine in engines
+        )
+        self._starting = self._starting and not (
+            engines and all(engine.probed for engine in engines)
+        )
+        self._alone_roles = [
+            role for role in self._alone if any(role in n.uses and n.available for n in engines)
+        ]
         self.block_size, self.adapters, self.template_tokens = in_common(engines)
         for then in self._when_changed:
             then()
@@ -555,14 +684,21 @@ class Ledger:
         return readiness.not_ready(self.engines, starting=self._starting, alone=alone)
 
     def why_degraded(self, now: float) -> str | None:
-        """Return why no prompt can be split although the pool has prefill engines, None if one can be."""
+        """Return why no prompt can be split although the pool has prefill engines, None if one can
+        be.
+        """
         why = readiness.why_degraded(self.engines, now)
-        return why if why is None or self.alone_up_to is None else f"{why}, if the pool's setting `alone` allows it"
+        return (
+            why
+            if why is None or self.alone_up_to is None
+            else f"{why}, if the pool's setting `alone` allows it"
+        )
 
     def decodes(self, model: str | None) -> bool:
         """Return whether an engine of role decode is up that serves a model."""
         return any(
-            n.role is DECODE and n.available and (model is None or n.serves(model)) for n in self._engines.values()
+            n.role is DECODE and n.available and (model is None or n.serves(model))
+            for n in self._engines.values()
         )
 
     def may_return(self, model: str | None) -> bool:
@@ -571,7 +707,9 @@ class Ledger:
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""
-        told = [one.status() for one in (self.placement, *self._policies.values()) if one is not None]
+        told = [
+            one.status() for one in (self.placement, *self._policies.values()) if one is not None
+        ]
         if self._not_paired is None:
             self._not_paired = readiness.not_paired(self.engines)
         return [
@@ -583,5 +721,7 @@ class Ledger:
 
 
 def _are_possible(roles: tuple[Role, ...], engines: tuple[LedgerEngine, ...]) -> bool:
-    """Return whether engines may serve one request although KV may not move between them: nobody else can serve it."""
+    """Return whether engines may serve one request although KV may not move between them: nobody
+    else can serve it.
+    """
     return roles == _SPLIT and prefill_and_decode(*engines) is None

@@ -1,4 +1,6 @@
-"""What the scheduler knows about an engine: its configuration, the result of probes, and its load."""
+"""What the scheduler knows about an engine: its configuration, the result of probes, and its
+load.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from pdproxy.scheduling.transfer_faults import TransferFaults
 class Role(Enum):
     """What an engine is for, or what it does for one request: then not `ANY`.
 
-    An aggregated engine prefills and decodes, and never takes a KV handle. An engine for `ANY` may do all three, for different
-    requests at the same time: it prefills for another engine, decodes for another one, or serves a request whole.
+    An aggregated engine prefills and decodes, and never takes a KV handle. An engine for `ANY` may
+    do all three, for different requests at the same time: it prefills for another engine, decodes
+    for another one, or serves a request whole.
     """
 
     PREFILL = "prefill"
@@ -22,11 +25,14 @@ class Role(Enum):
     AGGREGATED = "aggregated"
     ANY = "any"
 
-    __hash__ = object.__hash__  # each member exists once; Enum's own hash is a Python call at each lookup
+    # each member exists once; Enum's own hash is a Python call at each lookup
+    __hash__ = object.__hash__
 
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
-"""For what each request does: a look-up in an enumeration costs ten times as much as one in a module."""
+"""For what each request does: a look-up in an enumeration costs ten times as much as one in a
+module.
+"""
 
 _USES = {
     Role.PREFILL: frozenset({Role.PREFILL}),
@@ -41,7 +47,17 @@ ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 SIZE_BITS = 43
 """Of a load as one number: the bits of prompt bytes. The number of requests is above them."""
 
-STATES = ("up", "down", "draining", "stalled", "asleep", "excluded", "half_open", "kv_failing", "slow_start")
+STATES = (
+    "up",
+    "down",
+    "draining",
+    "stalled",
+    "asleep",
+    "excluded",
+    "half_open",
+    "kv_failing",
+    "slow_start",
+)
 """What `LedgerEngine.state` can be."""
 
 
@@ -49,10 +65,11 @@ STATES = ("up", "down", "draining", "stalled", "asleep", "excluded", "half_open"
 class EngineSpec:
     """An engine as configured. `url` is `http://host:port` and the engine's identity.
 
-    `sources` are the URLs of the prefill engines whose KV a decode engine takes; empty: all of them. `places`: how many requests
-    it may have before it gets no more prompts with another engine's KV; None: any number. `serves_whole`: whether a prefill
-    engine may serve requests whole, too. `within`: some of its labels, with their values: it shares work only with engines that
-    have the same.
+    `sources` are the URLs of the prefill engines whose KV a decode engine takes; empty: all of
+    them. `places`: how many requests it may have before it gets no more prompts with another
+    engine's KV; None: any number. `serves_whole`: whether a prefill engine may serve requests
+    whole, too. `within`: some of its labels, with their values: it shares work only with engines
+    that have the same.
     """
 
     url: str
@@ -67,7 +84,9 @@ class EngineSpec:
         return self.has_source(prefill.url) and self.within == prefill.within
 
     def has_source(self, prefill: str) -> bool:
-        """Return whether this decode engine takes the KV of the prefill engine of this URL, wherever that is."""
+        """Return whether this decode engine takes the KV of the prefill engine of this URL,
+        wherever that is.
+        """
         return not self.sources or prefill in self.sources
 
 
@@ -75,12 +94,14 @@ class EngineSpec:
 class Evidence:
     """What an engine reported about itself at its last full probe.
 
-    `models`: the names that it serves, adapters included. `block_size`: tokens in a KV block, None where unknown.
-    `canary`: the token ids of a fixed prompt and a fixed chat, for each base model. `template_tokens`: the largest number of
-    tokens that its chat template adds to one message. `started`: when it was started, in Unix seconds (another value means a
-    restart); 0 where it reports none. `max_model_len`: how many tokens a prompt and its answer may have together, None where
-    unknown. `adapters`: those of the models that are LoRA adapters. `kv_blocks`: how many KV blocks it has, None where unknown.
-    `derenders`: it can parse a chat behind any of its tokens (`--enable-scale-out` with a parser).
+    `models`: the names that it serves, adapters included. `block_size`: tokens in a KV block, None
+    where unknown. `canary`: the token ids of a fixed prompt and a fixed chat, for each base model.
+    `template_tokens`: the largest number of tokens that its chat template adds to one message.
+    `started`: when it was started, in Unix seconds (another value means a restart); 0 where it
+    reports none. `max_model_len`: how many tokens a prompt and its answer may have together, None
+    where unknown. `adapters`: those of the models that are LoRA adapters. `kv_blocks`: how many KV
+    blocks it has, None where unknown. `derenders`: it can parse a chat behind any of its tokens
+    (`--enable-scale-out` with a parser).
     """
 
     models: frozenset[str]
@@ -112,7 +133,9 @@ class Evidence:
         if self.block_size != other.block_size:
             return f"different block sizes ({self.block_size} / {other.block_size})"
         if self.canary != other.canary:
-            return "different token ids for the same canary prompt: another tokenizer or chat template"
+            return (
+                "different token ids for the same canary prompt: another tokenizer or chat template"
+            )
         return None
 
 
@@ -122,7 +145,9 @@ def _names(models: frozenset[str]) -> str:
 
 @dataclass(slots=True, eq=False)
 class LedgerEngine:
-    """An engine's mutable state. Only the ledger writes to it, but for `window`; policies read it."""
+    """An engine's mutable state. Only the ledger writes to it, but for `window`; policies read
+    it.
+    """
 
     spec: EngineSpec
     url: str = field(init=False, repr=False)
@@ -130,11 +155,15 @@ class LedgerEngine:
     role: Role = field(init=False, repr=False)
     """What the engine is for."""
     uses: frozenset[Role] = field(init=False, repr=False)
-    """What it may do for a request; a decode engine may also serve whole where the contract allows it."""
+    """What it may do for a request; a decode engine may also serve whole where the contract allows
+    it.
+    """
     evidence: Evidence | None = None
     """What its last full probe found, also while it is down. None: never probed with success."""
     run_number: int = 0
-    """The number of its present run: no two runs of any engines of a ledger have the same. A restart begins another one."""
+    """The number of its present run: no two runs of any engines of a ledger have the same. A
+    restart begins another one.
+    """
     down_because: str | None = "not probed yet"
     """Why it is down, None while it is up."""
     down_since: float = 0.0
@@ -146,21 +175,31 @@ class LedgerEngine:
     prompt_bytes: int = 0
     """The sum of the open leases' prompt bytes."""
     of_replicas: tuple[int, int] = (0, 0)
-    """The part of `requests` and of `prompt_bytes` that is an estimate of other replicas' leases; 0 in a `Ledger`."""
+    """The part of `requests` and of `prompt_bytes` that is an estimate of other replicas' leases; 0
+    in a `Ledger`.
+    """
     shared: int = 0
-    """The part that other workers of this proxy have leased, both as one number: see `SIZE_BITS`."""
+    """The part that other workers of this proxy have leased, both as one number: see
+    `SIZE_BITS`.
+    """
     slot: int = 0
-    """Where this worker's leases are in the memory of all workers, see `scheduling.worker_ledger`."""
+    """Where this worker's leases are in the memory of all workers, see
+    `scheduling.worker_ledger`.
+    """
     window: float | None = None
     """How many requests it should have at once, None for any number. Written by `app.capacity`."""
     failures: int = 0
     """Failed legs since the last good one."""
     open_until: float = 0.0
-    """When its breaker's cooldown ends, in monotonic seconds; 0 while the breaker is closed, and in a slow start."""
+    """When its breaker's cooldown ends, in monotonic seconds; 0 while the breaker is closed, and in
+    a slow start.
+    """
     excluded_because: str | None = None
     """Why its breaker was opened, None if for failures in a row."""
     trial_places: int = 0
-    """How many requests it may have behind the cooldown: 1 until one was good, more in a slow start; 0: any number."""
+    """How many requests it may have behind the cooldown: 1 until one was good, more in a slow
+    start; 0: any number.
+    """
     trials: int = 0
     """Open leases of these."""
     trial_number: int = 0
@@ -172,11 +211,15 @@ class LedgerEngine:
     asleep: str | None = None
     """How it sleeps, as it reports itself; None: it is awake."""
     draining: str | None = None
-    """Why it gets no more requests although it serves those that it has; None: it is not being drained."""
+    """Why it gets no more requests although it serves those that it has; None: it is not being
+    drained.
+    """
     kv_not_ready: str | None = None
     """Why it can't take part in KV transfer yet, None if it can."""
     kv_mode: str | None = None
-    """The direction of its transfers in its connector's own words, None if that connector has only one."""
+    """The direction of its transfers in its connector's own words, None if that connector has only
+    one.
+    """
     kv_tp_size: int | None = None
     """The tensor-parallel size that it reports, None if its connector reports none."""
     ejected: set[str] = field(default_factory=set)
@@ -201,8 +244,15 @@ class LedgerEngine:
 
     @property
     def available(self) -> bool:
-        """Whether the engine may get requests at all: it is up and awake, does not stand still, and is not being drained."""
-        in_use = self.down_because is None and self.stalled is None and self.asleep is None and self.draining is None
+        """Whether the engine may get requests at all: it is up and awake, does not stand still, and
+        is not being drained.
+        """
+        in_use = (
+            self.down_because is None
+            and self.stalled is None
+            and self.asleep is None
+            and self.draining is None
+        )
         return in_use and self.evidence is not None
 
     @property
@@ -225,11 +275,15 @@ class LedgerEngine:
         return self.available and now >= self.open_until
 
     def takes(self, now: float) -> bool:
-        """Return whether a request should be sent to the engine: it is in use, and its breaker leaves it a place."""
+        """Return whether a request should be sent to the engine: it is in use, and its breaker
+        leaves it a place.
+        """
         return self.usable(now) and (not self.trial_places or self.trials < self.trial_places)
 
     def half_open(self, now: float) -> bool:
-        """Return whether its cooldown is over, and no request has shown yet that it serves again."""
+        """Return whether its cooldown is over, and no request has shown yet that it serves
+        again.
+        """
         return self.trial_places == 1 and now >= self.open_until
 
     @property
@@ -240,7 +294,9 @@ class LedgerEngine:
 
     @property
     def elsewhere(self) -> tuple[int, int]:
-        """Open leases of other processes, and their prompt bytes: other workers', and estimates of replicas'."""
+        """Open leases of other processes, and their prompt bytes: other workers', and estimates of
+        replicas'.
+        """
         (requests, size), (of_replicas, their_size) = self.of_workers, self.of_replicas
         return requests + of_replicas, size + their_size
 
@@ -274,7 +330,9 @@ class LedgerEngine:
 
 
 def in_common(engines: Iterable[LedgerEngine]) -> tuple[int | None, frozenset[str], int]:
-    """Return what all engines' evidence says: the smallest KV block, all adapters, the longest template. See `Ledger`."""
+    """Return what all engines' evidence says: the smallest KV block, all adapters, the longest
+    template. See `Ledger`.
+    """
     known = [engine.evidence for engine in engines if engine.evidence is not None]
     block_size = min((one.block_size for one in known if one.block_size), default=None)
     adapters = frozenset[str]().union(*(one.adapters for one in known))

@@ -1,10 +1,12 @@
 """Engines that fail much more often than their peers, or are much slower. Pure: time is passed in.
 
-The breaker sees failures in a row. An engine that fails every second request, or one whose clocks are throttled, has none.
+The breaker sees failures in a row. An engine that fails every second request, or one whose clocks
+are throttled, has none.
 
-Like is compared with like. A step takes the longer the more streams are in it, so that an engine whose peer waits for KV most of
-the time has larger batches, and is no slower for that: each leg counts with the size of its batch. The time that KV takes counts
-by pairs, and is an engine's own if it takes long with each of its partners.
+Like is compared with like. A step takes the longer the more streams are in it, so that an engine
+whose peer waits for KV most of the time has larger batches, and is no slower for that: each leg
+counts with the size of its batch. The time that KV takes counts by pairs, and is an engine's own if
+it takes long with each of its partners.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ GOOD_AFTER = 10
 
 
 class OutlierLimits(Protocol):
-    """What an outlier is, and how many may be left out. It is read whenever engines are judged: it may change."""
+    """What an outlier is, and how many may be left out. It is read whenever engines are judged: it
+    may change.
+    """
 
     @property
     def error_share(self) -> float:
@@ -50,7 +54,9 @@ class OutlierLimits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """An engine that is to be left out for some seconds. `reason`: "errors" or "latency"; `why`: in words."""
+    """An engine that is to be left out for some seconds. `reason`: "errors" or "latency"; `why`: in
+    words.
+    """
 
     url: str
     reason: str
@@ -59,9 +65,11 @@ class Exclusion:
 
 
 class _Key(NamedTuple):
-    """What is counted apart: an engine, what it did, and how much it had to do beside it, as a number of bits.
+    """What is counted apart: an engine, what it did, and how much it had to do beside it, as a
+    number of bits.
 
-    `partner`: the prefill engine whose KV a decode engine waited for; "" where the times are of its own work.
+    `partner`: the prefill engine whose KV a decode engine waited for; "" where the times are of its
+    own work.
     """
 
     url: str
@@ -71,7 +79,8 @@ class _Key(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What another worker has counted of an engine, in the time that is looked at. `role`: the value of what the engine did.
+    """What another worker has counted of an engine, in the time that is looked at. `role`: the
+    value of what the engine did.
 
     `bits`, `partner`: as of `_Key`; `beside`: as of `_Counts`.
     """
@@ -90,7 +99,9 @@ class Counted(NamedTuple):
 
 @dataclass(slots=True)
 class _Counts:
-    """Of legs: `timed` of them took so long for a unit of work each, and in all. `beside`: the sum of their batches' sizes."""
+    """Of legs: `timed` of them took so long for a unit of work each, and in all. `beside`: the sum
+    of their batches' sizes.
+    """
 
     good: int = 0
     failed: int = 0
@@ -157,12 +168,14 @@ class Outliers:
     ) -> None:
         """Count a leg that ended well, or failed. `role`: what the engine did for it.
 
-        `beside`: how many requests it worked on at the same time, this one included. A step of a batch takes the longer the more
-        are in it: only legs of batches of about the same size are compared.
+        `beside`: how many requests it worked on at the same time, this one included. A step of a
+        batch takes the longer the more are in it: only legs of batches of about the same size are
+        compared.
 
-        `pace`: its seconds per unit of work (a prompt byte, an event), None if it is not to be compared. `seconds`: of all its
-        work, None if its length says nothing: an engine is slower only if it took longer, too, for an engine that gets the
-        short prompts takes more time per byte.
+        `pace`: its seconds per unit of work (a prompt byte, an event), None if it is not to be
+        compared. `seconds`: of all its work, None if its length says nothing: an engine is slower
+        only if it took longer, too, for an engine that gets the short prompts takes more time per
+        byte.
         """
         counts = self._counts(_Key(url, role, beside.bit_length()), now)
         if failed:
@@ -176,7 +189,9 @@ class Outliers:
             counts.seconds += pace if seconds is None else seconds
 
     def loaded(self, prefill: str, decode: str, now: float, seconds: float) -> None:
-        """Count the time in which a decode engine got a prompt's KV from a prefill engine, and made its first token."""
+        """Count the time in which a decode engine got a prompt's KV from a prefill engine, and made
+        its first token.
+        """
         counts = self._counts(_Key(decode, Role.DECODE, 0, prefill), now)
         counts.timed += 1
         counts.seconds += seconds
@@ -216,22 +231,29 @@ class Outliers:
         ]
 
     def left_out(self, url: str) -> tuple[float, int] | None:
-        """Return until when an engine is left out, or was at last, and how often it was; None: never."""
+        """Return until when an engine is left out, or was at last, and how often it was; None:
+        never.
+        """
         return (self._until[url], self._times[url]) if url in self._until else None
 
     def follow(self, url: str, until: float, times: int) -> None:
-        """Note that another worker has found an engine to be an outlier: what was counted before counts no more."""
+        """Note that another worker has found an engine to be an outlier: what was counted before
+        counts no more.
+        """
         if self._until.get(url) != until:
             self._until[url], self._times[url] = until, times
             self._drop(url)
 
     def judge(
-        self, now: float, groups: Iterable[Sequence[str]], elsewhere: Sequence[Sequence[Counted]] = ()
+        self,
+        now: float,
+        groups: Iterable[Sequence[str]],
+        elsewhere: Sequence[Sequence[Counted]] = (),
     ) -> list[Exclusion]:
         """Return the engines that are to be left out from now on.
 
-        `groups`: the URLs of the engines of each role that could get requests, those that are left out now included.
-        `elsewhere`: what each other worker has counted.
+        `groups`: the URLs of the engines of each role that could get requests, those that are left
+        out now included. `elsewhere`: what each other worker has counted.
         """
         for one in (one for worker in elsewhere for one in worker):
             counts = _Counts(one.good, one.failed, one.timed, one.pace, one.seconds, one.beside)
@@ -247,7 +269,9 @@ class Outliers:
         for urls in groups:
             places = max(1, int(self.limits.max_share * len(urls))) if len(urls) > 1 else 0
             places -= sum(self._until.get(url, 0.0) > now for url in urls)
-            for url, reason, why in self._outliers(now, [url for url in urls if self._until.get(url, 0.0) <= now]):
+            for url, reason, why in self._outliers(
+                now, [url for url in urls if self._until.get(url, 0.0) <= now]
+            ):
                 if places <= 0:
                     break
                 places -= 1
@@ -276,10 +300,13 @@ class Outliers:
             else:
                 if (times := self._waits_longer(url, others, waits)) is not None:
                     what = (
-                        f"KV takes {times:.1f} times as long with it as with its peers, whichever the other engine is"
+                        f"KV takes {times:.1f} times as long with it as with its peers, "
+                        f"whichever the other engine is"
                     )
                     worst.append((-1.0 / times, url, "latency", what))
-        return [(url, reason, why) for _, url, reason, why in sorted(worst, key=lambda one: -one[0])]
+        return [
+            (url, reason, why) for _, url, reason, why in sorted(worst, key=lambda one: -one[0])
+        ]
 
     def _error_share(self, url: str, totals: Mapping[str, _Counts]) -> float | None:
         own = totals[url]
@@ -292,7 +319,8 @@ class Outliers:
             for other, one in totals.items()
             if other != url and one.failed + one.good >= self.limits.min_requests
         ]
-        # If its peers fail, too, the cause is none of it: a bad model, a bad client, our own network.
+        # If its peers fail, too, the cause is none of it: a bad model, a bad client, our own
+        # network.
         return share if 2 * median(others or [0.0]) <= share else None
 
     def _all(self, now: float) -> dict[_Key, _Counts]:
@@ -306,11 +334,14 @@ class Outliers:
             found.setdefault(key, _Counts()).add(counts)
         return found
 
-    def _slower(self, url: str, others: Sequence[str], role: Role, counted: Mapping[_Key, _Counts]) -> float | None:
-        """Return how many times as slow as its peers an engine is, for batches of its sizes; None: not too slow.
+    def _slower(
+        self, url: str, others: Sequence[str], role: Role, counted: Mapping[_Key, _Counts]
+    ) -> float | None:
+        """Return how many times as slow as its peers an engine is, for batches of its sizes; None:
+        not too slow.
 
-        What a peer would take at most for a batch of another size follows from its own: a step of a larger one takes as long at
-        least, and one of twice as many requests twice as long at most.
+        What a peer would take at most for a batch of another size follows from its own: a step of a
+        larger one takes as long at least, and one of twice as many requests twice as long at most.
         """
         enough = max(1, self.limits.min_requests)
         mine: list[_Counts] = []
@@ -331,18 +362,23 @@ class Outliers:
             seconds += counts.timed * median(taken for _, taken in bounds)
         own, taken = sum(counts.pace for counts in mine), sum(counts.seconds for counts in mine)
         limit = self.limits.slower_than
-        return own / usual if usual > 0 and own > limit * usual and taken > limit * seconds else None
+        return (
+            own / usual if usual > 0 and own > limit * usual and taken > limit * seconds else None
+        )
 
     def _waits_longer(
         self, url: str, others: Sequence[str], waits: Mapping[str, Mapping[str, _Counts]]
     ) -> float | None:
-        """Return how many times as long as with its peers KV takes with an engine; None: not too long, or not with each partner.
+        """Return how many times as long as with its peers KV takes with an engine; None: not too
+        long, or not with each partner.
 
         With one partner alone it is the link between the two, or the partner.
         """
         enough, limit = max(1, self.limits.min_requests), self.limits.slower_than
         means = {
-            one: mean for one in (url, *others) if (mean := _mean(waits.get(one, {}).values(), enough)) is not None
+            one: mean
+            for one in (url, *others)
+            if (mean := _mean(waits.get(one, {}).values(), enough)) is not None
         }
         own = means.pop(url, None)
         if own is None or not means:

@@ -1,7 +1,7 @@
 """How long answers are: running means, since nobody knows before. Pure.
 
-Prompts of a size often ask for answers of a size, such as summaries and chats. So each class of prompts, by powers of 2, has a
-mean of its own, once enough of its answers have ended.
+Prompts of a size often ask for answers of a size, such as summaries and chats. So each class of
+prompts, by powers of 2, has a mean of its own, once enough of its answers have ended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ _FIRST = 200.0
 _MANY = 50
 """Answers from which the newest counts by `_GAIN`, and no more as one of all."""
 CLASSES = 32
-"""Classes of prompts: those with at most so many bits in their number of tokens, the longest in the last one."""
+"""Classes of prompts: those with at most so many bits in their number of tokens, the longest in the
+last one.
+"""
 _ENOUGH = 8
 _LIMIT, _CHAT_LIMITS = ("max_tokens",), ("max_completion_tokens", "max_tokens")
-"""The fields with an answer's limit, the one that counts first: a completion has one, as in vLLM."""
+"""The fields with an answer's limit, the one that counts first: a completion has one, as in
+vLLM.
+"""
 _limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 
 
 def limit_of(parsed: Parsed | None) -> int | None:
-    """Return the most tokens that a request asks for, None if only an engine knows, or it says what is no number."""
+    """Return the most tokens that a request asks for, None if only an engine knows, or it says what
+    is no number.
+    """
     if parsed is None:
         return None
     for name in _LIMIT if parsed.route is _COMPLETIONS else _CHAT_LIMITS:
@@ -41,7 +47,11 @@ def limit_of(parsed: Parsed | None) -> int | None:
                 return lenient_integer(raw)
             if limit is not None:
                 return limit
-    return COMPLETION_TOKENS if parsed.route is _COMPLETIONS and "max_tokens" not in parsed.fields else None
+    return (
+        COMPLETION_TOKENS
+        if parsed.route is _COMPLETIONS and "max_tokens" not in parsed.fields
+        else None
+    )
 
 
 class Outputs:
@@ -68,7 +78,9 @@ class Outputs:
         self._means[size] = mean + (_GAIN if count >= _MANY else 1.0 / count) * (tokens - mean)
 
     def add_many(self, answers: Sequence[float]) -> None:
-        """Note answers. `answers`: of each class of prompts, how many there were, and their tokens."""
+        """Note answers. `answers`: of each class of prompts, how many there were, and their
+        tokens.
+        """
         counts, tokens = answers[::2], answers[1::2]
         if not (new := int(sum(counts))):
             return

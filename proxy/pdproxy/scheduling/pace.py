@@ -1,15 +1,23 @@
-"""How long an engine may be silent while it works: learned from the silences that it came back from. Pure: time is passed in."""
+"""How long an engine may be silent while it works: learned from the silences that it came back
+from. Pure: time is passed in.
+"""
 
 from __future__ import annotations
 
 LARGE = 64 << 10
-"""Prompt bytes from which on a prefill's time says something about its length: smaller prompts mostly wait in the queue."""
+"""Prompt bytes from which on a prefill's time says something about its length: smaller prompts
+mostly wait in the queue.
+"""
 MARGIN = 4.0
 """So many times as long as before: a batch may be fuller, and a graph may be compiled again."""
 FALSE_MARGIN = 2.0
-"""The same behind a silence that was taken for a standstill, and ended by itself soon: it may have been one, too."""
+"""The same behind a silence that was taken for a standstill, and ended by itself soon: it may have
+been one, too.
+"""
 REMEMBERED = 300.0
-"""Seconds for which a silence counts at least, and at most twice as long: one bad minute must not hide a stall for ever."""
+"""Seconds for which a silence counts at least, and at most twice as long: one bad minute must not
+hide a stall for ever.
+"""
 
 
 class Pace:
@@ -36,7 +44,9 @@ class Pace:
         self._longest = max(self._longest, silence)
 
     def shown(self, now: float) -> tuple[int, float]:
-        """Return the longest silence of the present time, for other workers, and the number of that time."""
+        """Return the longest silence of the present time, for other workers, and the number of that
+        time.
+        """
         self._turn(now)
         return self._window, self._longest
 
@@ -49,7 +59,9 @@ class Pace:
             self._longest = max(self._longest, silence)
 
     def was_judged(self, silence: float, now: float) -> None:
-        """The engine was taken for one that stands still, and has shown a sign soon after, behind so many seconds of silence."""
+        """The engine was taken for one that stands still, and has shown a sign soon after, behind
+        so many seconds of silence.
+        """
         self.came_back(silence * FALSE_MARGIN / MARGIN, now)
 
     def prefilled(self, prompt_bytes: int, seconds: float) -> None:
@@ -60,7 +72,8 @@ class Pace:
             self._per_byte = pace if not self._per_byte else 0.75 * self._per_byte + 0.25 * pace
 
     def allowed(self, stalled_after: float, most: float, prompt_bytes: int, now: float) -> float:
-        """Return after how many seconds of silence it counts as standing still: `most` at most, where that is not less.
+        """Return after how many seconds of silence it counts as standing still: `most` at most,
+        where that is not less.
 
         `prompt_bytes`: of the longest prompt that it prefills now.
         """

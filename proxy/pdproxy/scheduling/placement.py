@@ -1,8 +1,10 @@
-"""What a placement is: it decides for a request whether one engine serves it whole, or which two share the work.
+"""What a placement is: it decides for a request whether one engine serves it whole, or which two
+share the work.
 
-Without one, a pool splits every prompt that can be split, and the policies of the roles rank the engines. A placement decides
-both at once. The ledger decides which engines may take part, leases what was chosen, and reports what became of it. All methods
-are called in the event loop and must return at once.
+Without one, a pool splits every prompt that can be split, and the policies of the roles rank the
+engines. A placement decides both at once. The ledger decides which engines may take part, leases
+what was chosen, and reports what became of it. All methods are called in the event loop and must
+return at once.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from pdproxy.scheduling.slo import Slo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The engines that may serve a request: up, serving its model, not excluded, and none whose breaker is open if others exist.
+    """The engines that may serve a request: up, serving its model, not excluded, and none whose
+    breaker is open if others exist.
 
-    `whole`: those that may serve it whole. `prefill` and `decode`: those that may share the work, none of them full; both empty
-    where the prompt must not be split. `compatible(prefill, decode)`: whether these two may. The same object comes again until
-    an engine changed, so a placement can keep what it computes for one.
+    `whole`: those that may serve it whole. `prefill` and `decode`: those that may share the work,
+    none of them full; both empty where the prompt must not be split. `compatible(prefill, decode)`:
+    whether these two may. The same object comes again until an engine changed, so a placement can
+    keep what it computes for one.
     """
 
     whole: tuple[LedgerEngine, ...]
@@ -35,7 +39,9 @@ class Candidates:
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A decision: one engine, or a prefill and a decode engine. `reason` is one of a few words, `values` what it was based on."""
+    """A decision: one engine, or a prefill and a decode engine. `reason` is one of a few words,
+    `values` what it was based on.
+    """
 
     engines: tuple[LedgerEngine] | tuple[LedgerEngine, LedgerEngine]
     reason: str
@@ -46,9 +52,10 @@ class Placed(msgspec.Struct, frozen=True):
 class PlacementState:
     """How well a placement predicts, and what it has decided for longer than a request.
 
-    `errors`: by `ttft` and `tpot`: the mean of (measured - predicted) / predicted lately, and of its size. `corrections`: by an
-    engine's URL and `prefill` or `step`: what its predicted times are multiplied by. `kept`: engines that are kept for prefill.
-    `shared_age`: how long before it was read another worker had made the last change of a load, in seconds; None: there are none.
+    `errors`: by `ttft` and `tpot`: the mean of (measured - predicted) / predicted lately, and of
+    its size. `corrections`: by an engine's URL and `prefill` or `step`: what its predicted times
+    are multiplied by. `kept`: engines that are kept for prefill. `shared_age`: how long before it
+    was read another worker had made the last change of a load, in seconds; None: there are none.
     """
 
     errors: Mapping[str, tuple[float, float]]
@@ -62,18 +69,26 @@ class Placement(ABC):
 
     @abstractmethod
     def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
-        """Return the engines for a request. None: none of the candidates, although there are some; the request is refused."""
+        """Return the engines for a request. None: none of the candidates, although there are some;
+        the request is refused.
+        """
 
     def opened(self, lease: Lease, ask: Ask) -> None:
-        """A lease was opened, whether this placement chose the engine or not. `lease.role` is what the engine does."""
+        """A lease was opened, whether this placement chose the engine or not. `lease.role` is what
+        the engine does.
+        """
         return
 
     def began(self, lease: Lease, now: float) -> None:
-        """The engine of a lease has made its first token for the client, at `now`. Not reported of prefill leases: they end."""
+        """The engine of a lease has made its first token for the client, at `now`. Not reported of
+        prefill leases: they end.
+        """
         return
 
     def closed(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None) -> None:
-        """A lease was closed. `tokens`: how many the client got from this engine, None where unknown."""
+        """A lease was closed. `tokens`: how many the client got from this engine, None where
+        unknown.
+        """
         return
 
     def engines_changed(self, engines: Sequence[LedgerEngine]) -> None:
@@ -81,7 +96,9 @@ class Placement(ABC):
         return
 
     def configure(self, slo: Slo, *, refuses: bool) -> None:
-        """Have another objective for the pool. `refuses`: whether a request is refused that can't be served within it."""
+        """Have another objective for the pool. `refuses`: whether a request is refused that can't
+        be served within it.
+        """
         return
 
     def use_replicas(self, replicas: int) -> None:
@@ -89,7 +106,9 @@ class Placement(ABC):
         return
 
     def status(self) -> str | None:
-        """Return what an operator should know, such as that nothing was measured yet; None: nothing."""
+        """Return what an operator should know, such as that nothing was measured yet; None:
+        nothing.
+        """
         return None
 
     def state(self) -> PlacementState | None:

@@ -1,4 +1,6 @@
-"""The placements by their names in the settings. A new one is a module beside this one, and an entry in `PLACEMENTS`."""
+"""The placements by their names in the settings. A new one is a module beside this one, and an
+entry in `PLACEMENTS`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from pdproxy.scheduling.slo import NO_SLO, Slo
 
 AUTO = "auto"
 SPLIT = "split"
-"""`pools[].policy.placement`: no placement. A prompt is split if it can be, and the policies of the roles choose."""
+"""`pools[].policy.placement`: no placement. A prompt is split if it can be, and the policies of the
+roles choose.
+"""
 
 
 def _no_hardware(_url: str) -> Hardware | None:
@@ -26,12 +30,15 @@ def _no_hardware(_url: str) -> Hardware | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementContext:
-    """What a placement is made of. `slo`: the pool's objective; a request's own (`Ask.slo`) overrides its bounds.
+    """What a placement is made of. `slo`: the pool's objective; a request's own (`Ask.slo`)
+    overrides its bounds.
 
-    `refuse_late`: whether a request is refused that no engine can serve within its objective. `hardware(url)`: how long an
-    engine's work takes by its profile, None where it has none. `chunk(url)`: the most tokens of a step of that engine, by its
-    profile, None as before. `cached`, `chance`: as in `PolicyContext`. `replicas`: how many proxies the engines have, None if
-    this is the only one. `workers`: what this one of several workers shares with the others, None where there are none.
+    `refuse_late`: whether a request is refused that no engine can serve within its objective.
+    `hardware(url)`: how long an engine's work takes by its profile, None where it has none.
+    `chunk(url)`: the most tokens of a step of that engine, by its profile, None as before.
+    `cached`, `chance`: as in `PolicyContext`. `replicas`: how many proxies the engines have, None
+    if this is the only one. `workers`: what this one of several workers shares with the others,
+    None where there are none.
     """
 
     slo: Slo = NO_SLO

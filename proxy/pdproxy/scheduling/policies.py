@@ -1,6 +1,8 @@
-"""The policies by their names in the settings. A new one is a module beside `least_load`, and an entry in `_OWN`.
+"""The policies by their names in the settings. A new one is a module beside `least_load`, and an
+entry in `_OWN`.
 
-Other packages bring policies, too: by entry points of the group `pdproxy.policies` (docs/guide/plugins.md).
+Other packages bring policies, too: by entry points of the group `pdproxy.policies`
+(docs/guide/plugins.md).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def _of_others() -> dict[str, PolicyFactory]:
     found: dict[str, PolicyFactory] = {}
     for name, factory in plugins("pdproxy.policies", _OWN).items():
         if not callable(factory):
-            raise PluginError(f"the plugin {name!r} of pdproxy.policies is no function that makes a policy")
+            raise PluginError(
+                f"the plugin {name!r} of pdproxy.policies is no function that makes a policy"
+            )
         found[name] = factory
     return found
 
@@ -53,7 +57,9 @@ POLICIES: Mapping[str, PolicyFactory] = MappingProxyType({**_OWN, **_of_others()
 
 
 ASK_THE_INDEX = frozenset({"prefix"})
-"""Those that ask what engines have in their caches. Nothing is known of that where none of them is chosen."""
+"""Those that ask what engines have in their caches. Nothing is known of that where none of them is
+chosen.
+"""
 
 
 def names() -> tuple[str, ...]:
@@ -62,7 +68,9 @@ def names() -> tuple[str, ...]:
 
 
 class Policies:
-    """The policies in use. `by_role`: one for each role; `by_uses`: those that rank engines with these uses."""
+    """The policies in use. `by_role`: one for each role; `by_uses`: those that rank engines with
+    these uses.
+    """
 
     def __init__(self, chance: Callable[[], float], cached: Cached | None) -> None:
         self._chance = chance
@@ -77,7 +85,9 @@ class Policies:
         """
         self.by_role.update(make_policies(factories, self._chance, self._cached))
         for uses in ALL_USES:
-            self.by_uses[uses] = tuple(policy for role, policy in self.by_role.items() if role in uses)
+            self.by_uses[uses] = tuple(
+                policy for role, policy in self.by_role.items() if role in uses
+            )
         return any(one.needs_details for one in self.by_role.values())
 
 
@@ -88,10 +98,12 @@ def make_policies(
 ) -> dict[Role, Policy]:
     """Return a policy of its own for each role that an engine can have for a request.
 
-    Without a factory: `LeastLoad`; for aggregated engines that of decode. `chance` and `cached`: see `PolicyContext`.
+    Without a factory: `LeastLoad`; for aggregated engines that of decode. `chance` and `cached`:
+    see `PolicyContext`.
     """
     decode = factories.get(Role.DECODE, least_load)
     defaults = {Role.PREFILL: least_load, Role.DECODE: least_load, Role.AGGREGATED: decode}
     return {
-        role: factories.get(role, default)(PolicyContext(role, chance, cached)) for role, default in defaults.items()
+        role: factories.get(role, default)(PolicyContext(role, chance, cached))
+        for role, default in defaults.items()
     }

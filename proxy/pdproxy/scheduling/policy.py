@@ -1,7 +1,7 @@
 """What a scheduling policy is: it ranks the engines that may serve a request.
 
-The ledger decides which engines may serve it, and does all the bookkeeping. A policy belongs to one role. All its methods are
-called in the event loop and must return at once.
+The ledger decides which engines may serve it, and does all the bookkeeping. A policy belongs to one
+role. All its methods are called in the event loop and must return at once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from pdproxy.wire.request import Parsed
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a request asks of the scheduler. Made for each choice, and not kept: `parsed` holds the whole request.
+    """What a request asks of the scheduler. Made for each choice, and not kept: `parsed` holds the
+    whole request.
 
-    `model`: None matches every engine. `prompt_bytes`: the prompt's size, as prefill load. `now`: monotonic seconds.
-    `ids`: the prompt's token ids, None while unknown. `parsed`: the request, None where it is not parsed. `tokens`: the prompt's
-    tokens, None while unknown. `keys`: what an index of prefixes knows the prompt by, empty where there is none. `session`: what
-    the requests of one conversation have in common, None where it is unknown or no policy needs it. `slo`: the bounds that the
-    request's client has named itself, None if it has named none.
-    `beginning`: the prompt as the proxy's own index knows it, with what that has found; None where nothing asks the index.
-    `spares_decode`: no engine of role decode may serve it whole.
+    `model`: None matches every engine. `prompt_bytes`: the prompt's size, as prefill load. `now`:
+    monotonic seconds. `ids`: the prompt's token ids, None while unknown. `parsed`: the request,
+    None where it is not parsed. `tokens`: the prompt's tokens, None while unknown. `keys`: what an
+    index of prefixes knows the prompt by, empty where there is none. `session`: what the requests
+    of one conversation have in common, None where it is unknown or no policy needs it. `slo`: the
+    bounds that the request's client has named itself, None if it has named none.
+    `beginning`: the prompt as the proxy's own index knows it, with what that has found; None where
+    nothing asks the index. `spares_decode`: no engine of role decode may serve it whole.
     """
 
     model: str | None
@@ -56,21 +58,27 @@ class Policy(ABC):
     """
 
     needs_details = False
-    """Whether it reads `Ask.tokens`, `keys`, `session` or `slo`: they are filled in only for those that do."""
+    """Whether it reads `Ask.tokens`, `keys`, `session` or `slo`: they are filled in only for those
+    that do.
+    """
 
     @abstractmethod
     def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """Return `engines`, two or more, with the best for this request first."""
 
     def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
-        """Return a function whose result is what `rank` would put first among `engines`, two or more.
+        """Return a function whose result is what `rank` would put first among `engines`, two or
+        more.
 
-        It serves most requests, and is in use until `engines_changed`: a policy can prepare what makes it fast.
+        It serves most requests, and is in use until `engines_changed`: a policy can prepare what
+        makes it fast.
         """
         return lambda ask: self.rank(ask, engines)[0]
 
     def engines_changed(self) -> None:
-        """An engine came up, went down or changed. No function that `best_of` returned before is called again."""
+        """An engine came up, went down or changed. No function that `best_of` returned before is
+        called again.
+        """
         return
 
     def forget(self, engine: LedgerEngine) -> None:
@@ -90,12 +98,16 @@ class Policy(ABC):
         return
 
     def status(self) -> str | None:
-        """Return what an operator should know, such as that the policy lacks what it ranks by; None: nothing."""
+        """Return what an operator should know, such as that the policy lacks what it ranks by;
+        None: nothing.
+        """
         return None
 
 
 Cached = Callable[[Ask], Mapping[str, int]]
-"""Returns how many tokens of a request's prompt engines should have in their caches, by URL; those without may be left out."""
+"""Returns how many tokens of a request's prompt engines should have in their caches, by URL; those
+without may be left out.
+"""
 
 
 def no_chance() -> float:
@@ -109,7 +121,8 @@ def no_chance() -> float:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy is made of. `role`: whose engines it ranks. `chance`: returns a number from 0 to 1, without 1.
+    """What a policy is made of. `role`: whose engines it ranks. `chance`: returns a number from 0
+    to 1, without 1.
 
     `cached`: the index of prefixes, None where there is none.
     """

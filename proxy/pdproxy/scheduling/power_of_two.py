@@ -1,7 +1,8 @@
 """The policy `power_of_two`: of two engines that chance draws, the one with less load.
 
-It spreads almost as well as `least_load` where loads are known exactly. Its use is where they are not: several proxies in front
-of the same engines each see only their own requests, and would all choose the same least loaded engine.
+It spreads almost as well as `least_load` where loads are known exactly. Its use is where they are
+not: several proxies in front of the same engines each see only their own requests, and would all
+choose the same least loaded engine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pdproxy.scheduling.random_choice import shuffled
 
 
 class PowerOfTwo(Policy):
-    """The load is what `least_load` compares in this role. Of two engines with the same load the first drawn is taken."""
+    """The load is what `least_load` compares in this role. Of two engines with the same load the
+    first drawn is taken.
+    """
 
     def __init__(self, role: Role, chance: Callable[[], float]) -> None:
         self._measure = measure_of(role)

@@ -1,12 +1,14 @@
-"""The policy `prefix`: the engine that has most of the prompt in its cache, weighed against its load.
+"""The policy `prefix`: the engine that has most of the prompt in its cache, weighed against its
+load.
 
-An engine's score is `matched / prompt - (requests - mean) / max(1, mean)`: the part of the prompt that need not be computed, less
-its requests beyond the mean of all engines, in units of that mean. It is the score `loadaware` of vLLM's production-stack. It has
-no weight to set: a prompt that is cached as a whole outweighs twice the mean load and no more, so a prefix that everybody uses
-spreads over as many engines as its load needs, and each of them then has it. Below a mean of one request, one request more
-counts as much as the whole prompt: an idle engine is not left idle. Requests are counted in both roles: prompt bytes, by which
-`least_load` chooses prefill engines, differ between prompts by orders of magnitude, and one long prompt would outweigh every
-match.
+An engine's score is `matched / prompt - (requests - mean) / max(1, mean)`: the part of the prompt
+that need not be computed, less its requests beyond the mean of all engines, in units of that mean.
+It is the score `loadaware` of vLLM's production-stack. It has no weight to set: a prompt that is
+cached as a whole outweighs twice the mean load and no more, so a prefix that everybody uses spreads
+over as many engines as its load needs, and each of them then has it. Below a mean of one request,
+one request more counts as much as the whole prompt: an idle engine is not left idle. Requests are
+counted in both roles: prompt bytes, by which `least_load` chooses prefill engines, differ between
+prompts by orders of magnitude, and one long prompt would outweigh every match.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pdproxy.scheduling.policy import Ask, Best, Cached, Policy
 
 
 class Prefix(Policy):
-    """`cached`: the index of prefixes; None: there is none. Prompts that no engine has a part of go by `least_load`."""
+    """`cached`: the index of prefixes; None: there is none. Prompts that no engine has a part of go
+    by `least_load`.
+    """
 
     needs_details = True
 
@@ -40,10 +44,15 @@ class Prefix(Policy):
             return ranked
         mean = sum([engine.requests for engine in ranked]) / len(ranked)
         unit = max(1.0, mean)
-        return sorted(ranked, key=lambda n: (n.requests - mean) / unit - min(matched.get(n.url, 0), prompt) / prompt)
+        return sorted(
+            ranked,
+            key=lambda n: (n.requests - mean) / unit - min(matched.get(n.url, 0), prompt) / prompt,
+        )
 
     def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
-        """See `Policy`. Only engines that have a part of the prompt, and one with the fewest requests, can be the best."""
+        """See `Policy`. Only engines that have a part of the prompt, and one with the fewest
+        requests, can be the best.
+        """
         cached, least_loaded, count = self._cached, self._least_load.best_of(engines), len(engines)
         places = {engine.url: engine for engine in engines}
 
@@ -56,7 +65,11 @@ class Prefix(Policy):
             mean, fewest = sum(requests) / count, min(requests)
             self._turn += 1
             turn = self._turn % count
-            at = requests.index(fewest, turn) if fewest in requests[turn:] else requests.index(fewest)
+            at = (
+                requests.index(fewest, turn)
+                if fewest in requests[turn:]
+                else requests.index(fewest)
+            )
             best, unit = engines[at], max(1.0, mean)
             score = (fewest - mean) / unit
             for url, tokens in matched.items():
@@ -90,7 +103,10 @@ class Prefix(Policy):
         """See `Policy`."""
         if self._cached is not None:
             return None
-        return "policy prefix: nothing is known of the engines' caches, so it chooses as least_load does"
+        return (
+            "policy prefix: nothing is known of the engines' caches, so it chooses as least_load "
+            "does"
+        )
 
 
 def _tokens(ask: Ask) -> int | None:

@@ -1,10 +1,13 @@
-"""Several proxies in front of the same engines, without a store: how much of an engine's load is that of other replicas. Pure.
+"""Several proxies in front of the same engines, without a store: how much of an engine's load is
+that of other replicas. Pure.
 
-A replica knows its own leases exactly. What the others have is estimated from two facts: there are `replicas` of them, which get
-like shares of the requests, and now and then an engine reports how many requests it has. At that moment the report is the load.
-From then on, each of our leases that begins or ends stands for as many as there are replicas: they see the same reports, and
-send the same requests. Without a report our own load stands for that of all. vLLM's own balancer is the model, which multiplies
-an API server's load by the number of these (`DPLBAsyncMPClient` in `v1/engine/core_client.py`).
+A replica knows its own leases exactly. What the others have is estimated from two facts: there are
+`replicas` of them, which get like shares of the requests, and now and then an engine reports how
+many requests it has. At that moment the report is the load. From then on, each of our leases that
+begins or ends stands for as many as there are replicas: they see the same reports, and send the
+same requests. Without a report our own load stands for that of all. vLLM's own balancer is the
+model, which multiplies an API server's load by the number of these (`DPLBAsyncMPClient` in
+`v1/engine/core_client.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ _GAIN = 0.02
 
 
 def others(own: int, replicas: int, reported: float | None = None, then: int = 0) -> int:
-    """Return how many requests of an engine came from other replicas. `own`: ours now; `replicas`: 1 or more, with us.
+    """Return how many requests of an engine came from other replicas. `own`: ours now; `replicas`:
+    1 or more, with us.
 
-    `reported`: how many it had at its last report, None if there is none that counts; `then`: ours at that time.
+    `reported`: how many it had at its last report, None if there is none that counts; `then`: ours
+    at that time.
     """
     if reported is None:
         return (replicas - 1) * own
@@ -35,7 +40,9 @@ def others(own: int, replicas: int, reported: float | None = None, then: int = 0
 
 
 class _Report(NamedTuple):
-    """What an engine reported at a time: its requests. `own`: ours then; `run`: the number of the engine's run."""
+    """What an engine reported at a time: its requests. `own`: ours then; `run`: the number of the
+    engine's run.
+    """
 
     requests: float
     own: int
@@ -44,19 +51,28 @@ class _Report(NamedTuple):
 
 
 class ReplicaLedger(Ledger):
-    """A `Ledger` of one of several replicas: an engine's counters hold what the others are estimated to have there, too.
+    """A `Ledger` of one of several replicas: an engine's counters hold what the others are
+    estimated to have there, too.
 
-    `replicas`: how many there are, with this one. `max_age()`: for how many seconds a report counts. An engine that is being
-    drained has our own load alone: nothing chooses it, and its end waits for our leases.
+    `replicas`: how many there are, with this one. `max_age()`: for how many seconds a report
+    counts. An engine that is being drained has our own load alone: nothing chooses it, and its end
+    waits for our leases.
     """
 
     def __init__(
-        self, specs: Iterable[EngineSpec], options: LedgerOptions, *, replicas: int, max_age: Callable[[], float]
+        self,
+        specs: Iterable[EngineSpec],
+        options: LedgerOptions,
+        *,
+        replicas: int,
+        max_age: Callable[[], float],
     ) -> None:
         super().__init__([], options)
         self._begin(specs, replicas, max_age)
 
-    def _begin(self, specs: Iterable[EngineSpec], replicas: int, max_age: Callable[[], float]) -> None:
+    def _begin(
+        self, specs: Iterable[EngineSpec], replicas: int, max_age: Callable[[], float]
+    ) -> None:
         self.replicas = replicas
         """Read only."""
         self._max_age = max_age
@@ -75,7 +91,9 @@ class ReplicaLedger(Ledger):
             self._estimate(engine)
 
     def reported(self, url: str, requests: float | None, now: float) -> None:
-        """Note how many requests an engine has just reported, running ones and those that wait; None: it does not say."""
+        """Note how many requests an engine has just reported, running ones and those that wait;
+        None: it does not say.
+        """
         engine = self._engines.get(url)
         if engine is not None:
             if requests is None:

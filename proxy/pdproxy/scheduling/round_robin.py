@@ -10,10 +10,12 @@ from pdproxy.scheduling.policy import Ask, Best, Policy
 
 
 class RoundRobin(Policy):
-    """The engine whose last turn in this role was longest ago comes first; of those without any, the first one of the settings.
+    """The engine whose last turn in this role was longest ago comes first; of those without any,
+    the first one of the settings.
 
-    A turn is a lease, not a choice: where the engines that two roles would choose can't work together, others get the request.
-    With a counter of choices, some of them might never have a turn.
+    A turn is a lease, not a choice: where the engines that two roles would choose can't work
+    together, others get the request. With a counter of choices, some of them might never have a
+    turn.
     """
 
     def __init__(self, role: Role) -> None:

@@ -1,4 +1,6 @@
-"""Numbers of the engines' runs. An engine that is removed and comes back without a restart is in the run that it was in."""
+"""Numbers of the engines' runs. An engine that is removed and comes back without a restart is in
+the run that it was in.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class RunNumbers:
     def removed(self, engine: LedgerEngine) -> None:
         """Keep the run of an engine that is removed, if the engine has said when it was started."""
         if engine.evidence is None or not engine.evidence.started:
-            return  # if it has answered no probe since it was added, what was kept before still holds
+            # if it has answered no probe since it was added, what was kept before still holds
+            return
         self._removed.pop(engine.url, None)
         self._removed[engine.url] = engine.evidence.started, engine.run_number
         while len(self._removed) > MAX_REMOVED:
@@ -39,6 +42,12 @@ class RunNumbers:
         self._removed.pop(url, None)
 
     def of(self, engine: LedgerEngine, evidence: Evidence) -> int:
-        """Return the number of another run than `engine` was in before, where `evidence` is the first that is known of it."""
+        """Return the number of another run than `engine` was in before, where `evidence` is the
+        first that is known of it.
+        """
         started, number = self._removed.pop(engine.url, (0.0, 0))
-        return number if engine.evidence is None and started and started == evidence.started else self.next()
+        return (
+            number
+            if engine.evidence is None and started and started == evidence.started
+            else self.next()
+        )

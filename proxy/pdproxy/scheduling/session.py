@@ -1,9 +1,11 @@
-"""The policy `session`: the requests of a conversation go to one engine, whose cache has its turns, unless it has too much load.
+"""The policy `session`: the requests of a conversation go to one engine, whose cache has its turns,
+unless it has too much load.
 
-Engines are chosen by rendezvous hashing: each has a score for each session, and the highest one wins. So an engine that is added
-takes over just those sessions for which it has the highest score, an equal share of each other engine's, and one that is removed
-gives its own to all others. Unlike a ring of hashes, it needs no virtual places to be even, and nothing is built when an
-engine comes or goes.
+Engines are chosen by rendezvous hashing: each has a score for each session, and the highest one
+wins. So an engine that is added takes over just those sessions for which it has the highest score,
+an equal share of each other engine's, and one that is removed gives its own to all others. Unlike a
+ring of hashes, it needs no virtual places to be even, and nothing is built when an engine comes or
+goes.
 """
 
 from __future__ import annotations
@@ -17,15 +19,19 @@ from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
 BOUND = 1.25
-"""An engine gets a session's request only while it then has at most so many times the mean of all engines' requests, rounded up.
+"""An engine gets a session's request only while it then has at most so many times the mean of all
+engines' requests, rounded up.
 
-The mean counts as one request at least: an engine then has at most two. With less, in a pool with few requests every second
-request of an engine would leave for one that has nothing of its conversation, though none of them has much to do.
+The mean counts as one request at least: an engine then has at most two. With less, in a pool with
+few requests every second request of an engine would leave for one that has nothing of its
+conversation, though none of them has much to do.
 """
 
 
 class Session(Policy):
-    """Requests without a session go where `least_load` sends them. Scores are the same in all processes."""
+    """Requests without a session go where `least_load` sends them. Scores are the same in all
+    processes.
+    """
 
     needs_details = True
 
@@ -78,12 +84,16 @@ class Session(Policy):
         self._least_load.load_changed(engine)
 
     def _most(self, engines: Sequence[LedgerEngine]) -> float:
-        """Return the number of requests from which on an engine gets no more: there is always an engine below it."""
+        """Return the number of requests from which on an engine gets no more: there is always an
+        engine below it.
+        """
         return BOUND * max(1.0, (sum([engine.requests for engine in engines]) + 1) / len(engines))
 
     def _by_score(self, session: str, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         key = _hash(session)
-        return sorted(engines, key=lambda engine: hash((key ^ self._seed(engine), key)), reverse=True)
+        return sorted(
+            engines, key=lambda engine: hash((key ^ self._seed(engine), key)), reverse=True
+        )
 
     def _seed(self, engine: LedgerEngine) -> int:
         seed = self._seeds.get(engine.url)
@@ -93,9 +103,13 @@ class Session(Policy):
 
 
 def _hash(text: str) -> int:
-    """Return a number that is the same in every process. Numbers, and tuples of them, have no random hash in Python.
+    """Return a number that is the same in every process. Numbers, and tuples of them, have no
+    random hash in Python.
 
-    A tuple's hash mixes its items one after the other. The score of an engine (`key ^ seed`, `key`) has both numbers in its first
-    item: two engines whose seeds came last would keep the same distance for every key, and their shares would be uneven.
+    A tuple's hash mixes its items one after the other. The score of an engine (`key ^ seed`, `key`)
+    has both numbers in its first item: two engines whose seeds came last would keep the same
+    distance for every key, and their shares would be uneven.
     """
-    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=7).digest(), "big")
+    return int.from_bytes(
+        blake2b(text.encode(errors="surrogatepass"), digest_size=7).digest(), "big"
+    )

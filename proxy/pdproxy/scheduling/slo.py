@@ -6,10 +6,11 @@ import msgspec
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Upper bounds in seconds, None where there is none. A placement tries to keep them; nothing is promised.
+    """Upper bounds in seconds, None where there is none. A placement tries to keep them; nothing is
+    promised.
 
-    `ttft`: from the request's arrival to its first token. `tpot`: the mean time per token after the first. `gap`: the longest
-    time between two tokens.
+    `ttft`: from the request's arrival to its first token. `tpot`: the mean time per token after the
+    first. `gap`: the longest time between two tokens.
     """
 
     ttft: float | None = None

@@ -1,7 +1,8 @@
-"""Decides whether two engines serve a prompt, or one alone. A prompt is split if no rule forbids it.
+"""Decides whether two engines serve a prompt, or one alone. A prompt is split if no rule forbids
+it.
 
-Rules that need only the request are in `wire.request.Parsed.alone`. This module adds the one that needs the engines: a prompt
-shorter than a KV block has no whole block to move.
+Rules that need only the request are in `wire.request.Parsed.alone`. This module adds the one that
+needs the engines: a prompt shorter than a KV block has no whole block to move.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ _TEMPLATED = ("tools", "documents", "chat_template", "chat_template_kwargs", "re
 """Fields of a chat by which a template may add any number of tokens."""
 
 
-def why_alone(parsed: Parsed, prompt: Prompt, *, block_size: int | None, template_tokens: int) -> Alone | None:
+def why_alone(
+    parsed: Parsed, prompt: Prompt, *, block_size: int | None, template_tokens: int
+) -> Alone | None:
     """Return the rule by which one engine serves this prompt alone, None to split it.
 
-    `block_size`: the smallest KV block in tokens, None while unknown. `template_tokens`: the largest number of tokens that a
-    chat template adds to one message. The number of tokens of a text is not known here, but a byte-level tokenizer never
-    makes more tokens than bytes. So a text is served alone only if it is certainly shorter than a block.
+    `block_size`: the smallest KV block in tokens, None while unknown. `template_tokens`: the
+    largest number of tokens that a chat template adds to one message. The number of tokens of a
+    text is not known here, but a byte-level tokenizer never makes more tokens than bytes. So a text
+    is served alone only if it is certainly shorter than a block.
     """
     if parsed.alone is not None:
         return parsed.alone
@@ -31,16 +35,21 @@ def why_alone(parsed: Parsed, prompt: Prompt, *, block_size: int | None, templat
     return Alone.SHORT_PROMPT if max_tokens < block_size else None
 
 
-def may_be_too_long(parsed: Parsed, prompt: Prompt, tokens: int | None, longest: int, template_tokens: int) -> bool:
-    """Return whether an engine may refuse a prompt as too long, which it does unless one more token fits.
+def may_be_too_long(
+    parsed: Parsed, prompt: Prompt, tokens: int | None, longest: int, template_tokens: int
+) -> bool:
+    """Return whether an engine may refuse a prompt as too long, which it does unless one more token
+    fits.
 
-    `tokens`: the prompt's, None if they are not known; `longest`: the engine's `max_model_len`; `template_tokens`: as above.
+    `tokens`: the prompt's, None if they are not known; `longest`: the engine's `max_model_len`;
+    `template_tokens`: as above.
     """
     known = prompt.tokens if tokens is None else tokens
     if known is not None:
         return known >= longest
     if prompt.non_text or not parsed.fields.keys().isdisjoint(_TEMPLATED):
         return True
-    # Of messages, more than their content is in the prompt, such as calls of tools: their whole JSON is an upper bound.
+    # Of messages, more than their content is in the prompt, such as calls of tools: their whole
+    # JSON is an upper bound.
     size = memoryview(parsed.fields["messages"]).nbytes if prompt.messages else prompt.text_bytes
     return size + _SPECIALS + prompt.messages * template_tokens >= longest

@@ -1,17 +1,20 @@
-"""Whose fault it is that KV does not get from prefill engines to decode engines, as their pairs show it. Pure: time is passed in.
+"""Whose fault it is that KV does not get from prefill engines to decode engines, as their pairs
+show it. Pure: time is passed in.
 
-A decode engine that can load no KV answers with an error at once. So it has the least load, and gets the next prompt, too. Its
-error does not say whether it is the cause: the KV may be gone, or the way to it. The pairs say so, and prompts that are
-tried again are sent where they show more:
+A decode engine that can load no KV answers with an error at once. So it has the least load, and
+gets the next prompt, too. Its error does not say whether it is the cause: the KV may be gone, or
+the way to it. The pairs say so, and prompts that are tried again are sent where they show more:
 
     the decode engine fails with several prefill engines, and loads from none   the decode engine
     several decode engines fail with the prefill engine, and none loads         the prefill engine
-    both engines move KV with others                                            the link between them
+    both engines move KV with others                                            the link between
+                                                                                them
 
-A fault needs so many failures in a row as a breaker. Then no prompt is split with that engine, or over that link; an engine may
-still serve prompts whole. When its time is over, one prompt tries, and one more each time that this passes without a result. A
-prompt that fails doubles the time, and one whose KV arrives ends the fault. Only what fails has a row here: while nothing has
-failed, nothing is counted.
+A fault needs so many failures in a row as a breaker. Then no prompt is split with that engine, or
+over that link; an engine may still serve prompts whole. When its time is over, one prompt tries,
+and one more each time that this passes without a result. A prompt that fails doubles the time, and
+one whose KV arrives ends the fault. Only what fails has a row here: while nothing has failed,
+nothing is counted.
 """
 
 from __future__ import annotations
@@ -25,25 +28,34 @@ import msgspec
 LONGEST = 60.0
 """Seconds after which a prompt tries again at the latest."""
 REMEMBERED = 300.0
-"""Seconds for which a fault that is over is remembered: one that comes back begins with the time that it had."""
+"""Seconds for which a fault that is over is remembered: one that comes back begins with the time
+that it had.
+"""
 MAX_LINKS = 4096
-"""Links with failures that are known at a time. The one that was noted first is forgotten for another one."""
+"""Links with failures that are known at a time. The one that was noted first is forgotten for
+another one.
+"""
 RECOMPUTES = 0.75
-"""Of the prompt tokens that a decode engine should have got as KV: if it computes so many, it is at fault. A prefill engine that
-is at fault, of two, has every decode engine compute half."""
+"""Of the prompt tokens that a decode engine should have got as KV: if it computes so many, it is at
+fault. A prefill engine that is at fault, of two, has every decode engine compute half.
+"""
 TWICE = 2
-"""Looks at an engine's counters in a row that must show this: one may be a single prompt whose KV was lost."""
+"""Looks at an engine's counters in a row that must show this: one may be a single prompt whose KV
+was lost.
+"""
 
 KINDS = ("prefill", "decode", "link")
 """What `TransferFault.kind` can be."""
 
 
 class TransferFault(msgspec.Struct):
-    """An engine, or a link between two, over which KV does not move. `prefill`, `decode`: URLs, "" for whichever engine.
+    """An engine, or a link between two, over which KV does not move. `prefill`, `decode`: URLs, ""
+    for whichever engine.
 
-    `found`: when its last failure was; `until`: when a prompt may try again, both in monotonic seconds. `times`: how often it was
-    found in a row. `by_counters`: the decode engine's own counters show it; answers do not. `trying`: the time is over, and no
-    prompt has tried since. `tried`: a prompt tries, or has tried without a result. `again`: the last try has failed.
+    `found`: when its last failure was; `until`: when a prompt may try again, both in monotonic
+    seconds. `times`: how often it was found in a row. `by_counters`: the decode engine's own
+    counters show it; answers do not. `trying`: the time is over, and no prompt has tried since.
+    `tried`: a prompt tries, or has tried without a result. `again`: the last try has failed.
     """
 
     prefill: str
@@ -69,7 +81,11 @@ class TransferFault(msgspec.Struct):
 
     def tells(self, now: float) -> str:
         """Return what an operator should know of it."""
-        what = "no prompt is split over this link" if self.kind == "link" else "no prompt is split with this engine"
+        what = (
+            "no prompt is split over this link"
+            if self.kind == "link"
+            else "no prompt is split with this engine"
+        )
         left = max(0.0, self.until - now)
         after = "the next one tries again" if self.trying else f"one tries again in {left:.1f} s"
         return f"{self.why}: {what} until one has its KV, {after}"
@@ -77,7 +93,8 @@ class TransferFault(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Streak:
-    """Failures in a row of an engine or a link. `began`: when the first one was; `several`: with more than one `partner`.
+    """Failures in a row of an engine or a link. `began`: when the first one was; `several`: with
+    more than one `partner`.
 
     `partner`: "" where none took part yet.
     """
@@ -94,7 +111,9 @@ class _Streak:
 
 
 class TransferFaults:
-    """The faults of one pool. `failures`, `cooldown`: as of `Breakers`. The caller names only engines of the pool."""
+    """The faults of one pool. `failures`, `cooldown`: as of `Breakers`. The caller names only
+    engines of the pool.
+    """
 
     def __init__(self, failures: int, cooldown: float) -> None:
         self.configure(failures, cooldown)
@@ -103,7 +122,9 @@ class TransferFaults:
         self.due = math.inf
         """When the next fault may be tried. Read only."""
         self.suspects = False
-        """Whether anything has failed since all was well: only then `loaded` has to be called. Read only."""
+        """Whether anything has failed since all was well: only then `loaded` has to be called. Read
+        only.
+        """
         self._prefills: dict[str, _Streak] = {}
         self._decodes: dict[str, _Streak] = {}
         self._links: dict[tuple[str, str], _Streak] = {}
@@ -127,15 +148,21 @@ class TransferFaults:
         more_decodes: bool,
         first: bool = True,
     ) -> TransferFault | None:
-        """Count a prompt whose KV did not get from one engine to the other. Return the fault that this shows, if new or longer.
+        """Count a prompt whose KV did not get from one engine to the other. Return the fault that
+        this shows, if new or longer.
 
-        `more_prefills`, `more_decodes`: whether the other engine can be paired with others, too. `first`: whether it is the first
-        such failure of its request: others say which engines are concerned, and are not counted, for it may be the cause itself.
+        `more_prefills`, `more_decodes`: whether the other engine can be paired with others, too.
+        `first`: whether it is the first such failure of its request: others say which engines are
+        concerned, and are not counted, for it may be the cause itself.
         """
-        known = [fault for key in _keys(prefill, decode) if (fault := self.faults.get(key)) is not None]
+        known = [
+            fault for key in _keys(prefill, decode) if (fault := self.faults.get(key)) is not None
+        ]
         if known:
             # Prompts that were sent before the fault was found show nothing new.
-            failing = next((fault for fault in known if fault.tried and not fault.by_counters), None)
+            failing = next(
+                (fault for fault in known if fault.tried and not fault.by_counters), None
+            )
             return None if failing is None else self._found(failing.key, failing.why, now)
         self.suspects = True
         of_decode = self._decodes.setdefault(decode, _Streak(now, prefill))
@@ -147,11 +174,20 @@ class TransferFaults:
         of_prefill.add(decode, first)
         of_link.add(decode, first)
         enough = self._failures
-        # An engine's failures in a row are fewer than the link's if it has moved KV with others in between.
-        decode_works, prefill_works = of_decode.failed < of_link.failed, of_prefill.failed < of_link.failed
-        by_decode = of_decode.failed >= enough and (of_decode.several or prefill_works or not more_prefills)
-        by_prefill = of_prefill.failed >= enough and (of_prefill.several or decode_works or not more_decodes)
-        if by_decode and by_prefill:  # the one that has failed with several engines; with one each, nobody can tell
+        # An engine's failures in a row are fewer than the link's if it has moved KV with others in
+        # between.
+        decode_works, prefill_works = (
+            of_decode.failed < of_link.failed,
+            of_prefill.failed < of_link.failed,
+        )
+        by_decode = of_decode.failed >= enough and (
+            of_decode.several or prefill_works or not more_prefills
+        )
+        by_prefill = of_prefill.failed >= enough and (
+            of_prefill.several or decode_works or not more_decodes
+        )
+        # the one that has failed with several engines; with one each, nobody can tell
+        if by_decode and by_prefill:
             by_decode, by_prefill = of_decode.several, of_prefill.several and not of_decode.several
         if by_decode:
             why = f"the KV of {of_decode.failed} prompts in a row could not be loaded there"
@@ -173,13 +209,15 @@ class TransferFaults:
         more_prefills: bool,
         more_decodes: bool,
     ) -> str:
-        """Return which of two engines is left out when a prompt that failed with both is tried again, so that this shows more.
+        """Return which of two engines is left out when a prompt that failed with both is tried
+        again, so that this shows more.
 
-        `failed`: the prefill and decode engines with which the prompt has failed so far. They are not counted yet.
+        `failed`: the prefill and decode engines with which the prompt has failed so far. They are
+        not counted yet.
 
-        First the decode engine: the prefill engine has the prompt in its cache. Once that one is known to work, or not to, it is
-        the one that is left out, and the decode engine gets the prompt again. So three prompts show whose fault it is, however
-        engines take turns.
+        First the decode engine: the prefill engine has the prompt in its cache. Once that one is
+        known to work, or not to, it is the one that is left out, and the decode engine gets the
+        prompt again. So three prompts show whose fault it is, however engines take turns.
         """
         if ("", decode) in self.faults or not more_prefills:
             return decode
@@ -197,7 +235,9 @@ class TransferFaults:
         return prefill if prefill_works else decode
 
     def not_made(self, prefill: str, now: float) -> TransferFault | None:
-        """Count a prompt for which a prefill engine gave no KV that can be used, without an error. Return as `failed`."""
+        """Count a prompt for which a prefill engine gave no KV that can be used, without an error.
+        Return as `failed`.
+        """
         if (known := self.faults.get((prefill, ""))) is not None:
             return self._found(known.key, known.why, now) if known.tried else None
         self.suspects = True
@@ -209,7 +249,9 @@ class TransferFaults:
         return self._found((prefill, ""), why, now)
 
     def loaded(self, prefill: str, decode: str, since: float) -> list[TransferFault]:
-        """Count a prompt whose KV was loaded. `since`: when it was sent. Return the faults that are over."""
+        """Count a prompt whose KV was loaded. `since`: when it was sent. Return the faults that are
+        over.
+        """
         for streaks, name in ((self._prefills, prefill), (self._decodes, decode)):
             if (streak := streaks.get(name)) is not None and since >= streak.began:
                 del streaks[name]
@@ -218,7 +260,9 @@ class TransferFaults:
         over = [
             fault
             for key in _keys(prefill, decode)
-            if (fault := self.faults.get(key)) is not None and not fault.by_counters and since >= fault.found
+            if (fault := self.faults.get(key)) is not None
+            and not fault.by_counters
+            and since >= fault.found
         ]
         for fault in over:
             self._over(fault, since)
@@ -226,9 +270,11 @@ class TransferFaults:
         return over
 
     def counted(self, decode: str, moved: int, computed: int, now: float) -> TransferFault | None:
-        """Take a decode engine's counts since the last look: prompt tokens that came as KV, and those that it computed again.
+        """Take a decode engine's counts since the last look: prompt tokens that came as KV, and
+        those that it computed again.
 
-        Return the fault that this shows, if it is new, longer, or over: then it is not in `faults` any more.
+        Return the fault that this shows, if it is new, longer, or over: then it is not in `faults`
+        any more.
         """
         if not moved + computed:
             return None
@@ -242,10 +288,17 @@ class TransferFaults:
             return known
         looks = self._computed[decode] = self._computed.get(decode, 0) + 1
         if known is not None:
-            return self._found(known.key, known.why, now) if known.by_counters and known.tried else None
+            return (
+                self._found(known.key, known.why, now)
+                if known.by_counters and known.tried
+                else None
+            )
         if looks < TWICE:
             return None
-        why = f"it computes again what it gets as KV: {computed} of the last {moved + computed} prompt tokens"
+        why = (
+            f"it computes again what it gets as KV: {computed} of the last {moved + computed} "
+            f"prompt tokens"
+        )
         return self._found(("", decode), why, now, by_counters=True)
 
     # -- what is avoided
@@ -259,9 +312,13 @@ class TransferFaults:
         return bool(found)
 
     def taken(self, prefill: str, decode: str, now: float) -> bool:
-        """Note that a prompt is sent to these two. Return whether it tries a fault: then the others do not."""
+        """Note that a prompt is sent to these two. Return whether it tries a fault: then the others
+        do not.
+        """
         tried = [
-            fault for key in _keys(prefill, decode) if (fault := self.faults.get(key)) is not None and fault.trying
+            fault
+            for key in _keys(prefill, decode)
+            if (fault := self.faults.get(key)) is not None and fault.trying
         ]
         for fault in tried:
             fault.trying, fault.tried, fault.until = False, True, now + self._seconds(fault.times)
@@ -278,7 +335,9 @@ class TransferFaults:
 
     def of(self, url: str) -> list[TransferFault]:
         """Return the faults of an engine itself, not those of its links."""
-        return [fault for key in ((url, ""), ("", url)) if (fault := self.faults.get(key)) is not None]
+        return [
+            fault for key in ((url, ""), ("", url)) if (fault := self.faults.get(key)) is not None
+        ]
 
     # -- what others know
 
@@ -310,7 +369,9 @@ class TransferFaults:
     def _seconds(self, times: int) -> float:
         return min(max(LONGEST, self._cooldown), self._cooldown * 2.0 ** min(times - 1, 30))
 
-    def _found(self, key: tuple[str, str], why: str, now: float, *, by_counters: bool = False) -> TransferFault:
+    def _found(
+        self, key: tuple[str, str], why: str, now: float, *, by_counters: bool = False
+    ) -> TransferFault:
         known = self.faults.get(key)
         again = known is not None
         if known is None:
@@ -328,8 +389,14 @@ class TransferFaults:
         return known
 
     def _forget_streaks(self, fault: TransferFault) -> None:
-        """Forget the failures that a fault explains: they are no faults of the engine's partners."""
-        for link in [link for link in self._links if fault.prefill in ("", link[0]) and fault.decode in ("", link[1])]:
+        """Forget the failures that a fault explains: they are no faults of the engine's
+        partners.
+        """
+        for link in [
+            link
+            for link in self._links
+            if fault.prefill in ("", link[0]) and fault.decode in ("", link[1])
+        ]:
             failed = self._links.pop(link).failed
             for streaks, name in ((self._prefills, link[0]), (self._decodes, link[1])):
                 if (streak := streaks.get(name)) is not None:
@@ -350,7 +417,9 @@ class TransferFaults:
             self._computed.pop(fault.decode, None)
 
     def _look(self) -> None:
-        self.due = min((fault.until for fault in self.faults.values() if not fault.trying), default=math.inf)
+        self.due = min(
+            (fault.until for fault in self.faults.values() if not fault.trying), default=math.inf
+        )
         self.suspects = bool(self.faults or self._links or self._prefills or self._decodes)
 
 
@@ -359,7 +428,9 @@ def _failed(streak: _Streak | None) -> int:
 
 
 def _has_several(streak: _Streak | None, more: Sequence[str]) -> bool:
-    """Return whether failures in a row are with several partners. `more`: those of failures that are not counted yet."""
+    """Return whether failures in a row are with several partners. `more`: those of failures that
+    are not counted yet.
+    """
     partners = {*more}
     if streak is not None:
         if streak.several:

@@ -1,10 +1,12 @@
-"""How long a request would wait for a place, and how long it would be served then: by requests that have ended. Pure.
+"""How long a request would wait for a place, and how long it would be served then: by requests that
+have ended. Pure.
 
-Owns these estimates. A wait is the cost of the requests ahead, divided by the cost of those that end per second. Times of being
-served are known by the size of prompts: the shortest of the last seconds, by which a request is refused that can't be done, and
-the one that nearly all need, by which it is known how long a request may wait. What was not answered in time counts as if it had
-needed longer. Nothing is said before enough requests have ended, nor of a shortest time where none has been answered lately:
-so what is refused by a time is tried again.
+Owns these estimates. A wait is the cost of the requests ahead, divided by the cost of those that
+end per second. Times of being served are known by the size of prompts: the shortest of the last
+seconds, by which a request is refused that can't be done, and the one that nearly all need, by
+which it is known how long a request may wait. What was not answered in time counts as if it had
+needed longer. Nothing is said before enough requests have ended, nor of a shortest time where none
+has been answered lately: so what is refused by a time is tried again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _SERVED_GAIN = 0.05
 _DEVIATIONS = 2.0
 """Mean deviations above the mean, in logarithms, of the time that nearly all need."""
 _REMEMBERED = 5.0
-"""Seconds for which a shortest time is remembered at least, and twice that at most; longer where requests take longer."""
+"""Seconds for which a shortest time is remembered at least, and twice that at most; longer where
+requests take longer.
+"""
 _APART = 0.1
 """Seconds between two requests that are learned from, and between two additions to the rate."""
 
@@ -41,7 +45,9 @@ class _Times:
         """The shortest time since `_began`, and the shortest one of as many seconds before."""
 
     def add(self, now: float, seconds: float, weight: int, *, late: bool) -> float:
-        """Learn from a request that stands for `weight`. Return the logarithm of its time, as a part of what others took."""
+        """Learn from a request that stands for `weight`. Return the logarithm of its time, as a
+        part of what others took.
+        """
         found = math.log(max(seconds, 1e-3) * (GIVEN_UP if late else 1.0))
         off = found - self.mean if self.count else 0.0
         if late:
@@ -71,7 +77,17 @@ class _Times:
 class Waits:
     """Estimates for all requests. `now` is monotonic seconds, costs are as in `kit.fair_queue`."""
 
-    __slots__ = ("_began", "_cost", "_counted", "_ended", "_learned", "_rate", "_times", "_unlearned", "seconds")
+    __slots__ = (
+        "_began",
+        "_cost",
+        "_counted",
+        "_ended",
+        "_learned",
+        "_rate",
+        "_times",
+        "_unlearned",
+        "seconds",
+    )
 
     def __init__(self) -> None:
         self._rate = 0.0
@@ -105,10 +121,12 @@ class Waits:
                 self._fold(now)
 
     def learns(self, now: float) -> int:
-        """Return for how many requests one that is answered now stands, 0 if it is not to be learned from.
+        """Return for how many requests one that is answered now stands, 0 if it is not to be
+        learned from.
 
-        One in a tenth of a second is, for all that were answered since the one before: more of them are not worth their cost at a
-        high load. Requests that are late are all learned from, each for itself: it had a place for nothing.
+        One in a tenth of a second is, for all that were answered since the one before: more of them
+        are not worth their cost at a high load. Requests that are late are all learned from, each
+        for itself: it had a place for nothing.
         """
         self._unlearned += 1
         if now < self._learned + _APART:
@@ -116,7 +134,9 @@ class Waits:
         weight, self._learned, self._unlearned = self._unlearned, now, 0
         return weight
 
-    def served(self, now: float, prompt: int, seconds: float, weight: int = 1, *, late: bool = False) -> float:
+    def served(
+        self, now: float, prompt: int, seconds: float, weight: int = 1, *, late: bool = False
+    ) -> float:
         """Learn from a request that was answered, or that was not in so many seconds (`late`).
 
         `prompt`: its prompts' tokens; `weight`: the number of requests for which it stands.
@@ -130,10 +150,12 @@ class Waits:
         return times.add(now, seconds, weight, late=late)
 
     def wait(self, now: float, ahead: float, served: int = 0) -> float | None:
-        """Return the seconds until requests of the cost `ahead` have ended; None if none has ended in the last minutes.
+        """Return the seconds until requests of the cost `ahead` have ended; None if none has ended
+        in the last minutes.
 
-        `served`: the requests that are served at once, where they have been as many for a short time only. What has ended
-        before says little then: there was less to do. So the wait is not longer than these would take.
+        `served`: the requests that are served at once, where they have been as many for a short
+        time only. What has ended before says little then: there was less to do. So the wait is not
+        longer than these would take.
         """
         if self._began is None:
             return None
@@ -145,15 +167,20 @@ class Waits:
         return ahead / rate if rate > 1e-6 else None
 
     def service(self, now: float, prompt: int, part: float = 1.0) -> tuple[float, float]:
-        """Return the seconds in which a request with a place is answered at best, and nearly surely; (0, 0) if they aren't known.
+        """Return the seconds in which a request with a place is answered at best, and nearly
+        surely; (0, 0) if they aren't known.
 
         `part`: how much of the usual answer it wants at most, 1 for all of it.
         """
         times = self._times.get(min(prompt.bit_length(), _CLASSES - 1))
         if times is None or times.count < _ENOUGH:
             return 0.0, 0.0
-        return times.shortest(now) * part, math.exp(times.mean + _DEVIATIONS * times.deviation) * part
+        return times.shortest(now) * part, math.exp(
+            times.mean + _DEVIATIONS * times.deviation
+        ) * part
 
     def _fold(self, now: float) -> None:
-        self._rate = self._rate * math.exp((self._ended - now) / MEAN_OVER) + self._counted / MEAN_OVER
+        self._rate = (
+            self._rate * math.exp((self._ended - now) / MEAN_OVER) + self._counted / MEAN_OVER
+        )
         self._ended, self._counted = now, 0.0

@@ -1,9 +1,11 @@
-"""Breakers that count the failures of all workers: one that opens in a worker is open in all, and one request of all tries it.
+"""Breakers that count the failures of all workers: one that opens in a worker is open in all, and
+one request of all tries it.
 
-Owns this worker's column of the table of breakers. Failures in a row are the failed legs of all workers since the last good one
-of any. The state of a breaker (open, half-open, slow start) is that of the change with the highest stamp; open trials are sums.
-Before a change, and before each choice while a breaker is opened, what others have written is read. Two workers that choose
-within the same microseconds may both try an engine.
+Owns this worker's column of the table of breakers. Failures in a row are the failed legs of all
+workers since the last good one of any. The state of a breaker (open, half-open, slow start) is that
+of the change with the highest stamp; open trials are sums. Before a change, and before each choice
+while a breaker is opened, what others have written is read. Two workers that choose within the same
+microseconds may both try an engine.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 
 MEASURES = 9
-"""Numbers of the table for each engine: the stamp of the state; failed legs; how many all workers had at the last good one; the
-number of its trials; when its cooldown ends; its places; when its slow start ends; open trials; the stamp again. Times are the
-bits of floats: all workers see the same moment."""
+"""Numbers of the table for each engine: the stamp of the state; failed legs; how many all workers
+had at the last good one; the number of its trials; when its cooldown ends; its places; when its
+slow start ends; open trials; the stamp again. Times are the bits of floats: all workers see the
+same moment.
+"""
 _STAMP, _FAILED, _FORGIVEN, _NUMBER, _OPEN, _PLACES, _SLOW, _TRIALS, _STAMP_AGAIN = range(MEASURES)
 KEPT = frozenset(range(MEASURES)) - {_TRIALS}
 """What stays when a worker has ended: its successor must not take back what it had found."""
@@ -30,7 +34,9 @@ _T = TypeVar("_T")
 
 
 class _Own:
-    """What this worker has written of an engine. `stamp`: of the state that its engine has; `all`: failed legs of all workers."""
+    """What this worker has written of an engine. `stamp`: of the state that its engine has; `all`:
+    failed legs of all workers.
+    """
 
     __slots__ = ("all", "failed", "forgiven", "key", "stamp", "trials")
 
@@ -40,10 +46,18 @@ class _Own:
 
 
 class WorkerBreakers(Breakers):
-    """The `Breakers` of one of several workers. `column`: its own part of the table of breakers, `others`: those of others."""
+    """The `Breakers` of one of several workers. `column`: its own part of the table of breakers,
+    `others`: those of others.
+    """
 
     def __init__(
-        self, failures: int, cooldown: float, slow_start: float, column: Column, others: Others, number: int
+        self,
+        failures: int,
+        cooldown: float,
+        slow_start: float,
+        column: Column,
+        others: Others,
+        number: int,
     ) -> None:
         super().__init__(failures, cooldown, slow_start)
         self._column = column
@@ -74,7 +88,9 @@ class WorkerBreakers(Breakers):
             self._column.drop(own.key)
 
     def look(self, *, all_of_it: bool = False) -> None:
-        """Take over what other workers have changed. `all_of_it`: whether or not it seems to have changed."""
+        """Take over what other workers have changed. `all_of_it`: whether or not it seems to have
+        changed.
+        """
         changed = None if all_of_it else self._others.changed(len(self._of_key))
         for key in [*self._of_key] if changed is None else changed:
             if (engine := self._of_key.get(key)) is not None:
@@ -204,7 +220,9 @@ class WorkerBreakers(Breakers):
         rows = self._others.each(own.key)
         # A row that is being written has two stamps: it is read at the next look.
         newest = max(
-            (row for row in rows if row[_STAMP] == row[_STAMP_AGAIN]), key=lambda row: row[_STAMP], default=None
+            (row for row in rows if row[_STAMP] == row[_STAMP_AGAIN]),
+            key=lambda row: row[_STAMP],
+            default=None,
         )
         if newest is not None and newest[_STAMP] > own.stamp:
             self._adopt(engine, own, newest)

@@ -1,9 +1,11 @@
-"""A ledger that chooses by the load of all workers: each has its own leases, and adds those of the others to each engine's load.
+"""A ledger that chooses by the load of all workers: each has its own leases, and adds those of the
+others to each engine's load.
 
-Owns this worker's column of the table of loads. What a worker notes of an engine's health it tells, so that all can note it
-(`fleet.findings`). The table shows a lease at once, and a worker reads those of the others when it chooses, but not again within
-`READ_EVERY`: two workers that choose within this time may choose the same engine. A request lasts a thousand times
-as long, so an engine gets few requests too many.
+Owns this worker's column of the table of loads. What a worker notes of an engine's health it tells,
+so that all can note it (`fleet.findings`). The table shows a lease at once, and a worker reads
+those of the others when it chooses, but not again within `READ_EVERY`: two workers that choose
+within this time may choose the same engine. A request lasts a thousand times as long, so an engine
+gets few requests too many.
 """
 
 from __future__ import annotations
@@ -24,18 +26,22 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.worker_breakers import WorkerBreakers
 
 MEASURES = shared_sums.MEASURES
-"""Numbers of the table for each engine: requests and prompt bytes as one, so that one store shows both (`SIZE_BITS`)."""
+"""Numbers of the table for each engine: requests and prompt bytes as one, so that one store shows
+both (`SIZE_BITS`).
+"""
 _ONE, _HALF = 1 << SIZE_BITS, 1 << SIZE_BITS - 1
 READ_EVERY = 0.001
 """Seconds. A worker with much to do begins several requests within them."""
 
 
-# For each request: a method of the base class as a function of this module takes half the time of `super()`.
+# For each request: a method of the base class as a function of this module takes half the time of
+# `super()`.
 _assign, _open, _close = Ledger.assign, Ledger._open, Ledger.close  # noqa: SLF001
 
 
 class LedgerShare(NamedTuple):
-    """What a worker's ledger shares. `column`: its own part of the table of loads; `others`: those of the others.
+    """What a worker's ledger shares. `column`: its own part of the table of loads; `others`: those
+    of the others.
 
     `breakers`: makes its breakers, of failures in a row, cooldown and slow start.
     """
@@ -46,9 +52,13 @@ class LedgerShare(NamedTuple):
 
 
 class WorkerLedger(Ledger):
-    """A `Ledger` of one of several workers. `tell`: called with an engine's URL when something of its health was noted here."""
+    """A `Ledger` of one of several workers. `tell`: called with an engine's URL when something of
+    its health was noted here.
+    """
 
-    def __init__(self, specs: Iterable[EngineSpec], options: LedgerOptions, share: LedgerShare) -> None:
+    def __init__(
+        self, specs: Iterable[EngineSpec], options: LedgerOptions, share: LedgerShare
+    ) -> None:
         column, others, breakers = share
         super().__init__([], options, breakers=breakers)
         self.breakers: WorkerBreakers
@@ -71,7 +81,9 @@ class WorkerLedger(Ledger):
             self.add(spec)
 
     def refresh(self, *, all_of_it: bool = False) -> None:
-        """Take over what other workers have leased and given back. `all_of_it`: also what nobody has said to be changed."""
+        """Take over what other workers have leased and given back. `all_of_it`: also what nobody
+        has said to be changed.
+        """
         self._others.look(all_of_it=all_of_it)
         if all_of_it:
             self.breakers.look(all_of_it=True)
@@ -101,7 +113,9 @@ class WorkerLedger(Ledger):
 
     @contextlib.contextmanager
     def following(self, engine: LedgerEngine) -> Iterator[None]:
-        """Note what another worker has found of an engine: its breaker is as that worker has made it, and nobody is told."""
+        """Note what another worker has found of an engine: its breaker is as that worker has made
+        it, and nobody is told.
+        """
         tell, self.tell = self.tell, lambda _: None
         self.breakers.follows = True
         try:
@@ -156,7 +170,9 @@ class WorkerLedger(Ledger):
 
     # -- what a request asks
 
-    def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
+    def assign(
+        self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()
+    ) -> Assignment | None:
         """See `Ledger`."""
         if ask.now >= self._read_next:
             self._read_next = ask.now + READ_EVERY
@@ -199,7 +215,8 @@ class WorkerLedger(Ledger):
     def _find_slot(self, engine: LedgerEngine) -> None:
         """Show an engine's load, once there is space for it."""
         url, spare = engine.url, self._column.spare
-        slot = self._slots.get(url, spare)  # that of an engine that was removed, and is back, while it has leases
+        # that of an engine that was removed, and is back, while it has leases
+        slot = self._slots.get(url, spare)
         if slot == spare and (slot := self._column.place(key_of(url))) != spare:
             requests, size = engine.known_load
             self._rows[slot] = (requests << SIZE_BITS) + size - engine.shared
@@ -210,7 +227,9 @@ class WorkerLedger(Ledger):
         self._slots[url] = engine.slot = slot
 
     def _settle(self, url: str) -> None:
-        """Forget an engine that was removed, once it has no leases. Look for space for one that has none."""
+        """Forget an engine that was removed, once it has no leases. Look for space for one that has
+        none.
+        """
         engine, slot = self._engines.get(url), self._slots[url]
         if engine is not None:
             self._unsettled.discard(url)

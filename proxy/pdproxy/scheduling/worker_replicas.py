@@ -1,7 +1,8 @@
 """The ledger of one of several workers of a proxy that is one of several replicas. Pure.
 
-What this proxy has of an engine is the sum over its workers; what other replicas have is estimated from that, as for one process.
-A worker that is killed takes its requests along: other replicas seem to lose as many, until the engine's next report.
+What this proxy has of an engine is the sum over its workers; what other replicas have is estimated
+from that, as for one process. A worker that is killed takes its requests along: other replicas seem
+to lose as many, until the engine's next report.
 """
 
 from __future__ import annotations

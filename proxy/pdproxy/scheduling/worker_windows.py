@@ -1,8 +1,10 @@
-"""Windows of engines that several workers share: what one has learned of an engine holds for all. Pure.
+"""Windows of engines that several workers share: what one has learned of an engine holds for all.
+Pure.
 
-Owns this worker's column of the table of windows. Of the windows that workers show of an engine, the one with the highest stamp
-counts. Before a change what others have written is read, so the change is one of the newest window. A worker shows what it has
-taken over, too: a window is lost only if all workers end.
+Owns this worker's column of the table of windows. Of the windows that workers show of an engine,
+the one with the highest stamp counts. Before a change what others have written is read, so the
+change is one of the newest window. A worker shows what it has taken over, too: a window is lost
+only if all workers end.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from pdproxy.kit.shared_table import Column, Others, bits_of, float_of, key_of
 from pdproxy.scheduling.capacity import Load, Windows
 
 MEASURES = 3
-"""Numbers of the table for each engine: the stamp of its window; the window's bits, 0: none; the stamp again."""
+"""Numbers of the table for each engine: the stamp of its window; the window's bits, 0: none; the
+stamp again.
+"""
 _STAMP, _WINDOW, _STAMP_AGAIN = range(MEASURES)
 _NUMBERS = 10
 """Bits of a stamp that are the worker's number: stamps of two workers are never equal."""
 
 
 class WorkerWindows(Windows):
-    """The `Windows` of one of several workers. `column`: its own part of the table, `others`: those of others."""
+    """The `Windows` of one of several workers. `column`: its own part of the table, `others`: those
+    of others.
+    """
 
     def __init__(self, column: Column, others: Others, number: int) -> None:
         super().__init__()
@@ -46,7 +52,9 @@ class WorkerWindows(Windows):
     def look(self) -> bool:
         """Take over what other workers have changed. Return whether there was anything."""
         changed = self._others.changed(len(self._of_key))
-        keys = [*self._of_key] if changed is None else [key for key in changed if key in self._of_key]
+        keys = (
+            [*self._of_key] if changed is None else [key for key in changed if key in self._of_key]
+        )
         return bool([key for key in keys if self._read(self._of_key[key])])
 
     def forget(self, url: str) -> None:
@@ -57,7 +65,9 @@ class WorkerWindows(Windows):
         self._show(url, before)
 
     def seen(self, load: Load, waiting: float | None, kv_usage: float) -> None:
-        """See `Windows`. Call it in one worker only: a report that others note again would count as another one."""
+        """See `Windows`. Call it in one worker only: a report that others note again would count as
+        another one.
+        """
         self._read(load.url)
         before = self._windows.get(load.url)
         super().seen(load, waiting, kv_usage)

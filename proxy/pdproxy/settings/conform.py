@@ -1,7 +1,8 @@
 """Checks a tree of plain values against the schema and names every key that is wrong.
 
-msgspec would find it, too. But its errors have its own paths and type names, and don't state where the value was read, which key
-was probably meant, and hide no secret values. Owns the texts of what is expected.
+msgspec would find it, too. But its errors have its own paths and type names, and don't state where
+the value was read, which key was probably meant, and hide no secret values. Owns the texts of what
+is expected.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _NOT_OF_THAT_KIND = (msgspec.ValidationError, UnicodeEncodeError)
 
 
 def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
-    """Return `value` as the schema's `kind` needs it, still plain: sections left empty in YAML are dropped.
+    """Return `value` as the schema's `kind` needs it, still plain: sections left empty in YAML are
+    dropped.
 
     `kind` is a type of the schema, `where` names the source of the value.
 
@@ -35,7 +37,9 @@ def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
 
 
 def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> Any:
-    """Do as `conform`, but add mistakes to `found`. What is wrong is left out of a section, and None in a list."""
+    """Do as `conform`, but add mistakes to `found`. What is wrong is left out of a section, and
+    None in a list.
+    """
     found.read_from(path, where)
     if is_section(kind):
         return _section(value, kind, where, path, found)
@@ -43,7 +47,10 @@ def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes
         if not isinstance(value, list | tuple):
             _unexpected(value, kind, where, path, found)
             return []
-        return [collect(item, get_args(kind)[0], where, (*path, index), found) for index, item in enumerate(value)]
+        return [
+            collect(item, get_args(kind)[0], where, (*path, index), found)
+            for index, item in enumerate(value)
+        ]
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
             _unexpected(value, kind, where, path, found)
@@ -56,7 +63,11 @@ def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes
     if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
         value = "off"  # YAML reads that word as false
     optional = get_origin(kind) in (Union, types.UnionType) and type(None) in get_args(kind)
-    if (names := _names(kind)) is not None and value not in names and not (optional and value is None):
+    if (
+        (names := _names(kind)) is not None
+        and value not in names
+        and not (optional and value is None)
+    ):
         return _unexpected(value, kind, where, path, found)
     try:
         return msgspec.convert(value, kind)
@@ -65,15 +76,19 @@ def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes
 
 
 def parse(text: str, kind: Any) -> object:
-    """Read the text of a variable or a flag as `kind`. A text that is not of that kind is returned, and `conform` refuses it.
+    """Read the text of a variable or a flag as `kind`. A text that is not of that kind is returned,
+    and `conform` refuses it.
 
     A mapping is JSON: `{"a": 3}`.
 
-    A list is `a,b` or, as for vLLM's flags, JSON: `["a", "b"]`. A text that begins with `[` is always read as JSON.
+    A list is `a,b` or, as for vLLM's flags, JSON: `["a", "b"]`. A text that begins with `[` is
+    always read as JSON.
     """
     text = text.strip()
     if get_origin(kind) is tuple:
-        items = json_list(text) if text.startswith("[") else [part.strip() for part in text.split(",")]
+        items = (
+            json_list(text) if text.startswith("[") else [part.strip() for part in text.split(",")]
+        )
         if items is None:
             return text
         return [parse(item, get_args(kind)[0]) if isinstance(item, str) else item for item in items]
@@ -97,7 +112,9 @@ def json_list(text: str) -> list[Any] | None:
 
 
 def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and type of every setting that a text can set: all but lists of sections and what is in them."""
+    """Yield path and type of every setting that a text can set: all but lists of sections and what
+    is in them.
+    """
     for field in fields_of(kind):
         here = (*path, field.name)
         if is_section(field.type):
@@ -106,7 +123,9 @@ def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
             yield here, field.type
 
 
-def _section(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> dict[str, object]:
+def _section(
+    value: object, kind: Any, where: str, path: KeyPath, found: Mistakes
+) -> dict[str, object]:
     if isinstance(value, str) and issubclass(kind, Section):
         short: dict[str, object] | None = kind.of_text(value)
         if short is not None:
@@ -129,19 +148,27 @@ def _section(value: object, kind: Any, where: str, path: KeyPath, found: Mistake
         tree[name] = collect(item, fields[name].type, where, (*path, name), found)
     for name, field in fields.items():
         if field.required and name not in tree:
-            found.add((*path, name), f"{spell_key((*path, name))}: missing: expected {expectation(field.type)}{where}")
+            found.add(
+                (*path, name),
+                f"{spell_key((*path, name))}: missing: expected {expectation(field.type)}{where}",
+            )
     return tree
 
 
 def _is_name(name: object, where: str, path: KeyPath, found: Mistakes) -> bool:
     if not isinstance(name, str):
-        found.add(path, f"{spell_key(path)}: expected text as key, got {spell_value(path, name)}{where}")
+        found.add(
+            path, f"{spell_key(path)}: expected text as key, got {spell_value(path, name)}{where}"
+        )
     return isinstance(name, str)
 
 
 def _unexpected(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> None:
     hint = did_you_mean(value, choices(kind)) if isinstance(value, str) else ""
-    text = f"{spell_key(path)}: expected {expectation(kind)}, got {spell_value(path, value)}{hint}{where}"
+    text = (
+        f"{spell_key(path)}: expected {expectation(kind)}, got "
+        f"{spell_value(path, value)}{hint}{where}"
+    )
     found.add(path, text)
 
 
@@ -150,7 +177,9 @@ def expectation(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join("null" if one is type(None) else expectation(one) for one in get_args(kind))
+        return " or ".join(
+            "null" if one is type(None) else expectation(one) for one in get_args(kind)
+        )
     if (names := _names(kind)) is not None:
         return " or ".join(names)
     if is_section(kind) and (texts := choices(kind)):
@@ -182,10 +211,19 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 
 def _names(kind: Any) -> tuple[str, ...] | None:
-    """Return the names that a type made with `names_of` takes, or such a type or null; None for another type."""
+    """Return the names that a type made with `names_of` takes, or such a type or null; None for
+    another type.
+    """
     if get_origin(kind) in (Union, types.UnionType):
         return next((names for one in get_args(kind) if (names := _names(one)) is not None), None)
-    extra = next((meta.extra for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)), None)
+    extra = next(
+        (
+            meta.extra
+            for meta in getattr(kind, "__metadata__", ())
+            if isinstance(meta, msgspec.Meta)
+        ),
+        None,
+    )
     return tuple(extra[NAMES]()) if extra is not None and NAMES in extra else None
 
 

@@ -1,4 +1,5 @@
-"""Checks of sections against each other: whether the engines form pools that can serve requests, and share nothing.
+"""Checks of sections against each other: whether the engines form pools that can serve requests,
+and share nothing.
 
 What is about one section alone stands beside it.
 """
@@ -38,9 +39,11 @@ from pdproxy.transfer.registry import AUTO
 
 
 def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True) -> Settings:
-    """Return the settings with every URL in its normal spelling. `need_engines` False: a pool without engines is allowed.
+    """Return the settings with every URL in its normal spelling. `need_engines` False: a pool
+    without engines is allowed.
 
-    Mistakes are added to `found`. A section in which it has one already is not checked: what is known of it is not complete.
+    Mistakes are added to `found`. A section in which it has one already is not checked: what is
+    known of it is not complete.
     """
     auth, tls = settings.auth, settings.listen.tls
     if not found.within("auth"):
@@ -48,7 +51,9 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
     if not found.within("listen"):
         refuse_stray_files(tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"), found)
         with found.collecting("listen"):
-            parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
+            parsed_networks(
+                settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies"))
+            )
         if not found.within("auth"):
             check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, found)
     if not found.within("tenants"):
@@ -76,7 +81,9 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
 
 
 def check_urls(nodes: Iterable[Mapping[str, object]], found: Mistakes) -> None:
-    """Check the URLs of engines that are not checked otherwise, because something else in their pool is wrong."""
+    """Check the URLs of engines that are not checked otherwise, because something else in their
+    pool is wrong.
+    """
     for index, node in enumerate(nodes):
         path = ("pools", 0, "nodes", index, "url")
         if isinstance(url := node.get("url"), str):
@@ -85,15 +92,21 @@ def check_urls(nodes: Iterable[Mapping[str, object]], found: Mistakes) -> None:
 
 
 def _spelled(url: str, path: KeyPath, found: Mistakes) -> str:
-    """Return the URL of a node in its normal spelling: an engine's own, or what a source is asked for. Raises SettingsError."""
+    """Return the URL of a node in its normal spelling: an engine's own, or what a source is asked
+    for. Raises SettingsError.
+    """
     section, where = source_section(url), found.source(path)
     return engine_url(url, path, where) if section is None else section.spelled(url, path, where)
 
 
 def _stand_in(node: ConfiguredEngine) -> ConfiguredEngine:
-    """Return an engine that stands for all that a source will find; an engine itself, if it is one."""
+    """Return an engine that stands for all that a source will find; an engine itself, if it is
+    one.
+    """
     section = source_section(node.url)
-    return node if section is None else msgspec.structs.replace(node, url=section.stand_in(node.url))
+    return (
+        node if section is None else msgspec.structs.replace(node, url=section.stand_in(node.url))
+    )
 
 
 def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> Pool:
@@ -102,19 +115,28 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
     for index, node in enumerate(pool.nodes):
         here = (*path, "nodes", index)
         with found.collecting(*here):
-            nodes.append(msgspec.structs.replace(node, url=_spelled(node.url, (*here, "url"), found)))
+            nodes.append(
+                msgspec.structs.replace(node, url=_spelled(node.url, (*here, "url"), found))
+            )
         refuse_contradictions(node, here, found, engine_scheme(node.url))
     if len(nodes) == len(pool.nodes):
         stand_ins = [_stand_in(node) for node in nodes]
         check_transfer(pool, stand_ins, path, found)
         refuse_duplicates(nodes, path, found)
-        nodes = [with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
-        # How many engines a source finds is not known, perhaps none: each is compared with others when it is added.
+        nodes = [
+            with_sources(node, nodes, (*path, "nodes", at, "sources"), found)
+            for at, node in enumerate(nodes)
+        ]
+        # How many engines a source finds is not known, perhaps none: each is compared with others
+        # when it is added.
         known = [_nobody(node) if node.is_source else node for node in nodes]
         _check_kv_events(pool, known, path, found)
         check_pairs(pool, known, path, found)
         check_placing(pool, stand_ins, path, found)
-        who = next((section.who for node in nodes if (section := source_section(node.url)) is not None), None)
+        who = next(
+            (section.who for node in nodes if (section := source_section(node.url)) is not None),
+            None,
+        )
         if who is not None and pool.connector == AUTO and not any(node.prefills for node in known):
             key = (*path, "connector")
             text = f"auto: engines that {who} names can't be asked for it: name the connector"
@@ -129,18 +151,28 @@ def _nobody(node: ConfiguredEngine) -> ConfiguredEngine:
     return msgspec.structs.replace(node, role="aggregated", facts=Facts(), sources=())
 
 
-def _check_kv_events(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
+def _check_kv_events(
+    pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes
+) -> None:
     sections = [
-        (node.facts.kv_events, node.facts.data_parallel_size, (*path, "nodes", at, "facts", "kv_events"))
+        (
+            node.facts.kv_events,
+            node.facts.data_parallel_size,
+            (*path, "nodes", at, "facts", "kv_events"),
+        )
         for at, node in enumerate(nodes)
     ]
     check_kv_events(pool.kv_events, sections, (*path, "kv_events"), found)
 
 
-def checked_node(node: ConfiguredEngine, pool: Pool, others: Sequence[ConfiguredEngine]) -> ConfiguredEngine:
-    """Return an engine that is added to `others` of a pool while the proxy runs, with its URLs in their normal spelling.
+def checked_node(
+    node: ConfiguredEngine, pool: Pool, others: Sequence[ConfiguredEngine]
+) -> ConfiguredEngine:
+    """Return an engine that is added to `others` of a pool while the proxy runs, with its URLs in
+    their normal spelling.
 
-    It passes the checks that an engine of the settings passes. The others are not checked again: their sources may be gone.
+    It passes the checks that an engine of the settings passes. The others are not checked again:
+    their sources may be gone.
 
     Raises:
         SettingsError: naming the engine.
@@ -148,13 +180,16 @@ def checked_node(node: ConfiguredEngine, pool: Pool, others: Sequence[Configured
     try:
         return _checked_nodes([node], pool, others, ("pools", 0))[0]
     except SettingsError as error:
-        raise SettingsError(f"{quote(USER.sub('//***@', str(node.url)))} can't be added: {error}") from None
+        raise SettingsError(
+            f"{quote(USER.sub('//***@', str(node.url)))} can't be added: {error}"
+        ) from None
 
 
 def checked_nodes(
     new: Sequence[ConfiguredEngine], pool: Pool, others: Sequence[ConfiguredEngine]
 ) -> list[ConfiguredEngine]:
-    """Do as `checked_node` for several engines that are added together: that takes a time that grows with their number only.
+    """Do as `checked_node` for several engines that are added together: that takes a time that
+    grows with their number only.
 
     Raises:
         SettingsError: naming the engine, if one alone is wrong.
@@ -200,16 +235,27 @@ def check_pools(settings: Settings, found: Mistakes) -> None:
             if real in pool.aliases or not alias:
                 key: KeyPath = ("pools", at, "aliases")
                 why = "is an alias itself" if alias else "needs a name"
-                found.add(key, f"{spell_key(key)}: {quote(alias)}: {quote(real)} {why}{found.source(key)}")
+                found.add(
+                    key, f"{spell_key(key)}: {quote(alias)}: {quote(real)} {why}{found.source(key)}"
+                )
         for place, text in enumerate(pool.models):
             if text.count("*") > 1:
                 key = ("pools", at, "models", place)
-                found.add(key, f"{spell_key(key)}: {quote(text)}: a pattern has one * at most{found.source(key)}")
+                found.add(
+                    key,
+                    f"{spell_key(key)}: {quote(text)}: a pattern has one * at "
+                    f"most{found.source(key)}",
+                )
     if len(settings.pools) < 2:
         return
-    _refuse_shared([(pool.name, ("pools", at, "name")) for at, pool in enumerate(settings.pools)], "the name", found)
+    _refuse_shared(
+        [(pool.name, ("pools", at, "name")) for at, pool in enumerate(settings.pools)],
+        "the name",
+        found,
+    )
     urls: list[tuple[str, KeyPath]] = [
-        (node.url.partition("://")[2], ("pools", at, "nodes", place))  # one port is either with TLS or without
+        # one port is either with TLS or without
+        (node.url.partition("://")[2], ("pools", at, "nodes", place))
         for at, pool in enumerate(settings.pools)
         for place, node in enumerate(pool.nodes)
     ]
@@ -222,7 +268,10 @@ def _refuse_shared(named: Sequence[tuple[str, KeyPath]], what: str, found: Mista
     for name, key in named:
         other = first.setdefault(name, key)
         if other[1] != key[1]:  # within one pool it was checked before
-            text = f"{spell_key(other)} and {spell_key(key)}: two pools can't share {what} {name}{found.source(key)}"
+            text = (
+                f"{spell_key(other)} and {spell_key(key)}: two pools can't share {what} "
+                f"{name}{found.source(key)}"
+            )
             found.add(key, text)
 
 
@@ -234,7 +283,9 @@ def _sockets(settings: Settings) -> Iterator[tuple[str, KeyPath]]:
             most = max((node.facts.data_parallel_size for node in pool.nodes), default=1)
             for port in range(pool.kv_events.port, pool.kv_events.port + most):
                 yield str(port), (*key, "kv_events")
-        yield from ((str(port), (*key, name)) for port, name in _of_connector(settings.of_pool(pool), pool))
+        yield from (
+            (str(port), (*key, name)) for port, name in _of_connector(settings.of_pool(pool), pool)
+        )
 
 
 def _of_connector(settings: Settings, pool: Pool) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,5 @@
-"""What DNS names: engines, as a source of them, and other proxies. The sections `dns` and `replicas`, and their checks.
+"""What DNS names: engines, as a source of them, and other proxies. The sections `dns` and
+`replicas`, and their checks.
 
 Owns units, bounds and defaults, and the normal spelling of such a URL.
 """
@@ -19,7 +20,10 @@ from pdproxy.settings.sources import SourceSection
 
 SCHEMES = {"dns": "http", "dnss": "https", "srv": "http", "srvs": "https"}
 """See `SourceSection`."""
-_NAME = re.compile(r"(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.?")
+_NAME = re.compile(
+    r"(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?"
+    r"\.?"
+)
 _PORT = 53
 
 AUTO: Literal["auto"] = "auto"
@@ -27,10 +31,11 @@ Replicas = Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] | Literal["auto"]
 
 
 class Dns(SourceSection, frozen=True):
-    """DNS as a source of engines: dns://NAME:PORT is one at each address of a name, srv://NAME one at each target of its service
-    records; dnss:// and srvs://: with TLS.
+    """DNS as a source of engines: dns://NAME:PORT is one at each address of a name, srv://NAME one
+    at each target of its service records; dnss:// and srvs://: with TLS.
 
-    What can't be answered changes nothing; an engine that is missing in two answers in a row is drained and removed.
+    What can't be answered changes nothing; an engine that is missing in two answers in a row is
+    drained and removed.
     """
 
     schemes = SCHEMES
@@ -38,7 +43,9 @@ class Dns(SourceSection, frozen=True):
     forms = "dns://NAME:PORT, srv://NAME: all that DNS names"
 
     servers: tuple[Text, ...] = ()
-    """Name servers to ask, such as [10.0.0.2, 10.0.0.3:5353]. []: those of the system, with its search list."""
+    """Name servers to ask, such as [10.0.0.2, 10.0.0.3:5353]. []: those of the system, with its
+    search list.
+    """
 
     timeout: Seconds = 5.0
     """Seconds for an answer to one question, all servers and attempts included."""
@@ -47,7 +54,9 @@ class Dns(SourceSection, frozen=True):
     """Seconds between two questions at least, whatever time to live an answer has."""
 
     max_ttl: Seconds = 60.0
-    """Seconds between two questions at most: an engine that is new or gone is noticed after that."""
+    """Seconds between two questions at most: an engine that is new or gone is noticed after
+    that.
+    """
 
     @classmethod
     def spelled(cls, url: str, path: KeyPath, where: str = "") -> str:
@@ -65,18 +74,25 @@ class Dns(SourceSection, frozen=True):
                 found.add(here, f"{spell_key(here)}: {quote(text)}: {words}{found.source(here)}")
         if self.min_ttl > self.max_ttl:
             where = found.source(("dns", "min_ttl"))
-            found.add(("dns",), f"dns.min_ttl = {self.min_ttl:g} is more than dns.max_ttl = {self.max_ttl:g}{where}")
+            found.add(
+                ("dns",),
+                f"dns.min_ttl = {self.min_ttl:g} is more than dns.max_ttl = "
+                f"{self.max_ttl:g}{where}",
+            )
 
 
 class ReplicaSettings(Section, frozen=True):
-    """Other proxies in front of the same engines. They share nothing: each estimates what the others have at each engine."""
+    """Other proxies in front of the same engines. They share nothing: each estimates what the
+    others have at each engine.
+    """
 
     count: Replicas = 1
     """How many proxies there are, with this one. auto: as many as the name below has addresses."""
 
     name: Text | None = None
-    """The name in DNS that has an address for each of them: on Kubernetes that of a headless service, such as
-    pdproxy-replicas.default.svc.cluster.local. null: none."""
+    """The name in DNS that has an address for each of them: on Kubernetes that of a headless
+    service, such as pdproxy-replicas.default.svc.cluster.local. null: none.
+    """
 
     @property
     def several(self) -> bool:
@@ -90,7 +106,9 @@ class ReplicaSettings(Section, frozen=True):
 
 
 class DnsName(NamedTuple):
-    """What is asked for: addresses of a name, or with `port` None its service records. `scheme`: of the URL."""
+    """What is asked for: addresses of a name, or with `port` None its service records. `scheme`: of
+    the URL.
+    """
 
     scheme: str
     name: str
@@ -147,16 +165,24 @@ def server_of(text: str) -> tuple[str, int]:
 
 
 def check_replicas(replicas: ReplicaSettings, found: Mistakes) -> None:
-    """Check that a name is there where it is needed, and could be one. Mistakes are added to `found`."""
+    """Check that a name is there where it is needed, and could be one. Mistakes are added to
+    `found`.
+    """
     where = found.source(("replicas", "name"))
     if replicas.count == AUTO and replicas.name is None:
         found.add(
-            ("replicas",), f"replicas.count = auto needs replicas.name, a name in DNS with their addresses{where}"
+            ("replicas",),
+            f"replicas.count = auto needs replicas.name, a name in DNS with their addresses{where}",
         )
     elif replicas.name is not None and replicas.count != AUTO:
-        found.add(("replicas",), f"replicas.name has no effect without replicas.count = auto{where}")
+        found.add(
+            ("replicas",), f"replicas.name has no effect without replicas.count = auto{where}"
+        )
     elif replicas.name is not None:
         try:
             dns_name(f"dns://{replicas.name}:1", ("replicas", "name"))
         except SettingsError:
-            found.add(("replicas", "name"), f"replicas.name: {quote(replicas.name)}: no name in DNS can be so{where}")
+            found.add(
+                ("replicas", "name"),
+                f"replicas.name: {quote(replicas.name)}: no name in DNS can be so{where}",
+            )

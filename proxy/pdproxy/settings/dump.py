@@ -1,4 +1,6 @@
-"""The settings as YAML, for `pdproxy config print`. Keys and other secrets are masked (`section.HIDDEN`)."""
+"""The settings as YAML, for `pdproxy config print`. Keys and other secrets are masked
+(`section.HIDDEN`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def dump(settings: Settings) -> str:
 
 def _masked(value: Any, kind: Any) -> Any:
     if isinstance(value, Section):
-        fields = {field.name: _masked(getattr(value, field.name), field.type) for field in fields_of(type(value))}
+        fields = {
+            field.name: _masked(getattr(value, field.name), field.type)
+            for field in fields_of(type(value))
+        }
         return msgspec.structs.replace(value, **fields)
     if isinstance(value, tuple):
         return tuple(_masked(one, kind) for one in value)

@@ -1,9 +1,12 @@
-"""Engines: `pools[].nodes[]` and the section `engines`, which says in which networks they may be. Their checks.
+"""Engines: `pools[].nodes[]` and the section `engines`, which says in which networks they may be.
+Their checks.
 
-Owns the normal spelling of an engine's URL: one engine has one, so that naming it twice is noticed and metrics agree.
+Owns the normal spelling of an engine's URL: one engine has one, so that naming it twice is noticed
+and metrics agree.
 
-Names that the proxy resolves are looked at when they resolve. Other engines resolve the names that KV handles have: where
-networks are named, such a name is refused, unless it is that of the engine's own URL.
+Names that the proxy resolves are looked at when they resolve. Other engines resolve the names that
+KV handles have: where networks are named, such a name is refused, unless it is that of the engine's
+own URL.
 """
 
 from __future__ import annotations
@@ -38,10 +41,13 @@ class EngineSettings(Section, frozen=True):
     """What holds for all engines, wherever they are named: here, by a source, by the admin API."""
 
     networks: tuple[Text, ...] = ()
-    """Networks in which engines may be, such as [10.1.0.0/16]: the proxy connects to no other address, whatever a name resolves
-    to, and KV handles and registrations may name no other. facts.remote_host, facts.bootstrap and receiver.host must be addresses
-    then, or the host of the engine's URL: other engines would resolve a name. []: all but link-local, multicast, reserved and
-    unspecified addresses, and those at which clouds hand out credentials (169.254.169.254 and others)."""
+    """Networks in which engines may be, such as [10.1.0.0/16]: the proxy connects to no other
+    address, whatever a name resolves to, and KV handles and registrations may name no other.
+    facts.remote_host, facts.bootstrap and receiver.host must be addresses then, or the host of the
+    engine's URL: other engines would resolve a name. []: all but link-local, multicast, reserved
+    and unspecified addresses, and those at which clouds hand out credentials (169.254.169.254 and
+    others).
+    """
 
     @property
     def allowed(self) -> EngineNetworks:
@@ -56,44 +62,56 @@ class Facts(Section, frozen=True):
     """Tokens per KV block. null: read from the engine."""
 
     tensor_parallel_size: Count | None = None
-    """Number of GPUs that share its weights: the sizes of a pair must be what the connector allows, and a bootstrap server
-    (mooncake) must name so many workers of each data-parallel rank. null: not known."""
+    """Number of GPUs that share its weights: the sizes of a pair must be what the connector allows,
+    and a bootstrap server (mooncake) must name so many workers of each data-parallel rank. null:
+    not known.
+    """
 
     data_parallel_size: Count = 1
-    """How many data-parallel ranks answer at its URL (--data-parallel-size). With several, connectors whose legs name the other
-    engine choose the rank of each leg (X-data-parallel-rank); for all others the engine chooses."""
+    """How many data-parallel ranks answer at its URL (--data-parallel-size). With several,
+    connectors whose legs name the other engine choose the rank of each leg (X-data-parallel-rank);
+    for all others the engine chooses.
+    """
 
     max_num_seqs: Count | None = None
-    """Requests that a decode engine runs at once (--max-num-seqs). Where it waits for pushed KV (nixl-push, mooncake) it should
-    not queue: with this many requests it gets no more such prompts. These wait for no place: if no other pair is free, one engine
-    serves them alone. null: no bound."""
+    """Requests that a decode engine runs at once (--max-num-seqs). Where it waits for pushed KV
+    (nixl-push, mooncake) it should not queue: with this many requests it gets no more such prompts.
+    These wait for no place: if no other pair is free, one engine serves them alone. null: no bound.
+    """
 
     kv_lease_duration: Seconds | None = None
-    """Seconds for which a prefill engine keeps KV that no decode engine reads, as in its kv_connector_extra_config. No decode
-    engine is asked with KV older than nine tenths of that: the prompt is prefilled again. null: as vLLM's own default, 30 s
-    (nixl, nixl-push) or 480 s (mooncake)."""
+    """Seconds for which a prefill engine keeps KV that no decode engine reads, as in its
+    kv_connector_extra_config. No decode engine is asked with KV older than nine tenths of that: the
+    prompt is prefilled again. null: as vLLM's own default, 30 s (nixl, nixl-push) or 480 s
+    (mooncake).
+    """
 
     engine_id: Text | None = None
     """The engine_id of its --kv-transfer-config. null: the engine makes a new one at each start."""
 
     remote_host: Host | None = None
-    """The host at which decode engines reach a prefill engine's side channel, in place of the one that it names in its KV handles
-    (nixl, nixl-push). With turns.bidirectional also the host at which prefill engines reach a decode engine's. null: as
-    remote_host of the pool says."""
+    """The host at which decode engines reach a prefill engine's side channel, in place of the one
+    that it names in its KV handles (nixl, nixl-push). With turns.bidirectional also the host at
+    which prefill engines reach a decode engine's. null: as remote_host of the pool says.
+    """
     registered_as: Text | None = None
-    """host:port that it registers as its HTTP address (moriio, p2p-nccl). null: the host and port of its URL. vLLM registers the
-    machine's IP address and the http_port of its --kv-transfer-config."""
+    """host:port that it registers as its HTTP address (moriio, p2p-nccl). null: the host and port
+    of its URL. vLLM registers the machine's IP address and the http_port of its
+    --kv-transfer-config.
+    """
 
     profile: File | None = None
     """How long its work takes, in place of the pool's profile."""
 
     max_num_batched_tokens: Count | None = None
-    """The most tokens of its steps, as it was started. null: as its profile says, or else 8192. For placements that predict
-    times."""
+    """The most tokens of its steps, as it was started. null: as its profile says, or else 8192. For
+    placements that predict times.
+    """
 
     bootstrap: Text | None = None
-    """A prefill engine's Mooncake bootstrap server, http://host:port, as the decode engines reach it, too. null: its own host, at
-    the pool's bootstrap_port."""
+    """A prefill engine's Mooncake bootstrap server, http://host:port, as the decode engines reach
+    it, too. null: its own host, at the pool's bootstrap_port.
+    """
 
     kv_events: EngineKvEvents = EngineKvEvents()
     """Where it publishes KV events. Each value overrides that of the pool's kv_events."""
@@ -103,12 +121,15 @@ class ConfiguredEngine(Section, frozen=True):
     """One engine: a vLLM server with its own HTTP port."""
 
     url: str
-    """http://host:port or https://host:port without a path; each engine once. Also the engine's name in logs and metrics.
-    Another scheme names a source of engines, which is followed while the proxy runs (docs/guide/changing-engines.md)."""
+    """http://host:port or https://host:port without a path; each engine once. Also the engine's
+    name in logs and metrics. Another scheme names a source of engines, which is followed while the
+    proxy runs (docs/guide/changing-engines.md).
+    """
 
     role: Role
-    """prefill computes prompts, decode generates from them, aggregated does both. any (kv_role kv_both; not with every
-    connector): each of these, for different requests at the same time."""
+    """prefill computes prompts, decode generates from them, aggregated does both. any (kv_role
+    kv_both; not with every connector): each of these, for different requests at the same time.
+    """
 
     serves_whole: bool = False
     """Whether a prefill engine may also serve requests whole."""
@@ -123,7 +144,9 @@ class ConfiguredEngine(Section, frozen=True):
     """Known facts about the engine."""
 
     receiver: ReceiverSettings = ReceiverSettings()
-    """Where it receives KV: only for decode engines of lmcache-pd. One port per tensor-parallel rank, in order."""
+    """Where it receives KV: only for decode engines of lmcache-pd. One port per tensor-parallel
+    rank, in order.
+    """
 
     api_key: Key | None = None
     """This engine's key. null: auth.engine_api_key."""
@@ -132,11 +155,15 @@ class ConfiguredEngine(Section, frozen=True):
     """The same from a file, read again when it changes."""
 
     tls: EngineTls = EngineTls()
-    """Each value overrides that of the pool's tls; certificate and key go together. Only for https:// URLs."""
+    """Each value overrides that of the pool's tls; certificate and key go together. Only for
+    https:// URLs.
+    """
 
     @property
     def is_source(self) -> bool:
-        """Whether it stands for engines that a source finds while the proxy runs (`settings.sources`)."""
+        """Whether it stands for engines that a source finds while the proxy runs
+        (`settings.sources`).
+        """
         return self.url.partition("://")[0] not in _PORTS
 
     @property
@@ -166,7 +193,8 @@ def check_allowed(engines: EngineSettings, found: Mistakes) -> EngineNetworks | 
 
 
 def engine_url(url: str, path: KeyPath, where: str = "") -> str:
-    """Return an engine's URL in its normal spelling: scheme, host and port, then the path it is behind, if there is one.
+    """Return an engine's URL in its normal spelling: scheme, host and port, then the path it is
+    behind, if there is one.
 
     `where`: the source of the URL.
 
@@ -188,17 +216,28 @@ def engine_url(url: str, path: KeyPath, where: str = "") -> str:
             address = read_address(f"[{host}]")
             if address is None or "%" in host or parts.netloc.partition("]")[2].partition(":")[0]:
                 raise ValueError(host)
-            host = str(address) if address.version == 4 else f"[{address}]"  # one engine has one spelling
+            # one engine has one spelling
+            host = str(address) if address.version == 4 else f"[{address}]"
     except ValueError:
         raise wrong("no URL: expected http://host:port") from None
     if parts.scheme not in _PORTS or "://" not in url:
         raise wrong("expected http://host:port or https://host:port")
     if not (host.startswith("[") or (_HOST.fullmatch(host) and _has_labels(host))):
-        raise wrong("has no host name: expected http://host:port" if not host else "its host name can't exist")
-    prefix = parts.path.removesuffix("/")
-    if "?" in url or "#" in url or prefix.endswith("/v1") or not (prefix == "" or PREFIX.fullmatch(prefix)):
         raise wrong(
-            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1"
+            "has no host name: expected http://host:port"
+            if not host
+            else "its host name can't exist"
+        )
+    prefix = parts.path.removesuffix("/")
+    if (
+        "?" in url
+        or "#" in url
+        or prefix.endswith("/v1")
+        or not (prefix == "" or PREFIX.fullmatch(prefix))
+    ):
+        raise wrong(
+            "an engine is a host and a port, and perhaps a path before its routes: nothing may "
+            "follow, not even /v1"
         )
     if port == 0:
         raise wrong("nothing listens on port 0")
@@ -218,7 +257,9 @@ def both_schemes(url: str) -> list[str]:
 def with_sources(
     node: ConfiguredEngine, nodes: Iterable[ConfiguredEngine], path: KeyPath, found: Mistakes
 ) -> ConfiguredEngine:
-    """Return the node with its sources in their normal spelling. Each must be a prefill engine of the pool."""
+    """Return the node with its sources in their normal spelling. Each must be a prefill engine of
+    the pool.
+    """
     if node.sources and not node.decodes:
         found.add(path, f"{spell_key(path)}: only a decode engine takes KV{found.source(path)}")
         return node
@@ -230,22 +271,38 @@ def with_sources(
             url = engine_url(text, here, found.source(here))
             sources.append(url)
             if url not in prefills:
-                text = f"{spell_key(here)}: {url} is no prefill engine of this pool{found.source(here)}"
+                text = (
+                    f"{spell_key(here)}: {url} is no prefill engine of this "
+                    f"pool{found.source(here)}"
+                )
                 found.add(here, text)
     return msgspec.structs.replace(node, sources=tuple(sources)) if sources else node
 
 
-def refuse_contradictions(node: ConfiguredEngine, path: KeyPath, found: Mistakes, scheme: str | None = None) -> None:
-    """Refuse settings of one engine that exclude each other. `path`: its own; `scheme`: of its URL, None: as it is there."""
+def refuse_contradictions(
+    node: ConfiguredEngine, path: KeyPath, found: Mistakes, scheme: str | None = None
+) -> None:
+    """Refuse settings of one engine that exclude each other. `path`: its own; `scheme`: of its URL,
+    None: as it is there.
+    """
     key, where = spell_key(path), found.source(path)
     if node.api_key == MASK:
-        text = f"{key}.api_key: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
+        text = (
+            f"{key}.api_key: {MASK} is what `pdproxy config print` shows in place of a key, not "
+            f"a key{where}"
+        )
         found.add(path, text)
     if node.api_key is not None and node.api_key_file is not None:
         found.add(path, f"{key}: api_key and api_key_file exclude each other: give one{where}")
     if node.serves_whole and node.role != "prefill":
-        text = "only a prefill engine has this setting, other roles say whether an engine serves requests whole"
-        found.add((*path, "serves_whole"), f"{key}.serves_whole: {text}{found.source((*path, 'serves_whole'))}")
+        text = (
+            "only a prefill engine has this setting, other roles say whether an engine serves "
+            "requests whole"
+        )
+        found.add(
+            (*path, "serves_whole"),
+            f"{key}.serves_whole: {text}{found.source((*path, 'serves_whole'))}",
+        )
     if node.tls != EngineTls() and (scheme or node.url.partition("://")[0]) == "http":
         url = quote(USER.sub("//***@", node.url))
         found.add(path, f"{key}.tls: {url} is without TLS: expected an https:// URL{where}")
@@ -253,14 +310,20 @@ def refuse_contradictions(node: ConfiguredEngine, path: KeyPath, found: Mistakes
 
 
 def refuse_duplicates(nodes: Iterable[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
-    """Refuse engines that are named twice, by URLs in their normal spelling. `path`: of their pool."""
+    """Refuse engines that are named twice, by URLs in their normal spelling. `path`: of their
+    pool.
+    """
     first: dict[str, int] = {}
     for index, node in enumerate(nodes):
-        place = node.url if node.is_source else node.url.partition("://")[2]  # one port is either with TLS or without
+        # one port is either with TLS or without
+        place = node.url if node.is_source else node.url.partition("://")[2]
         if place in first:
             both = " and ".join(spell_key((*path, "nodes", at)) for at in (first[place], index))
             where = found.source((*path, "nodes", index))
-            text = f"{both}: {node.url} is given twice: an engine has one role (flags add to the file's nodes){where}"
+            text = (
+                f"{both}: {node.url} is given twice: an engine has one role (flags add to the "
+                f"file's nodes){where}"
+            )
             found.add((*path, "nodes"), text)
         first.setdefault(place, index)
 
@@ -269,13 +332,23 @@ def refuse_useless(roles: set[str], path: KeyPath, found: Mistakes) -> None:
     """Refuse engines that can serve nothing together. `path`: of their list."""
     key = spell_key(path)
     if not roles:
-        found.add(path, f"{key}: no engine is configured: give --prefill and --decode, or nodes in the YAML file")
+        found.add(
+            path,
+            f"{key}: no engine is configured: give --prefill and --decode, or nodes in the YAML "
+            f"file",
+        )
     if "prefill" in roles and roles.isdisjoint({"decode", "any"}):
-        found.add(path, f"{key}: prefill engines, but no decode engine that could take what they compute")
+        found.add(
+            path, f"{key}: prefill engines, but no decode engine that could take what they compute"
+        )
 
 
-def check_networks(nodes: Iterable[ConfiguredEngine], networks: EngineNetworks, path: KeyPath, found: Mistakes) -> None:
-    """Check all addresses of engines. `path`: of their list. What a source finds is looked at when it is added."""
+def check_networks(
+    nodes: Iterable[ConfiguredEngine], networks: EngineNetworks, path: KeyPath, found: Mistakes
+) -> None:
+    """Check all addresses of engines. `path`: of their list. What a source finds is looked at when
+    it is added.
+    """
     for at, node in enumerate(nodes):
         for name, host, why in () if node.is_source else _refused(node, networks):
             key = (*path, at, *name)
@@ -293,7 +366,9 @@ def refuse_networks(nodes: Sequence[ConfiguredEngine], networks: EngineNetworks)
             raise SettingsError(f"{node.url} can't be added: {host} is {why}")
 
 
-def _refused(node: ConfiguredEngine, networks: EngineNetworks) -> Iterator[tuple[KeyPath, str, str]]:
+def _refused(
+    node: ConfiguredEngine, networks: EngineNetworks
+) -> Iterator[tuple[KeyPath, str, str]]:
     """Return the hosts that an engine's settings must not name, each with its setting and why."""
     own = urlsplit(node.url).hostname or ""
     for name, host in _of_proxy(node, own):

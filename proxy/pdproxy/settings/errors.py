@@ -1,6 +1,8 @@
-"""Errors of settings: one line per mistake that names the key, what was expected and where it was read.
+"""Errors of settings: one line per mistake that names the key, what was expected and where it was
+read.
 
-Owns `SettingsError`, `Mistakes` that collects several, and how they show keys and values. Values of secrets are not shown.
+Owns `SettingsError`, `Mistakes` that collects several, and how they show keys and values. Values of
+secrets are not shown.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ MAX_MISTAKES = 20
 
 
 class SettingsError(ValueError):
-    """The settings are wrong. `mistakes` has one line for each mistake, for the operator; `str()` joins the lines."""
+    """The settings are wrong. `mistakes` has one line for each mistake, for the operator; `str()`
+    joins the lines.
+    """
 
     def __init__(self, *mistakes: str) -> None:
         super().__init__("; ".join(mistakes))
@@ -29,7 +33,9 @@ class SettingsError(ValueError):
 
 @contextmanager
 def naming_pool(at: int, name: str, *, pools: int) -> Iterator[None]:
-    """Name a pool in the errors of the block: its settings are those of the only one there. `pools`: how many there are."""
+    """Name a pool in the errors of the block: its settings are those of the only one there.
+    `pools`: how many there are.
+    """
     try:
         yield
     except SettingsError as error:
@@ -40,7 +46,9 @@ def naming_pool(at: int, name: str, *, pools: int) -> Iterator[None]:
 
 
 class Mistakes:
-    """Everything that is wrong with the settings, in the order in which it was found, and where each value was read."""
+    """Everything that is wrong with the settings, in the order in which it was found, and where
+    each value was read.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, KeyPath] = {}
@@ -53,7 +61,9 @@ class Mistakes:
 
     @contextmanager
     def collecting(self, *path: str | int) -> Iterator[None]:
-        """Add the mistakes of a `SettingsError` that the block raises, and go on behind the block."""
+        """Add the mistakes of a `SettingsError` that the block raises, and go on behind the
+        block.
+        """
         try:
             yield
         except SettingsError as error:
@@ -64,7 +74,9 @@ class Mistakes:
         self._sources[path] = where
 
     def source(self, path: KeyPath) -> str:
-        """Return where the value of a key was read, as the end of an error: its own source, or that of the section around it."""
+        """Return where the value of a key was read, as the end of an error: its own source, or that
+        of the section around it.
+        """
         ends = range(len(path), 0, -1)
         return next((self._sources[path[:end]] for end in ends if path[:end] in self._sources), "")
 
@@ -99,7 +111,9 @@ def spell_key(path: KeyPath) -> str:
 
 
 def spell_value(path: KeyPath, value: object) -> str:
-    """Return a value as an error may show it: only the kind of a collection; nothing of API keys or of values under `auth`."""
+    """Return a value as an error may show it: only the kind of a collection; nothing of API keys or
+    of values under `auth`.
+    """
     match value:
         case None:
             return "null"
@@ -124,13 +138,16 @@ def spell_value(path: KeyPath, value: object) -> str:
 
 
 def quote(text: str) -> str:
-    """Return a text in quotes, on one line and at most 80 characters long, without line breaks and terminal escapes."""
+    """Return a text in quotes, on one line and at most 80 characters long, without line breaks and
+    terminal escapes.
+    """
     return json.dumps(text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "...")
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return ` (did you mean x?)` for the known name that is closest, else nothing."""
-    # Imported here: most settings are right, and a health check that runs every few seconds should start fast.
+    # Imported here: most settings are right, and a health check that runs every few seconds should
+    # start fast.
     from difflib import get_close_matches
 
     close = get_close_matches(wrong[:_MAX_SHOWN], list(known), n=1, cutoff=0.6)

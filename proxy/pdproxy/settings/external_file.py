@@ -1,11 +1,13 @@
-"""Reads values of a file whose schema is another project's: only some keys are checked, all others are ignored.
+"""Reads values of a file whose schema is another project's: only some keys are checked, all others
+are ignored.
 
-Owns the errors for it: each names the key, what was expected, what was found, and the file. `conform` is for files whose whole
-schema is known, and refuses unknown keys.
+Owns the errors for it: each names the key, what was expected, what was found, and the file.
+`conform` is for files whose whole schema is known, and refuses unknown keys.
 
-Objects that describe KV transfer are read as plain mappings: values from YAML or JSON, dataclasses, structs, pydantic models.
-None stays None, and what can't be read is an error that names its type. An empty mapping in its place would mean that nothing was
-configured, and the engines would silently recompute every prompt.
+Objects that describe KV transfer are read as plain mappings: values from YAML or JSON, dataclasses,
+structs, pydantic models. None stays None, and what can't be read is an error that names its type.
+An empty mapping in its place would mean that nothing was configured, and the engines would silently
+recompute every prompt.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class NotAMappingError(TypeError):
 def as_mapping(value: object) -> dict[str, Any] | None:
     """Return a mapping of names to values (a dict is returned itself), None for None.
 
-    Accepted: dicts and other mappings, instances of dataclasses, msgspec structs, pydantic models old and new, sequences of
-    pairs, and plain objects with attributes.
+    Accepted: dicts and other mappings, instances of dataclasses, msgspec structs, pydantic models
+    old and new, sequences of pairs, and plain objects with attributes.
 
     Raises:
         NotAMappingError: it is none of these, or can't be read as one; or a name in it is no text.
@@ -72,7 +74,8 @@ def _read(value: object) -> dict[Any, Any] | None:
 class ForeignFile:
     """Reads one file's values. `where` names the file, at the end of each error.
 
-    Each method takes the path of what it reads, and raises SettingsError. A key that is absent or null is None.
+    Each method takes the path of what it reads, and raises SettingsError. A key that is absent or
+    null is None.
     """
 
     def __init__(self, where: str) -> None:
@@ -83,7 +86,9 @@ class ForeignFile:
         return SettingsError(f"{spell_key(path)}: {why}{self.where}")
 
     def mapping(self, value: object, path: KeyPath, *, may_be_null: bool = False) -> dict[str, Any]:
-        """Return a mapping from a value that is or describes one. With `may_be_null`, null is an empty one."""
+        """Return a mapping from a value that is or describes one. With `may_be_null`, null is an
+        empty one.
+        """
         if value is None and may_be_null:
             return {}
         try:
@@ -99,7 +104,9 @@ class ForeignFile:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise self.wrong(path, f"can't be read: expected a mapping or its JSON, got {quote(text)}") from None
+            raise self.wrong(
+                path, f"can't be read: expected a mapping or its JSON, got {quote(text)}"
+            ) from None
 
     def bool(self, value: object, path: KeyPath) -> bool:
         """Return true or false; null is false."""
@@ -115,7 +122,9 @@ class ForeignFile:
         raise self.wrong((*path, name), f"expected text, got {spell(path, value)}")
 
     def number(self, section: Mapping[str, Any], name: str, path: KeyPath) -> float | None:
-        """Return a key's number. A text with a number is accepted, since YAML reads `1e9` as text."""
+        """Return a key's number. A text with a number is accepted, since YAML reads `1e9` as
+        text.
+        """
         value = section.get(name)
         if isinstance(value, str):
             with suppress(ValueError):
@@ -132,7 +141,9 @@ class ForeignFile:
         raise self.wrong((*path, name), f"expected a whole number >= 1, got {spell(path, value)}")
 
     def port(self, section: Mapping[str, Any], name: str, path: KeyPath) -> int | None:
-        """Return a key's TCP port. A text with a port is accepted, since environments hold texts."""
+        """Return a key's TCP port. A text with a port is accepted, since environments hold
+        texts.
+        """
         value = section.get(name)
         if value is None:
             return None

@@ -1,9 +1,11 @@
 """Reads the YAML file of the settings, and the files that settings name: keys and passwords.
 
-Each error is one line with the setting, the file and the line, and no key. Owns the bounds of what is read.
+Each error is one line with the setting, the file and the line, and no key. Owns the bounds of what
+is read.
 
-PyYAML lets a later key overwrite an earlier one, and its messages quote the file. Both are wrong for settings: the first hides
-half of an edit, the second may print a key of `auth`. Nor does it bound what a few lines of aliases stand for.
+PyYAML lets a later key overwrite an earlier one, and its messages quote the file. Both are wrong
+for settings: the first hides half of an edit, the second may print a key of `auth`. Nor does it
+bound what a few lines of aliases stand for.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _MAX_KEY_BYTES = 1_048_576
 MAX_BYTES = 4 << 20
 """A larger file is no file of settings: its name is wrong."""
 MAX_VALUES = 1_000_000
-"""Keys and values of a file, those that an alias stands for counted at each alias: ten lines can stand for billions."""
+"""Keys and values of a file, those that an alias stands for counted at each alias: ten lines can
+stand for billions.
+"""
 
 
 def read_yaml(path: Path, found: Mistakes) -> object:
@@ -54,7 +58,8 @@ def read_yaml(path: Path, found: Mistakes) -> object:
         ) from None
     except RecursionError:
         raise SettingsError(f"{name}: nested too deeply") from None
-    except (yaml.YAMLError, ValueError):  # a ValueError is a null byte in the path, or bytes that are no text
+    except (yaml.YAMLError, ValueError):
+        # a ValueError is a null byte in the path, or bytes that are no text
         raise SettingsError(f"{name}: not YAML: holds characters that text can't have") from None
 
 
@@ -64,8 +69,11 @@ def _construct(loader: yaml.SafeLoader, root: yaml.Node, name: str) -> object:
     except (yaml.YAMLError, RecursionError):
         raise
     except Exception:
-        # A month 13, a number of 5000 digits, `!!int ''`: PyYAML does not catch what its constructors raise.
-        raise SettingsError(f"{name}: holds a date, a number or a tagged value that can't be read") from None
+        # A month 13, a number of 5000 digits, `!!int ''`: PyYAML does not catch what its
+        # constructors raise.
+        raise SettingsError(
+            f"{name}: holds a date, a number or a tagged value that can't be read"
+        ) from None
 
 
 def spell_file(path: Path) -> str:
@@ -75,7 +83,8 @@ def spell_file(path: Path) -> str:
 
 
 def _count(node: yaml.Node, counts: dict[int, int | None], name: str) -> int:
-    """Return how many keys and values a node stands for. `counts`: of the nodes that were seen, None: of those around it.
+    """Return how many keys and values a node stands for. `counts`: of the nodes that were seen,
+    None: of those around it.
 
     Raises:
         SettingsError: it holds itself.
@@ -90,7 +99,9 @@ def _count(node: yaml.Node, counts: dict[int, int | None], name: str) -> int:
     return count
 
 
-def _find_duplicates(node: yaml.Node, path: KeyPath, seen: set[int], name: str, found: Mistakes) -> None:
+def _find_duplicates(
+    node: yaml.Node, path: KeyPath, seen: set[int], name: str, found: Mistakes
+) -> None:
     if id(node) in seen:  # an alias: checked where it was defined
         return
     seen.add(id(node))
@@ -105,7 +116,10 @@ def _find_duplicates(node: yaml.Node, path: KeyPath, seen: set[int], name: str, 
             here, line = (*path, key.value), key.start_mark.line + 1
             if (key.tag, key.value) in lines:
                 first = lines[key.tag, key.value]
-                found.add(here, f"{spell_key(here)}: given twice, in line {first} and {line} (file {name})")
+                found.add(
+                    here,
+                    f"{spell_key(here)}: given twice, in line {first} and {line} (file {name})",
+                )
             lines[key.tag, key.value] = line
             _find_duplicates(value, here, seen, name, found)
 
@@ -127,7 +141,8 @@ def read_keys(setting: str, path: str) -> tuple[str, ...]:
 
 
 def read_numbered_keys(setting: str, path: str) -> list[tuple[int, str]]:
-    """Return the numbers of lines and the keys of a file, one per line; blank lines and those that begin with `#` are skipped.
+    """Return the numbers of lines and the keys of a file, one per line; blank lines and those that
+    begin with `#` are skipped.
 
     Raises:
         SettingsError: it can't be read, or a line is not a key.
@@ -141,7 +156,8 @@ def read_numbered_keys(setting: str, path: str) -> list[tuple[int, str]]:
             keys.append((number, msgspec.convert(text, Key)))
         except msgspec.ValidationError:
             raise SettingsError(
-                f"{setting}: {spell_file(Path(path))}: line {number} is no key of visible ASCII characters without blanks"
+                f"{setting}: {spell_file(Path(path))}: line {number} is no key of visible ASCII "
+                f"characters without blanks"
             ) from None
     return keys
 
@@ -154,7 +170,9 @@ def read_key(setting: str, path: str) -> str:
     """
     keys = read_keys(setting, path)
     if len(keys) > 1:
-        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds {len(keys)} keys, expected one")
+        raise SettingsError(
+            f"{setting}: {spell_file(Path(path))}: holds {len(keys)} keys, expected one"
+        )
     return keys[0]
 
 
@@ -166,7 +184,9 @@ def read_password(setting: str, path: str) -> str:
     """
     lines = read_lines(setting, path)
     if not lines or not lines[0]:
-        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no password in its first line")
+        raise SettingsError(
+            f"{setting}: {spell_file(Path(path))}: holds no password in its first line"
+        )
     return lines[0]
 
 

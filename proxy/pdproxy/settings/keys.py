@@ -1,14 +1,17 @@
-"""Who clients, operators and tenants are: the sections `auth` and `tenants`, and the lines of the files of keys.
+"""Who clients, operators and tenants are: the sections `auth` and `tenants`, and the lines of the
+files of keys.
 
-    team-a:sk-1234 inflight=20 rpm=600 tpm=200000 weight=3 priority=0..10 models=llama-* until=2027-01-31T00:00:00Z
-    ops:sk-5678 read-only
+    team-a:sk-1234 inflight=20 rpm=600 tpm=200000 weight=3 priority=0..10 models=llama-*
+    until=2027-01-31T00:00:00Z ops:sk-5678 read-only
 
-The first line is a client's: a key alone, or `name:key` with limits of all keys of its name, and with what this key is good for:
+The first line is a client's: a key alone, or `name:key` with limits of all keys of its name, and
+with what this key is good for:
 
-    models=llama-*,qwen pools=default routes=chat,completions tenants=a,b max_tokens=4096 n=4 until=2027-01-31T00:00:00Z
+    models=llama-*,qwen pools=default routes=chat,completions tenants=a,b max_tokens=4096 n=4
+    until=2027-01-31T00:00:00Z
 
-The second line is an operator's. Owns their grammar. No error quotes a line or a value: a line may be wrong in any way, and any
-part of it may be a key.
+The second line is an operator's. Owns their grammar. No error quotes a line or a value: a line may
+be wrong in any way, and any part of it may be a key.
 """
 
 from __future__ import annotations
@@ -50,61 +53,83 @@ READ_ONLY = "read-only"
 
 MOST_NAMES = 256
 """Names of one word: each is compared with a request's."""
-_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}(:[0-9]{2})?(Z|[+-][0-9]{2}:[0-9]{2})")
+_TIME = re.compile(
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}(:[0-9]{2})?(Z|[+-][0-9]{2}:[0-9]{2})"
+)
 _WHOLE = re.compile(r"[0-9]{1,12}")
 
 
 class Auth(Section, frozen=True):
     """Keys of clients, and the proxy's key for the engines.
 
-    `pdproxy config print` masks keys; logs never contain them. Every route under /v1 requires a key, before the body is read.
-    /health and /ready need none; for /metrics, /version and others see listen.operator_routes.
+    `pdproxy config print` masks keys; logs never contain them. Every route under /v1 requires a
+    key, before the body is read. /health and /ready need none; for /metrics, /version and others
+    see listen.operator_routes.
     """
 
     api_keys: AtOnce[tuple[Key, ...]] = ()
-    """Keys of clients. If any is set, a client's `Authorization: Bearer ...` is checked and not forwarded. If none is set, the
-    header is forwarded, and the engines decide. Prefer the variable PDPROXY_AUTH__API_KEYS, comma separated, to this file."""
+    """Keys of clients. If any is set, a client's `Authorization: Bearer ...` is checked and not
+    forwarded. If none is set, the header is forwarded, and the engines decide. Prefer the variable
+    PDPROXY_AUTH__API_KEYS, comma separated, to this file.
+    """
 
     api_keys_file: Annotated[
         AtOnce[File | None],
         Option(
-            "the keys that clients may send, one per line (default: no key is checked here)", "FILE", "--api-keys-file"
+            "the keys that clients may send, one per line (default: no key is checked here)",
+            "FILE",
+            "--api-keys-file",
         ),
     ] = None
-    """A file with more keys, one per line (--api-keys-file): a key alone, or name:key with limits for all keys of that name:
-    requests at once, requests and tokens per minute, a weight, priorities (inflight=20 rpm=600 tpm=200000 weight=3
-    priority=0..10), and with what this key is good for (models=llama-*,qwen pools=default routes=chat,completions tenants=a
-    max_tokens=4096 n=4 until=2027-01-31T00:00:00Z). Blank lines and lines that begin with # are skipped. It is checked once per
-    second, and added or removed keys take effect then. A file that is missing, empty or invalid is an error at the start. Later,
-    the old keys stay in force if the file is missing or invalid; if it holds no key, no key of it is valid. The log and /ready
-    report both. null: none."""
+    """A file with more keys, one per line (--api-keys-file): a key alone, or name:key with limits
+    for all keys of that name: requests at once, requests and tokens per minute, a weight,
+    priorities (inflight=20 rpm=600 tpm=200000 weight=3 priority=0..10), and with what this key is
+    good for (models=llama-*,qwen pools=default routes=chat,completions tenants=a max_tokens=4096
+    n=4 until=2027-01-31T00:00:00Z). Blank lines and lines that begin with # are skipped. It is
+    checked once per second, and added or removed keys take effect then. A file that is missing,
+    empty or invalid is an error at the start. Later, the old keys stay in force if the file is
+    missing or invalid; if it holds no key, no key of it is valid. The log and /ready report both.
+    null: none.
+    """
 
     engine_api_key: AtOnce[Key | None] = None
-    """Key for the engines (their --api-key). Probes send it as a bearer token; so do requests of clients that sent one of
-    api_keys. Without api_keys a client's own Authorization is forwarded instead. null: the engines need no key."""
+    """Key for the engines (their --api-key). Probes send it as a bearer token; so do requests of
+    clients that sent one of api_keys. Without api_keys a client's own Authorization is forwarded
+    instead. null: the engines need no key.
+    """
 
     engine_api_key_file: Annotated[
         AtOnce[File | None],
-        Option("the one key that the engines were started with (default: none)", "FILE", "--engine-api-key-file"),
+        Option(
+            "the one key that the engines were started with (default: none)",
+            "FILE",
+            "--engine-api-key-file",
+        ),
     ] = None
-    """The same, from a file that holds one key (--engine-api-key-file), read again when it changes. null: none."""
+    """The same, from a file that holds one key (--engine-api-key-file), read again when it changes.
+    null: none.
+    """
 
     admin_keys: AtOnce[tuple[Key, ...]] = ()
-    """Keys for the admin API (listen.admin), sent as `Authorization: Bearer ...`. Keys of clients do not open it. Who has one can
-    send prompts and the engines' key to any address, by adding an engine there. Without any, a Unix socket and the loopback need
-    none."""
+    """Keys for the admin API (listen.admin), sent as `Authorization: Bearer ...`. Keys of clients
+    do not open it. Who has one can send prompts and the engines' key to any address, by adding an
+    engine there. Without any, a Unix socket and the loopback need none.
+    """
 
     admin_keys_file: Annotated[
         AtOnce[File | None],
         Option(
-            "the keys for the admin API, one per line (default: a Unix socket and the loopback need none)",
+            "the keys for the admin API, one per line (default: a Unix socket and the loopback "
+            "need none)",
             "FILE",
             "--admin-keys-file",
         ),
     ] = None
-    """A file with more of them, one per line (--admin-keys-file): a key alone, or name:key; the log shows the name. `name:key
-    read-only` changes nothing. It is checked once per second. A key that is a client's, too, is an error at the start, and does
-    not open the admin API later; so is a key of engines. null: none."""
+    """A file with more of them, one per line (--admin-keys-file): a key alone, or name:key; the log
+    shows the name. `name:key read-only` changes nothing. It is checked once per second. A key that
+    is a client's, too, is an error at the start, and does not open the admin API later; so is a key
+    of engines. null: none.
+    """
 
     @property
     def wants_keys(self) -> bool:
@@ -123,31 +148,51 @@ class Auth(Section, frozen=True):
 
 
 class TenantSettings(Section, frozen=True):
-    """Whether tenants share engines' caches. A tenant is a name of keys, or a key without a name; without keys, an address."""
+    """Whether tenants share engines' caches. A tenant is a name of keys, or a key without a name;
+    without keys, an address.
+    """
 
     caches: AtOnce[Caches] = "auto"
-    """separate: engines find in their prefix caches only what the same tenant has sent. shared: also what others have sent, and
-    who measures times or reads cached_tokens can guess their prompts. auto: separate where keys of several tenants are valid, or
-    overload.tenant_header is set."""
+    """separate: engines find in their prefix caches only what the same tenant has sent. shared:
+    also what others have sent, and who measures times or reads cached_tokens can guess their
+    prompts. auto: separate where keys of several tenants are valid, or overload.tenant_header is
+    set.
+    """
 
     secret: Secret | None = None
-    """The key of the hash that makes tenants' salts, 32 or more characters (openssl rand -hex 32). Replicas need the same one to
-    use each other's caches. null, without secret_file: a random one, new at each start, so that all caches begin anew."""
+    """The key of the hash that makes tenants' salts, 32 or more characters (openssl rand -hex 32).
+    Replicas need the same one to use each other's caches. null, without secret_file: a random one,
+    new at each start, so that all caches begin anew.
+    """
 
     secret_file: File | None = None
     """A file that holds it. Read again when it changes: then all caches begin anew."""
 
     def __repr__(self) -> str:
         # Settings appear in logs and tracebacks; secrets must not.
-        return f"TenantSettings({self.caches}, <secret {'set' if self.secret or self.secret_file else 'not set'}>)"
+        return (
+            f"TenantSettings({self.caches}, <secret "
+            f"{'set' if self.secret or self.secret_file else 'not set'}>)"
+        )
 
 
 def check_auth(auth: Auth, found: Mistakes) -> None:
-    """Refuse two keys for the engines, and what stands for a key in what `pdproxy config print` shows."""
+    """Refuse two keys for the engines, and what stands for a key in what `pdproxy config print`
+    shows.
+    """
     if MASK in (*auth.api_keys, *auth.admin_keys, auth.engine_api_key):
-        name = "api_keys" if MASK in auth.api_keys else "admin_keys" if MASK in auth.admin_keys else "engine_api_key"
+        name = (
+            "api_keys"
+            if MASK in auth.api_keys
+            else "admin_keys"
+            if MASK in auth.admin_keys
+            else "engine_api_key"
+        )
         where = found.source(("auth", name))
-        text = f"auth.{name}: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
+        text = (
+            f"auth.{name}: {MASK} is what `pdproxy config print` shows in place of a key, not a "
+            f"key{where}"
+        )
         found.add(("auth",), text)
     if auth.engine_api_key is not None and auth.engine_api_key_file is not None:
         names = "engine_api_key", "engine_api_key_file"
@@ -164,7 +209,9 @@ def read_secret(setting: str, path: str) -> str:
     """
     secret = read_key(setting, path)
     if len(secret) < MIN_SECRET:
-        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds less than {MIN_SECRET} characters")
+        raise SettingsError(
+            f"{setting}: {spell_file(Path(path))}: holds less than {MIN_SECRET} characters"
+        )
     return secret
 
 
@@ -173,14 +220,17 @@ def check_tenants(tenants: TenantSettings, found: Mistakes) -> None:
     if tenants.secret is not None and tenants.secret_file is not None:
         names = "secret", "secret_file"
         where = "".join(dict.fromkeys(found.source(("tenants", name)) for name in names))
-        found.add(("tenants",), f"tenants: secret and secret_file exclude each other: give one{where}")
+        found.add(
+            ("tenants",), f"tenants: secret and secret_file exclude each other: give one{where}"
+        )
 
 
 class KeyRights(msgspec.Struct, frozen=True):
     """What requests with one key may ask for. None: anything.
 
-    `models`: names that engines know, or patterns with one `*`; `pools`, `routes`, `tenants`: names. `max_tokens`: of one answer;
-    `n`: answers to one request, to all of its prompts together. `until`: when the key ends, in Unix seconds.
+    `models`: names that engines know, or patterns with one `*`; `pools`, `routes`, `tenants`:
+    names. `max_tokens`: of one answer; `n`: answers to one request, to all of its prompts together.
+    `until`: when the key ends, in Unix seconds.
     """
 
     models: tuple[str, ...] | None = None
@@ -196,7 +246,9 @@ ALL_RIGHTS = KeyRights()
 
 
 def whole(name: str, value: str) -> int:
-    """Return a whole number of 1 or more. Raises ValueError with what is wrong, which follows "line 5", as the others do."""
+    """Return a whole number of 1 or more. Raises ValueError with what is wrong, which follows "line
+    5", as the others do.
+    """
     if not _WHOLE.fullmatch(value) or int(value) < 1:
         raise ValueError(f"has a wrong {name}: expected a whole number, 1 or more")
     return int(value)
@@ -205,7 +257,9 @@ def whole(name: str, value: str) -> int:
 def _names(name: str, value: str) -> tuple[str, ...]:
     found = tuple(value.split(","))
     if not all(found) or len(found) > MOST_NAMES:
-        raise ValueError(f"has a wrong {name}: expected up to {MOST_NAMES} names with commas between them")
+        raise ValueError(
+            f"has a wrong {name}: expected up to {MOST_NAMES} names with commas between them"
+        )
     return found
 
 
@@ -222,7 +276,9 @@ def _time(name: str, value: str) -> float:
             return datetime.fromisoformat(value).timestamp()
     except (ValueError, OverflowError):
         pass
-    raise ValueError(f"has a wrong {name}: expected a time with its zone, such as 2027-01-31T00:00:00Z")
+    raise ValueError(
+        f"has a wrong {name}: expected a time with its zone, such as 2027-01-31T00:00:00Z"
+    )
 
 
 RIGHTS: dict[str, Callable[[str, str], Any]] = {
@@ -240,8 +296,9 @@ RIGHTS: dict[str, Callable[[str, str], Any]] = {
 class KeyLimits(msgspec.Struct, frozen=True):
     """What the clients with keys of one name may do, together. None: no limit.
 
-    `inflight`: requests at once, those that wait included; `rpm`, `tpm`: requests and tokens per minute; `weight`: their part of
-    the places, compared with others' while all of them wait; `priority`: the least and the greatest that a request may have.
+    `inflight`: requests at once, those that wait included; `rpm`, `tpm`: requests and tokens per
+    minute; `weight`: their part of the places, compared with others' while all of them wait;
+    `priority`: the least and the greatest that a request may have.
     """
 
     inflight: int | None = None
@@ -289,12 +346,17 @@ def _compare(one: KeyLine, names: dict[str, KeyLine], keys: dict[str, KeyLine]) 
     if same_key.name != one.name:
         raise ValueError(f"holds the same key as line {same_key.number}, under another name")
     if (same_key.rights, same_key.read_only) != (one.rights, one.read_only):
-        raise ValueError(f"holds the same key as line {same_key.number}, with other words behind it")
+        raise ValueError(
+            f"holds the same key as line {same_key.number}, with other words behind it"
+        )
     if one.name is None:
         return
     same_name = names.setdefault(one.name, one)
     if same_name.limits != one.limits:
-        raise ValueError(f"has other limits than line {same_name.number}, and the same name: they share the limits")
+        raise ValueError(
+            f"has other limits than line {same_name.number}, and the same name: they share the "
+            f"limits"
+        )
 
 
 def _line(number: int, text: str, *, of_operators: bool) -> KeyLine:
@@ -304,16 +366,22 @@ def _line(number: int, text: str, *, of_operators: bool) -> KeyLine:
     if not colon:
         if words:
             has_words = any("=" in word or word == READ_ONLY for word in words)
-            raise ValueError("has words behind its key, and no name: expected name:key" if has_words else _NO_KEY)
+            raise ValueError(
+                "has words behind its key, and no name: expected name:key" if has_words else _NO_KEY
+            )
         return KeyLine(number, None, _key(first))
     if not _NAME.fullmatch(name):
         raise ValueError(
-            "has a wrong name before its colon: expected up to 64 letters, digits, dots, dashes and underscores"
+            "has a wrong name before its colon: expected up to 64 letters, digits, dots, dashes "
+            "and underscores"
         )
     key = _key(key)
     if of_operators:
         if any(word != READ_ONLY for word in words):
-            raise ValueError(f"has an unknown word behind its key: a key for the admin API has none but {READ_ONLY}")
+            raise ValueError(
+                f"has an unknown word behind its key: a key for the admin API has none but "
+                f"{READ_ONLY}"
+            )
         return KeyLine(number, name, key, read_only=bool(words))
     found = _words(words)
     rights = {word: value for word, value in found.items() if word in RIGHTS}
@@ -333,7 +401,9 @@ def _words(words: list[str]) -> dict[str, Any]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name not in _READ:
-            raise ValueError(f"has an unknown word behind its key: expected {_WORDS}, each with = and its value")
+            raise ValueError(
+                f"has an unknown word behind its key: expected {_WORDS}, each with = and its value"
+            )
         if name in found:
             raise ValueError(f"gives {name} twice")
         found[name] = _READ[name](name, value)

@@ -1,15 +1,18 @@
-"""Where settings come from: flags override the environment, which overrides YAML, which overrides defaults.
+"""Where settings come from: flags override the environment, which overrides YAML, which overrides
+defaults.
 
-Owns that order, and how flags and variables are read. Each source is checked against the schema by itself, so that an error names
-the source that is wrong, even if another source overrides its value. All mistakes of all sources are reported at once.
+Owns that order, and how flags and variables are read. Each source is checked against the schema by
+itself, so that an error names the source that is wrong, even if another source overrides its value.
+All mistakes of all sources are reported at once.
 
-Variables: `PDPROXY_DEADLINES__FIRST_TOKEN=5` is `deadlines.first_token: 5`. Lists are comma separated, or JSON. Nodes can't be
-given in this way, only by flags and YAML. An unknown variable with the prefix is an error, so that a misspelt one is noticed, but
-for those that are listed here as no settings.
+Variables: `PDPROXY_DEADLINES__FIRST_TOKEN=5` is `deadlines.first_token: 5`. Lists are comma
+separated, or JSON. Nodes can't be given in this way, only by flags and YAML. An unknown variable
+with the prefix is an error, so that a misspelt one is noticed, but for those that are listed here
+as no settings.
 
-Flags for where decode engines receive KV are for those of the first pool: one that is given once is for each of them; given
-several times, or as a list of hosts, it is for each in turn. `0.0.0.0` is an address to bind, not one to send to: it means the
-host of the engine's URL.
+Flags for where decode engines receive KV are for those of the first pool: one that is given once is
+for each of them; given several times, or as a list of hosts, it is for each in turn. `0.0.0.0` is
+an address to bind, not one to send to: it means the host of the engine's URL.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ ANY_ADDRESS = ("0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it h
 
 
 class ReceiverFlag(NamedTuple):
-    """A flag: its name for errors, the field of `Receiver` that it sets, and a text for each time it was given."""
+    """A flag: its name for errors, the field of `Receiver` that it sets, and a text for each time
+    it was given.
+    """
 
     option: str
     field: str
@@ -55,7 +60,8 @@ def put_receivers(pool: Mapping[str, Any], flags: Sequence[ReceiverFlag]) -> Non
             raise SettingsError(f"{flag.option}: no decode engine is configured")
         if len(values) not in (1, len(decodes)):
             raise SettingsError(
-                f"{flag.option}: given for {len(values)} decode engines, but there are {len(decodes)}: give one for all, "
+                f"{flag.option}: given for {len(values)} decode engines, but there are "
+                f"{len(decodes)}: give one for all, "
                 "or one for each"
             )
         for index, node in enumerate(decodes):
@@ -71,7 +77,9 @@ def _values(flag: ReceiverFlag) -> list[object]:
         path: KeyPath = ("receiver", flag.field)
         return [None if host in ANY_ADDRESS else conform(host, Host, where, path) for host in hosts]
     kind = tuple[Port, ...]
-    return [conform(parse(text, kind), kind, where, ("receiver", flag.field)) for text in flag.texts]
+    return [
+        conform(parse(text, kind), kind, where, ("receiver", flag.field)) for text in flag.texts
+    ]
 
 
 def _hosts(text: str) -> list[Any]:
@@ -85,11 +93,13 @@ CONFIG = "PDPROXY_CONFIG"
 """Names the YAML file if there is no `--config`."""
 RESERVED = re.compile(r"PDPROXY_(CONFIG|REQUIRE_ENGINES|TORCH_INDEX|ENGINES_\w*|TEST_\w*)")
 """Not settings: the file's name, and what tests and tools of the source tree read."""
-# Kubernetes puts each service's address into the environment of all pods in its namespace. For a service named `pdproxy`, or
-# `pdproxy-something`, these variables have our prefix. They are not mistakes of the operator.
+# Kubernetes puts each service's address into the environment of all pods in its namespace. For a
+# service named `pdproxy`, or `pdproxy-something`, these variables have our prefix. They are not
+# mistakes of the operator.
 _SERVICE_LINK = re.compile(
     r"PDPROXY_([A-Z0-9_]+_)??"
-    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|(?P<port>PORT))"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|(?"
+    r"P<port>PORT))"
 )
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 
@@ -104,19 +114,25 @@ class Setting(NamedTuple):
 def read_environment(env: Mapping[str, str], found: Mistakes) -> Iterator[Setting]:
     """Yield the settings that variables set, in the order of their names.
 
-    Mistakes are added to `found`: a variable with our prefix is unknown, is empty, or holds what its setting can't be.
+    Mistakes are added to `found`: a variable with our prefix is unknown, is empty, or holds what
+    its setting can't be.
     """
     known = {variable(path): (path, kind) for path, kind in leaves(Settings)}
     for name in sorted(key for key in env if key.startswith(PREFIX)):
         if RESERVED.fullmatch(name) or _is_service_link(name, env[name]):
             continue
         if name not in known:
-            found.add(("environment",), f"{_spell(name)}: unknown environment variable{_hint(name, known)}")
+            found.add(
+                ("environment",),
+                f"{_spell(name)}: unknown environment variable{_hint(name, known)}",
+            )
             continue
         path, kind = known[name]
         with found.collecting(*path):
             refuse_empty(name, env[name])
-            yield Setting(path, collect(parse(env[name], kind), kind, f" (environment {name})", path, found))
+            yield Setting(
+                path, collect(parse(env[name], kind), kind, f" (environment {name})", path, found)
+            )
 
 
 def variable(path: tuple[str, ...]) -> str:
@@ -125,7 +141,9 @@ def variable(path: tuple[str, ...]) -> str:
 
 
 def refuse_empty(name: str, value: str) -> None:
-    """Refuse a variable without a value: otherwise `API_KEYS=$UNSET` would open a proxy that should check keys."""
+    """Refuse a variable without a value: otherwise `API_KEYS=$UNSET` would open a proxy that should
+    check keys.
+    """
     if not value.strip():
         raise SettingsError(f"{name}: is empty: unset the environment variable or give it a value")
 
@@ -137,7 +155,9 @@ def _is_service_link(name: str, value: str) -> bool:
 
 def _hint(name: str, known: Mapping[str, object]) -> str:
     if name.upper().startswith(f"{PREFIX}POOLS"):
-        return ": engines are given by flags (--prefill, --decode, --aggregated) or in the YAML file"
+        return (
+            ": engines are given by flags (--prefill, --decode, --aggregated) or in the YAML file"
+        )
     return did_you_mean(name.upper(), known)
 
 
@@ -149,7 +169,9 @@ __all__ = ["POOL", "EngineFlag", "Flag", "load", "with_scheme"]
 
 
 class Flag(NamedTuple):
-    """A setting from the command line: the option's name for errors, the dotted key, the text as it was typed."""
+    """A setting from the command line: the option's name for errors, the dotted key, the text as it
+    was typed.
+    """
 
     option: str
     key: str
@@ -173,13 +195,15 @@ def load(
     """Return the settings in force. The process's own environment and arguments are not read.
 
     - `config`: the YAML file. None: the one that PDPROXY_CONFIG names, if any.
-    - `stage_config`: a file of vllm-omni's, whose stages are added to the first pool (`pdproxy.settings.stages`).
+    - `stage_config`: a file of vllm-omni's, whose stages are added to the first pool
+      (`pdproxy.settings.stages`).
     - `engines` are added after these.
     - `receivers` are then set on the decode engines.
     - `need_engines` False: a pool without engines is allowed.
 
     Raises:
-        SettingsError: a line for each mistake, which names the key, the variable, the flag or the engine.
+        SettingsError: a line for each mistake, which names the key, the variable, the flag or the
+            engine.
     """
     found = Mistakes()
     tree = _read_file(config, env, found)
@@ -196,8 +220,11 @@ def load(
     if receivers and not found.within("pools", 0, "nodes"):
         with found.collecting("pools"):
             put_receivers(pool, receivers)
-    # A section with a mistake has its defaults here. It is not compared with others: that would report mistakes that are none.
-    settings = msgspec.convert({name: value for name, value in tree.items() if not found.within(name)}, Settings)
+    # A section with a mistake has its defaults here. It is not compared with others: that would
+    # report mistakes that are none.
+    settings = msgspec.convert(
+        {name: value for name, value in tree.items() if not found.within(name)}, Settings
+    )
     if found.within("pools"):
         check_urls(pool.get("nodes", ()), found)
     settings = crosscheck(settings, found, need_engines=need_engines)
@@ -215,12 +242,16 @@ def _read_file(config: Path | None, env: Mapping[str, str], found: Mistakes) -> 
         found.add((), *error.mistakes)
         return {}
     where = f" (file {spell_file(config)})" if config is not None else ""
-    tree: dict[str, Any] = collect({} if value is None else _in_one_list(value), Settings, where, (), found)
+    tree: dict[str, Any] = collect(
+        {} if value is None else _in_one_list(value), Settings, where, (), found
+    )
     return tree
 
 
 def _in_one_list(value: object) -> object:
-    """Return the content of a file with each pool's nodes in one list: `pdproxy config print` once had those of DNS apart."""
+    """Return the content of a file with each pool's nodes in one list: `pdproxy config print` once
+    had those of DNS apart.
+    """
     pools = value.get("pools") if isinstance(value, dict) else None
     for pool in pools if isinstance(pools, list) else ():
         if isinstance(pool, dict) and isinstance(pool.get("dns_nodes"), list):

@@ -1,4 +1,5 @@
-"""Pools: `pools[]`, with how a request's engines are chosen and what is wanted of its times. Their checks.
+"""Pools: `pools[]`, with how a request's engines are chosen and what is wanted of its times. Their
+checks.
 
 Owns names, units, bounds and defaults.
 """
@@ -37,7 +38,9 @@ Dispatch = Literal["sequential", "concurrent"]
 RemoteHost = Literal["engine", "url"]
 AloneLimit = Literal["always", "never"] | Count
 VLLM_BOOTSTRAP_PORT = 8998
-"""vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
+"""vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name
+none.
+"""
 Tokenize = Literal["off", "auto", "always"]
 Weight = Annotated[float, Meta(ge=0, le=1_000_000)]
 
@@ -46,19 +49,26 @@ PlacementName = Annotated[str, names_of(placements.names)]
 
 
 def _connectors() -> str:
-    return f"how KV is transferred, as the engines are configured: {', '.join(registry.names())}; auto: ask the engines"
+    return (
+        f"how KV is transferred, as the engines are configured: {', '.join(registry.names())}; "
+        f"auto: ask the engines"
+    )
 
 
 def _policies() -> str:
     return (
-        f"who serves a request: a placement ({', '.join(placements.names())}), or a policy for all legs "
+        f"who serves a request: a placement ({', '.join(placements.names())}), or a policy for "
+        f"all legs "
         f"({', '.join(policies.names())}) "
-        f"(default: {placements.AUTO} where it has something to decide by, else {PoolPolicy().prefill})"
+        f"(default: {placements.AUTO} where it has something to decide by, else "
+        f"{PoolPolicy().prefill})"
     )
 
 
 _WHILE_SAME_PARTS = WhileSame("placement", "asks_the_index")
-"""A pool has its parts from the start: what decides whether prompts are split, and perhaps an index of prefixes."""
+"""A pool has its parts from the start: what decides whether prompts are split, and perhaps an index
+of prefixes.
+"""
 
 
 class PoolPolicy(Section, frozen=True):
@@ -68,32 +78,40 @@ class PoolPolicy(Section, frozen=True):
     """
 
     placement: PlacementName | None = None
-    """What decides whether a prompt is split. null: auto with an engine of role any, with slo or with profile, if no other policy
-    than least_load is named below; else split.
+    """What decides whether a prompt is split. null: auto with an engine of role any, with slo or
+    with profile, if no other policy than least_load is named below; else split.
       split  it is if it can be, and the policies below choose the engines
-      auto   by predicted times, which also choose the engines: least cost against slo (docs/internals/auto.md)
+      auto   by predicted times, which also choose the engines: least cost against slo
+             (docs/internals/auto.md)
     """
 
     prefill: AtOnce[Policy] = "least_load"
-    """For the prefill leg. least_load: the fewest outstanding prompt bytes, which determine a prefill engine's time.
+    """For the prefill leg. least_load: the fewest outstanding prompt bytes, which determine a
+    prefill engine's time.
       least_load    the least load; engines with the same load take turns
       round_robin   engines take turns, whatever their load
       random        any engine, whatever its load
-      power_of_two  of two engines that chance draws, the one with less load; for several proxies before the same engines
-      session       a conversation's requests go to one engine, as far as load allows; see session_header
+      power_of_two  of two engines that chance draws, the one with less load; for several proxies
+                    before the same engines
+      session       a conversation's requests go to one engine, as far as load allows; see
+                    session_header
       prefix        the engine that has most of the prompt in its cache, weighed against its load
     """
 
     decode: AtOnce[Policy] = "least_load"
-    """For the decode leg, and for requests that one engine serves: as above. least_load: the fewest active streams, which
-    determine a decode engine's step time."""
+    """For the decode leg, and for requests that one engine serves: as above. least_load: the fewest
+    active streams, which determine a decode engine's step time.
+    """
 
     session_header: AtOnce[HeaderName] = "X-Session-ID"
-    """For policy session: the header that names a conversation. In requests without it, the body's user does."""
+    """For policy session: the header that names a conversation. In requests without it, the body's
+    user does.
+    """
 
     refuse_late: AtOnce[bool] = False
-    """Whether a request is refused with 503 and Retry-After that no engine can serve within slo. Only with a placement that
-    predicts times."""
+    """Whether a request is refused with 503 and Retry-After that no engine can serve within slo.
+    Only with a placement that predicts times.
+    """
 
     @classmethod
     def of_text(cls, text: str) -> dict[str, object] | None:
@@ -113,8 +131,8 @@ class PoolPolicy(Section, frozen=True):
 class PoolSlo(Section, frozen=True):
     """What is wanted of a request's times, in seconds, for placements that predict them.
 
-    null: no bound. A request can name its own in milliseconds: X-PDProxy-SLO-TTFT-MS, X-PDProxy-SLO-TPOT-MS,
-    X-PDProxy-SLO-Gap-MS.
+    null: no bound. A request can name its own in milliseconds: X-PDProxy-SLO-TTFT-MS,
+    X-PDProxy-SLO-TPOT-MS, X-PDProxy-SLO-Gap-MS.
     """
 
     ttft: AtOnce[Seconds | None] = None
@@ -134,109 +152,150 @@ class Pool(Section, frozen=True):
     """The pool's name in logs, metrics and /ready. Each pool has one of its own."""
 
     models: AtOnce[tuple[Text, ...]] = ()
-    """Models whose requests this pool gets although no engine of it lists them, if no other pool's does: names, or patterns such
-    as "llama-*" or "*". The longest pattern that fits a name counts."""
+    """Models whose requests this pool gets although no engine of it lists them, if no other pool's
+    does: names, or patterns such as "llama-*" or "*". The longest pattern that fits a name counts.
+    """
 
     aliases: AtOnce[dict[str, Text]] = {}  # noqa: RUF012 - a struct copies its defaults
     """Other names of models, each with the name that the engines know, such as {fast: llama-8b}."""
 
     weight: AtOnce[Weight] = 1.0
-    """Where several pools serve a model, this pool's part of the requests. 0: only what no other pool serves."""
+    """Where several pools serve a model, this pool's part of the requests. 0: only what no other
+    pool serves.
+    """
 
     connector: Annotated[Connector, Option(_connectors, "NAME", "--connector")] = "nixl"
-    """How KV gets from prefill to decode engines: the kv_connector that they were started with (docs/guide/connectors.md).
+    """How KV gets from prefill to decode engines: the kv_connector that they were started with
+    (docs/guide/connectors.md).
       nixl        NixlConnector: the decode engine pulls
       nixl-push   NixlPushConnector: both legs at once, the prefill engine pushes
-      mooncake    MooncakeConnector: both legs at once, by an id of the proxy's; needs the prefill engines' bootstrap servers
-      lmcache-pd  LMCache with enable_pd: the prefill engine pushes, and sends a notice over ZMQ when it has finished
-      lmcache-mp  LMCache as a separate process: it posts to /api/v1/telemetry at kv_ready's port when KV is stored
-      shared      storage that both engines reach: ExampleConnector, Mooncake's store, LMCache's shared storage
-      moriio      MoRIIOConnector: the decode engine reads, or the prefill engine writes; engines register with the proxy
-      p2p-nccl    P2pNcclConnector (vLLM up to 0.23): the prefill engine sends; engines register with the proxy
+      mooncake    MooncakeConnector: both legs at once, by an id of the proxy's; needs the prefill
+                  engines' bootstrap servers
+      lmcache-pd  LMCache with enable_pd: the prefill engine pushes, and sends a notice over ZMQ
+                  when it has finished
+      lmcache-mp  LMCache as a separate process: it posts to /api/v1/telemetry at kv_ready's port
+                  when KV is stored
+      shared      storage that both engines reach: ExampleConnector, Mooncake's store, LMCache's
+                  shared storage
+      moriio      MoRIIOConnector: the decode engine reads, or the prefill engine writes; engines
+                  register with the proxy
+      p2p-nccl    P2pNcclConnector (vLLM up to 0.23): the prefill engine sends; engines register
+                  with the proxy
       kvstore-keys  a store under keys that the proxy makes (vLLM's pull request 12957; historic)
-      cpu         vLLM's CPUConnector (pull request 18332; historic): the prefill engine pushes to the decode engine's host memory
-      auto        the engines are asked at the start; if they do not show it, the proxy does not start
+      cpu         vLLM's CPUConnector (pull request 18332; historic): the prefill engine pushes to
+                  the decode engine's host memory
+      auto        the engines are asked at the start; if they do not show it, the proxy does not
+                  start
     """
 
     dispatch: Dispatch | None = None
-    """The order of a prompt's two legs: sequential (the prefill leg first) or concurrent (both at once: the decode engine waits
-    for the KV while the prompt is prefilled). null: the connector's usual order, and sequential with engines of role any: at
-    once, two of them can wait for each other's KV for ever. Most connectors can do one of them only."""
+    """The order of a prompt's two legs: sequential (the prefill leg first) or concurrent (both at
+    once: the decode engine waits for the KV while the prompt is prefilled). null: the connector's
+    usual order, and sequential with engines of role any: at once, two of them can wait for each
+    other's KV for ever. Most connectors can do one of them only.
+    """
 
     alone: AtOnce[AloneLimit] = "always"
-    """Which prompts a decode engine may serve whole where they are not split (docs/guide/policies.md): always; never; or up to so
-    many tokens, such as 4000: it computes a prompt between the tokens of its streams, which wait. Tokens that are not known are
-    taken to be a fourth of the text's bytes. Others get 503 with Retry-After, unless an engine of another role serves whole."""
+    """Which prompts a decode engine may serve whole where they are not split
+    (docs/guide/policies.md): always; never; or up to so many tokens, such as 4000: it computes a
+    prompt between the tokens of its streams, which wait. Tokens that are not known are taken to be
+    a fourth of the text's bytes. Others get 503 with Retry-After, unless an engine of another role
+    serves whole.
+    """
 
     remote_host: RemoteHost = "engine"
-    """Which host decode engines connect to for KV (nixl, nixl-push): the one that the prefill engine names in its KV handles
-    (engine), or the one of its URL (url), for engines that do not know how others reach them (address translation). With
-    turns.bidirectional also which host prefill engines connect to."""
+    """Which host decode engines connect to for KV (nixl, nixl-push): the one that the prefill
+    engine names in its KV handles (engine), or the one of its URL (url), for engines that do not
+    know how others reach them (address translation). With turns.bidirectional also which host
+    prefill engines connect to.
+    """
 
     lmcache: LMCache = LMCache()
 
     cpu: Cpu = Cpu()
 
     kv_ready_port: Port | None = None
-    """Port to which this pool's engines send notices. null: kv_ready.port. Two pools can't share one."""
+    """Port to which this pool's engines send notices. null: kv_ready.port. Two pools can't share
+    one.
+    """
 
     registration_port: Port | None = None
-    """Port at which this pool's engines register. null: registration.port. Two pools can't share one."""
+    """Port at which this pool's engines register. null: registration.port. Two pools can't share
+    one.
+    """
 
     bootstrap_port: Port = VLLM_BOOTSTRAP_PORT
-    """Port of a prefill engine's Mooncake bootstrap server, if its facts and its stage (--stage-config) name none. The default is
-    vLLM's own, VLLM_MOONCAKE_BOOTSTRAP_PORT; vllm-omni's stages assume 25201, and mostly name it."""
+    """Port of a prefill engine's Mooncake bootstrap server, if its facts and its stage
+    (--stage-config) name none. The default is vLLM's own, VLLM_MOONCAKE_BOOTSTRAP_PORT; vllm-omni's
+    stages assume 25201, and mostly name it.
+    """
 
     tokenize: Annotated[
         Tokenize,
         Option(
-            "when the proxy makes the token ids of prompts: off; auto: where the connector needs them; always: also to save "
+            "when the proxy makes the token ids of prompts: off; auto: where the connector needs "
+            "them; always: also to save "
             "engines this work",
             "WHEN",
             "--tokenize",
         ),
     ] = "auto"
-    """Whether the proxy turns prompts into token ids (--tokenize): off, auto (only if the connector needs ids), or always, which
-    saves the prefill engine the same work (not with shared and lmcache-mp, whose engines take no ids). The ids are compared with
-    each engine's when it starts; a difference switches this off, and the log, /ready and pdproxy_tokenize_agrees report it."""
+    """Whether the proxy turns prompts into token ids (--tokenize): off, auto (only if the connector
+    needs ids), or always, which saves the prefill engine the same work (not with shared and
+    lmcache-mp, whose engines take no ids). The ids are compared with each engine's when it starts;
+    a difference switches this off, and the log, /ready and pdproxy_tokenize_agrees report it.
+    """
 
     tokenizer: Annotated[
         File | None,
         Option(
-            "folder of a model with its tokenizer (default: the model that the engines report, if it is on this machine)",
+            "folder of a model with its tokenizer (default: the model that the engines report, "
+            "if it is on this machine)",
             "FOLDER",
             "--tokenizer",
         ),
     ] = None
-    """A model's folder with its tokenizer and chat template (--tokenizer). null: the model that the engines report, if this
-    machine has it; otherwise an engine is asked for the ids that the connector needs."""
+    """A model's folder with its tokenizer and chat template (--tokenizer). null: the model that the
+    engines report, if this machine has it; otherwise an engine is asked for the ids that the
+    connector needs.
+    """
 
     turns: Turns = Turns()
 
     kv_events: KvEvents = KvEvents()
-    """Engines' reports of the blocks of KV that they have cached (their --kv-events-config), over ZMQ
-    (docs/guide/connectors.md)."""
+    """Engines' reports of the blocks of KV that they have cached (their --kv-events-config), over
+    ZMQ (docs/guide/connectors.md).
+    """
 
     prefixes: Prefixes = Prefixes()
 
-    policy: Annotated[Annotated[PoolPolicy, _WHILE_SAME_PARTS], Option(_policies, "NAME", "--policy")] = PoolPolicy()
+    policy: Annotated[
+        Annotated[PoolPolicy, _WHILE_SAME_PARTS], Option(_policies, "NAME", "--policy")
+    ] = PoolPolicy()
 
     slo: Annotated[PoolSlo, _WHILE_SAME_PARTS] = PoolSlo()
 
     profile: File | None = None
-    """How long an engine's work takes: the name of a profile that pdproxy ships (h200-8b), or the file of one, which `pdproxy
-    calibrate` makes. null: not known. For placements that predict times."""
+    """How long an engine's work takes: the name of a profile that pdproxy ships (h200-8b), or the
+    file of one, which `pdproxy calibrate` makes. null: not known. For placements that predict
+    times.
+    """
 
     pair_within: tuple[Text, ...] = ()
-    """Labels of engines (nodes[].labels): two engines share work only if they have the same values of all of these, such as
-    [rack]."""
+    """Labels of engines (nodes[].labels): two engines share work only if they have the same values
+    of all of these, such as [rack].
+    """
 
     tls: EngineTls = EngineTls()
-    """TLS to engines with an https:// URL. Files are read again when they change, like those of listen.tls. An engine whose
-    certificate is not trusted counts as down; /ready and the log give the reason."""
+    """TLS to engines with an https:// URL. Files are read again when they change, like those of
+    listen.tls. An engine whose certificate is not trusted counts as down; /ready and the log give
+    the reason.
+    """
 
     nodes: AtOnce[tuple[ConfiguredEngine, ...]] = ()
-    """The engines; --prefill, --decode, --aggregated and --any add to these. Prefill engines need a decode engine."""
+    """The engines; --prefill, --decode, --aggregated and --any add to these. Prefill engines need a
+    decode engine.
+    """
 
     @property
     def fixed_nodes(self) -> tuple[ConfiguredEngine, ...]:
@@ -251,20 +310,28 @@ class Pool(Section, frozen=True):
     @property
     def alone_up_to(self) -> int | None:
         """How many tokens a prompt may have that a decode engine serves whole; None: any number."""
-        return {"always": None, "never": 0}[self.alone] if isinstance(self.alone, str) else self.alone
+        return (
+            {"always": None, "never": 0}[self.alone] if isinstance(self.alone, str) else self.alone
+        )
 
     @property
     def placement(self) -> str:
-        """What decides whether a prompt is split: `policy.placement`, by default `auto` where it has something to decide by.
+        """What decides whether a prompt is split: `policy.placement`, by default `auto` where it
+        has something to decide by.
 
-        That is an engine of role any, an objective or a profile. With a policy for a leg it is `split`.
+        That is an engine of role any, an objective or a profile. With a policy for a leg it is
+        `split`.
         """
         policy, usual = self.policy, PoolPolicy()
         if policy.placement is not None:
             return policy.placement
         if (policy.prefill, policy.decode) != (usual.prefill, usual.decode):
             return SPLIT
-        decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.nodes)
+        decides = (
+            self.slo != PoolSlo()
+            or self.profile is not None
+            or any(one.role == "any" for one in self.nodes)
+        )
         return AUTO if decides else SPLIT
 
     @property
@@ -274,7 +341,9 @@ class Pool(Section, frozen=True):
         return bool(asked) or self.placement in placements.ASK_THE_INDEX
 
 
-def check_placing(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
+def check_placing(
+    pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes
+) -> None:
     """Check a pool's labels and profiles. Mistakes are added to `found`."""
     if pool.placement == SPLIT:
         useless = {
@@ -287,13 +356,20 @@ def check_placing(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, 
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
     for at, name in enumerate(pool.pair_within):
         key = (*path, "pair_within", at)
-        without = [node.url for node in nodes if (node.prefills or node.decodes) and name not in node.labels]
+        without = [
+            node.url
+            for node in nodes
+            if (node.prefills or node.decodes) and name not in node.labels
+        ]
         if without:
             more = f" and {len(without) - 1} more" if len(without) > 1 else ""
             text = f"{quote(name)}: {without[0]}{more} has no such label"
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
     named: dict[KeyPath, str | None] = {(*path, "profile"): pool.profile}
-    named |= {(*path, "nodes", index, "facts", "profile"): node.facts.profile for index, node in enumerate(nodes)}
+    named |= {
+        (*path, "nodes", index, "facts", "profile"): node.facts.profile
+        for index, node in enumerate(nodes)
+    }
     read: dict[str, str | None] = {}
     for key, profile in named.items():
         if profile is None:

@@ -1,7 +1,8 @@
 """The settings as one typed tree, so that all packages get values that are already checked.
 
-The docstring below a field says what it means: `configs/reference.yaml` and the page of the settings are made of these.
-`pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck` checks fields against each other.
+The docstring below a field says what it means: `configs/reference.yaml` and the page of the
+settings are made of these. `pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck`
+checks fields against each other.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ class Settings(Section, frozen=True):
     """All settings."""
 
     listen: Listen = Listen()
-    # Without keys, engines get clients' own headers: a mistake must not open the proxy, or the engines.
+    # Without keys, engines get clients' own headers: a mistake must not open the proxy, or the
+    # engines.
     auth: Annotated[Auth, WhileSame("auth.wants_keys", "auth.wants_admin_keys")] = Auth()
     pools: tuple[Pool, ...] = ()
-    """The engines, in pools: those of one pool work together. Each model goes to the pools that serve it."""
+    """The engines, in pools: those of one pool work together. Each model goes to the pools that
+    serve it.
+    """
 
     media: MediaSettings = MediaSettings()
     engines: EngineSettings = EngineSettings()
@@ -81,11 +85,15 @@ SOURCES: Mapping[str, type[SourceSection]] = MappingProxyType(
     }
 )
 """The kinds of sources of engines, by the names of their sections."""
-_BY_SCHEME = MappingProxyType({scheme: name for name, section in SOURCES.items() for scheme in section.schemes})
+_BY_SCHEME = MappingProxyType(
+    {scheme: name for name, section in SOURCES.items() for scheme in section.schemes}
+)
 
 
 def source_kind(url: str) -> str | None:
-    """Return the name of the kind of source that a URL names, None if it names none: it may be an engine's own."""
+    """Return the name of the kind of source that a URL names, None if it names none: it may be an
+    engine's own.
+    """
     return _BY_SCHEME.get(url.partition("://")[0].lower())
 
 
@@ -96,11 +104,15 @@ def source_section(url: str) -> type[SourceSection] | None:
 
 
 def engine_scheme(url: str) -> str:
-    """Return the scheme of the engines that a URL of a node is for: its own, or that of what its source finds."""
+    """Return the scheme of the engines that a URL of a node is for: its own, or that of what its
+    source finds.
+    """
     scheme, section = url.partition("://")[0].lower(), source_section(url)
     return scheme if section is None else section.schemes[scheme]
 
 
 def of_worker(settings: Settings, workers: int) -> Settings:
-    """Return the settings of one of so many workers, whatever number these settings ask for: that needs a restart."""
+    """Return the settings of one of so many workers, whatever number these settings ask for: that
+    needs a restart.
+    """
     return msgspec.structs.replace(settings, limits=of_each(settings.limits, workers))

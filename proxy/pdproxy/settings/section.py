@@ -1,8 +1,10 @@
-"""The base class of all sections of the settings, the types of single values, and what is declared at a setting.
+"""The base class of all sections of the settings, the types of single values, and what is declared
+at a setting.
 
-A field declares its type with bounds, its default, below it what it means, and by marks in its `Annotated` type whether a running
-proxy uses another value at once (`Live`), and its options of the command line (`Option`). Everything else about a setting follows
-from that. Owns the bounds of units. A value of the wrong kind is refused with its key before anything is built of it.
+A field declares its type with bounds, its default, below it what it means, and by marks in its
+`Annotated` type whether a running proxy uses another value at once (`Live`), and its options of the
+command line (`Option`). Everything else about a setting follows from that. Owns the bounds of
+units. A value of the wrong kind is refused with its key before anything is built of it.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ import msgspec
 from msgspec import Meta
 
 Value = TypeVar("Value")
-# No useful wait is longer than a week. The bound also keeps infinity out of the event loop's timers.
+# No useful wait is longer than a week. The bound also keeps infinity out of the event loop's
+# timers.
 Seconds = Annotated[float, Meta(gt=0, le=604_800)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Text = Annotated[str, Meta(min_length=1)]
 HIDDEN = "hidden"
-"""The key in a type's `Meta.extra` that has its values masked where settings are shown: whoever knows one can use it."""
-# A key is sent in a header: a blank, a line break or a letter beyond ASCII in it could never match, or would split it.
+"""The key in a type's `Meta.extra` that has its values masked where settings are shown: whoever
+knows one can use it.
+"""
+# A key is sent in a header: a blank, a line break or a letter beyond ASCII in it could never match,
+# or would split it.
 Key = Annotated[
     str,
     Meta(
@@ -35,11 +41,15 @@ Key = Annotated[
 File = Annotated[str, Meta(min_length=1, pattern=r"\A[^\x00]+\Z", description="a file's name")]
 Host = Annotated[str, Meta(pattern=r"\A[^\s/\[\]]+\Z", description="a host name or a bare address")]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
-HeaderName = Annotated[str, Meta(pattern=r"\A[!#-'*+.^_`|~0-9A-Za-z-]{1,100}\Z", description="a header's name")]
+HeaderName = Annotated[
+    str, Meta(pattern=r"\A[!#-'*+.^_`|~0-9A-Za-z-]{1,100}\Z", description="a header's name")
+]
 
 
 def names_of(table: Callable[[], Iterable[str]]) -> Meta:
-    """Return the annotation of a text that must be one of a table's names. `table` is called for each value that is checked."""
+    """Return the annotation of a text that must be one of a table's names. `table` is called for
+    each value that is checked.
+    """
     return Meta(extra={NAMES: table})
 
 
@@ -51,9 +61,11 @@ OffOrSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Marks a setting of which a running proxy uses another value at once. Without a mark, another value needs a restart.
+    """Marks a setting of which a running proxy uses another value at once. Without a mark, another
+    value needs a restart.
 
-    `is_switch`: 0 turns something off, and to turn it off or on needs a restart. Files that settings name are read again anyway.
+    `is_switch`: 0 turns something off, and to turn it off or on needs a restart. Files that
+    settings name are read again anyway.
     """
 
     is_switch: bool = False
@@ -64,16 +76,20 @@ class Live:
 
 
 class WhileSame:
-    """Marks a section: any change in it needs a restart if one of these attributes of the section around it changes, too."""
+    """Marks a section: any change in it needs a restart if one of these attributes of the section
+    around it changes, too.
+    """
 
     def __init__(self, *names: str) -> None:
         self.of = attrgetter(*names)
 
 
 class Option:
-    """Gives a setting options of the command line: `Option("the help", "METAVAR", "--name", "--other-name")`.
+    """Gives a setting options of the command line: `Option("the help", "METAVAR", "--name",
+    "--other-name")`.
 
-    A help that depends on tables is a function. One without `(default: ...)` gets that of the field. Errors show the first name.
+    A help that depends on tables is a function. One without `(default: ...)` gets that of the
+    field. Errors show the first name.
     """
 
     def __init__(self, words: str | Callable[[], str], metavar: str, *names: str) -> None:
@@ -103,7 +119,9 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Field(NamedTuple):
-    """A field of a section. `type`: without the project's own marks. `required`: it has no `default`, and must be given."""
+    """A field of a section. `type`: without the project's own marks. `required`: it has no
+    `default`, and must be given.
+    """
 
     name: str
     type: Any
@@ -116,7 +134,9 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(kind: Any) -> tuple[Field, ...]:
-    """Return the fields of a section. msgspec evaluates all annotations anew at each call, which costs a millisecond."""
+    """Return the fields of a section. msgspec evaluates all annotations anew at each call, which
+    costs a millisecond.
+    """
     return tuple(_field(field) for field in msgspec.structs.fields(kind))
 
 

@@ -1,8 +1,10 @@
-"""Sources of engines: what finds the engines of a pool while the proxy runs, such as DNS. What each has in the settings.
+"""Sources of engines: what finds the engines of a pool while the proxy runs, such as DNS. What each
+has in the settings.
 
-A source is named in `pools[].nodes[]` by a URL whose scheme is its own; the other settings of the node hold for all engines that
-it finds. A kind of source has a section of the settings, of the type `SourceSection`: the field of `settings.schema.Settings`
-registers it. What follows it while the proxy runs is the module `fleet.NAME_source`, with the section's name.
+A source is named in `pools[].nodes[]` by a URL whose scheme is its own; the other settings of the
+node hold for all engines that it finds. A kind of source has a section of the settings, of the type
+`SourceSection`: the field of `settings.schema.Settings` registers it. What follows it while the
+proxy runs is the module `fleet.NAME_source`, with the section's name.
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ class SourceSection(Section, frozen=True):
 
     @classmethod
     def stand_in(cls, url: str) -> str:
-        """Return the URL of an engine that stands for all that it will find, where engines are checked together."""
+        """Return the URL of an engine that stands for all that it will find, where engines are
+        checked together.
+        """
         parts = urlsplit(url)
-        return f"{cls.schemes[parts.scheme]}://{parts.netloc if parts.port else f'{parts.netloc}:1'}"
+        return (
+            f"{cls.schemes[parts.scheme]}://{parts.netloc if parts.port else f'{parts.netloc}:1'}"
+        )
 
     def check(self, found: Mistakes) -> None:
         """Check its fields against each other. Mistakes are added to `found`."""

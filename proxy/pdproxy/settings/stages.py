@@ -1,13 +1,16 @@
-"""Reads vllm-omni's stage configuration: which of its stages prefill, which decode, and how their engines transfer KV.
+"""Reads vllm-omni's stage configuration: which of its stages prefill, which decode, and how their
+engines transfer KV.
 
-Source: vllm-omni's stage YAML and its `pd_utils` (PR 1303), which allows one pair; vLLM 0.32.0's connectors for what each allows.
-A file has dozens of keys that only its engines need. Only the keys that decide a pair are read and checked. Values are plain, or
-anything that describes itself by names (`pdproxy.settings.external_file`). Here a file may have any number of pairs, if one
-contract can run all of them. Mistakes that engines would find at the first request, or never, are reported at the start.
+Source: vllm-omni's stage YAML and its `pd_utils` (PR 1303), which allows one pair; vLLM 0.32.0's
+connectors for what each allows. A file has dozens of keys that only its engines need. Only the keys
+that decide a pair are read and checked. Values are plain, or anything that describes itself by
+names (`pdproxy.settings.external_file`). Here a file may have any number of pairs, if one contract
+can run all of them. Mistakes that engines would find at the first request, or never, are reported
+at the start.
 
-vllm-omni starts its stages itself and reaches them by queues, so its files have no URLs. Each flagged stage is an engine with
-that role, at one URL: that of `runtime.url`, of `engine_args.host` and `port`, or else of --prefill and --decode in the order of
-the file.
+vllm-omni starts its stages itself and reaches them by queues, so its files have no URLs. Each
+flagged stage is an engine with that role, at one URL: that of `runtime.url`, of `engine_args.host`
+and `port`, or else of --prefill and --decode in the order of the file.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ _KV = ("engine_args", "kv_transfer_config")
 
 
 class KvConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a stage's `kv_transfer_config` that a pair depends on. None: the file does not set it."""
+    """The part of a stage's `kv_transfer_config` that a pair depends on. None: the file does not
+    set it.
+    """
 
     role: str
     connector: str
@@ -55,10 +60,12 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage that only prefills or only decodes. `index` is its index in the file, `id` its `stage_id`.
+    """A stage that only prefills or only decodes. `index` is its index in the file, `id` its
+    `stage_id`.
 
-    `sources` are the stages whose output it takes, by id or by index. `bootstrap_port` is the port of its Mooncake bootstrap
-    server, `url` the URL of its engine's HTTP server; None if the file does not name them.
+    `sources` are the stages whose output it takes, by id or by index. `bootstrap_port` is the port
+    of its Mooncake bootstrap server, `url` the URL of its engine's HTTP server; None if the file
+    does not name them.
     """
 
     index: int
@@ -86,11 +93,14 @@ class Reader:
         """Return the stages that are flagged as prefill or decode, in the file's order.
 
         Raises:
-            SettingsError: a line for each stage that is wrong: its key, what was expected and what was found.
+            SettingsError: a line for each stage that is wrong: its key, what was expected and what
+                was found.
         """
         stages = self._file.mapping(tree, ()).get(STAGES)
         if isinstance(stages, str | bytes) or not isinstance(stages, Sequence):
-            raise self._file.wrong((STAGES,), f"expected vllm-omni's list of stages, got {spell((STAGES,), stages)}")
+            raise self._file.wrong(
+                (STAGES,), f"expected vllm-omni's list of stages, got {spell((STAGES,), stages)}"
+            )
         known: dict[StageId, int] = {}
         found, mistakes = list[Stage](), Mistakes()
         for index, item in enumerate(stages):
@@ -100,7 +110,8 @@ class Reader:
                 ident = self._id(stage.get("stage_id", index), (*path, "stage_id"))
                 if ident in known:
                     raise self._file.wrong(
-                        (*path, "stage_id"), f"{ident} is the id of {spell_key((STAGES, known[ident]))}, too"
+                        (*path, "stage_id"),
+                        f"{ident} is the id of {spell_key((STAGES, known[ident]))}, too",
                     )
                 known[ident] = index
                 role = self._role(stage, path)
@@ -111,7 +122,8 @@ class Reader:
 
     def _role(self, stage: Mapping[str, Any], path: KeyPath) -> Role | None:
         prefills, decodes = (
-            self._file.bool(stage.get(name), (*path, name)) for name in ("is_prefill_only", "is_decode_only")
+            self._file.bool(stage.get(name), (*path, name))
+            for name in ("is_prefill_only", "is_decode_only")
         )
         if prefills and decodes:
             raise self._file.wrong(path, "is_prefill_only and is_decode_only exclude each other")
@@ -130,7 +142,10 @@ class Reader:
             role=role,
             kv=kv,
             sources=self._sources(stage.get("engine_input_source"), (*path, "engine_input_source")),
-            tensor_parallel_size=self._file.count(engine, "tensor_parallel_size", (*path, "engine_args")) or 1,
+            tensor_parallel_size=self._file.count(
+                engine, "tensor_parallel_size", (*path, "engine_args")
+            )
+            or 1,
             bootstrap_port=self._bootstrap_port(runtime, kv, path),
             url=self._url(engine, runtime, path),
         )
@@ -138,13 +153,16 @@ class Reader:
     def _kv(self, engine: Mapping[str, Any], path: KeyPath, role: Role) -> KvConfig:
         given = engine.get("kv_transfer_config")
         if given is None:
-            raise self._file.wrong(path, f"missing: a {role} stage needs one, with kv_connector and kv_role")
+            raise self._file.wrong(
+                path, f"missing: a {role} stage needs one, with kv_connector and kv_role"
+            )
         if isinstance(given, str):  # JSON, as for the engine's own flag
             given = self._file.json(given, path)
         config = self._file.mapping(given, path)
         if not config:
             raise self._file.wrong(
-                path, f"an empty mapping ({type(given).__name__}): expected kv_connector and kv_role"
+                path,
+                f"an empty mapping ({type(given).__name__}): expected kv_connector and kv_role",
             )
         connector, allowed = self._file.text(config, "kv_connector", path), _ROLES[role]
         if not connector:
@@ -161,12 +179,18 @@ class Reader:
             buffer_device=self._file.text(config, "kv_buffer_device", path),
             buffer_size=self._file.number(config, "kv_buffer_size", path),
             extra=self._file.mapping(
-                config.get("kv_connector_extra_config", {}), (*path, "kv_connector_extra_config"), may_be_null=True
+                config.get("kv_connector_extra_config", {}),
+                (*path, "kv_connector_extra_config"),
+                may_be_null=True,
             ),
         )
 
-    def _bootstrap_port(self, runtime: Mapping[str, Any], kv: KvConfig, path: KeyPath) -> int | None:
-        """Return the port. The engine reads its environment, vllm-omni's orchestrator the other key: they must agree."""
+    def _bootstrap_port(
+        self, runtime: Mapping[str, Any], kv: KvConfig, path: KeyPath
+    ) -> int | None:
+        """Return the port. The engine reads its environment, vllm-omni's orchestrator the other
+        key: they must agree.
+        """
         env_path = (*path, "runtime", "env")
         env = self._file.mapping(runtime.get("env", {}), env_path, may_be_null=True)
         given = self._file.port(env, BOOTSTRAP_ENV, env_path)
@@ -177,7 +201,9 @@ class Reader:
             raise self._file.wrong((*env_path, BOOTSTRAP_ENV), f"{given}, but {other} is {extra}")
         return extra if given is None else given
 
-    def _url(self, engine: Mapping[str, Any], runtime: Mapping[str, Any], path: KeyPath) -> str | None:
+    def _url(
+        self, engine: Mapping[str, Any], runtime: Mapping[str, Any], path: KeyPath
+    ) -> str | None:
         """`runtime.url` is pdproxy's own key; `host` and `port` are those of `vllm serve`."""
         url, port = (
             self._file.text(runtime, "url", (*path, "runtime")),
@@ -187,16 +213,20 @@ class Reader:
         if url is not None:
             if port is not None or host is not None:
                 raise self._file.wrong(
-                    (*path, "runtime", "url"), "excludes engine_args.host and engine_args.port: give one"
+                    (*path, "runtime", "url"),
+                    "excludes engine_args.host and engine_args.port: give one",
                 )
             return url
         if port is None:
             if host is not None:
-                raise self._file.wrong((*path, "engine_args", "host"), "has no effect without engine_args.port")
+                raise self._file.wrong(
+                    (*path, "engine_args", "host"), "has no effect without engine_args.port"
+                )
             return None
         if host is not None and is_any(host):
             raise self._file.wrong(
-                (*path, "engine_args", "host"), f"{host} is an address to listen on: give runtime.url"
+                (*path, "engine_args", "host"),
+                f"{host} is an address to listen on: give runtime.url",
             )
         name = "127.0.0.1" if host is None else host
         return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
@@ -204,7 +234,11 @@ class Reader:
     def _sources(self, value: object, path: KeyPath) -> tuple[StageId, ...]:
         if value is None:
             return ()
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable) or isinstance(value, Mapping):
+        if (
+            isinstance(value, str | bytes)
+            or not isinstance(value, Iterable)
+            or isinstance(value, Mapping)
+        ):
             raise self._file.wrong(path, f"expected a list of stages, got {spell(path, value)}")
         return tuple(self._id(item, (*path, index)) for index, item in enumerate(value))
 
@@ -222,9 +256,11 @@ class StagePair(NamedTuple):
 
 
 def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[StagePair, ...]:
-    """Return the pairs that decode stages name in `engine_input_source`, by a stage's id or, if no stage has it, by its index.
+    """Return the pairs that decode stages name in `engine_input_source`, by a stage's id or, if no
+    stage has it, by its index.
 
-    No stage flagged: no pairs. A source that is no prefill stage has another meaning in vllm-omni, and is ignored.
+    No stage flagged: no pairs. A source that is no prefill stage has another meaning in vllm-omni,
+    and is ignored.
 
     Raises:
         SettingsError: a flagged stage is in no pair.
@@ -237,7 +273,9 @@ def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[StagePair, ...]
         sources = dict.fromkeys(named[source].index for source in decode.sources if source in named)
         if not sources:
             known = ", ".join(str(stage.id) for stage in prefills) or "there is none"
-            raise file.wrong((*decode.path, "engine_input_source"), f"names no prefill stage ({known})")
+            raise file.wrong(
+                (*decode.path, "engine_input_source"), f"names no prefill stage ({known})"
+            )
         found += [StagePair(places[index], decode) for index in sources]
     used = {pair.prefill.index for pair in found}
     for prefill in prefills:
@@ -246,11 +284,15 @@ def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[StagePair, ...]
     return tuple(found)
 
 
-def check(found: tuple[StagePair, ...], file: ForeignFile, connector: str | None = None) -> str | None:
-    """Return the contract that can run all pairs, None without pairs. `connector` is the operator's choice, if any.
+def check(
+    found: tuple[StagePair, ...], file: ForeignFile, connector: str | None = None
+) -> str | None:
+    """Return the contract that can run all pairs, None without pairs. `connector` is the operator's
+    choice, if any.
 
     Raises:
-        SettingsError: naming the keys of two stages that do not match, or a contract that is not possible.
+        SettingsError: naming the keys of two stages that do not match, or a contract that is not
+            possible.
     """
     for pair in found:
         _same_connector(pair, file)
@@ -265,7 +307,8 @@ def check(found: tuple[StagePair, ...], file: ForeignFile, connector: str | None
 def bootstrap(prefill: Stage, engine_host: str, port: int) -> str:
     """Return the address of a prefill stage's Mooncake bootstrap server.
 
-    `engine_host`: the host of its engine's HTTP server, used if the file names no other. `port`: used if the file names none.
+    `engine_host`: the host of its engine's HTTP server, used if the file names no other. `port`:
+    used if the file names none.
     """
     address = prefill.kv.extra.get("bootstrap_server_address")
     if isinstance(address, str) and address:
@@ -277,7 +320,9 @@ def bootstrap(prefill: Stage, engine_host: str, port: int) -> str:
 
 def _same_connector(pair: StagePair, file: ForeignFile) -> None:
     if pair.prefill.kv.connector != pair.decode.kv.connector:
-        raise file.wrong(*_mismatch(pair, "kv_connector", pair.prefill.kv.connector, pair.decode.kv.connector))
+        raise file.wrong(
+            *_mismatch(pair, "kv_connector", pair.prefill.kv.connector, pair.decode.kv.connector)
+        )
 
 
 def _contract(stages: list[Stage], file: ForeignFile, connector: str | None) -> str | None:
@@ -286,14 +331,23 @@ def _contract(stages: list[Stage], file: ForeignFile, connector: str | None) -> 
     first = stages[0]
     for stage in stages:
         if stage.kv.connector != first.kv.connector:
-            text = f"{stage.kv.connector}, but {spell_key((*first.path, *_KV, 'kv_connector'))} is {first.kv.connector}"
-            raise file.wrong((*stage.path, *_KV, "kv_connector"), f"{text}: a pool has one contract")
+            text = (
+                f"{stage.kv.connector}, but {spell_key((*first.path, *_KV, 'kv_connector'))} is "
+                f"{first.kv.connector}"
+            )
+            raise file.wrong(
+                (*stage.path, *_KV, "kv_connector"), f"{text}: a pool has one contract"
+            )
     path, name = (*first.path, *_KV, "kv_connector"), first.kv.connector
     able = registry.serving(name)
     if not able and connector is None:
-        raise file.wrong(path, f"it is not known which contract {name} runs: name one by --connector")
+        raise file.wrong(
+            path, f"it is not known which contract {name} runs: name one by --connector"
+        )
     if able and connector is not None and connector not in able:
-        raise file.wrong(path, f"{name} runs {' or '.join(able)}, but the pool's connector is {connector}")
+        raise file.wrong(
+            path, f"{name} runs {' or '.join(able)}, but the pool's connector is {connector}"
+        )
     return connector or able[0]
 
 
@@ -313,13 +367,17 @@ def _parallel_sizes(pair: StagePair, file: ForeignFile, contract: str | None) ->
     prefill = f"stage {pair.prefill.id} prefills with {sizes[0]}"
     if registry.entry_of(contract).capabilities.mixed_parallel_sizes:
         if larger % smaller:
-            raise file.wrong(path, f"{sizes[1]}, but {prefill}: one must be a multiple of the other")
+            raise file.wrong(
+                path, f"{sizes[1]}, but {prefill}: one must be a multiple of the other"
+            )
     elif not all(_first_rank_stores(stage.kv.extra) for stage in pair):
         raise file.wrong(path, f"{sizes[1]}, but {prefill}: {contract} needs the same")
 
 
 def _first_rank_stores(extra: Mapping[str, Any]) -> bool:
-    """Return whether LMCache is configured so that its first rank holds all KV, as for MLA: then sizes don't matter."""
+    """Return whether LMCache is configured so that its first rank holds all KV, as for MLA: then
+    sizes don't matter.
+    """
     inner = extra.get("lmcache.extra_config")
     return (inner if isinstance(inner, Mapping) else {}).get("save_only_first_rank") is True
 
@@ -337,9 +395,15 @@ def _one_each(stages: Mapping[int, Stage], file: ForeignFile) -> None:
         ids[engine_id] = stage
 
 
-def _mismatch(pair: StagePair, name: str, ours: object, theirs: object) -> tuple[tuple[str | int, ...], str]:
+def _mismatch(
+    pair: StagePair, name: str, ours: object, theirs: object
+) -> tuple[tuple[str | int, ...], str]:
     other = spell_key((*pair.prefill.path, *_KV, name))
-    return (*pair.decode.path, *_KV, name), f"{_plain(theirs)}, but {other} is {_plain(ours)}: a pair needs the same"
+    return (
+        *pair.decode.path,
+        *_KV,
+        name,
+    ), f"{_plain(theirs)}, but {other} is {_plain(ours)}: a pair needs the same"
 
 
 def _plain(value: object) -> str:
@@ -349,13 +413,15 @@ def _plain(value: object) -> str:
 def add_stages(
     pool: dict[str, Any], config: Path, engines: Iterable[EngineFlag], found: Mistakes
 ) -> Iterable[EngineFlag]:
-    """Add the engines of a stage configuration to a pool, in the schema's form, and set its contract if there are pairs.
+    """Add the engines of a stage configuration to a pool, in the schema's form, and set its
+    contract if there are pairs.
 
-    `engines` are those of the command line. Return those that belong to no stage. Mistakes are added to `found`: each names the
-    key and the file.
+    `engines` are those of the command line. Return those that belong to no stage. Mistakes are
+    added to `found`: each names the key and the file.
     """
     port, connector = (
-        None if found.within("pools", 0, name) else pool.get(name) for name in ("bootstrap_port", "connector")
+        None if found.within("pools", 0, name) else pool.get(name)
+        for name in ("bootstrap_port", "connector")
     )
     file = ForeignFile(f" (stage config {spell_file(config)})")
     try:
@@ -364,10 +430,16 @@ def add_stages(
         found_twice.raise_any()
         stages = Reader(file).stages(tree)
         found_pairs = pairs(stages, file)
-        contract = check(found_pairs, file, None if connector == registry.AUTO else connector)  # the file names it
+        # the file names it
+        contract = check(found_pairs, file, None if connector == registry.AUTO else connector)
         urls, rest = _urls(stages, list(engines), file)
-        bootstraps = contract is not None and entry_of(contract).capabilities.peers_from is PeerSource.BOOTSTRAP
-        nodes = _nodes(stages, found_pairs, urls, (port or VLLM_BOOTSTRAP_PORT) if bootstraps else None, file)
+        bootstraps = (
+            contract is not None
+            and entry_of(contract).capabilities.peers_from is PeerSource.BOOTSTRAP
+        )
+        nodes = _nodes(
+            stages, found_pairs, urls, (port or VLLM_BOOTSTRAP_PORT) if bootstraps else None, file
+        )
     except SettingsError as error:
         found.add(("pools",), *error.mistakes)
         return ()
@@ -391,7 +463,8 @@ def _urls(
         if len(without) != len(given):
             missing = ", ".join(spell_key(stage.path) for stage in without) or "none"
             raise SettingsError(
-                f"--{role}: {len(given)} given, expected {len(without)}: one for each {role} stage without a URL of its own "
+                f"--{role}: {len(given)} given, expected {len(without)}: one for each {role} "
+                f"stage without a URL of its own "
                 f"({missing}){file.where}"
             )
         for stage, url in zip(without, given, strict=True):
@@ -407,7 +480,11 @@ def _own_url(stage: Stage, file: ForeignFile) -> str:
 
 
 def _nodes(
-    stages: tuple[Stage, ...], found: tuple[StagePair, ...], urls: dict[int, str], port: int | None, file: ForeignFile
+    stages: tuple[Stage, ...],
+    found: tuple[StagePair, ...],
+    urls: dict[int, str],
+    port: int | None,
+    file: ForeignFile,
 ) -> list[dict[str, Any]]:
     """`port`: of bootstrap servers, None if the contract has none."""
     nodes, bound = [], dict[str, Stage]()
@@ -432,5 +509,8 @@ def _nodes(
 
 def _bind(bound: dict[str, Stage], address: str, stage: Stage, file: ForeignFile) -> None:
     if (other := bound.setdefault(address, stage)) is not stage:
-        text = f"its Mooncake bootstrap server would be at {address}, like that of {spell_key(other.path)}: give each its own"
+        text = (
+            f"its Mooncake bootstrap server would be at {address}, like that of "
+            f"{spell_key(other.path)}: give each its own"
+        )
         raise file.wrong(stage.path, f"{text} mooncake_bootstrap_port")

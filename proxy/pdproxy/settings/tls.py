@@ -1,4 +1,5 @@
-"""TLS: the sections `listen.tls` and `pools[].tls`, and their contexts: one for clients, one per engine.
+"""TLS: the sections `listen.tls` and `pools[].tls`, and their contexts: one for clients, one per
+engine.
 
 Owns the errors of certificates that can't be used: one line that names the setting and the file.
 """
@@ -23,22 +24,29 @@ _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE---
 class ListenTls(Section, frozen=True):
     """TLS for clients.
 
-    Files are PEM. They are checked once per second and read again when they have changed: new connections get the new
-    certificate, open ones stay. If the new files can't be used, the old ones stay in force, and the log and /ready report it.
-    With TLS, health checks must use https, too: `pdproxy health` does.
+    Files are PEM. They are checked once per second and read again when they have changed: new
+    connections get the new certificate, open ones stay. If the new files can't be used, the old
+    ones stay in force, and the log and /ready report it. With TLS, health checks must use https,
+    too: `pdproxy health` does.
     """
 
     certificate: Annotated[
         File | None,
         Option(
-            "the server's certificate with its chain, PEM; turns on TLS (default: no TLS)", "FILE", "--ssl-certfile"
+            "the server's certificate with its chain, PEM; turns on TLS (default: no TLS)",
+            "FILE",
+            "--ssl-certfile",
         ),
     ] = None
     """The server's certificate with its chain (--ssl-certfile, as for vLLM). null: plain HTTP."""
 
     key: Annotated[
         File | None,
-        Option("the certificate's private key, PEM (default: in the certificate's file)", "FILE", "--ssl-keyfile"),
+        Option(
+            "the certificate's private key, PEM (default: in the certificate's file)",
+            "FILE",
+            "--ssl-keyfile",
+        ),
     ] = None
     """Its private key (--ssl-keyfile). null: the certificate's file also holds the key."""
 
@@ -48,18 +56,23 @@ class ListenTls(Section, frozen=True):
     client_ca: Annotated[
         File | None,
         Option(
-            "authorities, PEM: clients must have a certificate from one of them (default: clients need none)",
+            "authorities, PEM: clients must have a certificate from one of them (default: "
+            "clients need none)",
             "FILE",
             "--ssl-ca-certs",
         ),
     ] = None
-    """Authorities of client certificates (--ssl-ca-certs). If set, a client without a certificate from them gets no connection,
-    also not to /health and /metrics (vLLM needs --ssl-cert-reqs 2 for this). When one is taken out of the file, or a certificate
-    expires, the connections of its clients are closed."""
+    """Authorities of client certificates (--ssl-ca-certs). If set, a client without a certificate
+    from them gets no connection, also not to /health and /metrics (vLLM needs --ssl-cert-reqs 2 for
+    this). When one is taken out of the file, or a certificate expires, the connections of its
+    clients are closed.
+    """
 
 
 class EngineTls(Section, frozen=True):
-    """TLS towards engines with an `https://` URL. Files are PEM, and are read again when they change."""
+    """TLS towards engines with an `https://` URL. Files are PEM, and are read again when they
+    change.
+    """
 
     ca: File | None = None
     """Authorities that must have signed the engines' certificates. null: those of the system."""
@@ -71,14 +84,22 @@ class EngineTls(Section, frozen=True):
     """Its private key, not encrypted. null: the certificate's file also holds the key."""
 
     verify: bool | None = None
-    """false trusts any certificate of any host: somebody in between can read prompts and keys. null: true."""
+    """false trusts any certificate of any host: somebody in between can read prompts and keys.
+    null: true.
+    """
 
 
-def refuse_stray_files(tls: ListenTls | EngineTls, path: KeyPath, names: Iterable[str], found: Mistakes) -> None:
+def refuse_stray_files(
+    tls: ListenTls | EngineTls, path: KeyPath, names: Iterable[str], found: Mistakes
+) -> None:
     """Refuse files, by the names of their settings, that only have an effect with a certificate."""
     for name in names:
         if tls.certificate is None and getattr(tls, name) is not None:
-            key, needed, where = (*path, name), spell_key((*path, "certificate")), found.source((*path, name))
+            key, needed, where = (
+                (*path, name),
+                spell_key((*path, "certificate")),
+                found.source((*path, name)),
+            )
             found.add(key, f"{spell_key(key)}: has no effect without {needed}{where}")
 
 
@@ -100,15 +121,17 @@ def listen_context(tls: ListenTls) -> ssl.SSLContext:
     if tls.client_ca is not None:
         _load_authorities(context, "listen.tls.client_ca", tls.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
-        # A ticket is good for hours, and OpenSSL resumes it without a look at the certificate's end. Without tickets, TLS 1.2
-        # still resumes sessions by their ids: `web.client_certificates` knows what was shown in them.
+        # A ticket is good for hours, and OpenSSL resumes it without a look at the certificate's
+        # end. Without tickets, TLS 1.2 still resumes sessions by their ids:
+        # `web.client_certificates` knows what was shown in them.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
     return context
 
 
 def end_of_certificate(path: str) -> datetime | None:
-    """Return when the first certificate of a file (PEM) expires, the server's own; None if that can't be read from it.
+    """Return when the first certificate of a file (PEM) expires, the server's own; None if that
+    can't be read from it.
 
     Raises:
         SettingsError: the file can't be read.
@@ -117,7 +140,9 @@ def end_of_certificate(path: str) -> datetime | None:
     from cryptography import x509
 
     try:
-        return x509.load_pem_x509_certificates(read_file("listen.tls.certificate", path))[0].not_valid_after_utc
+        return x509.load_pem_x509_certificates(read_file("listen.tls.certificate", path))[
+            0
+        ].not_valid_after_utc
     except ValueError as error:
         if isinstance(error, SettingsError):
             raise
@@ -125,7 +150,8 @@ def end_of_certificate(path: str) -> datetime | None:
 
 
 def authorities_of(context: ssl.SSLContext, path: str | None) -> frozenset[bytes]:
-    """Return the SHA-256 digests of the certificates that may vouch for clients. `path`: the file that `context` has them from.
+    """Return the SHA-256 digests of the certificates that may vouch for clients. `path`: the file
+    that `context` has them from.
 
     Raises:
         SettingsError: the file can't be read.
@@ -135,11 +161,14 @@ def authorities_of(context: ssl.SSLContext, path: str | None) -> frozenset[bytes
     # OpenSSL also trusts a certificate of the file that is no authority's, and does not list it.
     text = read_file("listen.tls.client_ca", path).decode("ascii", "replace")
     ones = [ssl.PEM_cert_to_DER_cert(one) for one in _CERTIFICATE.findall(text)]
-    return frozenset(hashlib.sha256(one).digest() for one in (*ones, *context.get_ca_certs(binary_form=True)))
+    return frozenset(
+        hashlib.sha256(one).digest() for one in (*ones, *context.get_ca_certs(binary_form=True))
+    )
 
 
 def engine_context(setting: str, tls: EngineTls) -> ssl.SSLContext:
-    """Return the context for connections to an engine. `setting` is the name of `tls` in the settings.
+    """Return the context for connections to an engine. `setting` is the name of `tls` in the
+    settings.
 
     Raises:
         SettingsError: a file can't be read, or is not what it should be.
@@ -159,7 +188,9 @@ def engine_context(setting: str, tls: EngineTls) -> ssl.SSLContext:
 
 
 def merged(pool: EngineTls, node: EngineTls) -> EngineTls:
-    """Return the settings for an engine: each its own or the pool's, but certificate and key come from the same place."""
+    """Return the settings for an engine: each its own or the pool's, but certificate and key come
+    from the same place.
+    """
     own = node if node.certificate is not None else pool
     return EngineTls(
         ca=node.ca if node.ca is not None else pool.ca,
@@ -169,16 +200,23 @@ def merged(pool: EngineTls, node: EngineTls) -> EngineTls:
     )
 
 
-def _load_own(context: ssl.SSLContext, setting: str, certificate: str, key: str | None, password: str) -> None:
-    held = read_file(f"{setting}.certificate", certificate)  # so that the error names the file that is missing
+def _load_own(
+    context: ssl.SSLContext, setting: str, certificate: str, key: str | None, password: str
+) -> None:
+    # so that the error names the file that is missing
+    held = read_file(f"{setting}.certificate", certificate)
     if key is not None:
         held = read_file(f"{setting}.key", key)
     try:
         # Never without a password: OpenSSL would ask for one on the terminal.
         context.load_cert_chain(certificate, key, password=lambda: password)
     except (OSError, ValueError) as error:
-        files = " with ".join(spell_file(Path(path)) for path in (certificate, key) if path is not None)
-        raise SettingsError(f"{setting}: {files}: {_reason_of(error, locked=b'ENCRYPTED' in held)}") from None
+        files = " with ".join(
+            spell_file(Path(path)) for path in (certificate, key) if path is not None
+        )
+        raise SettingsError(
+            f"{setting}: {files}: {_reason_of(error, locked=b'ENCRYPTED' in held)}"
+        ) from None
 
 
 def _load_authorities(context: ssl.SSLContext, setting: str, path: str) -> None:
@@ -196,6 +234,9 @@ def _reason_of(error: Exception, *, locked: bool = False) -> str:
         case _ if locked:
             return "the key is encrypted, and its password is wrong or missing"
         case str(reason):
-            return f"holds no certificate or key in PEM that can be used ({reason.replace('_', ' ').lower()})"
+            return (
+                f"holds no certificate or key in PEM that can be used "
+                f"({reason.replace('_', ' ').lower()})"
+            )
         case _:
             return "holds no certificate or key in PEM that can be used"

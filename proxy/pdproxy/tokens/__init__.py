@@ -1,1 +1,3 @@
-"""Makes the token ids of prompts as engines do: chat templates, tokenizers, canaries. Pure except for loading."""
+"""Makes the token ids of prompts as engines do: chat templates, tokenizers, canaries. Pure except
+for loading.
+"""

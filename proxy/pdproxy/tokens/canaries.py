@@ -1,8 +1,10 @@
-"""Prompts whose ids engines are asked for, to check that the ids made here are the same. Pure: `fleet.canary` asks the engines.
+"""Prompts whose ids engines are asked for, to check that the ids made here are the same. Pure:
+`fleet.canary` asks the engines.
 
-Together they cover what tokenizers and templates differ in: white space, scripts, digits, special tokens inside a text, roles,
-parts, tools, calls and their answers, reasoning, both ends of a conversation. Engines don't report in which form a template gets
-a message's content. It is the form with which all canaries agree.
+Together they cover what tokenizers and templates differ in: white space, scripts, digits, special
+tokens inside a text, roles, parts, tools, calls and their answers, reasoning, both ends of a
+conversation. Engines don't report in which form a template gets a message's content. It is the form
+with which all canaries agree.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ TEXT = "The quick brown fox jumps over 13 lazy dogs,  twice.\n\tdéjà vu — �
 _SPECIALS = "a<s>b</s> c<|im_end|>\n<|endoftext|>d<think> e</think>[INST] f<|eot_id|>"
 _LONG = " ".join(f"{number}. {TEXT}" for number in range(8))
 _USER = {"role": "user", "content": TEXT}
-_PARTS = {"role": "user", "content": [{"type": "text", "text": TEXT}, {"type": "text", "text": "And?"}]}
+_PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": TEXT}, {"type": "text", "text": "And?"}],
+}
 _CALL = {
     "id": "call_1",
     "type": "function",
@@ -34,10 +39,17 @@ _TOOL = {
     "function": {
         "name": "forecast",
         "description": "Ask for the forecast — of a day.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "a": {"enum": [1, 2.5]}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "a": {"enum": [1, 2.5]}},
+        },
     },
 }
-_TALK = [_USER, {"role": "assistant", "content": _LONG}, {"role": "user", "content": f"{_SPECIALS} {TEXT}"}]
+_TALK = [
+    _USER,
+    {"role": "assistant", "content": _LONG},
+    {"role": "user", "content": f"{_SPECIALS} {TEXT}"},
+]
 
 CanaryIds = TokenIds | None
 """The ids of a canary, made by an engine or here; None: it was refused."""
@@ -83,7 +95,9 @@ CANARIES = (
     _chat("a conversation", [{"role": "system", "content": "Be brief."}, *_TALK]),
     _chat("a developer's message", [_USER, {"role": "developer", "content": "Be brief."}]),
     _chat("parts", [_PARTS]),
-    _chat("thoughts", [_USER, {"role": "assistant", "content": "Yes.", "reasoning": "Well."}, _USER]),
+    _chat(
+        "thoughts", [_USER, {"role": "assistant", "content": "Yes.", "reasoning": "Well."}, _USER]
+    ),
     _chat("a named speaker", [{**_USER, "name": "Ann"}]),
     _chat("special tokens around a chat", [_USER], add_special_tokens=True),
     _chat("no generation prompt", [_USER], add_generation_prompt=False),
@@ -96,7 +110,11 @@ CANARIES = (
     _chat("arguments", [_USER], chat_template_kwargs={"enable_thinking": False, "unheard_of": 1}),
     _chat("documents", [_USER], documents=[{"title": "Ledger", "text": TEXT}]),
     _chat("an effort", [_USER], reasoning_effort="low"),
-    _chat("tools", [_PARTS], tools=[_TOOL, {"type": "function", "function": {"name": "tide", "strict": True}}]),
+    _chat(
+        "tools",
+        [_PARTS],
+        tools=[_TOOL, {"type": "function", "function": {"name": "tide", "strict": True}}],
+    ),
     _chat(
         "a tool's answer",
         [
@@ -114,8 +132,9 @@ FORMS: tuple[ContentFormat, ...] = ("string", "openai")
 class Agreement(msgspec.Struct, frozen=True):
     """Which prompts a tokenizer here encodes as an engine does.
 
-    `texts`, `chats`: whether prompts of that route may be tokenized here; `forms`: the content's form without tools and with
-    tools; `differs`: the canaries with other ids; `unsure`: why some could not be encoded here.
+    `texts`, `chats`: whether prompts of that route may be tokenized here; `forms`: the content's
+    form without tools and with tools; `differs`: the canaries with other ids; `unsure`: why some
+    could not be encoded here.
     """
 
     texts: bool
@@ -135,7 +154,9 @@ def compare(tokenizer: LocalTokenizer, answers: Mapping[str, CanaryIds], model: 
         results = [_result(tokenizer, one, answers[one.name], form, model) for one in group]
         wrong = [one.name for one, what in zip(group, results, strict=True) if what == "differs"]
         open_ = [
-            f"{one.name}: {what}" for one, what in zip(group, results, strict=True) if what not in ("same", "differs")
+            f"{one.name}: {what}"
+            for one, what in zip(group, results, strict=True)
+            if what not in ("same", "differs")
         ]
         return wrong, open_
 
@@ -150,7 +171,9 @@ def compare(tokenizer: LocalTokenizer, answers: Mapping[str, CanaryIds], model: 
     settle(texts)
     texts_agree = not differs and not unsure
     for tools in (False, True):
-        forms[tools] = settle([one for one in CANARIES if one.route is Route.CHAT and one.tools is tools])
+        forms[tools] = settle(
+            [one for one in CANARIES if one.route is Route.CHAT and one.tools is tools]
+        )
     named = {one.name for one in texts}
     chats_agree = not [name for name in differs if name not in named] and not [
         why for why in unsure if why.partition(": ")[0] not in named
@@ -158,7 +181,9 @@ def compare(tokenizer: LocalTokenizer, answers: Mapping[str, CanaryIds], model: 
     return Agreement(texts_agree, chats_agree, forms, tuple(differs), tuple(unsure))
 
 
-def _result(tokenizer: LocalTokenizer, canary: Canary, answer: CanaryIds, form: ContentFormat, model: str) -> str:
+def _result(
+    tokenizer: LocalTokenizer, canary: Canary, answer: CanaryIds, form: ContentFormat, model: str
+) -> str:
     parsed, prompt = canary.parsed(model)
     try:
         ours: CanaryIds = ids_of(tokenizer, parsed, prompt, {False: form, True: form})

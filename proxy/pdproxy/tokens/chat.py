@@ -1,8 +1,10 @@
-"""A chat's body as its template gets it: what vLLM makes of messages, tools and arguments before it renders.
+"""A chat's body as its template gets it: what vLLM makes of messages, tools and arguments before it
+renders.
 
-Owns which fields change a prompt, and the forms of them that are known here. Every other form is an `UnsureError`: engines have
-many rules for those, and a wrong prompt is worse than none. Source: vLLM 0.32.0 `renderers/chat_utils.py`,
-`renderers/hf.py`, `entrypoints/openai/chat_completion/protocol.py`.
+Owns which fields change a prompt, and the forms of them that are known here. Every other form is an
+`UnsureError`: engines have many rules for those, and a wrong prompt is worse than none. Source:
+vLLM 0.32.0 `renderers/chat_utils.py`, `renderers/hf.py`,
+`entrypoints/openai/chat_completion/protocol.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ _RENDERER_ARGUMENTS = frozenset({
     "raise_exception",
     "strftime_now",
 })  # fmt: skip
-"""Arguments of the renderer itself: as `chat_template_kwargs` they change more than what a template prints."""
+"""Arguments of the renderer itself: as `chat_template_kwargs` they change more than what a template
+prints.
+"""
 _UNKNOWN = (
     "chat_template",
     "truncate_prompt_tokens",
@@ -49,7 +53,9 @@ _UNKNOWN = (
 )
 """Fields that change a prompt in ways that are left to the engines."""
 _BILLING = "x-anthropic-billing-header"
-"""vLLM removes a line with this beginning from system messages: it differs in each request of some clients."""
+"""vLLM removes a line with this beginning from system messages: it differs in each request of some
+clients.
+"""
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -72,16 +78,21 @@ def read_chat(fields: Fields) -> Chat:
     given = _value(fields, "chat_template_kwargs", dict) or {}
     if clash := given.keys() & _RENDERER_ARGUMENTS:
         raise UnsureError(f"chat_template_kwargs has {min(clash)}")
-    arguments = {name: value for name, value in given.items() if value not in (None, "auto")} | template_arguments(
-        fields
-    )
+    arguments = {
+        name: value for name, value in given.items() if value not in (None, "auto")
+    } | template_arguments(fields)
     # They and their defaults override the client's arguments.
     arguments["add_generation_prompt"] = flag(fields, "add_generation_prompt", True)
     arguments["continue_final_message"] = flag(fields, "continue_final_message", False)
     messages = _value(fields, "messages", list)
     if not messages:
         raise UnsureError("messages")
-    return Chat([_message(one) for one in messages], tools, arguments, flag(fields, "add_special_tokens", False))
+    return Chat(
+        [_message(one) for one in messages],
+        tools,
+        arguments,
+        flag(fields, "add_special_tokens", False),
+    )
 
 
 def refuse_unknown(fields: Fields) -> None:
@@ -92,10 +103,15 @@ def refuse_unknown(fields: Fields) -> None:
 
 
 def template_arguments(fields: Fields) -> dict[str, Any]:
-    """Return what vLLM passes to a template of a chat's own fields, besides the two flags of the generation prompt."""
+    """Return what vLLM passes to a template of a chat's own fields, besides the two flags of the
+    generation prompt.
+    """
     arguments: dict[str, Any] = {}
     if (documents := _value(fields, "documents", list)) is not None:
-        if not all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in documents):
+        if not all(
+            isinstance(one, dict) and all(isinstance(text, str) for text in one.values())
+            for one in documents
+        ):
             raise UnsureError("documents")
         arguments["documents"] = documents
     if (effort := _value(fields, "reasoning_effort", str)) is not None:
@@ -105,10 +121,15 @@ def template_arguments(fields: Fields) -> dict[str, Any]:
     return arguments
 
 
-def conversation(messages: Sequence[Message], form: ContentFormat, *, developer: bool) -> list[Message]:
-    """Return messages with their content in the template's form. `developer`: whether the template has that role."""
+def conversation(
+    messages: Sequence[Message], form: ContentFormat, *, developer: bool
+) -> list[Message]:
+    """Return messages with their content in the template's form. `developer`: whether the template
+    has that role.
+    """
     made = [
-        {**one, "content": _content(one["content"], "string" if one["role"] == "tool" else form)} for one in messages
+        {**one, "content": _content(one["content"], "string" if one["role"] == "tool" else form)}
+        for one in messages
     ]
     if developer or all(one["role"] != "developer" for one in made):
         return made
@@ -122,15 +143,21 @@ def conversation(messages: Sequence[Message], form: ContentFormat, *, developer:
 
 
 def _content(texts: Sequence[str], form: ContentFormat) -> str | list[dict[str, str]]:
-    return "\n".join(texts) if form == "string" else [{"type": "text", "text": text} for text in texts]
+    return (
+        "\n".join(texts) if form == "string" else [{"type": "text", "text": text} for text in texts]
+    )
 
 
 def _one_system_message(messages: list[Message]) -> list[Message]:
-    """Return the messages with all system messages joined into the first one, unless there is only one and it is the first."""
+    """Return the messages with all system messages joined into the first one, unless there is only
+    one and it is the first.
+    """
     if [at for at, one in enumerate(messages) if one["role"] == "system"] in ([], [0]):
         return messages
     contents = [one["content"] for one in messages if one["role"] == "system"]
-    texts = [one if isinstance(one, str) else "\n".join(part["text"] for part in one) for one in contents]
+    texts = [
+        one if isinstance(one, str) else "\n".join(part["text"] for part in one) for one in contents
+    ]
     joined = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
     return [joined, *(one for one in messages if one["role"] != "system")]
 
@@ -185,8 +212,14 @@ def _thoughts(given: Mapping[str, Any]) -> str | None:
 
 
 def _call(given: object) -> dict[str, Any]:
-    """Return a call as vLLM's schema writes it, with its arguments as an object, empty if they are something else."""
-    if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(given.get("function"), dict):
+    """Return a call as vLLM's schema writes it, with its arguments as an object, empty if they are
+    something else.
+    """
+    if (
+        not isinstance(given, dict)
+        or given.get("type") != "function"
+        or not isinstance(given.get("function"), dict)
+    ):
         raise UnsureError("tool_calls")
     function: dict[str, Any] = given["function"]
     text = _text(function.get("arguments"), "tool_calls")
@@ -215,7 +248,8 @@ def _tools(fields: Fields) -> list[Tool] | None:
     if given is None:
         return None
     if given and _any(fields, "tool_choice") == "none":
-        raise UnsureError("tool_choice")  # an engine's flag decides whether the template sees the tools
+        # an engine's flag decides whether the template sees the tools
+        raise UnsureError("tool_choice")
     return [tool(one) for one in given]
 
 

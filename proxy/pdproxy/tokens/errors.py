@@ -4,11 +4,15 @@ from __future__ import annotations
 
 
 class UnsureError(Exception):
-    """The ids that an engine would make of this prompt are not known. The message names fields, never their values."""
+    """The ids that an engine would make of this prompt are not known. The message names fields,
+    never their values.
+    """
 
 
 class RejectedError(Exception):
-    """The model's chat template refuses this conversation. An engine would refuse the request with its own message."""
+    """The model's chat template refuses this conversation. An engine would refuse the request with
+    its own message.
+    """
 
 
 class UnusableError(Exception):

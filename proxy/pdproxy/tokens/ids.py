@@ -1,4 +1,6 @@
-"""The token ids of a prompt, as the JSON that is sent to engines: a list of numbers is seldom needed."""
+"""The token ids of a prompt, as the JSON that is sent to engines: a list of numbers is seldom
+needed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Finds the sequences that have the longest beginning in common with another one. Pure.
 
-A sorted list: of all its sequences, a neighbour of the place where another one would be inserted has the longest common
-beginning with it. So a search compares a dozen sequences of thousands, whatever they are: no hash can be made to collide.
+A sorted list: of all its sequences, a neighbour of the place where another one would be inserted
+has the longest common beginning with it. So a search compares a dozen sequences of thousands,
+whatever they are: no hash can be made to collide.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class PrefixIndex(Generic[_T]):
         raise KeyError(key[:16])
 
     def nearest(self, key: bytes, limit: int) -> Iterator[tuple[int, _T]]:
-        """Yield up to `limit` values with the bytes that their keys have in common with this one, the most first.
+        """Yield up to `limit` values with the bytes that their keys have in common with this one,
+        the most first.
 
         The index must not change meanwhile.
         """

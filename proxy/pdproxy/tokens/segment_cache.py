@@ -1,14 +1,18 @@
 """Long prompts are encoded in segments, so that only the new part of a conversation is encoded.
 
-Owns where a text may be cut into segments, and the ids of segments that were encoded, limited in bytes. A tokenizer first
-searches the raw text for its added tokens, leftmost and longest, and normalizes, splits and merges each text between two of them
-separately. So the ids of a text are those of its segments, if each segment but the first begins with such a token:
+Owns where a text may be cut into segments, and the ids of segments that were encoded, limited in
+bytes. A tokenizer first searches the raw text for its added tokens, leftmost and longest, and
+normalizes, splits and merges each text between two of them separately. So the ids of a text are
+those of its segments, if each segment but the first begins with such a token:
 
-- the search has no memory beyond the end of a match, so it finds the same tokens in the segments as in the whole text;
-- a text behind a token in a segment is behind it in the whole text as well: rules for the first word of a text do not apply.
+- the search has no memory beyond the end of a match, so it finds the same tokens in the segments as
+  in the whole text;
+- a text behind a token in a segment is behind it in the whole text as well: rules for the first
+  word of a text do not apply.
 
-Texts are not cut at tokens that include white space before them, that begin with it, or that are searched in normalized text.
-They are not cut at all if a token is matched only as a separate word, which depends on its neighbours.
+Texts are not cut at tokens that include white space before them, that begin with it, or that are
+searched in normalized text. They are not cut at all if a token is matched only as a separate word,
+which depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -23,9 +27,13 @@ from typing import Protocol
 import msgspec
 
 MIN_SEGMENT = 256
-"""Characters of a segment at least, but for the last one: a look-up must cost less than it saves."""
+"""Characters of a segment at least, but for the last one: a look-up must cost less than it
+saves.
+"""
 WINDOW = 64 * 1024
-"""Characters per search: a search holds the interpreter's lock, and so the event loop, for as long as it takes."""
+"""Characters per search: a search holds the interpreter's lock, and so the event loop, for as long
+as it takes.
+"""
 _ENTRY = 400
 """Bytes that a cache entry takes besides its text and ids, about: its scope is one of them."""
 
@@ -50,13 +58,19 @@ class SegmentBoundaries:
 
     def __init__(self, added: Iterable[AddedToken]) -> None:
         raw = [token for token in added if not token.normalized and token.content]
-        self._starts = frozenset(t.content for t in raw if not t.lstrip and not t.content[0].isspace())
+        self._starts = frozenset(
+            t.content for t in raw if not t.lstrip and not t.content[0].isspace()
+        )
         whole = not any(token.single_word for token in raw)
-        self._pattern = re.compile(_longest(token.content for token in raw)) if self._starts and whole else None
+        self._pattern = (
+            re.compile(_longest(token.content for token in raw)) if self._starts and whole else None
+        )
         self._longest = max((len(token.content) for token in raw), default=0)
 
     def segments(self, text: str) -> Iterator[str]:
-        """Yield the segments of a text, in order. Texts with the same beginning share its segments, but for the last."""
+        """Yield the segments of a text, in order. Texts with the same beginning share its segments,
+        but for the last.
+        """
         if self._pattern is None or len(text) < MIN_SEGMENT:
             yield text
             return
@@ -69,7 +83,9 @@ class SegmentBoundaries:
         yield text[begin:]
 
     def _found(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-        """Yield the matches of `pattern.finditer`, from windows that overlap by the longest token."""
+        """Yield the matches of `pattern.finditer`, from windows that overlap by the longest
+        token.
+        """
         at = 0
         while at < len(text):
             after = at + WINDOW
@@ -82,7 +98,9 @@ class SegmentBoundaries:
 
 
 def _longest(words: Iterable[str]) -> str:
-    """Return a pattern for the longest of the words at a place. It is a tree, since a model may have thousands of them."""
+    """Return a pattern for the longest of the words at a place. It is a tree, since a model may
+    have thousands of them.
+    """
     root: _Trie = {}
     for word in words:
         node = root
@@ -97,14 +115,18 @@ def _branch(node: _Trie) -> str:
     while len(node) == 1 and _END not in node:  # a single branch: letter after letter
         ((letter, node),) = node.items()
         tail += re.escape(letter)
-    branches = [re.escape(letter) + _branch(child) for letter, child in node.items() if letter != _END]
+    branches = [
+        re.escape(letter) + _branch(child) for letter, child in node.items() if letter != _END
+    ]
     if not branches:
         return tail
     return f"{tail}(?:{'|'.join(branches)}){'?' if _END in node else ''}"
 
 
 class _Segment(msgspec.Struct, frozen=True):
-    """A segment's `count` ids, as JSON numbers with commas between them. `size`: bytes of its cache entry."""
+    """A segment's `count` ids, as JSON numbers with commas between them. `size`: bytes of its cache
+    entry.
+    """
 
     json: bytes
     count: int
@@ -112,14 +134,18 @@ class _Segment(msgspec.Struct, frozen=True):
 
 
 class SegmentCache:
-    """Encodes texts by segments, and keeps the ids of the most recently used ones, up to `capacity` bytes.
+    """Encodes texts by segments, and keeps the ids of the most recently used ones, up to `capacity`
+    bytes.
 
-    `encode` returns the ids of several texts, without the special tokens that a tokenizer adds around a prompt. Several threads
-    may call this object at once.
+    `encode` returns the ids of several texts, without the special tokens that a tokenizer adds
+    around a prompt. Several threads may call this object at once.
     """
 
     def __init__(
-        self, boundaries: SegmentBoundaries, encode: Callable[[Sequence[str]], Sequence[Sequence[int]]], capacity: int
+        self,
+        boundaries: SegmentBoundaries,
+        encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
+        capacity: int,
     ) -> None:
         self._boundaries = boundaries
         self._encode = encode
@@ -137,7 +163,8 @@ class SegmentCache:
         return self._size
 
     def encode(self, text: str, scope: bytes = b"") -> tuple[bytes, int, int]:
-        """Return a text's ids as JSON numbers with commas between them, their number, and how many of them had been kept.
+        """Return a text's ids as JSON numbers with commas between them, their number, and how many
+        of them had been kept.
 
         Segments are kept for one `scope`: how long another text takes says nothing of them.
         """
@@ -147,7 +174,9 @@ class SegmentCache:
         unknown = [segment for segment, known in zip(segments, found, strict=True) if known is None]
         kept = sum(known.count for known in found if known is not None)
         fresh = iter(
-            [self._segment(p, ids) for p, ids in zip(unknown, self._encode(unknown), strict=True)] if unknown else ()
+            [self._segment(p, ids) for p, ids in zip(unknown, self._encode(unknown), strict=True)]
+            if unknown
+            else ()
         )
         whole = [next(fresh) if known is None else known for known in found]
         with self._lock:
@@ -173,7 +202,11 @@ class SegmentCache:
 
     def _keep(self, scope: bytes, text: str, made: _Segment) -> None:
         # A short tail is cheap to encode, and one text may not evict all others.
-        if len(text) < MIN_SEGMENT or made.size > self._capacity // 4 or (scope, text) in self._kept:
+        if (
+            len(text) < MIN_SEGMENT
+            or made.size > self._capacity // 4
+            or (scope, text) in self._kept
+        ):
             return
         self._kept[scope, text] = made
         self._size += made.size

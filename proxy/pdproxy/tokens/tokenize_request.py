@@ -1,8 +1,9 @@
-"""The body for an engine's `/tokenize` with which it makes the same prompt as from the request itself.
+"""The body for an engine's `/tokenize` with which it makes the same prompt as from the request
+itself.
 
 Source: vLLM 0.32.0 `entrypoints/serve/tokenize/protocol.py`. Its chats have `tools`,
-`chat_template_kwargs` and three flags. Other fields of a chat's body are moved to the arguments, where the engine itself would
-put them.
+`chat_template_kwargs` and three flags. Other fields of a chat's body are moved to the arguments,
+where the engine itself would put them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def tokenize_body(parsed: Parsed, prompt: Prompt) -> bytes:
     """Return the body for `/tokenize`.
 
     Raises:
-        UnsureError: it has no field for something that changes this prompt, or a value of it can't be encoded again.
+        UnsureError: it has no field for something that changes this prompt, or a value of it can't
+            be encoded again.
     """
     try:
         return _tokenize_body(parsed, prompt)
@@ -38,7 +40,11 @@ def _tokenize_body(parsed: Parsed, prompt: Prompt) -> bytes:
     refuse_unknown(fields)
     body: Fields = {"model": fields["model"]} if "model" in fields else {}
     if parsed.route is Route.COMPLETIONS:
-        if bytes(fields.get("suffix", b"null")) != b"null" or prompt.raw is None or prompt.tokens is not None:
+        if (
+            bytes(fields.get("suffix", b"null")) != b"null"
+            or prompt.raw is None
+            or prompt.tokens is not None
+        ):
             raise UnsureError("suffix" if "suffix" in fields else "prompt")
         body["prompt"] = prompt.raw
         if "add_special_tokens" in fields:
@@ -58,7 +64,9 @@ def _tokenize_body(parsed: Parsed, prompt: Prompt) -> bytes:
 
 
 def _messages(raw: msgspec.Raw) -> msgspec.Raw:
-    """Return the messages, reasoning by its newer name: a chat's own schema has both names, this route's does not."""
+    """Return the messages, reasoning by its newer name: a chat's own schema has both names, this
+    route's does not.
+    """
     if bytes(raw).find(b"reasoning_content") < 0:
         return raw
     messages: list[dict[str, Any]] = msgspec.json.decode(raw)

@@ -1,8 +1,10 @@
-"""One model's tokenizer and chat template: from a request's prompt to the ids that its engines would make of it.
+"""One model's tokenizer and chat template: from a request's prompt to the ids that its engines
+would make of it.
 
-Owns the tokenizer, and the cache of segments. `transformers` is imported when the first one is loaded, so that a proxy that
-doesn't tokenize doesn't pay for it. A model's own code is never run. `pdproxy.tokens.chat` does what an engine's renderer does
-besides the template (vLLM 0.32.0 `renderers/hf.py`).
+Owns the tokenizer, and the cache of segments. `transformers` is imported when the first one is
+loaded, so that a proxy that doesn't tokenize doesn't pay for it. A model's own code is never run.
+`pdproxy.tokens.chat` does what an engine's renderer does besides the template (vLLM 0.32.0
+`renderers/hf.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +19,24 @@ from typing import Any, Protocol
 import msgspec
 
 from pdproxy.kit.regular_file import UnusableFileError, check_regular
-from pdproxy.tokens.chat import Chat, ContentFormat, conversation, flag, read_chat, refuse_unknown, text_of
+from pdproxy.tokens.chat import (
+    Chat,
+    ContentFormat,
+    conversation,
+    flag,
+    read_chat,
+    refuse_unknown,
+    text_of,
+)
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 CACHE_BYTES = 64 * 2**20
-"""Bytes of segments that a tokenizer keeps: about a thousand conversations of 20 KB each with its ids."""
+"""Bytes of segments that a tokenizer keeps: about a thousand conversations of 20 KB each with its
+ids.
+"""
 MAX_FILE = 256 * 2**20
 """Bytes of one file of a tokenizer: the largest that are known have 35 MB."""
 _READ = frozenset({".json", ".jinja", ".model", ".txt"})
@@ -37,14 +49,19 @@ class LocalTokenizer(Protocol):
     """Makes token ids in this process. Several threads may call it at once."""
 
     def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
-        """Return the ids of a text. What is kept of it is used for other texts of that scope only, also for their times."""
+        """Return the ids of a text. What is kept of it is used for other texts of that scope only,
+        also for their times.
+        """
 
     def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
         """Return the ids of a chat; raise UnsureError or RejectedError if that is not possible."""
 
 
-def ids_of(tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Mapping[bool, ContentFormat]) -> TokenIds:
-    """Return the ids of one prompt of a request. `forms`: the content's form without tools and with tools.
+def ids_of(
+    tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Mapping[bool, ContentFormat]
+) -> TokenIds:
+    """Return the ids of one prompt of a request. `forms`: the content's form without tools and with
+    tools.
 
     Raises:
         UnsureError, RejectedError: they are not known.
@@ -54,10 +71,16 @@ def ids_of(tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Map
         chat = read_chat(parsed.fields)
         return tokenizer.chat(chat, forms[chat.tools is not None], scope)
     refuse_unknown(parsed.fields)
-    if prompt.raw is None or prompt.tokens is not None or bytes(parsed.fields.get("suffix", b"null")) != b"null":
+    if (
+        prompt.raw is None
+        or prompt.tokens is not None
+        or bytes(parsed.fields.get("suffix", b"null")) != b"null"
+    ):
         raise UnsureError("suffix" if "suffix" in parsed.fields else "prompt")
     return tokenizer.completion(
-        text_of(bytes(prompt.raw)), add_special_tokens=flag(parsed.fields, "add_special_tokens", True), scope=scope
+        text_of(bytes(prompt.raw)),
+        add_special_tokens=flag(parsed.fields, "add_special_tokens", True),
+        scope=scope,
     )
 
 
@@ -70,10 +93,13 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(getattr(model, "split_special_tokens", False))
-        # In these cases added tokens are not searched for, or words are merged at random: a text is not the sum of its segments.
+        # In these cases added tokens are not searched for, or words are merged at random: a text is
+        # not the sum of its segments.
         uncut = backend.encode_special_tokens or bool(getattr(backend.model, "dropout", None))
         added = () if uncut else backend.get_added_tokens_decoder().values()
-        self._segments = SegmentCache(SegmentBoundaries(added), self._encode, 0 if uncut else capacity)
+        self._segments = SegmentCache(
+            SegmentBoundaries(added), self._encode, 0 if uncut else capacity
+        )
         self._around = self._specials()
         self._names: dict[str, frozenset[str]] = {}
 
@@ -81,23 +107,36 @@ class Tokenizer:
         return f"<Tokenizer {self._model.name_or_path} {self._segments!r}>"
 
     def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
-        """Return the ids of a text, with the special tokens that the model's tokenizer puts around it, or without."""
+        """Return the ids of a text, with the special tokens that the model's tokenizer puts around
+        it, or without.
+        """
         if add_special_tokens and self._around is None:
-            (ids,) = [one.ids for one in self._backend.encode_batch_fast([text], add_special_tokens=True)]
+            (ids,) = [
+                one.ids for one in self._backend.encode_batch_fast([text], add_special_tokens=True)
+            ]
             return TokenIds(msgspec.json.encode(ids), len(ids))
         json, count, _ = self._segments.encode(text, scope)
-        before, after = self._around if add_special_tokens and self._around is not None else ((), ())
-        parts = [*(b"%d" % one for one in before), *([json] if count else []), *(b"%d" % one for one in after)]
+        before, after = (
+            self._around if add_special_tokens and self._around is not None else ((), ())
+        )
+        parts = [
+            *(b"%d" % one for one in before),
+            *([json] if count else []),
+            *(b"%d" % one for one in after),
+        ]
         return TokenIds(b"[%b]" % b",".join(parts), len(before) + count + len(after))
 
     def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
         """Return the ids of a chat.
 
         Raises:
-            UnsureError: the template prints what only the engine knows (its clock), or there is none.
+            UnsureError: the template prints what only the engine knows (its clock), or there is
+                none.
             RejectedError: the template takes no such conversation.
         """
-        return self.completion(self.rendered(chat, form), add_special_tokens=chat.add_special_tokens, scope=scope)
+        return self.completion(
+            self.rendered(chat, form), add_special_tokens=chat.add_special_tokens, scope=scope
+        )
 
     def rendered(self, chat: Chat, form: ContentFormat) -> str:
         """Return the text of a chat. Raises as `chat`."""
@@ -124,26 +163,39 @@ class Tokenizer:
         return text
 
     def _variables(self, template: str) -> frozenset[str]:
-        """Return the variables that a template reads and doesn't set: others are not passed to it."""
+        """Return the variables that a template reads and doesn't set: others are not passed to
+        it.
+        """
         names = self._names.get(template)
         if names is None:
             meta = importlib.import_module("jinja2.meta")
             rendering = importlib.import_module("transformers.utils.chat_template_utils")
-            # The same environment that renders it: with the tags and filters of transformers, and its cache.
+            # The same environment that renders it: with the tags and filters of transformers, and
+            # its cache.
             tree = rendering._compile_jinja_template(template).environment.parse(template)  # noqa: SLF001
             names = self._names[template] = frozenset(meta.find_undeclared_variables(tree))
         return names
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            one.ids
+            for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def _specials(self) -> tuple[list[int], list[int]] | None:
-        """Return the ids that the tokenizer adds before and behind any text, None if they are not the same for all."""
+        """Return the ids that the tokenizer adds before and behind any text, None if they are not
+        the same for all.
+        """
         around: list[tuple[list[int], list[int]]] = []
         for text in ("a", "b c\nd"):
-            bare, full = (self._backend.encode(text, add_special_tokens=special).ids for special in (False, True))
+            bare, full = (
+                self._backend.encode(text, add_special_tokens=special).ids
+                for special in (False, True)
+            )
             added = len(full) - len(bare)
-            places = [at for at in range(added + 1) if full[at : at + len(bare)] == bare] if bare else []
+            places = (
+                [at for at in range(added + 1) if full[at : at + len(bare)] == bare] if bare else []
+            )
             if len(places) != 1:
                 return None
             around.append((full[: places[0]], full[places[0] + len(bare) :]))
@@ -162,7 +214,8 @@ def load(path: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse a folder with a file that would hold up the library, or that is larger than any tokenizer's.
+    """Refuse a folder with a file that would hold up the library, or that is larger than any
+    tokenizer's.
 
     Raises:
         UnusableError: it names the file.
@@ -176,7 +229,8 @@ def _check_files(folder: Path) -> None:
 
 
 def find(name: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
-    """Load the tokenizer of a model by its `root` in an engine's list: a folder, or a name in the local cache of the hub.
+    """Load the tokenizer of a model by its `root` in an engine's list: a folder, or a name in the
+    local cache of the hub.
 
     Raises:
         UnusableError: in one line.
@@ -192,21 +246,25 @@ def _loaded(name: str, capacity: int) -> Tokenizer:
         transformers = importlib.import_module("transformers")  # seconds, and 60 MB
     except ImportError as error:
         raise UnusableError(f"transformers can't be imported: {_line(error)}") from None
-    # Its log lines go where all others go: its own handler writes to standard error, which may block.
+    # Its log lines go where all others go: its own handler writes to standard error, which may
+    # block.
     library = logging.getLogger("transformers")
     library.handlers.clear()
     library.propagate = True
     try:
         if (folder := Path(name)).is_dir():
             _check_files(folder)
-        model = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        model = transformers.AutoTokenizer.from_pretrained(
+            name, local_files_only=True, trust_remote_code=False
+        )
     except UnusableError:
         raise
     except Exception as error:
         raise UnusableError(f"has no tokenizer that can be loaded: {_line(error)}") from None
     if not getattr(model, "is_fast", False) or not hasattr(model, "backend_tokenizer"):
         raise UnusableError(
-            "has a tokenizer that is written in Python: only those of the tokenizers library are exact here"
+            "has a tokenizer that is written in Python: only those of the tokenizers library are "
+            "exact here"
         )
     return Tokenizer(model, capacity=capacity)
 

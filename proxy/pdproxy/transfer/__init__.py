@@ -1,1 +1,3 @@
-"""KV transfer contracts, one module each: what each engine is sent, and who holds KV afterwards. Pure."""
+"""KV transfer contracts, one module each: what each engine is sent, and who holds KV afterwards.
+Pure.
+"""

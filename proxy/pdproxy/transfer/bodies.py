@@ -1,7 +1,8 @@
 """The parts of the legs' bodies that all contracts share.
 
-Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. A prefill leg must not carry some fields: the engine refuses them
-(`stream_options` without a stream, `min_tokens` over `max_tokens`), or they cost work on a token that is not used.
+Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. A prefill leg must not carry some fields:
+the engine refuses them (`stream_options` without a stream, `min_tokens` over `max_tokens`), or they
+cost work on a token that is not used.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ _DROPPED = frozenset(DROPPED_ON_PREFILL)
 
 
 def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
-    """Return the fields of a prefill leg: one token, not streamed, with the prompt's ids. The client's fields do not change.
+    """Return the fields of a prefill leg: one token, not streamed, with the prompt's ids. The
+    client's fields do not change.
 
-    `response_format` stays on chats, since some chat templates print it; completions have no template. `tools` and
-    `tool_choice` stay, since they change the prompt.
+    `response_format` stays on chats, since some chat templates print it; completions have no
+    template. `tools` and `tool_choice` stay, since they change the prompt.
     """
     fields = dict(parsed.fields)
     for name in _DROPPED.intersection(fields):
@@ -39,7 +41,9 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
         fields["max_completion_tokens"] = _ONE
     if "min_tokens" in fields:
         # 1 masks EOS and the stop ids for that token, as the client's larger number does.
-        fields["min_tokens"] = _ONE if bytes(fields["min_tokens"]) not in (b"0", b"null") else fields["min_tokens"]
+        fields["min_tokens"] = (
+            _ONE if bytes(fields["min_tokens"]) not in (b"0", b"null") else fields["min_tokens"]
+        )
     if "n" in fields:
         fields["n"] = _ONE
     fields["stream"] = _FALSE
@@ -48,7 +52,9 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
 
 
 def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
-    """Return the fields of a decode leg: the client's, and for the proxy itself the usage and the token ids that it needs."""
+    """Return the fields of a decode leg: the client's, and for the proxy itself the usage and the
+    token ids that it needs.
+    """
     fields = dict(parsed.fields)
     _set_prompt(fields, prompt)
     if parsed.adds_usage:
@@ -59,7 +65,9 @@ def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
 
 
 def added_fields(parsed: Parsed) -> set[str]:
-    """Return the fields of a decode leg, or of a body for one engine alone, that are not the client's."""
+    """Return the fields of a decode leg, or of a body for one engine alone, that are not the
+    client's.
+    """
     added = {"kv_transfer_params"}
     if parsed.adds_usage:
         added.add("stream_options")
@@ -69,7 +77,9 @@ def added_fields(parsed: Parsed) -> set[str]:
 
 
 def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
-    """Return the body for one engine that serves the request, or one of its prompts, without KV transfer."""
+    """Return the body for one engine that serves the request, or one of its prompts, without KV
+    transfer.
+    """
     if prompt is None:  # the whole request as it was received
         fields = dict(parsed.fields)
         if parsed.adds_usage:
@@ -79,26 +89,32 @@ def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
 
 
 def with_ids(fields: Fields, route: Route, ids: TokenIds) -> None:
-    """Add a prompt's ids, so that an engine need not tokenize it. A chat keeps its messages: they are still validated.
+    """Add a prompt's ids, so that an engine need not tokenize it. A chat keeps its messages: they
+    are still validated.
 
-    Source: vLLM 0.32.0 `renderers/online_renderer.py`, which reads a chat's ids from `kv_transfer_params` of any leg.
+    Source: vLLM 0.32.0 `renderers/online_renderer.py`, which reads a chat's ids from
+    `kv_transfer_params` of any leg.
     """
     if route is Route.COMPLETIONS:
         fields["prompt"] = raw(ids.json)
         return
-    fields["kv_transfer_params"] = raw(params_with_ids(bytes(fields["kv_transfer_params"]), ids.json))
+    fields["kv_transfer_params"] = raw(
+        params_with_ids(bytes(fields["kv_transfer_params"]), ids.json)
+    )
 
 
 def params_with_ids(params: bytes, ids: bytes) -> bytes:
-    """Return `kv_transfer_params`, a JSON object that is not empty, with a prompt's ids (a JSON array) as their last field."""
+    """Return `kv_transfer_params`, a JSON object that is not empty, with a prompt's ids (a JSON
+    array) as their last field.
+    """
     return params[: params.rindex(b"}")] + b',"prompt_token_ids":' + ids + b"}"
 
 
 def until_length(fields: Fields) -> Fields:
     """Return a prefill leg's fields so that its one token ends it by length, whatever token it is.
 
-    Mooncake and MoRIIO keep the blocks of a request that ended by length alone. `min_tokens` 1 masks EOS and the model's own
-    stop ids.
+    Mooncake and MoRIIO keep the blocks of a request that ended by length alone. `min_tokens` 1
+    masks EOS and the model's own stop ids.
     """
     return {
         **fields,

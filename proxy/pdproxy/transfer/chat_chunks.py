@@ -1,4 +1,5 @@
-"""Parts of a stream's events that are rewritten where the client's answer comes from several engines. Pure.
+"""Parts of a stream's events that are rewritten where the client's answer comes from several
+engines. Pure.
 
 Source of the shapes: vLLM 0.32.0 `entrypoints/openai/*`.
 """
@@ -38,9 +39,11 @@ def chat_choice(choice: Fields) -> Fields:
 
 
 def moved_usage(usage_json: msgspec.Raw, tokens: int, *, of_chat_event: bool) -> msgspec.Raw:
-    """Return the usage of a completion whose prompt ends with `tokens` of the answer, as one engine would count it.
+    """Return the usage of a completion whose prompt ends with `tokens` of the answer, as one engine
+    would count it.
 
-    `of_chat_event`: it is that of a chat's event with a choice, which has one field more than a completion's.
+    `of_chat_event`: it is that of a chat's event with a choice, which has one field more than a
+    completion's.
     """
     usage = body_decoder.decode(usage_json)
     if of_chat_event:

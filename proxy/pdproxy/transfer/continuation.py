@@ -1,4 +1,6 @@
-"""The request by which another engine goes on with an answer: a completion behind the ids so far. Pure."""
+"""The request by which another engine goes on with an answer: a completion behind the ids so far.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,20 @@ from pdproxy.wire.request import Parsed, Prompt, Route
 _TRUE = raw(b"true")
 
 
-def continued(kept: Continuable, prompt_ids: bytes, ids: array[int], *, limit: int) -> tuple[Parsed, Prompt]:
+def continued(
+    kept: Continuable, prompt_ids: bytes, ids: array[int], *, limit: int
+) -> tuple[Parsed, Prompt]:
     """Return the request that goes on behind `ids` of an answer, and its prompt.
 
-    `prompt_ids`: those of the prompt, a JSON array that is not empty. `limit`: tokens that the answer may have in all, more than
-    `ids` are.
+    `prompt_ids`: those of the prompt, a JSON array that is not empty. `limit`: tokens that the
+    answer may have in all, more than `ids` are.
     """
     done = len(ids)
     listed = prompt_ids
     if done:
-        listed = prompt_ids[: prompt_ids.rindex(b"]")] + b"," + msgspec.json.encode(ids.tolist())[1:]
+        listed = (
+            prompt_ids[: prompt_ids.rindex(b"]")] + b"," + msgspec.json.encode(ids.tolist())[1:]
+        )
     given = raw(listed)
     fields = body_decoder.decode(kept.sampling)
     if kept.model is not None:
@@ -37,4 +43,6 @@ def continued(kept: Continuable, prompt_ids: bytes, ids: array[int], *, limit: i
         fields["return_token_ids"] = _TRUE
     prompt = Prompt(given, listed.count(b",") + 1, 0)
     size = len(listed) + len(kept.sampling)
-    return Parsed(Route.COMPLETIONS, fields, kept.model, True, kept.wants_usage, False, (prompt,), None, size), prompt
+    return Parsed(
+        Route.COMPLETIONS, fields, kept.model, True, kept.wants_usage, False, (prompt,), None, size
+    ), prompt

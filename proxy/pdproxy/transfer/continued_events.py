@@ -1,7 +1,8 @@
-"""Makes one stream of two engines': the second one goes on with an answer as a completion behind the ids so far. Pure.
+"""Makes one stream of two engines': the second one goes on with an answer as a completion behind
+the ids so far. Pure.
 
-The client sees the first stream go on: the same id, `created` and model, chat chunks if it was a chat, no second role, and a
-usage that counts all of the answer as answer.
+The client sees the first stream go on: the same id, `created` and model, chat chunks if it was a
+chat, no second role, and a usage that counts all of the answer as answer.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _text_decoder = msgspec.json.Decoder(str | None)
 
 
 class LastEvent:
-    """The last event of data that the client was sent: what all its events show, and the text at its end.
+    """The last event of data that the client was sent: what all its events show, and the text at
+    its end.
 
-    `shown`: the fields that all events of the stream have. `ids`: how many token ids it has, as the engine sent it. `kind`: the
-    name of the text's field, None if it has none.
+    `shown`: the fields that all events of the stream have. `ids`: how many token ids it has, as the
+    engine sent it. `kind`: the name of the text's field, None if it has none.
     """
 
     __slots__ = ("_choice", "_event", "ids", "is_chat", "kind", "shown", "text")
@@ -80,13 +82,16 @@ class LastEvent:
 class ContinuedEvents:
     """Rewrites the events of a completion that goes on with a stream.
 
-    `shown`: what all events of that stream show (`LastEvent`); `done`: tokens of the answer before; `cached`: prompt tokens that
-    the first prefill found in its cache, None: as the second one says, at most all of the prompt.
+    `shown`: what all events of that stream show (`LastEvent`); `done`: tokens of the answer before;
+    `cached`: prompt tokens that the first prefill found in its cache, None: as the second one says,
+    at most all of the prompt.
     """
 
     __slots__ = ("_cached", "_done", "_is_chat", "_shown")
 
-    def __init__(self, shown: Fields, *, is_chat: bool, done: int, cached: int | None = None) -> None:
+    def __init__(
+        self, shown: Fields, *, is_chat: bool, done: int, cached: int | None = None
+    ) -> None:
         self._shown = shown
         self._is_chat = is_chat
         self._done = done
@@ -114,8 +119,12 @@ class ContinuedEvents:
         choices = choices_decoder.decode(event["choices"])
         event |= self._shown
         if bytes(event.get("usage", NULL)) != b"null":
-            usage = moved_usage(event["usage"], self._done, of_chat_event=self._is_chat and bool(choices))
-            event["usage"] = raw(with_cache(bytes(usage), cached=self._cached_of(usage), created=None))
+            usage = moved_usage(
+                event["usage"], self._done, of_chat_event=self._is_chat and bool(choices)
+            )
+            event["usage"] = raw(
+                with_cache(bytes(usage), cached=self._cached_of(usage), created=None)
+            )
         for choice in choices:
             if "prompt_token_ids" in choice:
                 choice["prompt_token_ids"] = NULL  # the first event has them
@@ -125,7 +134,9 @@ class ContinuedEvents:
         return msgspec.json.encode(event)
 
     def _cached_of(self, usage: msgspec.Raw) -> int | None:
-        """Return how many tokens of the prompt were cached: the second engine's prompt is longer, and all of it may be."""
+        """Return how many tokens of the prompt were cached: the second engine's prompt is longer,
+        and all of it may be.
+        """
         counts = _counts_decoder.decode(usage)
         details = counts.prompt_tokens_details
         if self._cached is not None or details is None or details.cached_tokens is None:

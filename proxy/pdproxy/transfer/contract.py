@@ -1,7 +1,8 @@
 """What a KV transfer contract declares, so that one exchange can run all of them.
 
-Owns the vocabulary between `serving` and the contracts: what each leg is sent, what shows that the KV is ready, which
-engine makes the first token, and who holds the KV afterwards. `serving` asks a contract for these things, never for its name.
+Owns the vocabulary between `serving` and the contracts: what each leg is sent, what shows that the
+KV is ready, which engine makes the first token, and who holds the KV afterwards. `serving` asks a
+contract for these things, never for its name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
 
 class Receiver(msgspec.Struct, frozen=True):
-    """Where a decode engine receives KV: a host, and for each of two purposes one port per tensor-parallel rank."""
+    """Where a decode engine receives KV: a host, and for each of two purposes one port per
+    tensor-parallel rank.
+    """
 
     host: str
     init_ports: tuple[int, ...]
@@ -30,13 +33,16 @@ class Receiver(msgspec.Struct, frozen=True):
 
 
 class Dispatch(msgspec.Struct, frozen=True):
-    """What is known of one prompt's dispatch to one pair before its first leg. Every further try has its own.
+    """What is known of one prompt's dispatch to one pair before its first leg. Every further try
+    has its own.
 
-    `leg_id` is made for the prefill leg: two clients may use the same id, two dispatches never do. None if nothing uses it.
-    `ids` are the prompt's token ids, None if they are not known. `prefill_takes_ids`: the prefill engine may be sent them
-    in place of the prompt's text. `prefill_peer` and `decode_peer`: the engines' ranks that the legs go to, and what is known of
-    them; None if the contract has no `peers_from`. `turn`: `kv_transfer_params` of a decode engine that keeps KV of the prompt's
-    beginning; the prefill engine must work on exactly `ids` then. `answer_ids`: the decode engine is asked for the answer's ids.
+    `leg_id` is made for the prefill leg: two clients may use the same id, two dispatches never do.
+    None if nothing uses it. `ids` are the prompt's token ids, None if they are not known.
+    `prefill_takes_ids`: the prefill engine may be sent them in place of the prompt's text.
+    `prefill_peer` and `decode_peer`: the engines' ranks that the legs go to, and what is known of
+    them; None if the contract has no `peers_from`. `turn`: `kv_transfer_params` of a decode engine
+    that keeps KV of the prompt's beginning; the prefill engine must work on exactly `ids` then.
+    `answer_ids`: the decode engine is asked for the answer's ids.
     """
 
     leg_id: str | None = None
@@ -59,7 +65,9 @@ NO_DISPATCH = Dispatch()
 
 
 class LegRequest(msgspec.Struct, frozen=True):
-    """What one engine is sent: a generating route, a body, and headers beside those of every leg (names in lower case)."""
+    """What one engine is sent: a generating route, a body, and headers beside those of every leg
+    (names in lower case).
+    """
 
     route: Route
     body: bytes
@@ -67,7 +75,8 @@ class LegRequest(msgspec.Struct, frozen=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True):
-    """The first token of the answer, if the prefill engine made it: its id, its text, and its finish if it was the last.
+    """The first token of the answer, if the prefill engine made it: its id, its text, and its
+    finish if it was the last.
 
     `stop_reason` is JSON, as the engine wrote it.
     """
@@ -79,7 +88,9 @@ class FirstToken(msgspec.Struct, frozen=True):
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """What is kept of a handle after its end: nothing that an engine could be sent. The fields are those of `Handle`."""
+    """What is kept of a handle after its end: nothing that an engine could be sent. The fields are
+    those of `Handle`.
+    """
 
     prompt_tokens: int
     remote_request_id: str
@@ -89,19 +100,24 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """What a prefill engine returned of a prompt's KV. If the KV is held for us, exactly one party must end that.
+    """What a prefill engine returned of a prompt's KV. If the KV is held for us, exactly one party
+    must end that.
 
-    It is sent to one engine, once: the engine that reads the KV has it freed, and its blocks hold another prompt's KV then.
+    It is sent to one engine, once: the engine that reads the KV has it freed, and its blocks hold
+    another prompt's KV then.
 
     - `params`: the engine's `kv_transfer_params`, unchanged.
     - `token_ids`: the prompt's ids as a JSON array, None if the engine did not return them.
     - `prompt_tokens`: the prompt's length in tokens.
-    - `created_cache_tokens`: how many of them were new to the prefill engine's prefix cache, None if it does not report it.
-    - `cached_tokens`: how many of them it found there. Set only where the decode engine can't know: all the KV that it
-      received counts as cached there.
+    - `created_cache_tokens`: how many of them were new to the prefill engine's prefix cache, None
+      if it does not report it.
+    - `cached_tokens`: how many of them it found there. Set only where the decode engine can't know:
+      all the KV that it received counts as cached there.
     - `first`: the answer's first token, if the decode engine continues behind it.
-    - `alone`: why one engine must serve the request although the KV is there. The KV then only has to be released.
-    - `release`: the request by which the decode engine drops the KV. Set only where the handle's other fields don't show it.
+    - `alone`: why one engine must serve the request although the KV is there. The KV then only has
+      to be released.
+    - `release`: the request by which the decode engine drops the KV. Set only where the handle's
+      other fields don't show it.
     """
 
     params: bytes
@@ -117,44 +133,64 @@ class Handle(msgspec.Struct, frozen=True):
     def counts(self) -> Counts:
         """Return what is kept after its end."""
         return Counts(
-            self.prompt_tokens, self.remote_request_id, self.created_cache_tokens, self.cached_tokens, self.first
+            self.prompt_tokens,
+            self.remote_request_id,
+            self.created_cache_tokens,
+            self.cached_tokens,
+            self.first,
         )
 
 
 class Holder:
-    """Who holds a prompt's KV after the prefill, and what follows for the legs. See the classes below."""
+    """Who holds a prompt's KV after the prefill, and what follows for the legs. See the classes
+    below.
+    """
 
     def pushed_to(self, decode: str) -> str | None:
-        """Return the engine that a leg's KV is pushed to, None if it stays at the prefill engine. `decode`: the leased one."""
+        """Return the engine that a leg's KV is pushed to, None if it stays at the prefill engine.
+        `decode`: the leased one.
+        """
         return None
 
     @property
     def lease(self) -> float | None:
-        """Seconds for which a prefill engine keeps unread KV, if it was not told otherwise. None: until it is released."""
+        """Seconds for which a prefill engine keeps unread KV, if it was not told otherwise. None:
+        until it is released.
+        """
         return None
 
     @property
     def late_kv_may_be_read(self) -> bool:
-        """Whether a decode engine may be asked although notices of the KV are missing: it computes what it does not find."""
+        """Whether a decode engine may be asked although notices of the KV are missing: it computes
+        what it does not find.
+        """
         return True
 
     @property
     def decode_waits(self) -> bool:
-        """Whether a decode engine that was asked keeps its blocks until the KV comes, also after its request was closed."""
+        """Whether a decode engine that was asked keeps its blocks until the KV comes, also after
+        its request was closed.
+        """
         return False
 
     def loses_closed(self, handle: Handle) -> bool:
-        """Return whether a decode engine never frees its blocks if its request is closed while it waits, though the KV comes."""
+        """Return whether a decode engine never frees its blocks if its request is closed while it
+        waits, though the KV comes.
+        """
         return False
 
     def prefill_again(self, status: int | None) -> bool:
-        """Return whether a failed prefill under the same id, once more, gives the KV to a decode engine that waits for it.
+        """Return whether a failed prefill under the same id, once more, gives the KV to a decode
+        engine that waits for it.
 
-        `status`: of the prefill engine's answer, if there is one."""
+        `status`: of the prefill engine's answer, if there is one.
+        """
         return self.decode_waits
 
     def refusal_released(self, error_type: str, param: str | None) -> bool:
-        """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
+        """Return whether a decode engine that refused a request with a 400 of this kind has
+        released its KV by that.
+        """
         return False
 
 
@@ -170,12 +206,14 @@ class NotHeld(Holder):
 
 @dataclass(frozen=True, slots=True)
 class HeldByPrefill(Holder):
-    """The prefill engine holds the KV until a decode engine has read it or reports that it will not, or until a lease ends.
+    """The prefill engine holds the KV until a decode engine has read it or reports that it will
+    not, or until a lease ends.
 
-    `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400, after it has reported to
-    the prefill engine that the KV may be freed. `refused(error_type, param)`: whether a client's request that was refused
-    in this way has had the same effect. `handshakes`: before the first transfer of two engines they need a handshake, after
-    which a decode engine reports a refusal only in a later step.
+    `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400,
+    after it has reported to the prefill engine that the KV may be freed. `refused(error_type,
+    param)`: whether a client's request that was refused in this way has had the same effect.
+    `handshakes`: before the first transfer of two engines they need a handshake, after which a
+    decode engine reports a refusal only in a later step.
     """
 
     release_body: Callable[[str | None, Handle], bytes]
@@ -184,20 +222,25 @@ class HeldByPrefill(Holder):
     lease: float | None = None
 
     def refusal_released(self, error_type: str, param: str | None) -> bool:
-        """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
+        """Return whether a decode engine that refused a request with a 400 of this kind has
+        released its KV by that.
+        """
         return self.refused(error_type, param)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldByDecode(Holder):
-    """The prefill engine pushes the KV into a buffer of one decode engine, where it stays until that engine reads it.
+    """The prefill engine pushes the KV into a buffer of one decode engine, where it stays until
+    that engine reads it.
 
-    So only that engine can release it. KV must not be read before all its notices have come: parts of it may not be written
-    yet. A prefill leg must not be closed before its answer: the engine may fail while it pushes.
+    So only that engine can release it. KV must not be read before all its notices have come: parts
+    of it may not be written yet. A prefill leg must not be closed before its answer: the engine may
+    fail while it pushes.
 
-    `release_leg(model, handle)`: a request that makes the decode engine read the KV, answered with 200. Its id is one of its own
-    unless its headers have one. `read_waits`: the engine waits for ever for KV that it has read before. `drops_aborted`: it drops
-    the KV of a request that it has when that request is closed.
+    `release_leg(model, handle)`: a request that makes the decode engine read the KV, answered with
+    200. Its id is one of its own unless its headers have one. `read_waits`: the engine waits for
+    ever for KV that it has read before. `drops_aborted`: it drops the KV of a request that it has
+    when that request is closed.
     """
 
     release_leg: Callable[[str | None, Handle], LegRequest]
@@ -216,19 +259,23 @@ class HeldByDecode(Holder):
 
 @dataclass(frozen=True, slots=True)
 class PushedToDecode(Holder):
-    """The prefill engine writes the KV into blocks that the decode engine has reserved when it was asked, in either order.
+    """The prefill engine writes the KV into blocks that the decode engine has reserved when it was
+    asked, in either order.
 
-    The prefill engine frees its blocks after that, or when a lease ends. A decode engine that waits keeps its blocks, also after
-    its request was closed, until the KV comes; without it for `stuck_for` seconds, None: until the engine restarts. So a prefill
-    leg that a decode engine may wait for is not closed before its answer.
+    The prefill engine frees its blocks after that, or when a lease ends. A decode engine that waits
+    keeps its blocks, also after its request was closed, until the KV comes; without it for
+    `stuck_for` seconds, None: until the engine restarts. So a prefill leg that a decode engine may
+    wait for is not closed before its answer.
 
-    `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400, after it has reported to the
-    prefill engine that the KV may be freed; None, as the field itself or as the result: only its lease frees KV that no decode
-    engine waits for. `refused(error_type, param)`: whether a client's request that was refused in this way has had the same
-    effect. `handshakes`: as above.
+    `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400,
+    after it has reported to the prefill engine that the KV may be freed; None, as the field itself
+    or as the result: only its lease frees KV that no decode engine waits for. `refused(error_type,
+    param)`: whether a client's request that was refused in this way has had the same effect.
+    `handshakes`: as above.
 
-    `forgets`: a prefill engine that gives a request up forgets that a decode engine waits for it, and loses blocks if it runs two
-    requests of one id. So it is asked again under the same id only if it has certainly not begun. `loses(handle)`: see above.
+    `forgets`: a prefill engine that gives a request up forgets that a decode engine waits for it,
+    and loses blocks if it runs two requests of one id. So it is asked again under the same id only
+    if it has certainly not begun. `loses(handle)`: see above.
     """
 
     release_body: Callable[[str | None, Handle], bytes | None] | None = None
@@ -245,7 +292,9 @@ class PushedToDecode(Holder):
         return True
 
     def prefill_again(self, status: int | None) -> bool:
-        """Return whether a failed prefill under the same id, once more, gives the KV to a decode engine that waits for it."""
+        """Return whether a failed prefill under the same id, once more, gives the KV to a decode
+        engine that waits for it.
+        """
         return status in _NOT_BEGUN or not self.forgets
 
     def loses_closed(self, handle: Handle) -> bool:
@@ -253,7 +302,9 @@ class PushedToDecode(Holder):
         return self.loses is not None and self.loses(handle)
 
     def refusal_released(self, error_type: str, param: str | None) -> bool:
-        """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
+        """Return whether a decode engine that refused a request with a 400 of this kind has
+        released its KV by that.
+        """
         return self.refused(error_type, param)
 
 
@@ -298,17 +349,22 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Handles name a host of the prefill engine, which decode engines connect to."""
 
     one_receiver: bool = False
-    """Each prefill engine pushes KV to one decode engine, which its own configuration names. Settings must pair them so."""
+    """Each prefill engine pushes KV to one decode engine, which its own configuration names.
+    Settings must pair them so.
+    """
 
     hands_back: bool = False
     """Decode engines can keep KV of a finished turn for a prefill engine: `Contract.turns`."""
 
     alone_on: tuple[str, ...] = ("aggregated", "decode")
-    """The roles whose engines may serve a request alone, the first choice first. Some connectors break, or give wrong answers to,
-    requests that no other engine takes part in."""
+    """The roles whose engines may serve a request alone, the first choice first. Some connectors
+    break, or give wrong answers to, requests that no other engine takes part in.
+    """
 
     any_role: bool = False
-    """One engine (`kv_both`) can make KV for others, use theirs, and serve requests alone, at the same time: role `any`."""
+    """One engine (`kv_both`) can make KV for others, use theirs, and serve requests alone, at the
+    same time: role `any`.
+    """
 
     whole_on_prefill: bool = False
     """A prefill engine can also serve requests alone."""
@@ -346,35 +402,42 @@ def no_notices(_dispatch: Dispatch) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """How KV is transferred: what each engine is sent, and what the proxy waits for in between. All functions are pure.
+    """How KV is transferred: what each engine is sent, and what the proxy waits for in between. All
+    functions are pure.
 
     `order` names the order in which the legs run: one of `capabilities.orders`. If it is
     not given, it is the first of them. The legs:
         - `prefill(parsed, prompt, dispatch)` returns the prefill leg.
-        - `handle(parsed, answer, dispatch)` reads the prefill engine's answer. It returns the handle of the KV, or a text: why
-          the answer can't be used.
+        - `handle(parsed, answer, dispatch)` reads the prefill engine's answer. It returns the
+          handle of the KV, or a text: why the answer can't be used.
         - `decode(parsed, prompt, handle, dispatch)` returns the decode leg.
-        - `promise(parsed, dispatch)`, where the legs can run at once: returns the handle that the decode engine is sent while the
-          prefill engine still works, None if that is not possible for these engines yet. Then the prefill leg comes first.
-        - `peer_in(answer, dispatch)` returns where the prefill engine's rank is reached, if its answers show it.
+        - `promise(parsed, dispatch)`, where the legs can run at once: returns the handle that the
+          decode engine is sent while the prefill engine still works, None if that is not possible
+          for these engines yet. Then the prefill leg comes first.
+        - `peer_in(answer, dispatch)` returns where the prefill engine's rank is reached, if its
+          answers show it.
 
     What the prefill leg needs, besides what `capabilities` says:
         - `needs_leg_id`: an id of its own, because notices or engines name the leg by it.
-        - `leg_id(minted, dispatch)` returns that id: the minted one unless the contract gives ids a form.
-          It has 32 hex digits; with `decode_has_leg_id` and no form as many as the client's id has characters, 32 at least.
-        - `decode_has_leg_id`: the decode leg has the same id, because the engines find each other by it.
+        - `leg_id(minted, dispatch)` returns that id: the minted one unless the contract gives ids a
+          form. It has 32 hex digits; with `decode_has_leg_id` and no form as many as the client's
+          id has characters, 32 at least.
+        - `decode_has_leg_id`: the decode leg has the same id, because the engines find each other
+          by it.
         - `min_tokens(parsed)`: shorter prompts are served by one engine.
 
     Notices, which engines send when KV is ready:
-        - `notices(dispatch)` returns how many of them the decode leg waits for, besides the prefill engine's answer. None: each
-          notice says how many there are. 0: the decode leg waits for none.
-        - `handle_from_notice(notice)` returns the handle that a notice of the prefill engine carries, None if it carries none.
-          The field itself is None if no notice can carry one.
+        - `notices(dispatch)` returns how many of them the decode leg waits for, besides the prefill
+          engine's answer. None: each notice says how many there are. 0: the decode leg waits for
+          none.
+        - `handle_from_notice(notice)` returns the handle that a notice of the prefill engine
+          carries, None if it carries none. The field itself is None if no notice can carry one.
         - `early`: the handle of such a notice is used before the prefill engine's answer has come.
 
     Afterwards:
         - `holder`: who holds the KV until it is read or released.
-        - `at_host(handle, host)` returns the handle with another host of the prefill engine. None: it names none.
+        - `at_host(handle, host)` returns the handle with another host of the prefill engine. None:
+          it names none.
         - `turns`: how KV of a finished turn is handed back to a prefill engine, None if it is not.
     """
 
@@ -423,7 +486,8 @@ def raw(value: bytes) -> msgspec.Raw:
     """Wrap JSON that is already encoded.
 
     Raises:
-        ValueError: it is empty, which no JSON is. The body would be invalid, and its engine would refuse a valid request.
+        ValueError: it is empty, which no JSON is. The body would be invalid, and its engine would
+            refuse a valid request.
     """
     if not value:
         raise ValueError("an empty text is no JSON")

@@ -1,14 +1,18 @@
-"""vLLM's `CPUConnector`: each prefill engine pushes KV to the host memory of the one decode engine that its configuration names.
+"""vLLM's `CPUConnector`: each prefill engine pushes KV to the host memory of the one decode engine
+that its configuration names.
 
-Source: vLLM pull request 18332, `cpu_connector.py` and `nixl_cpu_utils.py`. The prefill leg carries nothing; its answer is
-`{prefill_request_id}`, which goes to the decode engine unchanged. That engine waits until as many tokens have come under this id
-as the prompt has, and it finds its own request only if that has the same id. So both legs carry one id, which is made for each
-dispatch: under an id that two clients share, KV would be mixed up, and an id that comes twice is awaited for ever.
+Source: vLLM pull request 18332, `cpu_connector.py` and `nixl_cpu_utils.py`. The prefill leg carries
+nothing; its answer is `{prefill_request_id}`, which goes to the decode engine unchanged. That
+engine waits until as many tokens have come under this id as the prompt has, and it finds its own
+request only if that has the same id. So both legs carry one id, which is made for each dispatch:
+under an id that two clients share, KV would be mixed up, and an id that comes twice is awaited for
+ever.
 
-What was pushed stays in the decode engine's buffer until a request with this id loads whole blocks of it. So if no decode leg
-will, the proxy has it loaded by a request of its own, on the same route, since the engine makes its id from the route and ours.
-A prompt shorter than a block is not loaded by its own decode leg either. The prefill leg is never closed before its answer: the
-rest would not come, and a part can't be loaded.
+What was pushed stays in the decode engine's buffer until a request with this id loads whole blocks
+of it. So if no decode leg will, the proxy has it loaded by a request of its own, on the same route,
+since the engine makes its id from the route and ours. A prompt shorter than a block is not loaded
+by its own decode leg either. The prefill leg is never closed before its answer: the rest would not
+come, and a part can't be loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
 _WORDS = " ".join(["x"] * 256)
-"""A text of more tokens than the largest KV block, for the request that loads what no client needs. Its content is not used."""
+"""A text of more tokens than the largest KV block, for the request that loads what no client needs.
+Its content is not used.
+"""
 _CHAT_ID = "chatcmpl-"
 
 
@@ -52,7 +58,9 @@ class CpuOptions(msgspec.Struct, frozen=True):
 
 
 def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
-    """Return the prefill leg: the client's request with one token. More than one would make the KV unusable."""
+    """Return the prefill leg: the client's request with one token. More than one would make the KV
+    unusable.
+    """
     return LegRequest(parsed.route, encode(prefill_fields(parsed, prompt)))
 
 
@@ -64,7 +72,8 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -
 
 
 def release_leg(model: str | None, given: Handle) -> LegRequest:
-    """Return a request that makes the decode engine load what was pushed, under the id of the prefill leg.
+    """Return a request that makes the decode engine load what was pushed, under the id of the
+    prefill leg.
 
     Its own salt keeps what it loads out of the prefix cache of other prompts.
     """
@@ -97,7 +106,10 @@ def cpu(options: CpuOptions) -> Contract:
             if not _params_decoder.decode(params).prefill_request_id:
                 return "its prefill_request_id is empty"
         except UNREADABLE:
-            return "the answer has no prefill_request_id: is the engine started with CPUConnector as kv_producer?"
+            return (
+                "the answer has no prefill_request_id: is the engine started with CPUConnector "
+                "as kv_producer?"
+            )
         alone = Alone.SHORT_PROMPT if answer.usage.prompt_tokens < options.block_size else None
         return answered(answer, params, dispatch.leg_id or "", alone=alone)
 

@@ -1,7 +1,8 @@
-"""Which contract the engines of a pool run, from what they showed and answered. Pure; a table in `signs` of each contract.
+"""Which contract the engines of a pool run, from what they showed and answered. Pure; a table in
+`signs` of each contract.
 
-Nothing is guessed: if two contracts fit, or engines fit different ones, the result is a text for the operator, with all that was
-asked and answered.
+Nothing is guessed: if two contracts fit, or engines fit different ones, the result is a text for
+the operator, with all that was asked and answered.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _MAX_SHOWN = 200  # characters of an answer's params
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine showed. `None` and empty texts: it was not asked, or the answer is not known."""
+    """What one engine showed. `None` and empty texts: it was not asked, or the answer is not
+    known.
+    """
 
     url: str
     role: str
@@ -44,7 +47,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
             said.append("no /metrics")
         else:
             said.append(
-                f"/metrics has {' and '.join(f'{name}*' for name in sorted(self.metrics)) or 'no KV connector'}"
+                f"/metrics has "
+                f"{' and '.join(f'{name}*' for name in sorted(self.metrics)) or 'no KV connector'}"
             )
         if self.answer is not None:
             shown = self.answer.decode("utf-8", "replace")
@@ -66,7 +70,9 @@ class DetectedContract(msgspec.Struct, frozen=True):
 
 
 class Undecided(msgspec.Struct, frozen=True):
-    """No contract, and the reason. `choices`: the contracts that fit, if there are several. `lines`: what each engine showed."""
+    """No contract, and the reason. `choices`: the contracts that fit, if there are several.
+    `lines`: what each engine showed.
+    """
 
     reason: str
     choices: tuple[str, ...]
@@ -88,7 +94,9 @@ def has_bootstrap(entries: Sequence[Entry] | None = None) -> bool:
 
 
 def question(seen: Observation, entries: Sequence[Entry] | None = None) -> SignQuestion | None:
-    """Return what a prefill engine may be asked, None for nothing: it may be of a contract whose engines crash at it."""
+    """Return what a prefill engine may be asked, None for nothing: it may be of a contract whose
+    engines crash at it.
+    """
     if seen.role != "prefill":
         return None
     asks = [entry.signs.ask for entry in candidates(seen, entries)]
@@ -121,20 +129,32 @@ def _fits(entry: Entry, seen: Observation, claimed: frozenset[str]) -> bool:
     return True
 
 
-def decide(seen: Sequence[Observation], entries: Sequence[Entry] | None = None) -> DetectedContract | Undecided:
-    """Return the one contract that fits all engines, or why there is none. There is at least one engine."""
+def decide(
+    seen: Sequence[Observation], entries: Sequence[Entry] | None = None
+) -> DetectedContract | Undecided:
+    """Return the one contract that fits all engines, or why there is none. There is at least one
+    engine.
+    """
     lines = tuple(one.text() for one in seen)
     fitting = {one.url: [entry.name for entry in candidates(one, entries)] for one in seen}
     for one in seen:
         if not fitting[one.url]:
             return Undecided(_why_none(one), (), lines)
-    common = [name for name in fitting[seen[0].url] if all(name in found for found in fitting.values())]
+    common = [
+        name for name in fitting[seen[0].url] if all(name in found for found in fitting.values())
+    ]
     if len(common) == 1:
         return DetectedContract(common[0], lines)
     if common:
-        nothing_shown = all(not one.metrics and one.kv_connector is None and not one.bootstrap for one in seen)
+        nothing_shown = all(
+            not one.metrics and one.kv_connector is None and not one.bootstrap for one in seen
+        )
         names = _either(common) + (", or none" if nothing_shown else "")
-        return Undecided(f"the engines do not show which of these they run: {names}. Name it", tuple(common), lines)
+        return Undecided(
+            f"the engines do not show which of these they run: {names}. Name it",
+            tuple(common),
+            lines,
+        )
     kinds = {_either(found): url for url, found in reversed(fitting.items())}
     each = ", ".join(f"{url} is {kind}" for kind, url in reversed(kinds.items()))
     return Undecided(f"engines of different connectors: {each}", (), lines)

@@ -1,4 +1,6 @@
-"""One entry of the registry: what is known of a contract before it is built, and how it is built from settings."""
+"""One entry of the registry: what is known of a contract before it is built, and how it is built
+from settings.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +29,35 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Returns the contract for an instance of `options`."""
 
     options: type[msgspec.Struct] = NoOptions
-    """The contract's options. Each field is filled from the setting of the same name in `section`."""
+    """The contract's options. Each field is filled from the setting of the same name in
+    `section`.
+    """
 
     section: str = ""
-    """Where these settings are, as a dotted path from `Settings`: `kv_ready`, `pool.lmcache`. Empty: it has no options."""
+    """Where these settings are, as a dotted path from `Settings`: `kv_ready`, `pool.lmcache`.
+    Empty: it has no options.
+    """
 
     capabilities: Capabilities = NO_CAPABILITIES
     """What the contract needs and can do."""
 
     registered: Callable[[Registration], tuple[Peer, ...] | str] | None = None
-    """Where engines register: reads a registration. It returns the engine's ranks, or why the registration can't be used, as what
-    follows an engine's name."""
+    """Where engines register: reads a registration. It returns the engine's ranks, or why the
+    registration can't be used, as what follows an engine's name.
+    """
 
     registration_port: int = 0
-    """The port to which engines send their heartbeats in vLLM's examples; 0: they do not register."""
+    """The port to which engines send their heartbeats in vLLM's examples; 0: they do not
+    register.
+    """
 
     kv_connectors: tuple[str, ...] = ()
     """The `kv_connector` names of vLLM's engines that can run this contract."""
 
     ignores_salt: bool = False
-    """Whether KV may be found by a prompt's token ids alone, whatever its `cache_salt`, outside of the engines' own caches."""
+    """Whether KV may be found by a prompt's token ids alone, whatever its `cache_salt`, outside of
+    the engines' own caches.
+    """
 
     signs: ContractSigns = NO_SIGNS
     """What engines of the contract show, for the connector that is found by asking them."""
@@ -78,10 +89,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         """Build the contract with the options that settings give.
 
         Raises:
-            AttributeError: the settings have no such section, or it has no setting of an option's name.
+            AttributeError: the settings have no such section, or it has no setting of an option's
+                name.
         """
         section = settings
         for name in self.section.split(".") if self.section else ():
             section = getattr(section, name)
         fields = msgspec.structs.fields(self.options)
-        return self.build(self.options(**{field.name: getattr(section, field.name) for field in fields}))
+        return self.build(
+            self.options(**{field.name: getattr(section, field.name) for field in fields})
+        )

@@ -15,7 +15,8 @@ def answered(
     cached_tokens: int | None = None,
     alone: Alone | None = None,
 ) -> Handle:
-    """Return the handle of KV that `params` name, with the prompt's ids and lengths as the prefill engine's answer has them.
+    """Return the handle of KV that `params` name, with the prompt's ids and lengths as the prefill
+    engine's answer has them.
 
     `cached_tokens`, `alone`: as in `Handle`.
     """
@@ -31,7 +32,9 @@ def answered(
 
 
 def promised(dispatch: Dispatch, params: bytes, remote_request_id: str) -> Handle:
-    """Return the handle of KV that the prefill engine has not made yet. Without ids, the prompt's length is not known: 0."""
+    """Return the handle of KV that the prefill engine has not made yet. Without ids, the prompt's
+    length is not known: 0.
+    """
     ids = dispatch.prefill_ids
     return Handle(
         params=params,
@@ -49,7 +52,8 @@ def unclaimed(
     *,
     more: int = 0,
 ) -> Handle:
-    """Return a handle without `params`: what the prefill engine counted, and how the decode engine continues.
+    """Return a handle without `params`: what the prefill engine counted, and how the decode engine
+    continues.
 
     `more`: how many tokens of the prompt the prefill engine was not sent.
     """

@@ -1,7 +1,9 @@
-"""LMCache as a separate process (multi-process mode): both engines share its store; notices report that it has the KV.
+"""LMCache as a separate process (multi-process mode): both engines share its store; notices report
+that it has the KV.
 
-Source: LMCache 0.5.6, `examples/disagg_prefill_mp`. The legs are those of `shared`, but the prefill engine answers before its KV
-is stored. Each of its ranks then posts `request_store_finished` with the engine's internal id, which contains ours.
+Source: LMCache 0.5.6, `examples/disagg_prefill_mp`. The legs are those of `shared`, but the prefill
+engine answers before its KV is stored. Each of its ranks then posts `request_store_finished` with
+the engine's internal id, which contains ours.
 """
 
 from __future__ import annotations
@@ -27,4 +29,6 @@ LMCACHE_MP = Contract(
     needs_leg_id=True,
     notices=_from_each_rank,
 )
-ENTRY = Entry.of(LMCACHE_MP, kv_connectors=("LMCacheMPConnector",), signs=ContractSigns(metrics=("lmcache:",)))
+ENTRY = Entry.of(
+    LMCACHE_MP, kv_connectors=("LMCacheMPConnector",), signs=ContractSigns(metrics=("lmcache:",))
+)

@@ -1,15 +1,19 @@
-"""Mooncake: the prefill engine keeps the blocks under a transfer id that the proxy makes, until the decode engine asks for them.
+"""Mooncake: the prefill engine keeps the blocks under a transfer id that the proxy makes, until the
+decode engine asks for them.
 
-Source: vLLM 0.32.0 `mooncake/mooncake_connector.py`, and vllm-omni's `pd_utils` (PR 1303) for the params. The prefill engine's
-answer says nothing of the KV, so the decode leg can be made before it: from the engine id and the address that the prefill
-engine's bootstrap server has named. What makes an engine hang or die is never sent:
+Source: vLLM 0.32.0 `mooncake/mooncake_connector.py`, and vllm-omni's `pd_utils` (PR 1303) for the
+params. The prefill engine's answer says nothing of the KV, so the decode leg can be made before it:
+from the engine id and the address that the prefill engine's bootstrap server has named. What makes
+an engine hang or die is never sent:
 
-- A prefill engine keeps blocks only of a request that ended by length. So its leg can't stop at any token.
-- A decode engine that lacks one of three params waits for ever. They are complete, or the leg is not sent.
+- A prefill engine keeps blocks only of a request that ended by length. So its leg can't stop at any
+  token.
+- A decode engine that lacks one of three params waits for ever. They are complete, or the leg is
+  not sent.
 - An engine of the wrong role crashes at params of the other role.
 
-Each dispatch has a transfer id of its own. A prefill engine that has aborted a request forgets its transfer: who waits for it
-waits on, also if the id is used again.
+Each dispatch has a transfer id of its own. A prefill engine that has aborted a request forgets its
+transfer: who waits for it waits on, also if the id is used again.
 """
 
 from __future__ import annotations
@@ -40,17 +44,21 @@ from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 LEASE = 480.0
-"""Seconds for which a prefill engine keeps blocks, and lets a decode engine wait for a prompt that it does not have.
-vLLM's default for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT."""
+"""Seconds for which a prefill engine keeps blocks, and lets a decode engine wait for a prompt that
+it does not have. vLLM's default for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.
+"""
 _answered_decoder = msgspec.json.Decoder(dict[str, Any] | None)
-"""vLLM's own answers have null. Others may add params, but change none that the proxy knows: an engine that has been taken over
-could name the address of any machine, or another engine's transfer."""
+"""vLLM's own answers have null. Others may add params, but change none that the proxy knows: an
+engine that has been taken over could name the address of any machine, or another engine's transfer.
+"""
 _TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 _TO_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
-    """Return the prefill leg: one token that ends it by length, whatever token it is, on the rank of the dispatch."""
+    """Return the prefill leg: one token that ends it by length, whatever token it is, on the rank
+    of the dispatch.
+    """
     assert dispatch.leg_id is not None
     assert dispatch.prefill_peer is not None
     fields = until_length(prefill_fields(parsed, prompt))
@@ -61,7 +69,9 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
 
 
 def promise(_parsed: Parsed, dispatch: Dispatch) -> Handle | None:
-    """Return the handle of KV that the prefill engine is about to make, None if it is not known where other engines reach it."""
+    """Return the handle of KV that the prefill engine is about to make, None if it is not known
+    where other engines reach it.
+    """
     params = _params_of(dispatch)
     if params is None:
         return None
@@ -72,7 +82,9 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
     """Return the handle of the KV that a prefill engine keeps, or why it keeps none."""
     for choice in answer.choices:
         if choice.finish_reason != "length":
-            return f"the prefill ended by {choice.finish_reason}, not by length: such KV is not kept"
+            return (
+                f"the prefill ended by {choice.finish_reason}, not by length: such KV is not kept"
+            )
     try:
         more = _answered_decoder.decode(answer.kv_transfer_params)
     except UNREADABLE as error:
@@ -84,14 +96,18 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
-    """Return the decode leg: the client's request with the handle, and the prompt's ids, if they are known by now.
+    """Return the decode leg: the client's request with the handle, and the prompt's ids, if they
+    are known by now.
 
-    Prefill engines do not compare prompts: one that is shorter than the prefilled one would read wrong KV. So both legs of a chat
-    have the same ids where any are known. A completion's text is the same on both legs.
+    Prefill engines do not compare prompts: one that is shorter than the prefilled one would read
+    wrong KV. So both legs of a chat have the same ids where any are known. A completion's text is
+    the same on both legs.
     """
     fields = decode_fields(parsed, prompt)
     fields["kv_transfer_params"] = raw(given.params)
-    if given.token_ids is not None and (dispatch.ids is not None or parsed.route is not Route.COMPLETIONS):
+    if given.token_ids is not None and (
+        dispatch.ids is not None or parsed.route is not Route.COMPLETIONS
+    ):
         with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     peer = dispatch.decode_peer
     return LegRequest(parsed.route, encode(fields), peer.headers if peer is not None else ())
@@ -112,8 +128,8 @@ def decode_params(
 ) -> dict[str, Any]:
     """Return the decode engine's params: the transfer's name and where it is, and who prefills.
 
-    `engine_id`: of the prefill engine's rank. `bootstrap`: the address of its bootstrap server. `more`: what the prefill engine
-    answered; all other params win over what it says.
+    `engine_id`: of the prefill engine's rank. `bootstrap`: the address of its bootstrap server.
+    `more`: what the prefill engine answered; all other params win over what it says.
     """
     known = {
         "transfer_id": transfer_id(request_id),
@@ -129,7 +145,9 @@ def _name(dispatch: Dispatch) -> str:
 
 
 def _params_of(dispatch: Dispatch, more: dict[str, Any] | None = None) -> bytes | None:
-    """Return a decode engine's params as JSON, None if they would be incomplete. `more`: the prefill engine's answer."""
+    """Return a decode engine's params as JSON, None if they would be incomplete. `more`: the
+    prefill engine's answer.
+    """
     peer = dispatch.prefill_peer
     if dispatch.leg_id is None or peer is None or not peer.engine_id or not peer.address:
         return None
@@ -153,8 +171,12 @@ MOONCAKE = Contract(
     capabilities=CAPABILITIES,
     needs_leg_id=True,
     promise=promise,
-    holder=PushedToDecode(release_body, refusal_released, stuck_for=LEASE, handshakes=False, forgets=True, lease=LEASE),
+    holder=PushedToDecode(
+        release_body, refusal_released, stuck_for=LEASE, handshakes=False, forgets=True, lease=LEASE
+    ),
 )
 
 
-ENTRY = Entry.of(MOONCAKE, kv_connectors=("MooncakeConnector",), signs=ContractSigns(bootstrap=True))
+ENTRY = Entry.of(
+    MOONCAKE, kv_connectors=("MooncakeConnector",), signs=ContractSigns(bootstrap=True)
+)

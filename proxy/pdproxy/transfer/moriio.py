@@ -1,26 +1,34 @@
-"""MoRIIO (AMD GPUs): D reads P's blocks (READ), or P writes into D's (WRITE). Engines register with the proxy, with their mode.
+"""MoRIIO (AMD GPUs): D reads P's blocks (READ), or P writes into D's (WRITE). Engines register with
+the proxy, with their mode.
 
-Source: vLLM 0.32.0 `moriio/*.py` and its example proxy. Both legs have one `X-Request-Id`, which names both engines
-(`transfer.peer_ids`), and one `transfer_id`. What follows from the source:
+Source: vLLM 0.32.0 `moriio/*.py` and its example proxy. Both legs have one `X-Request-Id`, which
+names both engines (`transfer.peer_ids`), and one `transfer_id`. What follows from the source:
 
-- P keeps blocks only for a request that ends by length: stop lists are emptied. It keeps them until D reports the end of its
-  reads (READ), until its own writes are done (WRITE), or for `defer_timeout` (60 s).
-- READ: D's leg has P's answer unchanged. WRITE: D's leg names the transfer; once D has blocks for it, D reports them to P. P may
-  have been asked before or after that: with P first, P answers at once and writes later. A D that waits keeps its blocks until
-  P has written; no deadline of its own ends that. If its request is closed before, it never frees them: D forgets the transfer
-  at once, and P's report that it has written finds nothing. So such a leg is closed once P must have written.
+- P keeps blocks only for a request that ends by length: stop lists are emptied. It keeps them until
+  D reports the end of its reads (READ), until its own writes are done (WRITE), or for
+  `defer_timeout` (60 s).
+- READ: D's leg has P's answer unchanged. WRITE: D's leg names the transfer; once D has blocks for
+  it, D reports them to P. P may have been asked before or after that: with P first, P answers at
+  once and writes later. A D that waits keeps its blocks until P has written; no deadline of its own
+  ends that. If its request is closed before, it never frees them: D forgets the transfer at once,
+  and P's report that it has written finds nothing. So such a leg is closed once P must have
+  written.
 - WRITE: where P has more blocks than D, it writes nothing and reports that to nobody: D waits on.
-- A decode engine that refuses or drops a request before it is scheduled reports to P that the blocks may be freed: a completion
-  with `max_tokens: 0` and P's answer releases them. It also reports that when the client of a whole answer leaves, whatever the
-  request does then. So this is used in READ mode only: in WRITE mode P would then never write, and a D that waits would keep its
-  blocks for ever. There, legs do not name P's host, which refusals need; `defer_timeout` frees what no D waits for.
-- READ: a P that was restarted since its answer is not recognized by D: it reads other KV, and answers wrongly. NIXL's engine ids
-  are new at each start; MoRIIO's are `IP:port`.
-- READ: a decode engine takes any request's whole prompt as transferred, also that of a request without `kv_transfer_params`, and
-  then answers from whatever its memory holds, silently. So no decode engine may serve a request alone. Prefill engines may:
-  they must be `kv_producer`, since any other role counts as a consumer.
-- The rank of P's leg is pinned by a header, because D must know it. The rank of D's leg is the engine's choice. In WRITE mode,
-  `remote_dp_rank_override` must not be sent: with it, a D on another rank than P's never reports its blocks.
+- A decode engine that refuses or drops a request before it is scheduled reports to P that the
+  blocks may be freed: a completion with `max_tokens: 0` and P's answer releases them. It also
+  reports that when the client of a whole answer leaves, whatever the request does then. So this is
+  used in READ mode only: in WRITE mode P would then never write, and a D that waits would keep its
+  blocks for ever. There, legs do not name P's host, which refusals need; `defer_timeout` frees what
+  no D waits for.
+- READ: a P that was restarted since its answer is not recognized by D: it reads other KV, and
+  answers wrongly. NIXL's engine ids are new at each start; MoRIIO's are `IP:port`.
+- READ: a decode engine takes any request's whole prompt as transferred, also that of a request
+  without `kv_transfer_params`, and then answers from whatever its memory holds, silently. So no
+  decode engine may serve a request alone. Prefill engines may: they must be `kv_producer`, since
+  any other role counts as a consumer.
+- The rank of P's leg is pinned by a header, because D must know it. The rank of D's leg is the
+  engine's choice. In WRITE mode, `remote_dp_rank_override` must not be sent: with it, a D on
+  another rank than P's never reports its blocks.
 - Ranks of one engine on several machines are not supported: a registration names one machine.
 """
 
@@ -31,7 +39,13 @@ import re
 import msgspec
 
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.bodies import decode_fields, params_with_ids, prefill_fields, until_length, with_ids
+from pdproxy.transfer.bodies import (
+    decode_fields,
+    params_with_ids,
+    prefill_fields,
+    until_length,
+    with_ids,
+)
 from pdproxy.transfer.contract import (
     Capabilities,
     Contract,
@@ -56,7 +70,9 @@ WRITE = "WRITE"
 
 
 class _Params(msgspec.Struct, frozen=True):
-    """The fields of P's answer that a decode engine needs. Ports are text where the engine's configuration has them as text."""
+    """The fields of P's answer that a decode engine needs. Ports are text where the engine's
+    configuration has them as text.
+    """
 
     do_remote_prefill: bool
     transfer_id: str
@@ -80,7 +96,10 @@ def registered(registration: Registration) -> tuple[Peer, ...] | str:
         return f"registers the zmq_address {address}: expected host:IP,handshake:PORT,notify:PORT"
     ranks, tp_size = registration.dp_size or 1, registration.tp_size or 1
     host = address.partition(":")[2].partition(",")[0]
-    return tuple(Peer(rank, ranks, host=host, address=address, tp_size=tp_size, mode=mode) for rank in range(ranks))
+    return tuple(
+        Peer(rank, ranks, host=host, address=address, tp_size=tp_size, mode=mode)
+        for rank in range(ranks)
+    )
 
 
 def transfer_id(dispatch: Dispatch) -> str:
@@ -90,7 +109,9 @@ def transfer_id(dispatch: Dispatch) -> str:
 
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
-    """Return the prefill leg: its one token ends it by length, and it names the transfer and the sizes of D."""
+    """Return the prefill leg: its one token ends it by length, and it names the transfer and the
+    sizes of D.
+    """
     peer, other = _peers(dispatch)
     fields = until_length(prefill_fields(parsed, prompt))
     params = {
@@ -114,7 +135,8 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
     params_json = bytes(answer.kv_transfer_params)
     if params_json == b"null":
         return (
-            "the answer has no kv_transfer_params: is the engine started with a --kv-transfer-config of MoRIIOConnector,"
+            "the answer has no kv_transfer_params: is the engine started with a "
+            "--kv-transfer-config of MoRIIOConnector,"
             " with kv_role kv_producer?"
         )
     try:
@@ -132,14 +154,17 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
 
 
 def promise(_parsed: Parsed, dispatch: Dispatch) -> Handle | None:
-    """Return what a decode engine is sent while the prefill engine works, None where it reads: then P's answer comes first."""
+    """Return what a decode engine is sent while the prefill engine works, None where it reads: then
+    P's answer comes first.
+    """
     if _peers(dispatch)[0].mode != WRITE:
         return None
     return promised(dispatch, b"", transfer_id(dispatch))
 
 
 def release(model: str | None, given: Handle) -> bytes | None:
-    """Return the completion whose refusal frees P's blocks, None in WRITE mode: a decode engine may wait for them.
+    """Return the completion whose refusal frees P's blocks, None in WRITE mode: a decode engine may
+    wait for them.
 
     The mode is that of P's answer: a decode engine that reads is sent the answer itself.
     """
@@ -151,7 +176,9 @@ def _writes(given: Handle) -> bool:
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
-    """Return the decode leg: P's answer unchanged (READ), or what names the transfer (WRITE), and the prompt's ids."""
+    """Return the decode leg: P's answer unchanged (READ), or what names the transfer (WRITE), and
+    the prompt's ids.
+    """
     peer, _ = _peers(dispatch)
     fields = decode_fields(parsed, prompt)
     params = _to_writers_peer(peer, dispatch) if peer.mode == WRITE else given.params
@@ -165,8 +192,8 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
 
 
 def _to_writers_peer(peer: Peer, dispatch: Dispatch) -> bytes:
-    # Without `remote_host`: a decode engine whose client leaves before a whole answer would report that to P, and P would then
-    # never write.
+    # Without `remote_host`: a decode engine whose client leaves before a whole answer would report
+    # that to P, and P would then never write.
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -208,4 +235,6 @@ MORIIO = Contract(
     promise=promise,
     holder=PushedToDecode(release, refusal_released, handshakes=False, loses=_writes),
 )
-ENTRY = Entry.of(MORIIO, kv_connectors=("MoRIIOConnector",), registered=registered, registration_port=36367)
+ENTRY = Entry.of(
+    MORIIO, kv_connectors=("MoRIIOConnector",), registered=registered, registration_port=36367
+)

@@ -1,9 +1,9 @@
 """NIXL, pull: the prefill engine keeps the blocks, the decode engine reads them.
 
-Source: vLLM 0.32.0 `nixl/pull_scheduler.py`, `nixl/pull_worker.py`, `renderers/online_renderer.py`. The prefill answer's
-`kv_transfer_params` go to the decode engine unchanged, with the prompt's ids beside them: so both engines work on the same
-prompt, whatever their templates are. A handle that is incomplete, or names no blocks, makes a decode engine's core crash: it
-is never sent.
+Source: vLLM 0.32.0 `nixl/pull_scheduler.py`, `nixl/pull_worker.py`, `renderers/online_renderer.py`.
+The prefill answer's `kv_transfer_params` go to the decode engine unchanged, with the prompt's ids
+beside them: so both engines work on the same prompt, whatever their templates are. A handle that is
+incomplete, or names no blocks, makes a decode engine's core crash: it is never sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 LEASE = 30.0
-"""Seconds for which a prefill engine keeps blocks that no decode engine reads: vLLM's default for `kv_lease_duration`."""
+"""Seconds for which a prefill engine keeps blocks that no decode engine reads: vLLM's default for
+`kv_lease_duration`.
+"""
 _ASK = raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
@@ -59,9 +61,11 @@ _params_decoder = msgspec.json.Decoder(_Params)
 
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
-    """Return the prefill leg: it asks the engine to hold the KV for another engine. With ids it need not tokenize.
+    """Return the prefill leg: it asks the engine to hold the KV for another engine. With ids it
+    need not tokenize.
 
-    With a decode engine's handle of the turn before, the engine pulls the KV of that beginning, and then holds all of it.
+    With a decode engine's handle of the turn before, the engine pulls the KV of that beginning, and
+    then holds all of it.
     """
     fields = prefill_fields(parsed, prompt)
     fields["kv_transfer_params"] = _ASK if dispatch.turn is None else raw(dispatch.turn)
@@ -75,7 +79,8 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
     params_json = bytes(answer.kv_transfer_params)
     if params_json == b"null":
         return (
-            "the answer has no kv_transfer_params: is the engine started with a --kv-transfer-config of NixlConnector?"
+            "the answer has no kv_transfer_params: is the engine started with a "
+            "--kv-transfer-config of NixlConnector?"
         )
     params = _params_of(params_json)
     if isinstance(params, str):
@@ -84,13 +89,21 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
 
 
 def handle_from_notice(notice: Notice) -> Handle | None:
-    """Return the handle in a notice of the prefill engine's scheduler, None if the notice has no complete one."""
+    """Return the handle in a notice of the prefill engine's scheduler, None if the notice has no
+    complete one.
+    """
     if notice.params is None or notice.token_ids is None or notice.tokens is None:
         return None
     found = _params_of(notice.params)
     if isinstance(found, str):
         return None
-    return Handle(notice.params, notice.token_ids, notice.tokens, found.remote_request_id, notice.created_cache_tokens)
+    return Handle(
+        notice.params,
+        notice.token_ids,
+        notice.tokens,
+        found.remote_request_id,
+        notice.created_cache_tokens,
+    )
 
 
 def _params_of(params_json: bytes) -> _Params | str:
@@ -107,10 +120,12 @@ def _params_of(params_json: bytes) -> _Params | str:
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
-    """Return the decode leg: the client's request with the handle, and the prompt's ids as the prefill engine returned them.
+    """Return the decode leg: the client's request with the handle, and the prompt's ids as the
+    prefill engine returned them.
 
-    vLLM 0.32.0 reads ids beside a handle for chats only, though its documents say otherwise. A completion's prompt becomes
-    those ids if the proxy made ids, too. If not, both engines tokenize the same text, and no template can differ.
+    vLLM 0.32.0 reads ids beside a handle for chats only, though its documents say otherwise. A
+    completion's prompt becomes those ids if the proxy made ids, too. If not, both engines tokenize
+    the same text, and no template can differ.
     """
     fields = decode_fields(parsed, prompt)
     if dispatch.answer_ids:
@@ -127,14 +142,18 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
 
 
 def at_host(given: Handle, host: str) -> Handle:
-    """Return the handle with another host of the prefill engine's side channel: the engine may not know how others reach it."""
+    """Return the handle with another host of the prefill engine's side channel: the engine may not
+    know how others reach it.
+    """
     fields = msgspec.json.decode(given.params, type=Fields)
     fields["remote_host"] = raw(msgspec.json.encode(host))
     return msgspec.structs.replace(given, params=msgspec.json.encode(fields))
 
 
 class NixlOptions(msgspec.Struct, frozen=True):
-    """`notifier`: the engines carry pdproxy's notifier, which reports handles and loads. `early`: use its handles at once."""
+    """`notifier`: the engines carry pdproxy's notifier, which reports handles and loads. `early`:
+    use its handles at once.
+    """
 
     notifier: bool = False
     early: bool = False
@@ -173,9 +192,13 @@ def nixl(options: NixlOptions) -> Contract:
 
 
 def signs(mode: str, first_version: str = "") -> ContractSigns:
-    """Return what NIXL's engines show. `mode`: their `transfer_mode`, which engines before vLLM 0.32.0 do not name."""
+    """Return what NIXL's engines show. `mode`: their `transfer_mode`, which engines before vLLM
+    0.32.0 do not name.
+    """
     ask = SignQuestion(
-        params=bytes(_ASK), keys=("remote_engine_id", "remote_block_ids"), values=(("transfer_mode", mode),)
+        params=bytes(_ASK),
+        keys=("remote_engine_id", "remote_block_ids"),
+        values=(("transfer_mode", mode),),
     )
     return ContractSigns(metrics=("vllm:nixl_",), always=True, ask=ask, first_version=first_version)
 

@@ -1,12 +1,15 @@
-"""NIXL, push: the prefill engine writes the KV into blocks that the decode engine has reserved, while both are asked at once.
+"""NIXL, push: the prefill engine writes the KV into blocks that the decode engine has reserved,
+while both are asked at once.
 
-Source: vLLM 0.32.0 `nixl/push_scheduler.py`, `nixl/push_worker.py`. The decode engine registers its blocks with the prefill
-engine, and the two find each other's request by `X-Request-Id`, without the engine's own suffix: so both legs go to the same
-endpoint with an id of their own, made for each dispatch. Two clients that use one id would get each other's KV.
+Source: vLLM 0.32.0 `nixl/push_scheduler.py`, `nixl/push_worker.py`. The decode engine registers its
+blocks with the prefill engine, and the two find each other's request by `X-Request-Id`, without the
+engine's own suffix: so both legs go to the same endpoint with an id of their own, made for each
+dispatch. Two clients that use one id would get each other's KV.
 
-The decode leg names the prefill engine's rank, which only that engine's answers show: until the first one of its run, prompts
-are prefilled first. A decode engine that waits for KV keeps its blocks until the KV comes. Nothing but its lease (30 s) frees KV
-of the prefill engine that no decode engine waits for, and a decode engine's heartbeat does not renew that lease.
+The decode leg names the prefill engine's rank, which only that engine's answers show: until the
+first one of its run, prompts are prefilled first. A decode engine that waits for KV keeps its
+blocks until the KV comes. Nothing but its lease (30 s) frees KV of the prefill engine that no
+decode engine waits for, and a decode engine's heartbeat does not renew that lease.
 """
 
 from __future__ import annotations
@@ -51,12 +54,16 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
-    """Return what a decode engine is sent after a prefill answer, or why it can't be sent anything."""
+    """Return what a decode engine is sent after a prefill answer, or why it can't be sent
+    anything.
+    """
     params = _params_of(answer)
     if isinstance(params, str):
         return params
     to_decode = _decode_params(_peer(params, dispatch), dispatch)
-    return answered(answer, to_decode, dispatch.leg_id or "", cached_tokens=params.remote_prefill_cached_tokens)
+    return answered(
+        answer, to_decode, dispatch.leg_id or "", cached_tokens=params.remote_prefill_cached_tokens
+    )
 
 
 def peer_in(answer: PrefillAnswer, dispatch: Dispatch) -> Peer | None:
@@ -66,7 +73,9 @@ def peer_in(answer: PrefillAnswer, dispatch: Dispatch) -> Peer | None:
 
 
 def promise(_parsed: Parsed, dispatch: Dispatch) -> Handle | None:
-    """Return what a decode engine is sent while the prefill engine works, None if that engine's rank is not known yet."""
+    """Return what a decode engine is sent while the prefill engine works, None if that engine's
+    rank is not known yet.
+    """
     peer = dispatch.prefill_peer
     if peer is None or peer.engine_id is None:
         return None
@@ -74,7 +83,9 @@ def promise(_parsed: Parsed, dispatch: Dispatch) -> Handle | None:
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
-    """Return the decode leg: the client's request and where its KV comes from. It has ids if the prefill leg has the same."""
+    """Return the decode leg: the client's request and where its KV comes from. It has ids if the
+    prefill leg has the same.
+    """
     leg = nixl.decode(parsed, prompt, given, dispatch)
     return msgspec.structs.replace(leg, headers=_headers(dispatch.decode_peer))
 
@@ -82,13 +93,19 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
 def _params_of(answer: PrefillAnswer) -> _Params | str:
     params_json = bytes(answer.kv_transfer_params)
     if params_json == b"null":
-        return "the answer has no kv_transfer_params: is the engine started with a --kv-transfer-config of NixlPushConnector?"
+        return (
+            "the answer has no kv_transfer_params: is the engine started with a "
+            "--kv-transfer-config of NixlPushConnector?"
+        )
     try:
         params = _params_decoder.decode(params_json)
     except UNREADABLE as error:
         return f"kv_transfer_params are incomplete: {error}"
     if params.transfer_mode == "pull":
-        return "kv_transfer_params are not those of a push: the engine runs NixlConnector, which is connector nixl"
+        return (
+            "kv_transfer_params are not those of a push: the engine runs NixlConnector, which is "
+            "connector nixl"
+        )
     return params
 
 
@@ -106,7 +123,9 @@ def _peer(params: _Params, dispatch: Dispatch) -> Peer:
 
 
 def _decode_params(peer: Peer, dispatch: Dispatch) -> bytes:
-    """Return a decode engine's params. Without any of these fields its core dies, or the request waits without end."""
+    """Return a decode engine's params. Without any of these fields its core dies, or the request
+    waits without end.
+    """
     return msgspec.json.encode(
         {
             "do_remote_prefill": True,
@@ -150,4 +169,6 @@ CONTRACT = Contract(
 )
 
 
-ENTRY = Entry.of(CONTRACT, kv_connectors=("NixlPushConnector",), signs=nixl.signs("push", first_version="0.20"))
+ENTRY = Entry.of(
+    CONTRACT, kv_connectors=("NixlPushConnector",), signs=nixl.signs("push", first_version="0.20")
+)

@@ -1,23 +1,29 @@
-"""P2P NCCL: P sends each layer's KV straight to D, into buffers by the request's id. In vLLM up to 0.23.
+"""P2P NCCL: P sends each layer's KV straight to D, into buffers by the request's id. In vLLM up to
+0.23.
 
-Source: vLLM `p2p/p2p_nccl_connector.py`, `p2p/p2p_nccl_engine.py`, and its example proxy. Engines register with the proxy. Both
-legs have one `X-Request-Id`, which names both engines (`transfer.peer_ids`), and no `kv_transfer_params`. P answers after it has
-sent the KV. What follows from the source:
+Source: vLLM `p2p/p2p_nccl_connector.py`, `p2p/p2p_nccl_engine.py`, and its example proxy. Engines
+register with the proxy. Both legs have one `X-Request-Id`, which names both engines
+(`transfer.peer_ids`), and no `kv_transfer_params`. P answers after it has sent the KV. What follows
+from the source:
 
 - Since 0.14, vLLM adds a random suffix to ids, another one in each engine. Engines must run with
   `VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1`; else D never finds the KV.
-- D's whole engine waits without a limit for KV that does not come. So D is asked only after P has answered. If P dies while its
-  last layer is on the way, nothing but a restart frees D.
+- D's whole engine waits without a limit for KV that does not come. So D is asked only after P has
+  answered. If P dies while its last layer is on the way, nothing but a restart frees D.
 - P's whole engine waits without a limit for a D that has died.
-- A request whose id names no engines kills P as well as D, and a second token kills P: neither can serve a request alone. D does
-  not even need a notable prompt: only one of a single token moves no KV.
-- D drops the KV of a request when the request ends, in whatever way, also while it waits. KV of a request that D never got stays
-  there for ever: D is then sent a request of one prompt token, on the same route and with the same id. D loads no KV for it, so
-  it can't wait, and drops what it has under that id. What a P has sent before it failed in the middle is not released: there is
-  no answer of P that shows it.
-- With `send_type: GET`, D fetches the KV from P, which drops the oldest when its buffer is full. D then computes with whatever
-  its memory holds, silently: PUT_ASYNC, the default, or PUT must be used.
-- P and D are paired rank by rank: equal tensor-parallel sizes, and no data parallelism behind one URL.
+- A request whose id names no engines kills P as well as D, and a second token kills P: neither can
+  serve a request alone. D does not even need a notable prompt: only one of a single token moves no
+  KV.
+- D drops the KV of a request when the request ends, in whatever way, also while it waits. KV of a
+  request that D never got stays there for ever: D is then sent a request of one prompt token, on
+  the same route and with the same id. D loads no KV for it, so it can't wait, and drops what it has
+  under that id. What a P has sent before it failed in the middle is not released: there is no
+  answer of P that shows it.
+- With `send_type: GET`, D fetches the KV from P, which drops the oldest when its buffer is full. D
+  then computes with whatever its memory holds, silently: PUT_ASYNC, the default, or PUT must be
+  used.
+- P and D are paired rank by rank: equal tensor-parallel sizes, and no data parallelism behind one
+  URL.
 """
 
 from __future__ import annotations
@@ -77,7 +83,9 @@ def handle(parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle 
     else:
         # No chat has a prompt of one token: the engine cuts it.
         fields |= {"messages": _ONE_TOKEN_CHAT, "truncate_prompt_tokens": raw(b"1")}
-    release = LegRequest(parsed.route, encode(fields), ((b"x-request-id", dispatch.leg_id.encode()),))
+    release = LegRequest(
+        parsed.route, encode(fields), ((b"x-request-id", dispatch.leg_id.encode()),)
+    )
     return structs.replace(unclaimed(answer, answer.token_ids(), dispatch.leg_id), release=release)
 
 
@@ -93,7 +101,9 @@ def release_leg(_model: str | None, given: Handle) -> LegRequest:
 
 
 NAME = "p2p-nccl"
-CAPABILITIES = Capabilities(peers_from=PeerSource.REGISTRATION, alone_on=("aggregated",), short_prompts=True)
+CAPABILITIES = Capabilities(
+    peers_from=PeerSource.REGISTRATION, alone_on=("aggregated",), short_prompts=True
+)
 P2P_NCCL = Contract(
     name=NAME,
     prefill=prefill,

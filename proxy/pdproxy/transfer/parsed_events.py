@@ -1,8 +1,10 @@
-"""Makes a chat's stream, as an engine's parsers make it, of a completion that goes on behind some of its answer. Pure.
+"""Makes a chat's stream, as an engine's parsers make it, of a completion that goes on behind some
+of its answer. Pure.
 
-The completion's text is not used: an engine derenders its token ids, call by call, and parses all ids of the answer anew in each.
-What came meanwhile is put into one call. Source of the shapes and of what derender does otherwise than a chat's own route:
-vLLM 0.32.0 `entrypoints/scale_out`, `renderers/online_derenderer.py`.
+The completion's text is not used: an engine derenders its token ids, call by call, and parses all
+ids of the answer anew in each. What came meanwhile is put into one call. Source of the shapes and
+of what derender does otherwise than a chat's own route: vLLM 0.32.0 `entrypoints/scale_out`,
+`renderers/online_derenderer.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdproxy.transfer.chat_chunks import NULL, NotACompletionError, body_decoder, choices_decoder, moved_usage
+from pdproxy.transfer.chat_chunks import (
+    NULL,
+    NotACompletionError,
+    body_decoder,
+    choices_decoder,
+    moved_usage,
+)
 from pdproxy.transfer.continued_events import ContinuedEvents
 from pdproxy.transfer.contract import raw
 from pdproxy.wire import sse
@@ -28,8 +36,23 @@ _PER_ID = 24
 """Bytes of an id and of its length in the state that a call returns."""
 _NOT_READ = frozenset(
     (
-        *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"),
-        *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "logit_bias"),
+        *(
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "max_tokens",
+            "min_tokens",
+        ),
+        *(
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+            "logit_bias",
+        ),
         *("detokenize", "skip_reading_prefix_cache", "output_kind", "n"),
         *("skip_clone", "stream_interval", "output_text_buffer_length"),  # vLLM's own
     )
@@ -98,9 +121,11 @@ _derendered_decoder = msgspec.json.Decoder(_Derendered)
 
 
 def why_not(rendered: bytes) -> NotContinued | None:
-    """Return why nobody can go on with a chat, from what an engine rendered of it; None if an engine can.
+    """Return why nobody can go on with a chat, from what an engine rendered of it; None if an
+    engine can.
 
-    It shows what the client did not ask for: a grammar of its tools, and defaults of the model's generation config.
+    It shows what the client did not ask for: a grammar of its tools, and defaults of the model's
+    generation config.
     """
     try:
         params = _rendered_decoder.decode(rendered).sampling_params
@@ -116,9 +141,10 @@ def why_not(rendered: bytes) -> NotContinued | None:
 class ParsedEvents:
     """The events of one stream.
 
-    `plain`: rewrites its usage; `shown`: what all its events show; `kept`, `chat`: the client's request, as of its record;
-    `prompt_ids`: a JSON array; `ids`: of the answer so far, `lens`: how many of them came in each event; `calls`: ids of the
-    tool calls so far; `most`: tokens of prompt and answer together at the most.
+    `plain`: rewrites its usage; `shown`: what all its events show; `kept`, `chat`: the client's
+    request, as of its record; `prompt_ids`: a JSON array; `ids`: of the answer so far, `lens`: how
+    many of them came in each event; `calls`: ids of the tool calls so far; `most`: tokens of prompt
+    and answer together at the most.
     """
 
     def __init__(
@@ -138,7 +164,11 @@ class ParsedEvents:
         self._done = len(ids)
         self._keeps_stop = kept.shows_stop
         head = b"" if kept.model is None else b'"model":%b,' % msgspec.json.encode(kept.model)
-        self._head = b'{"stream":true,%b"prompt_token_ids":%b,"chat_request":%b,' % (head, prompt_ids, chat)
+        self._head = b'{"stream":true,%b"prompt_token_ids":%b,"chat_request":%b,' % (
+            head,
+            prompt_ids,
+            chat,
+        )
         self._ids = bytearray(_listed(ids))
         self._lens = bytearray(_listed(lens))
         self._calls = list(calls)
@@ -150,7 +180,8 @@ class ParsedEvents:
         self._ended = False
         self._end: Fields | None = None  # the choice with the finish reason, before it is of a call
         self._asked_end: Fields | None = None  # that of the present call
-        self._about: Fields = {}  # usage and fingerprint of the last event, before they are of a call
+        # usage and fingerprint of the last event, before they are of a call
+        self._about: Fields = {}
         self._asked_about: Fields = {}
         self._behind = b""  # events behind the choice
 
@@ -201,13 +232,17 @@ class ParsedEvents:
         self._new += ids
         self._count += len(ids)
         if self._count > self._most:
-            raise TooManyTokensError(f"more than {self._most} tokens (continuations.max_parsed_tokens)")
+            raise TooManyTokensError(
+                f"more than {self._most} tokens (continuations.max_parsed_tokens)"
+            )
         self._about = {name: event[name] for name in ("system_fingerprint",) if name in event}
         if bytes(event.get("usage", NULL)) != b"null":
             self._about["usage"] = moved_usage(event["usage"], self._done, of_chat_event=True)
 
     def call(self) -> bytes | None:
-        """Return the body of the next call, None if there is nothing to ask for. The answer goes to `answered`."""
+        """Return the body of the next call, None if there is nothing to ask for. The answer goes to
+        `answered`.
+        """
         if not self._new and self._end is None:
             return None
         self._asked, self._new = self._new, []
@@ -225,7 +260,8 @@ class ParsedEvents:
         )
 
     def answered(self, answer: bytes) -> bytes:
-        """Return the client's events for the answer to the present call; with the last of them all that is behind them.
+        """Return the client's events for the answer to the present call; with the last of them all
+        that is behind them.
 
         Raises:
             NotACompletionError: the engine answered something else.
@@ -250,7 +286,9 @@ class ParsedEvents:
         return b""
 
     def rest(self) -> bytes:
-        """Return what is behind the choice, as far as it has come: its usage and the end mark. For when `call` returns None."""
+        """Return what is behind the choice, as far as it has come: its usage and the end mark. For
+        when `call` returns None.
+        """
         found, self._behind = self._behind, b""
         return found
 

@@ -1,4 +1,6 @@
-"""Where other engines reach an engine for KV transfer, for contracts whose legs name the other engine before it has answered."""
+"""Where other engines reach an engine for KV transfer, for contracts whose legs name the other
+engine before it has answered.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ class PeerSource(Enum):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One data-parallel rank of an engine, as other engines reach it. What a contract does not use, or is not known yet, is None.
+    """One data-parallel rank of an engine, as other engines reach it. What a contract does not use,
+    or is not known yet, is None.
 
-    - `rank`: the data-parallel rank; an engine without data parallelism has rank 0 alone. `ranks`: how many there are.
+    - `rank`: the data-parallel rank; an engine without data parallelism has rank 0 alone. `ranks`:
+      how many there are.
     - `engine_id`: the name of the rank in its contract.
     - `host`, `port`: of its side channel.
     - `address`: an address in the contract's own form: a bootstrap server's URL, a ZMQ address.
@@ -38,5 +42,7 @@ class Peer(msgspec.Struct, frozen=True):
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """The header that sends a leg to this rank. Without data parallelism there is none: engines refuse some values of it."""
+        """The header that sends a leg to this rank. Without data parallelism there is none: engines
+        refuse some values of it.
+        """
         return ((b"x-data-parallel-rank", b"%d" % self.rank),) if self.ranks > 1 else ()

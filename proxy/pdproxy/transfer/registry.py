@@ -1,8 +1,11 @@
-"""All contracts that the proxy can run. A new one is a module with an `ENTRY`, and an entry in `_OWN`.
+"""All contracts that the proxy can run. A new one is a module with an `ENTRY`, and an entry in
+`_OWN`.
 
-Other packages bring contracts, too: by entry points of the group `pdproxy.connectors` (docs/guide/plugins.md).
+Other packages bring contracts, too: by entry points of the group `pdproxy.connectors`
+(docs/guide/plugins.md).
 
-The order matters in one place: where several contracts serve one `kv_connector`, the first is chosen if the operator names none.
+The order matters in one place: where several contracts serve one `kv_connector`, the first is
+chosen if the operator names none.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ def _of_others() -> list[Entry]:
     found: list[Entry] = []
     for name, entry in plugins("pdproxy.connectors", [one.name for one in _OWN]).items():
         if not isinstance(entry, Entry) or entry.name != name:
-            raise PluginError(f"the plugin {name!r} of pdproxy.connectors is no `Entry` of this name")
+            raise PluginError(
+                f"the plugin {name!r} of pdproxy.connectors is no `Entry` of this name"
+            )
         found.append(entry)
     return found
 
@@ -79,7 +84,8 @@ def entry_of(name: str) -> Entry:
 
 
 def ignores_salt(name: str) -> bool:
-    """Return whether engines with this contract may find another tenant's KV outside of their own caches (`Entry.ignores_salt`).
+    """Return whether engines with this contract may find another tenant's KV outside of their own
+    caches (`Entry.ignores_salt`).
 
     Raises:
         KeyError: there is no contract of that name.
@@ -88,5 +94,7 @@ def ignores_salt(name: str) -> bool:
 
 
 def serving(kv_connector: str) -> tuple[str, ...]:
-    """Return the names of the contracts that engines with this `kv_connector` can run, the usual one first."""
+    """Return the names of the contracts that engines with this `kv_connector` can run, the usual
+    one first.
+    """
     return tuple(entry.name for entry in ENTRIES if kv_connector in entry.kv_connectors)

@@ -1,8 +1,10 @@
-"""Storage that both engines reach: the prefill engine writes KV there, the decode engine finds it by the prompt itself.
+"""Storage that both engines reach: the prefill engine writes KV there, the decode engine finds it
+by the prompt itself.
 
-Source: vLLM 0.32.0 `example_connector.py`; Mooncake's store and LMCache's shared storage work in the same way. No request
-mentions the storage, and nothing is held for anybody: the legs are the client's request with one token, then the client's
-request. The prefill engine's answer shows that the KV is stored, since ExampleConnector writes it before the step ends.
+Source: vLLM 0.32.0 `example_connector.py`; Mooncake's store and LMCache's shared storage work in
+the same way. No request mentions the storage, and nothing is held for anybody: the legs are the
+client's request with one token, then the client's request. The prefill engine's answer shows that
+the KV is stored, since ExampleConnector writes it before the step ends.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handle | str:
-    """Return a handle without `params`: what the prefill engine counted, to compare it with the decode engine's count."""
+    """Return a handle without `params`: what the prefill engine counted, to compare it with the
+    decode engine's count.
+    """
     return unclaimed(answer)
 
 
@@ -33,7 +37,9 @@ def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) 
 
 NAME = "shared"
 CAPABILITIES = Capabilities(any_role=True, whole_on_prefill=True)
-SHARED = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES)
+SHARED = Contract(
+    name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES
+)
 ENTRY = Entry.of(
     SHARED,
     kv_connectors=(
@@ -45,5 +51,7 @@ ENTRY = Entry.of(
         "LMCacheMPConnector",
     ),
     signs=ContractSigns(metrics=("vllm:mooncake_store_", "lmcache:")),
-    ignores_salt=True,  # ExampleConnector and LMCacheConnectorV1 do; MooncakeStoreConnector and LMCacheMPConnector do not
+    # ExampleConnector and LMCacheConnectorV1 do; MooncakeStoreConnector and LMCacheMPConnector do
+    # not
+    ignores_salt=True,
 )

@@ -1,8 +1,10 @@
-"""A decode engine's handle of a finished turn, and how much of it the conversation's next prompt may use. Pure.
+"""A decode engine's handle of a finished turn, and how much of it the conversation's next prompt
+may use. Pure.
 
-Source: vLLM 0.32.0 `nixl/pull_scheduler.py`, `nixl/pull_worker.py` (`bidirectional_kv_xfer`). The prefill engine compares no
-tokens, and pairs blocks from the end of both lists. So a handle is used whole, or cut to whole blocks in both of its fields.
-A handle stands in whole answers, and since vLLM 0.33.0 in the last event of streams.
+Source: vLLM 0.32.0 `nixl/pull_scheduler.py`, `nixl/pull_worker.py` (`bidirectional_kv_xfer`). The
+prefill engine compares no tokens, and pairs blocks from the end of both lists. So a handle is used
+whole, or cut to whole blocks in both of its fields. A handle stands in whole answers, and since
+vLLM 0.33.0 in the last event of streams.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ class DecodeHandle(msgspec.Struct, frozen=True):
 
     - `params`: the engine's `kv_transfer_params`, unchanged.
     - `request_id`: the engine's internal id of the request.
-    - `tokens`: how many tokens of the prompt and the answer have KV. The last token that was generated has none.
-    - `blocks`: KV blocks in all groups together. `groups`: groups of layers with a list of blocks of their own.
+    - `tokens`: how many tokens of the prompt and the answer have KV. The last token that was
+      generated has none.
+    - `blocks`: KV blocks in all groups together. `groups`: groups of layers with a list of blocks
+      of their own.
     """
 
     params: bytes
@@ -37,7 +41,9 @@ class DecodeHandle(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """What a prefill engine is sent of a handle: `tokens` of its tokens, all of them unless `trimmed`."""
+    """What a prefill engine is sent of a handle: `tokens` of its tokens, all of them unless
+    `trimmed`.
+    """
 
     params: bytes
     tokens: int
@@ -59,7 +65,9 @@ _SHOWN_IN_STREAMS = (0, 33)
 
 
 def shown_in_streams(version: str) -> bool:
-    """Return whether an engine of this version of vLLM has the handle in the last event of a stream."""
+    """Return whether an engine of this version of vLLM has the handle in the last event of a
+    stream.
+    """
     return (release(version) or (0, 0)) >= _SHOWN_IN_STREAMS
 
 
@@ -69,7 +77,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 def read(params: bytes) -> DecodeHandle | str:
-    """Return the handle in a decode engine's `kv_transfer_params`, or why there is none that an engine may be sent."""
+    """Return the handle in a decode engine's `kv_transfer_params`, or why there is none that an
+    engine may be sent.
+    """
     try:
         found = _params.decode(params)
     except UNREADABLE as error:
@@ -78,21 +88,33 @@ def read(params: bytes) -> DecodeHandle | str:
         return "kv_transfer_params are not those of a decode engine that keeps KV"
     blocks = sum(map(len, found.remote_block_ids))
     names = (found.remote_engine_id, found.remote_request_id, found.remote_host)
-    if not 0 < blocks <= _MAX_BLOCKS or found.remote_num_tokens < 1 or not all(0 < len(name) <= 512 for name in names):
+    if (
+        not 0 < blocks <= _MAX_BLOCKS
+        or found.remote_num_tokens < 1
+        or not all(0 < len(name) <= 512 for name in names)
+    ):
         return "kv_transfer_params hold no blocks"
     return DecodeHandle(
-        bytes(params), found.remote_request_id, found.remote_num_tokens, blocks, len(found.remote_block_ids)
+        bytes(params),
+        found.remote_request_id,
+        found.remote_num_tokens,
+        blocks,
+        len(found.remote_block_ids),
     )
 
 
-def fit(handle: DecodeHandle, *, known: int, common: int, prompt: int, block_size: int, min_tokens: int) -> Fit | None:
-    """Return what the next prompt may use of a handle, None if that is nothing, or too little to be worth a transfer.
+def fit(
+    handle: DecodeHandle, *, known: int, common: int, prompt: int, block_size: int, min_tokens: int
+) -> Fit | None:
+    """Return what the next prompt may use of a handle, None if that is nothing, or too little to be
+    worth a transfer.
 
     Args:
         handle: of the turn before, with one group of full attention.
         known: tokens with KV whose ids are known here.
         common: tokens at the beginning of that turn that are those of the next prompt.
-        prompt: tokens of the next prompt. Its last one is never used: the prefill engine computes it for its output.
+        prompt: tokens of the next prompt. Its last one is never used: the prefill engine computes
+            it for its output.
         block_size: tokens in a block, of both engines.
         min_tokens: fewer are not used.
     """
@@ -100,11 +122,17 @@ def fit(handle: DecodeHandle, *, known: int, common: int, prompt: int, block_siz
         return None
     usable = min(common, known, prompt - 1)
     if handle.tokens <= usable and handle.blocks == -(-handle.tokens // block_size):
-        return Fit(handle.params, handle.tokens, trimmed=False) if handle.tokens >= min_tokens else None
+        return (
+            Fit(handle.params, handle.tokens, trimmed=False)
+            if handle.tokens >= min_tokens
+            else None
+        )
     blocks = min(usable // block_size, handle.tokens // block_size, handle.blocks)
     if blocks < 1 or blocks * block_size < min_tokens:
         return None
-    return Fit(_trimmed(handle.params, blocks, blocks * block_size), blocks * block_size, trimmed=True)
+    return Fit(
+        _trimmed(handle.params, blocks, blocks * block_size), blocks * block_size, trimmed=True
+    )
 
 
 def _trimmed(params: bytes, blocks: int, tokens: int) -> bytes:
@@ -116,14 +144,22 @@ def _trimmed(params: bytes, blocks: int, tokens: int) -> bytes:
 
 
 def release_body(model: str | None, handle: DecodeHandle) -> bytes:
-    """Return a completion that an engine's handler refuses (`max_tokens` 0), which frees the decode engine's blocks.
+    """Return a completion that an engine's handler refuses (`max_tokens` 0), which frees the decode
+    engine's blocks.
 
-    To that engine, the sender of the handle is one that holds KV for it: it reports that it will not read it. The body must pass
-    the schema and fail in the handler.
+    To that engine, the sender of the handle is one that holds KV for it: it reports that it will
+    not read it. The body must pass the schema and fail in the handler.
     """
     params = _fields.decode(handle.params)
-    params["do_remote_prefill"], params["do_remote_decode"] = msgspec.Raw(b"true"), msgspec.Raw(b"false")
-    fields = {"prompt": msgspec.Raw(b'"x"'), "max_tokens": msgspec.Raw(b"0"), "stream": msgspec.Raw(b"false")}
+    params["do_remote_prefill"], params["do_remote_decode"] = (
+        msgspec.Raw(b"true"),
+        msgspec.Raw(b"false"),
+    )
+    fields = {
+        "prompt": msgspec.Raw(b'"x"'),
+        "max_tokens": msgspec.Raw(b"0"),
+        "stream": msgspec.Raw(b"false"),
+    }
     if model is not None:
         fields["model"] = msgspec.Raw(_encode(model))
     fields["kv_transfer_params"] = msgspec.Raw(_encode(params))
@@ -131,16 +167,20 @@ def release_body(model: str | None, handle: DecodeHandle) -> bytes:
 
 
 def at_host(handle: DecodeHandle, host: str) -> DecodeHandle:
-    """Return the handle with another host of the decode engine's side channel, to which prefill engines connect."""
+    """Return the handle with another host of the decode engine's side channel, to which prefill
+    engines connect.
+    """
     fields = _fields.decode(handle.params)
     fields["remote_host"] = msgspec.Raw(_encode(host))
     return msgspec.structs.replace(handle, params=_encode(fields))
 
 
 def ids_text(ids: bytes) -> bytes | None:
-    """Return token ids, a JSON array, as texts that each end with a comma: `1,256,`. None if they are not token ids, or none.
+    """Return token ids, a JSON array, as texts that each end with a comma: `1,256,`. None if they
+    are not token ids, or none.
 
-    Nothing is parsed: a prompt may have a million ids. Equal ids have equal texts, since JSON has no leading zeros.
+    Nothing is parsed: a prompt may have a million ids. Equal ids have equal texts, since JSON has
+    no leading zeros.
     """
     text = ids.translate(None, b" \t\r\n")
     inner = text[1:-1]
@@ -151,7 +191,14 @@ def ids_text(ids: bytes) -> bytes | None:
 
 class _Fits(Protocol):
     def __call__(
-        self, handle: DecodeHandle, *, known: int, common: int, prompt: int, block_size: int, min_tokens: int
+        self,
+        handle: DecodeHandle,
+        *,
+        known: int,
+        common: int,
+        prompt: int,
+        block_size: int,
+        min_tokens: int,
     ) -> Fit | None:
         """See `fit`."""
 
@@ -162,8 +209,8 @@ class TurnRules:
 
     - `read(params)`: the handle in a decode engine's answer or notice, or why there is none.
     - `fit(...)`: the part of it that another prompt may use.
-    - `release_body(model, handle)`: a completion that any engine refuses with 400, after it has reported to the decode engine
-      that nobody will read the KV.
+    - `release_body(model, handle)`: a completion that any engine refuses with 400, after it has
+      reported to the decode engine that nobody will read the KV.
     - `at_host(handle, host)`: the handle with another host of the decode engine.
     """
 

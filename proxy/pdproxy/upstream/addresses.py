@@ -1,9 +1,11 @@
-"""The addresses of an engine's name: which one the next connection goes to, and when the name is resolved anew.
+"""The addresses of an engine's name: which one the next connection goes to, and when the name is
+resolved anew.
 
-Owns the resolving of one name. New connections take its addresses in turn. An address that takes no connection is left out for a
-while, unless it is the only one left. The name is resolved anew from time to time while the engine is used, and after a
-connection that failed; connections to addresses that it has lost are not used again. An engine stays one engine, however many
-addresses it has. A URL with an address in it is never resolved.
+Owns the resolving of one name. New connections take its addresses in turn. An address that takes no
+connection is left out for a while, unless it is the only one left. The name is resolved anew from
+time to time while the engine is used, and after a connection that failed; connections to addresses
+that it has lost are not used again. An engine stays one engine, however many addresses it has. A
+URL with an address in it is never resolved.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from pdproxy.kit.addresses import read_address
 logger = logging.getLogger("pdproxy")
 
 REFRESH = 30.0
-"""Seconds after which a name that is in use is resolved anew: what is common for the records of services that move."""
+"""Seconds after which a name that is in use is resolved anew: what is common for the records of
+services that move.
+"""
 PAUSE = 1.0
 """Seconds between two resolvings of one name at least, however many connections fail."""
 LEFT_OUT = 10.0
@@ -28,7 +32,9 @@ MAX_ADDRESSES = 16
 """Addresses of a name that count; the first ones."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the addresses of a host for TCP connections to a port. Raises OSError if there are none."""
+"""Returns the addresses of a host for TCP connections to a port. Raises OSError if there are
+none.
+"""
 
 
 async def by_system(host: str, port: int) -> list[str]:
@@ -45,9 +51,13 @@ async def by_system(host: str, port: int) -> list[str]:
 
 
 class Addresses:
-    """The addresses of one host. `changed` is called when it has lost or got some. Belongs to one event loop."""
+    """The addresses of one host. `changed` is called when it has lost or got some. Belongs to one
+    event loop.
+    """
 
-    def __init__(self, host: str, port: int, changed: Callable[[], None], resolve: Resolve = by_system) -> None:
+    def __init__(
+        self, host: str, port: int, changed: Callable[[], None], resolve: Resolve = by_system
+    ) -> None:
         self.host = host
         self.due = math.inf if read_address(host) is not None else -math.inf
         """When the name is to be resolved anew, in seconds of the loop's time."""
@@ -73,7 +83,8 @@ class Addresses:
         return address in self._known
 
     async def in_turn(self) -> tuple[list[str], list[str]]:
-        """Return the addresses for the next connection in the order of their turn, and those that are left out.
+        """Return the addresses for the next connection in the order of their turn, and those that
+        are left out.
 
         The first list is never empty.
 
@@ -88,7 +99,9 @@ class Addresses:
         self._turn = (self._turn + 1) % len(self._known)
         turned = self._known[self._turn :] + self._known[: self._turn]
         usable = [one for one in turned if self._left_out.get(one, now) <= now]
-        others = sorted((one for one in turned if one not in usable), key=self._left_out.__getitem__)
+        others = sorted(
+            (one for one in turned if one not in usable), key=self._left_out.__getitem__
+        )
         return (usable, others) if usable else (others, [])
 
     def took(self, address: str) -> None:
@@ -96,7 +109,9 @@ class Addresses:
         self._left_out.pop(address, None)
 
     def failed(self, address: str) -> None:
-        """An address has taken no connection: leave it out, and ask for the name's addresses again."""
+        """An address has taken no connection: leave it out, and ask for the name's addresses
+        again.
+        """
         if not self.is_fixed:
             self._left_out[address] = asyncio.get_running_loop().time() + LEFT_OUT
             self.due = self._resolved_at + PAUSE
@@ -115,7 +130,9 @@ class Addresses:
     def _begin(self) -> asyncio.Task[None]:
         """Resolve the name, once at a time: a resolver that hangs holds one thread."""
         if self._resolving is None:
-            self._resolving = asyncio.get_running_loop().create_task(self._renew(), name=f"resolve:{self.host}")
+            self._resolving = asyncio.get_running_loop().create_task(
+                self._renew(), name=f"resolve:{self.host}"
+            )
             self._resolving.add_done_callback(self._over)
         return self._resolving
 
@@ -136,4 +153,8 @@ class Addresses:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.due = self._resolved_at + PAUSE
             if self._known:
-                logger.info("%s does not resolve: %s; its last addresses stay in use", self.host, type(error).__name__)
+                logger.info(
+                    "%s does not resolve: %s; its last addresses stay in use",
+                    self.host,
+                    type(error).__name__,
+                )

@@ -1,7 +1,8 @@
-"""Requests to engines outside the data path: health, models, version, tokenize, metrics. On aiohttp.
+"""Requests to engines outside the data path: health, models, version, tokenize, metrics. On
+aiohttp.
 
-Owns one aiohttp session. Every request has a deadline, and a limit on its answer. Every failure becomes an `EngineError`, with
-quotes of the engine's answer truncated.
+Owns one aiohttp session. Every request has a deadline, and a limit on its answer. Every failure
+becomes an `EngineError`, with quotes of the engine's answer truncated.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ _OBJECTS_PER_MODEL = 2
 """JSON objects of a model in such a list, in vLLM: itself and its permissions."""
 _IDS_PER_BYTE = 8
 _IDS = 1 << 20
-"""Bytes of a prompt's ids. An id has up to eight bytes with its comma, and is made of one byte of the request or more. A chat
-template and images add ids."""
+"""Bytes of a prompt's ids. An id has up to eight bytes with its comma, and is made of one byte of
+the request or more. A chat template and images add ids.
+"""
 _MOST_IDS = 32 << 20
 """Bytes of a prompt's ids, however long the request: four million ids."""
 
@@ -60,7 +62,8 @@ _MOST_IDS = 32 << 20
 class ModelCard:
     """One entry of an engine's `/v1/models`. `parent` names an adapter's base model.
 
-    `max_model_len`: how many tokens a prompt and its answer may have together, None if the engine does not report it.
+    `max_model_len`: how many tokens a prompt and its answer may have together, None if the engine
+    does not report it.
     """
 
     id: str
@@ -81,7 +84,9 @@ class _Card(msgspec.Struct):
 
     @property
     def longest(self) -> int | None:
-        """`max_model_len`, None if it is no length: an engine that reports it otherwise works all the same."""
+        """`max_model_len`, None if it is no length: an engine that reports it otherwise works all
+        the same.
+        """
         length = bytes(self.max_model_len)
         return int(length) if _LENGTH.fullmatch(length) else None
 
@@ -122,10 +127,11 @@ class _TokenIds(msgspec.Struct):
 class EngineAdmin:
     """Asks engines for their state. `deadlines` limit each request.
 
-    `key` and `tls` are called with an engine's URL for each request: its bearer token, and the context of TLS with it.
-    `connector` makes the session's connector; None: aiohttp's own, which connects to `networks` alone, without its limit of 100
-    connections for all engines. Probes and clients' requests limit them, and an engine that hangs must not hold up the probes of
-    others. `budget`: for answers as long as a request, which are those with its token ids.
+    `key` and `tls` are called with an engine's URL for each request: its bearer token, and the
+    context of TLS with it. `connector` makes the session's connector; None: aiohttp's own, which
+    connects to `networks` alone, without its limit of 100 connections for all engines. Probes and
+    clients' requests limit them, and an engine that hangs must not hold up the probes of others.
+    `budget`: for answers as long as a request, which are those with its token ids.
     """
 
     def __init__(
@@ -150,9 +156,15 @@ class EngineAdmin:
         await self._request("GET", url, "/health", None, max_bytes=0)
 
     async def models(self, url: str) -> list[ModelCard]:
-        """Return the models that an engine serves, but for those with a name of more than `MAX_MODEL_NAME` characters."""
-        found = self._read("/v1/models", _checked(await self._get(url, "/v1/models", MAX_MODEL_LIST)), _Models)
-        if any(len(name or "") > _MAX_NAME for card in found.data for name in (card.id, card.parent)):
+        """Return the models that an engine serves, but for those with a name of more than
+        `MAX_MODEL_NAME` characters.
+        """
+        found = self._read(
+            "/v1/models", _checked(await self._get(url, "/v1/models", MAX_MODEL_LIST)), _Models
+        )
+        if any(
+            len(name or "") > _MAX_NAME for card in found.data for name in (card.id, card.parent)
+        ):
             raise EngineError(f"/v1/models has a name of more than {_MAX_NAME} characters")
         return [
             ModelCard(card.id, card.root, card.parent, card.longest)
@@ -161,18 +173,29 @@ class EngineAdmin:
         ]
 
     async def models_body(self, url: str, authorization: str | None = None) -> bytes:
-        """Return the engine's own answer to `/v1/models`. `authorization`: a header in place of the engine's key, "" for none."""
-        return _checked(await self._request("GET", url, "/v1/models", None, authorization, max_bytes=MAX_MODEL_LIST))
+        """Return the engine's own answer to `/v1/models`. `authorization`: a header in place of the
+        engine's key, "" for none.
+        """
+        return _checked(
+            await self._request(
+                "GET", url, "/v1/models", None, authorization, max_bytes=MAX_MODEL_LIST
+            )
+        )
 
     async def version(self, url: str) -> str:
         """Return the engine's version, "" if it does not report one."""
         return truncate(
-            self._read("/version", await self._get(url, "/version", MAX_SHORT_ANSWER), _Version).version, 100
+            self._read(
+                "/version", await self._get(url, "/version", MAX_SHORT_ANSWER), _Version
+            ).version,
+            100,
         )
 
     async def tokenize(self, url: str, body: Mapping[str, object]) -> tuple[int, ...]:
         """Return the token ids of a prompt or a chat."""
-        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body), max_bytes=MAX_SHORT_ANSWER)
+        answer = await self._request(
+            "POST", url, "/tokenize", msgspec.json.encode(body), max_bytes=MAX_SHORT_ANSWER
+        )
         return tuple(self._read("/tokenize", answer, _Tokens).tokens)
 
     async def token_ids(
@@ -184,15 +207,23 @@ class EngineAdmin:
         authorization: str | None = None,
         max_bytes: int | None = None,
     ) -> TokenIds:
-        """Return the token ids for a body of `/tokenize`, within `timeout` seconds (None: those of every request).
+        """Return the token ids for a body of `/tokenize`, within `timeout` seconds (None: those of
+        every request).
 
-        `authorization`: a header in place of the engine's key, "" for none. `max_bytes`: the limit on the answer; None: by the
-        length of the body.
+        `authorization`: a header in place of the engine's key, "" for none. `max_bytes`: the limit
+        on the answer; None: by the length of the body.
         """
         max_bytes = max_bytes or min(_IDS + _IDS_PER_BYTE * len(body), _MOST_IDS)
         share = self._budget.share()  # it counts until the ids have been read
         answer = await self._request(
-            "POST", url, "/tokenize", body, authorization, timeout=timeout, max_bytes=max_bytes, share=share
+            "POST",
+            url,
+            "/tokenize",
+            body,
+            authorization,
+            timeout=timeout,
+            max_bytes=max_bytes,
+            share=share,
         )
         read = self._read("/tokenize", answer, _TokenIds)
         return TokenIds(bytes(read.tokens), read.count)
@@ -200,10 +231,17 @@ class EngineAdmin:
     async def text_of(
         self, url: str, model: str | None, ids: Sequence[int], *, authorization: str | None = None
     ) -> str:
-        """Return the text of token ids, special tokens included. `authorization`: as for `token_ids`."""
+        """Return the text of token ids, special tokens included. `authorization`: as for
+        `token_ids`.
+        """
         body = {"tokens": list(ids)} | ({} if model is None else {"model": model})
         answer = await self._request(
-            "POST", url, "/detokenize", msgspec.json.encode(body), authorization, max_bytes=MAX_SHORT_ANSWER
+            "POST",
+            url,
+            "/detokenize",
+            msgspec.json.encode(body),
+            authorization,
+            max_bytes=MAX_SHORT_ANSWER,
         )
         return self._read("/detokenize", answer, _Text).prompt
 
@@ -218,7 +256,9 @@ class EngineAdmin:
         max_bytes: int,
     ) -> bytes:
         """Return the answer to a body. `authorization`, `timeout`: as for `token_ids`."""
-        return await self._request("POST", url, path, body, authorization, timeout=timeout, max_bytes=max_bytes)
+        return await self._request(
+            "POST", url, path, body, authorization, timeout=timeout, max_bytes=max_bytes
+        )
 
     async def scrape(self, url: str) -> Scrape:
         """Return an engine's load and counters."""
@@ -229,7 +269,8 @@ class EngineAdmin:
         return names_in(await self._get(url, "/metrics", MAX_PAGE), beginnings)
 
     async def kv_connector(self, url: str) -> str | None:
-        """Return the `kv_connector` of an engine, "" if it has none; None if the engine does not report it.
+        """Return the `kv_connector` of an engine, "" if it has none; None if the engine does not
+        report it.
 
         vLLM reports its configuration only in its development mode (VLLM_SERVER_DEV_MODE).
         """
@@ -250,27 +291,48 @@ class EngineAdmin:
             return False
         return True
 
-    async def post(self, url: str, path: str, body: bytes, *, timeout: float, max_bytes: int) -> bytes:
+    async def post(
+        self, url: str, path: str, body: bytes, *, timeout: float, max_bytes: int
+    ) -> bytes:
         """Return the answer to a request for one token, within `timeout` seconds."""
-        return await self._request("POST", url, path, body, timeout=timeout, wait=Wait.DETECT, max_bytes=max_bytes)
+        return await self._request(
+            "POST", url, path, body, timeout=timeout, wait=Wait.DETECT, max_bytes=max_bytes
+        )
 
-    async def canary(self, url: str, path: str, body: bytes, rank: int | None, *, timeout: float) -> bytes:
-        """Return the answer to a request for one token, within `timeout` seconds. `rank`: the data-parallel one."""
+    async def canary(
+        self, url: str, path: str, body: bytes, rank: int | None, *, timeout: float
+    ) -> bytes:
+        """Return the answer to a request for one token, within `timeout` seconds. `rank`: the
+        data-parallel one.
+        """
         headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
         return await self._request(
-            "POST", url, path, body, timeout=timeout, wait=Wait.CANARY, max_bytes=MAX_SHORT_ANSWER, more=headers
+            "POST",
+            url,
+            path,
+            body,
+            timeout=timeout,
+            wait=Wait.CANARY,
+            max_bytes=MAX_SHORT_ANSWER,
+            more=headers,
         )
 
     async def bootstrap(self, address: str) -> Ranks:
-        """Return what a bootstrap server says of its engine. It is no engine: it gets no key, and is asked over plain HTTP."""
-        answer = await self._request("GET", address, "/query", None, "", max_bytes=MAX_ANSWER, plain=True)
+        """Return what a bootstrap server says of its engine. It is no engine: it gets no key, and
+        is asked over plain HTTP.
+        """
+        answer = await self._request(
+            "GET", address, "/query", None, "", max_bytes=MAX_ANSWER, plain=True
+        )
         try:
             return read_ranks(answer)
         except BootstrapAnswerError as error:
             raise EngineError(f"/query answered {error}") from None
 
     async def kv_event_sources(self, url: str) -> Sources:
-        """Return where an engine's ranks publish KV events, nothing for those that don't. vLLM up to 0.31 has no such route."""
+        """Return where an engine's ranks publish KV events, nothing for those that don't. vLLM up
+        to 0.31 has no such route.
+        """
         found = read_sources(await self._get(url, "/kv_event_sources", MAX_SHORT_ANSWER))
         if found is None:
             raise EngineError("/kv_event_sources answered something else")
@@ -299,12 +361,14 @@ class EngineAdmin:
         more: Mapping[str, str] | None = None,
         share: BudgetShare | None = None,
     ) -> bytes:
-        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read. `plain`: without TLS; `more`: headers.
+        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read. `plain`:
+        without TLS; `more`: headers.
 
         `share`: of the budget in which the body counts, None if it is small.
         """
         if self._session is None:
-            jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
+            # engines set no cookies, and a search for them costs at each request
+            jar = aiohttp.DummyCookieJar()
             # Not decompressed: the data may become a thousand times as large.
             self._session = aiohttp.ClientSession(
                 connector=self._connector(),
@@ -353,12 +417,18 @@ class EngineAdmin:
         except OSError as error:
             raise ConnectionLostError(f"{path}: {describe_os(error)}") from None
         except aiohttp.ClientPayloadError as error:
-            raise ConnectionLostError(f"{path}: {type(error).__name__}: {truncate(error)}") from None
+            raise ConnectionLostError(
+                f"{path}: {type(error).__name__}: {truncate(error)}"
+            ) from None
         except aiohttp.ClientError as error:
             raise EngineError(f"{path}: {type(error).__name__}: {truncate(error)}") from None
         if answer.status != 200:
-            hint = ": set auth.engine_api_key, or the node's api_key" if answer.status == 401 else ""
-            raise EngineRefusedError(f"{path} answered {answer.status}{hint}", status=answer.status, body=b"")
+            hint = (
+                ": set auth.engine_api_key, or the node's api_key" if answer.status == 401 else ""
+            )
+            raise EngineRefusedError(
+                f"{path} answered {answer.status}{hint}", status=answer.status, body=b""
+            )
         return content
 
     def _read(self, path: str, content: bytes, kind: type[_T]) -> _T:
@@ -368,7 +438,9 @@ class EngineAdmin:
             raise EngineError(f"{path} answered something else: {truncate(error)}") from None
 
 
-async def _body(answer: aiohttp.ClientResponse, path: str, max_bytes: int, share: BudgetShare | None) -> bytes:
+async def _body(
+    answer: aiohttp.ClientResponse, path: str, max_bytes: int, share: BudgetShare | None
+) -> bytes:
     """Read a body; raise EngineError for one that is too large, as soon as that is known."""
     body = bytearray()
     if (answer.content_length or 0) <= max_bytes:
@@ -396,9 +468,11 @@ def describe_certificate(error: Exception) -> str:
 
 
 def describe_close(tls: ssl.SSLContext | None) -> str:
-    """Return the text for a connection that an engine closed without an answer, with what is its cause more often than not.
+    """Return the text for a connection that an engine closed without an answer, with what is its
+    cause more often than not.
 
-    vLLM's server only closes the connection if a client speaks plain HTTP to its TLS, or lacks the certificate that it requires.
+    vLLM's server only closes the connection if a client speaks plain HTTP to its TLS, or lacks the
+    certificate that it requires.
     """
     if tls is None:
         return "closed the connection: does it expect TLS (https)?"

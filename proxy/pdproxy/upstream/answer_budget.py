@@ -1,7 +1,8 @@
-"""The memory for engines' data that can't be forwarded yet: whole answers, events that are not whole, streams not yet proven.
+"""The memory for engines' data that can't be forwarded yet: whole answers, events that are not
+whole, streams not yet proven.
 
-Owns the number of those bytes, over all legs. A leg ends in many ways, so its share is released with the last reference to it:
-then the count is always right.
+Owns the number of those bytes, over all legs. A leg ends in many ways, so its share is released
+with the last reference to it: then the count is always right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class AnswerBudget:
-    """At most `max_answer` bytes of one answer, and `max_total` bytes at once. `held`: bytes that are held now."""
+    """At most `max_answer` bytes of one answer, and `max_total` bytes at once. `held`: bytes that
+    are held now.
+    """
 
     __slots__ = ("held", "max_answer", "max_total")
 
@@ -34,9 +37,11 @@ class AnswerBudget:
         return f"<AnswerBudget {self.held} of {self.max_total} bytes>"
 
     def share(self, limit: int | None = None, what: str = WHOLE) -> BudgetShare:
-        """Return an empty share for one leg, of at most `limit` bytes (None: one answer). `what`: the beginning of its error.
+        """Return an empty share for one leg, of at most `limit` bytes (None: one answer). `what`:
+        the beginning of its error.
 
-        A caller that names a limit knows what its request may be answered: an engine that sends more has failed.
+        A caller that names a limit knows what its request may be answered: an engine that sends
+        more has failed.
         """
         if limit is None or limit >= self.max_answer:
             return BudgetShare(self, self.max_answer, what)
@@ -84,7 +89,8 @@ class BudgetShare:
         `what`: the beginning of the error about the limit, None for that of the share.
 
         Raises:
-            AnswerTooLargeError: the share is over its limit; another EngineError if the caller has named that.
+            AnswerTooLargeError: the share is over its limit; another EngineError if the caller has
+                named that.
             AnswerBudgetError: the budget is used up by other answers.
         """
         size = self.size + count
@@ -95,7 +101,8 @@ class BudgetShare:
         if budget.held + count > budget.max_total:
             self.drop()
             error = AnswerBudgetError(
-                f"answers of {budget.max_total} bytes are held (limits.max_buffered_answer_bytes): no space for more"
+                f"answers of {budget.max_total} bytes are held "
+                f"(limits.max_buffered_answer_bytes): no space for more"
             )
             error.held = size
             raise error
@@ -140,7 +147,9 @@ class BudgetShare:
         return self._buffer.endswith(end)
 
     def take_counted(self) -> bytes:
-        """Return the buffer's bytes and empty it. The bytes still count, although the caller has them now."""
+        """Return the buffer's bytes and empty it. The bytes still count, although the caller has
+        them now.
+        """
         whole, self._buffer, self.kept = self._buffer, b"", 0
         return whole if isinstance(whole, bytes) else bytes(whole)
 

@@ -1,7 +1,9 @@
-"""Whole answers that came in one read, recognized by the form of an earlier answer, without the parser.
+"""Whole answers that came in one read, recognized by the form of an earlier answer, without the
+parser.
 
-An engine sends the same head with each answer, but for three values: date, length and request id. The parser calls back for each
-header, so a head costs more than its answer. Whatever differs from the form in anything else is left to the parser.
+An engine sends the same head with each answer, but for three values: date, length and request id.
+The parser calls back for each header, so a head costs more than its answer. Whatever differs from
+the form in anything else is left to the parser.
 """
 
 from __future__ import annotations
@@ -15,17 +17,23 @@ _VARIES = {
     b"content-length": rb"(\d{1,9})",
     b"x-request-id": rb"([!-~]{1,256})",
 }
-"""What the values may be that differ from answer to answer: no form has a white space at an end, or a control character."""
+"""What the values may be that differ from answer to answer: no form has a white space at an end, or
+a control character.
+"""
 _FIXED = re.compile(rb"[!-~](?:[ -~]*[!-~])?")
 _NAME = re.compile(rb"[A-Za-z0-9-]{1,64}")
 _NOT_LEARNED = frozenset({b"transfer-encoding", b"connection", b"upgrade", b"trailer"})
-"""Names that say how an answer is framed, or that the connection ends: such heads are the parser's."""
+"""Names that say how an answer is framed, or that the connection ends: such heads are the
+parser's.
+"""
 MAX_FORM = 2048
 """Bytes of a head that is learned."""
 
 
 class AnswerForm:
-    """The form of the last whole answer that the parser has read. One for all connections to an engine."""
+    """The form of the last whole answer that the parser has read. One for all connections to an
+    engine.
+    """
 
     __slots__ = ("_headers", "_length", "_matches", "_varying")
 
@@ -41,7 +49,9 @@ class AnswerForm:
         return f"<AnswerForm {b', '.join(name for name, _ in self._headers).decode()}>"
 
     def whole(self, data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes] | None:
-        """Return headers (names in lower case) and body of a read that is one whole answer of this form; None: unknown."""
+        """Return headers (names in lower case) and body of a read that is one whole answer of this
+        form; None: unknown.
+        """
         pattern = self._matches
         found = None if pattern is None else pattern.match(data)
         if found is None:
@@ -55,7 +65,9 @@ class AnswerForm:
         return headers, data[end:]
 
     def learn(self, data: bytes) -> None:
-        """Take the form of a read that was one whole answer with status 200, which keeps its connection."""
+        """Take the form of a read that was one whole answer with status 200, which keeps its
+        connection.
+        """
         end = data.find(_END, 0, MAX_FORM)
         if end < 0 or not data.startswith(_BEGIN):
             return

@@ -1,8 +1,8 @@
 """The client for one engine: a pool of kept connections, and the two ways to use one.
 
-Owns the engine's connections. `ask` waits for a whole answer (prefill legs, releases); `send` passes the answer to a sink as it
-comes (decode legs). Connecting has a deadline here; every other deadline belongs to the caller. The answer budget of all engines
-limits the memory of whole answers.
+Owns the engine's connections. `ask` waits for a whole answer (prefill legs, releases); `send`
+passes the answer to a sink as it comes (decode legs). Connecting has a deadline here; every other
+deadline belongs to the caller. The answer budget of all engines limits the memory of whole answers.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ _PLAIN_HTTP = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST"})
 
 
 JOINED = 64 << 10
-"""Bytes of a body that is written together with its head. Copying a larger one costs more than a second write."""
+"""Bytes of a body that is written together with its head. Copying a larger one costs more than a
+second write.
+"""
 MAX_RELEASE_ANSWER = 1 << 20
 """Bytes of an answer to `EngineClient.whole`: a token, or a refusal."""
 
 Request = Message | Callable[[], Message]
-"""A request's bytes, or a function that makes them once there is a connection: waiting requests then hold no bodies."""
+"""A request's bytes, or a function that makes them once there is a connection: waiting requests
+then hold no bodies.
+"""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -64,7 +68,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Pending(msgspec.Struct, eq=False):
-    """A request whose whole answer is awaited. Its owner may await `answered`, several times one after the other, or close it."""
+    """A request whose whole answer is awaited. Its owner may await `answered`, several times one
+    after the other, or close it.
+    """
 
     _share: BudgetShare
     _outcome: Answer | EngineError | None = None
@@ -83,7 +89,9 @@ class Pending(msgspec.Struct, eq=False):
             self._leg.close()
 
     def fail(self, error: EngineError) -> None:
-        """Close the leg, and give the one who waits an error. Once there is an outcome, this changes nothing."""
+        """Close the leg, and give the one who waits an error. Once there is an outcome, this
+        changes nothing.
+        """
         if self._outcome is None:
             self.close()
             self.failed(error)
@@ -152,19 +160,28 @@ def describe_tls(error: ssl.SSLError) -> str:
 
 
 def describe_os(error: OSError) -> str:
-    """Return why there is no connection with an engine. asyncio repeats the address in its text; the caller has it already."""
+    """Return why there is no connection with an engine. asyncio repeats the address in its text;
+    the caller has it already.
+    """
     if isinstance(error, NotAllowedError):
         return str(error.strerror)
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+    return (
+        os.strerror(error.errno)
+        if error.errno and error.errno > 0
+        else error.strerror or str(error)
+    )
 
 
 class EngineClient:
-    """All connections to one engine at `url` (`http://host:port` or `https://host:port`, perhaps with a path before its routes).
+    """All connections to one engine at `url` (`http://host:port` or `https://host:port`, perhaps
+    with a path before its routes).
 
-    Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes idle ones after 5. `key` and
-    `tls` are called for each request and connection, since both may change: the bearer token, and the context of an engine with
-    TLS. `clock` keeps the deadlines, `budget` limits whole answers. `unacknowledged`: see `sockets.watch_peer`. `resolve`
-    returns the addresses of a name (`upstream.addresses`). `networks`: where the engine may be, whatever its name resolves to.
+    Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes
+    idle ones after 5. `key` and `tls` are called for each request and connection, since both may
+    change: the bearer token, and the context of an engine with TLS. `clock` keeps the deadlines,
+    `budget` limits whole answers. `unacknowledged`: see `sockets.watch_peer`. `resolve` returns the
+    addresses of a name (`upstream.addresses`). `networks`: where the engine may be, whatever its
+    name resolves to.
     """
 
     def __init__(
@@ -214,11 +231,15 @@ class EngineClient:
         lines = b""
         for header in headers:
             lines += b"%b: %b\r\n" % header
-        head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n" % (
-            (self._prefix + path).encode(),
-            self._netloc,
-            len(body),
-            lines,
+        head = (
+            b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: "
+            b"%d\r\n%b\r\n"
+            % (
+                (self._prefix + path).encode(),
+                self._netloc,
+                len(body),
+                lines,
+            )
         )
         return head + body if len(body) <= JOINED else (head, body)
 
@@ -247,11 +268,13 @@ class EngineClient:
         return pending
 
     async def whole(self, request: Message, timeout: float, wait: Wait) -> Answer:
-        """Send a request and wait up to `timeout` seconds for its whole answer, of `MAX_RELEASE_ANSWER` bytes.
+        """Send a request and wait up to `timeout` seconds for its whole answer, of
+        `MAX_RELEASE_ANSWER` bytes.
 
         Raises:
             EngineTimeoutError: the deadline named by `wait` passed; the request was closed.
-            EngineError: the engine could not be reached, closed the connection or sent a too large answer.
+            EngineError: the engine could not be reached, closed the connection or sent a too large
+                answer.
         """
         for last in (False, True):
             pending = Pending(self._budget.share(MAX_RELEASE_ANSWER))
@@ -264,7 +287,9 @@ class EngineClient:
                     raise
                 drop_traceback(stale)  # its frames refer to `pending`, which refers to it
             except TimeoutError:
-                raise EngineTimeoutError(f"{self.url} did not answer in {timeout:g} s", wait=wait) from None
+                raise EngineTimeoutError(
+                    f"{self.url} did not answer in {timeout:g} s", wait=wait
+                ) from None
             finally:
                 pending.close()
         raise AssertionError("unreachable")
@@ -276,7 +301,9 @@ class EngineClient:
             connection.close()
 
     def retire(self) -> None:
-        """Close idle connections, and from now on every connection once its answer is whole. Legs under way go on."""
+        """Close idle connections, and from now on every connection once its answer is whole. Legs
+        under way go on.
+        """
         self._keepalive = -1.0  # all are too old
         for connection in list(self._idle):
             connection.close()
@@ -298,8 +325,8 @@ class EngineClient:
     async def _connect(self) -> EngineConnection:
         """Connect to one of the engine's addresses.
 
-        The addresses whose turn it is come first, and share the time for connecting. The other addresses get the time that is
-        left.
+        The addresses whose turn it is come first, and share the time for connecting. The other
+        addresses get the time that is left.
 
         Raises:
             EngineUnreachableError: none of them took a connection in time.
@@ -311,7 +338,9 @@ class EngineClient:
         usable, others = await self._in_turn()
         for number, address in enumerate(usable + others, 1):
             try:
-                return await self._connect_to(address, (end - now()) / max(1, len(usable) - number + 1))
+                return await self._connect_to(
+                    address, (end - now()) / max(1, len(usable) - number + 1)
+                )
             except EngineTlsError:
                 raise  # the machine is there
             except EngineUnreachableError:
@@ -326,15 +355,19 @@ class EngineClient:
                 return await self._addresses.in_turn()
         except TimeoutError:
             raise EngineUnreachableError(
-                f"{self.url}: its name did not resolve in {self._connect_timeout:g} s", wait=Wait.CONNECT
+                f"{self.url}: its name did not resolve in {self._connect_timeout:g} s",
+                wait=Wait.CONNECT,
             ) from None
         except OSError as error:
-            raise EngineUnreachableError(f"{self.url} took no connection: {describe_os(error)}") from None
+            raise EngineUnreachableError(
+                f"{self.url} took no connection: {describe_os(error)}"
+            ) from None
 
     async def _connect_to(self, address: str, timeout: float) -> EngineConnection:
         loop = asyncio.get_running_loop()
         tls = self._tls()
-        # This is a timer of the event loop, which runs before sockets are read. So the clock's deadline must come first.
+        # This is a timer of the event loop, which runs before sockets are read. So the clock's
+        # deadline must come first.
         handshake = 2 * self._connect_timeout + 1 if tls is not None else None
         try:
             check(self._networks, address)
@@ -356,7 +389,9 @@ class EngineClient:
         except OSError as error:
             if error.errno in LOCAL_ERRORS:
                 raise no_more_files(error) from None
-            raise EngineUnreachableError(f"{self.url} took no connection: {describe_os(error)}") from None
+            raise EngineUnreachableError(
+                f"{self.url} took no connection: {describe_os(error)}"
+            ) from None
         watch_peer(transport, self._unacknowledged)
         if not self._addresses.is_fixed:
             connection.address = address
@@ -380,13 +415,15 @@ class EngineClient:
         now = connection.loop.time()
         connection.idle_since = now
         self._idle.append(connection)
-        while self._idle and self._idle[0].idle_since < now - self._keepalive:  # the first is the oldest
+        # the first is the oldest
+        while self._idle and self._idle[0].idle_since < now - self._keepalive:
             self._idle.pop(0).close()
 
     def _lost(self, connection: EngineConnection) -> None:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
-        elif connection.is_stale:  # what closes one kept connection has mostly closed the others, too
+        elif connection.is_stale:
+            # what closes one kept connection has mostly closed the others, too
             for kept in list(self._idle):
                 kept.close()

@@ -1,9 +1,10 @@
 """One keep-alive HTTP/1.1 connection to an engine, as an asyncio protocol on httptools.
 
-Owns the socket, the response parser and, while a request is on it, the sink of the answer. The sink is called once per TCP read
-with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk. Whole chunks with the
-usual framing, and whole answers of a known form, go past the parser. This module limits what an engine sends beside the body
-(heads, interim answers, chunk extensions, trailers); the sink limits the body.
+Owns the socket, the response parser and, while a request is on it, the sink of the answer. The sink
+is called once per TCP read with all body bytes of that read, whole HTTP chunks or not, so a relay
+pays per read and not per chunk. Whole chunks with the usual framing, and whole answers of a known
+form, go past the parser. This module limits what an engine sends beside the body (heads, interim
+answers, chunk extensions, trailers); the sink limits the body.
 """
 
 from __future__ import annotations
@@ -16,19 +17,30 @@ from typing import Protocol, cast
 import httptools
 import msgspec
 
-from pdproxy.kit.errors import ConnectionLostError, EngineError, EngineTlsError, StaleConnectionError
+from pdproxy.kit.errors import (
+    ConnectionLostError,
+    EngineError,
+    EngineTlsError,
+    StaleConnectionError,
+)
 from pdproxy.upstream.answer_form import AnswerForm
 from pdproxy.wire.chunks import whole_chunks
 
 STALE_WITHIN = 0.25
-"""Seconds. If a kept connection closes so soon after a request, the engine had probably closed it before the request arrived:
-that says nothing against the engine. Whether it has read the request is not known."""
+"""Seconds. If a kept connection closes so soon after a request, the engine had probably closed it
+before the request arrived: that says nothing against the engine. Whether it has read the request is
+not known.
+"""
 
 LARGE_READ = 128 << 10
-"""Bytes. After a read of this size, other sockets are read before this one again. uvloop reads a socket that is always full 32
-times in a row, 8 MB, and does so for each engine that sends as fast as it can."""
+"""Bytes. After a read of this size, other sockets are read before this one again. uvloop reads a
+socket that is always full 32 times in a row, 8 MB, and does so for each engine that sends as fast
+as it can.
+"""
 MAX_HEAD = 64 << 10
-"""Bytes of an answer's headers, and bytes in a row that are not body: heads, interim answers, chunk extensions, trailers."""
+"""Bytes of an answer's headers, and bytes in a row that are not body: heads, interim answers, chunk
+extensions, trailers.
+"""
 
 Headers = list[tuple[bytes, bytes]]
 Message = bytes | tuple[bytes, bytes]
@@ -36,9 +48,11 @@ Message = bytes | tuple[bytes, bytes]
 
 
 class Sink(Protocol):
-    """What receives an answer: `head` first, then `data` any number of times, then `end` or `failed`. `failed` may come alone.
+    """What receives an answer: `head` first, then `data` any number of times, then `end` or
+    `failed`. `failed` may come alone.
 
-    `head` and `data` may raise an EngineError to refuse the rest: the connection closes, and `failed` gets that error.
+    `head` and `data` may raise an EngineError to refuse the rest: the connection closes, and
+    `failed` gets that error.
     """
 
     def head(self, status: int, headers: Headers) -> None:
@@ -55,7 +69,9 @@ class Sink(Protocol):
 
 
 ForwardRead = Callable[[bytes], int]
-"""Gets a read that begins between two chunks. Forwards the whole chunks at its beginning, returns their bytes with framing."""
+"""Gets a read that begins between two chunks. Forwards the whole chunks at its beginning, returns
+their bytes with framing.
+"""
 
 
 class Reads(Protocol):
@@ -72,7 +88,9 @@ class Reads(Protocol):
 
 
 class Leg(msgspec.Struct, eq=False):
-    """One request on a connection. Does nothing once its answer is over: the connection may carry another request by then."""
+    """One request on a connection. Does nothing once its answer is over: the connection may carry
+    another request by then.
+    """
 
     _connection: EngineConnection
     _number: int
@@ -86,7 +104,9 @@ class Leg(msgspec.Struct, eq=False):
             self._connection.close()
 
     def let_finish(self, seconds: float) -> None:
-        """Close the connection only if the answer isn't whole within `seconds`: the caller has what it needs of it."""
+        """Close the connection only if the answer isn't whole within `seconds`: the caller has what
+        it needs of it.
+        """
         if self._connection.carries(self._number):
             self._connection.loop.call_later(seconds, self.close)
 
@@ -101,13 +121,17 @@ class Leg(msgspec.Struct, eq=False):
             self._connection.resume()
 
     def offer_reads(self, forward: ForwardRead) -> None:
-        """From now on, pass reads that begin between two chunks to `forward`. The sink gets what it leaves."""
+        """From now on, pass reads that begin between two chunks to `forward`. The sink gets what it
+        leaves.
+        """
         if self._connection.carries(self._number):
             self._connection.offer_reads(forward)
 
 
 class EngineConnection(asyncio.Protocol):
-    """One connection. `on_free` is called when it can take another request, `on_lost` once when it is gone."""
+    """One connection. `on_free` is called when it can take another request, `on_lost` once when it
+    is gone.
+    """
 
     __slots__ = (
         "_answering",
@@ -162,7 +186,8 @@ class EngineConnection(asyncio.Protocol):
         self._sent_at = 0.0
         self._paused = False
         self._forward: ForwardRead | None = None
-        self._forward_next: ForwardRead | None = None  # as `_forward`, while the parser stands between two chunks
+        # as `_forward`, while the parser stands between two chunks
+        self._forward_next: ForwardRead | None = None
         self._between = False
         self._stopped_between = False  # what was read so far ends between two chunks
         self._extra = 0  # bytes since the last body byte, including those that are being parsed
@@ -178,12 +203,21 @@ class EngineConnection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Whether a request may be sent."""
-        return self._transport is not None and not self._transport.is_closing() and self._sink is None
+        return (
+            self._transport is not None and not self._transport.is_closing() and self._sink is None
+        )
 
     @property
     def is_stale(self) -> bool:
-        """Whether a connection that closes now had been closed before its request, as far as that can be seen."""
-        return self._sink is not None and self._requests > 1 and not self._answering and self._age() < STALE_WITHIN
+        """Whether a connection that closes now had been closed before its request, as far as that
+        can be seen.
+        """
+        return (
+            self._sink is not None
+            and self._requests > 1
+            and not self._answering
+            and self._age() < STALE_WITHIN
+        )
 
     def send(self, request: Message, sink: Sink) -> Leg:
         """Write a whole request; its answer goes to `sink`. Return the caller's hold on it."""
@@ -239,7 +273,8 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         # Before Python 3.12, to ask for the running loop is a system call.
         self.loop = asyncio.get_running_loop()
-        # Not made before, since parser and connection refer to each other until the connection is lost.
+        # Not made before, since parser and connection refer to each other until the connection is
+        # lost.
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
@@ -247,7 +282,8 @@ class EngineConnection(asyncio.Protocol):
             self._pause_shortly()
         forward = self._forward_next
         if forward is not None:
-            # The parser stands between two chunks, and may stay there while whole chunks go past it.
+            # The parser stands between two chunks, and may stay there while whole chunks go past
+            # it.
             forwarded = forward(data)
             if forwarded:
                 if forwarded == len(data):
@@ -277,15 +313,19 @@ class EngineConnection(asyncio.Protocol):
             if self._complete:  # the bytes behind the answer are invalid, or a second answer
                 self._finish(keep=False)
                 return
-            self._fail(self._stopped_by or EngineError(f"{self._name} sends no valid HTTP/1.1: {error}"))
+            self._fail(
+                self._stopped_by or EngineError(f"{self._name} sends no valid HTTP/1.1: {error}")
+            )
             return
         if self._parts or self._complete:
             self._extra = 0
         elif self._extra > MAX_HEAD:
-            # The parser keeps a header's value until it is whole, and reports neither interim answers nor chunk extensions.
+            # The parser keeps a header's value until it is whole, and reports neither interim
+            # answers nor chunk extensions.
             self._fail(self._too_much())
             return
-        # An incomplete size line does not end so, and for a complete one `on_chunk_header` was called.
+        # An incomplete size line does not end so, and for a complete one `on_chunk_header` was
+        # called.
         self._stopped_between = self._between and data.endswith(b"\r\n")
         self._forward_next = self._forward if self._stopped_between else None
         self._flush()
@@ -295,7 +335,9 @@ class EngineConnection(asyncio.Protocol):
             self._finish(keep=self._keep)
 
     def _take_whole(self, headers: Headers, body: bytes) -> None:
-        """Pass on a whole answer with status 200 that the parser has not seen: it stands before the next one."""
+        """Pass on a whole answer with status 200 that the parser has not seen: it stands before the
+        next one.
+        """
         sink = self._sink
         assert sink is not None
         try:
@@ -329,12 +371,20 @@ class EngineConnection(asyncio.Protocol):
             self._finish(keep=False)
         elif isinstance(exc, ssl.SSLError) and self._requests == 1 and not self._answering:
             # With TLS 1.3 an engine refuses our certificate only after our side of the handshake.
-            self._fail(EngineTlsError(f"{self._name} refused TLS: {(exc.reason or '').replace('_', ' ').lower()}"))
+            self._fail(
+                EngineTlsError(
+                    f"{self._name} refused TLS: {(exc.reason or '').replace('_', ' ').lower()}"
+                )
+            )
         elif self.is_stale:
             self._fail(StaleConnectionError(f"{self._name} closed a kept connection"))
         else:
             why = f": {exc}" if exc else ""
-            self._fail(ConnectionLostError(f"{self._name} closed the connection before its answer was whole{why}"))
+            self._fail(
+                ConnectionLostError(
+                    f"{self._name} closed the connection before its answer was whole{why}"
+                )
+            )
 
     # -- httptools
 
@@ -345,14 +395,18 @@ class EngineConnection(asyncio.Protocol):
         self._final = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))  # trailers are dropped: the sink has its list already
+        # trailers are dropped: the sink has its list already
+        self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         self._final = status >= 200
         if not self._final or self._sink is None:
             return
-        if self._extra > MAX_HEAD and sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD:
+        if (
+            self._extra > MAX_HEAD
+            and sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD
+        ):
             self._stopped_by = self._too_much()
             raise self._stopped_by  # stops the parser
         headers, self._headers = self._headers, []  # a stream's sink drops them long before its end
@@ -401,7 +455,8 @@ class EngineConnection(asyncio.Protocol):
         self._forward = self._forward_next = None
         self._stopped_between = False
         self._complete = False
-        # An engine may answer before it has read the whole request: the next one would wait behind the rest.
+        # An engine may answer before it has read the whole request: the next one would wait behind
+        # the rest.
         if keep and not self._transport.get_write_buffer_size():  # type: ignore[union-attr]  # the answer came over it
             self._on_free(self)
         else:

@@ -1,4 +1,6 @@
-"""Whether an engine parses the token ids of chats: what a stream with tools or thoughts needs to go on."""
+"""Whether an engine parses the token ids of chats: what a stream with tools or thoughts needs to go
+on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pdproxy.upstream.admin import MAX_SHORT_ANSWER, EngineAdmin
 DERENDER = "/v1/chat/completions/derender"
 _EMPTY_CHUNK = b'{"stream":true,"generate_chunk":{"choices":[]}}'
 _EMPTY_CHAT = (
-    b'{"stream":true,"generate_chunk":{"choices":[]},"prompt_token_ids":[1],"chat_request":{"messages":'
+    b'{"stream":true,"generate_chunk":{"choices":[]},"prompt_token_ids":[1],"chat_request":'
+    b'{"messages":'
     b'[{"role":"user","content":"a"}]}}'
 )
 
@@ -16,8 +19,8 @@ _EMPTY_CHAT = (
 async def derenders(admin: EngineAdmin, url: str) -> bool:
     """Return whether an engine parses the token ids of chats, with a parser of its own.
 
-    One without a parser needs no chat's request for that. One without `--enable-scale-out` refuses all. One that does not answer
-    is none that can be relied on, and serves all the same.
+    One without a parser needs no chat's request for that. One without `--enable-scale-out` refuses
+    all. One that does not answer is none that can be relied on, and serves all the same.
     """
     try:
         await admin.ask(url, DERENDER, _EMPTY_CHUNK, max_bytes=MAX_SHORT_ANSWER)

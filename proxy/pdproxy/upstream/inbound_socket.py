@@ -1,8 +1,9 @@
-"""A ZMQ socket to which engines send messages: it is bound here, or connects to an engine that publishes.
+"""A ZMQ socket to which engines send messages: it is bound here, or connects to an engine that
+publishes.
 
-Owns the socket, and the ZMQ context of one that is bound. Anybody who reaches the port can send: ZMQ itself limits the size of a
-message's parts, and the number of messages by its high-water mark; it does not limit the number of parts. A burst is read in
-portions, so that streams flow in between.
+Owns the socket, and the ZMQ context of one that is bound. Anybody who reaches the port can send:
+ZMQ itself limits the size of a message's parts, and the number of messages by its high-water mark;
+it does not limit the number of parts. A burst is read in portions, so that streams flow in between.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ AT_ONCE_BYTES = 1 << 20
 class InboundSocket(ABC):
     """Reads messages and passes each to `_take`.
 
-    Failures are reported to `failed`, and reading continues: at once after a message that could not be handled, after `RETRY`
-    seconds if the socket itself failed.
+    Failures are reported to `failed`, and reading continues: at once after a message that could not
+    be handled, after `RETRY` seconds if the socket itself failed.
 
-    A subclass sets: `kind`, the ZMQ type of the socket; `name`, what it is for, for log lines; `max_bytes` of a message; and
-    `high_water`, how many messages ZMQ keeps of each sender while the event loop is busy.
+    A subclass sets: `kind`, the ZMQ type of the socket; `name`, what it is for, for log lines;
+    `max_bytes` of a message; and `high_water`, how many messages ZMQ keeps of each sender while the
+    event loop is busy.
     """
 
     kind: int
@@ -51,8 +53,10 @@ class InboundSocket(ABC):
         """The address, None while the socket is neither bound nor connected."""
         self._paused = False
         self._next: asyncio.Handle | None = None
-        """The next reading, if it needs no wake-up. There is one at most: else each wake-up would add one for as long as messages
-        come, and all of them would read in each turn of the event loop."""
+        """The next reading, if it needs no wake-up. There is one at most: else each wake-up would
+        add one for as long as messages come, and all of them would read in each turn of the event
+        loop.
+        """
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address or 'not bound'}>"
@@ -66,14 +70,16 @@ class InboundSocket(ABC):
         return
 
     def _wanted(self) -> bool:
-        """Return whether more messages can be taken now. If not, ZMQ keeps them, and `resume` has to be called later."""
+        """Return whether more messages can be taken now. If not, ZMQ keeps them, and `resume` has
+        to be called later.
+        """
         return True
 
     def bind(self, host: str, port: int, listener: sockets.socket | None = None) -> None:
         """Bind and begin to listen in the running event loop. Port 0 is any free one.
 
-        `listener`: a socket that listens there already, without blocking. Of the processes that have it, each takes some of the
-        connections. It stays the caller's.
+        `listener`: a socket that listens there already, without blocking. Of the processes that
+        have it, each takes some of the connections. It stays the caller's.
 
         Raises:
             OSError: the address can't be bound.
@@ -82,7 +88,9 @@ class InboundSocket(ABC):
         place = f"[{host}]" if ":" in host else host
         try:
             address = f"tcp://{place}:{port or '*'}"
-            socket = self._opened(self._context, address, ipv6=":" in host, binds=True, listener=listener)
+            socket = self._opened(
+                self._context, address, ipv6=":" in host, binds=True, listener=listener
+            )
         except OSError:
             self._context.destroy(linger=0)
             self._context = None
@@ -90,7 +98,8 @@ class InboundSocket(ABC):
         self._begin(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def connect(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        """Connect in the running event loop, and again whenever the connection is lost. `context` stays the caller's.
+        """Connect in the running event loop, and again whenever the connection is lost. `context`
+        stays the caller's.
 
         Raises:
             OSError: ZMQ can't use the address, or there can be no more sockets.
@@ -155,7 +164,8 @@ class InboundSocket(ABC):
         assert self._loop is not None
         assert self._socket is not None
         self._paused = True
-        self._loop.remove_reader(self._socket.fileno())  # it would report the same messages at each turn
+        # it would report the same messages at each turn
+        self._loop.remove_reader(self._socket.fileno())
 
     def _go_on(self) -> None:
         assert self._loop is not None

@@ -1,7 +1,8 @@
-"""Sockets for engines' KV events: ZMQ SUB for what they publish, and DEALER for a replay of what they have published.
+"""Sockets for engines' KV events: ZMQ SUB for what they publish, and DEALER for a replay of what
+they have published.
 
-Owns the ZMQ context of all that connect: it has one thread, however many engines there are. Nothing on these wires proves who the
-other side is.
+Owns the ZMQ context of all that connect: it has one thread, however many engines there are. Nothing
+on these wires proves who the other side is.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from pdproxy.wire.kv_events import MAX_BYTES, read_sequence, replayed
 logger = logging.getLogger("pdproxy.kv")
 
 HIGH_WATER = 64
-"""Messages that ZMQ keeps of each engine. More of them wait at the engine, in its own queue (`hwm`, 100,000 messages)."""
+"""Messages that ZMQ keeps of each engine. More of them wait at the engine, in its own queue (`hwm`,
+100,000 messages).
+"""
 PING_MS = 2000
-"""How often ZMQ asks whether a silent connection is alive: an engine whose machine has vanished must not look idle."""
+"""How often ZMQ asks whether a silent connection is alive: an engine whose machine has vanished
+must not look idle.
+"""
 RECONNECT_MS, RECONNECT_MAX_MS = 200, 5000
 MAX_SOCKETS = 16384
-"""ZMQ's own default of 1023 would be enough for 340 engines: each has a subscription, its monitor, and at times a replay."""
+"""ZMQ's own default of 1023 would be enough for 340 engines: each has a subscription, its monitor,
+and at times a replay.
+"""
 _STATES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 Received = Callable[[bytes, int, bytes], None]
@@ -35,12 +42,13 @@ Received = Callable[[bytes, int, bytes], None]
 
 
 class Subscription(InboundSocket):
-    """Passes each message to `received`; calls `unreadable` for what is none, and `failed` as the base does.
+    """Passes each message to `received`; calls `unreadable` for what is none, and `failed` as the
+    base does.
 
-    `wanted` returns whether more can be taken now; None: always. `connected` is called with True when a connection to the
-    publisher is there (again), and with False when it is lost, both before messages that come over the next connection. Only what
-    connects reports this. `leave_after`: seconds without a sign of this process after which the other side connects again; None:
-    never.
+    `wanted` returns whether more can be taken now; None: always. `connected` is called with True
+    when a connection to the publisher is there (again), and with False when it is lost, both before
+    messages that come over the next connection. Only what connects reports this. `leave_after`:
+    seconds without a sign of this process after which the other side connects again; None: never.
     """
 
     kind = zmq.SUB
@@ -114,7 +122,8 @@ class Subscription(InboundSocket):
         return self._more is None or self._more()
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        self._state_changed()  # a message of a new connection must not come before the news of that connection
+        # a message of a new connection must not come before the news of that connection
+        self._state_changed()
         sequence = read_sequence(frames[1].bytes) if len(frames) == 3 else None
         if sequence is None:
             self._unreadable()
@@ -133,7 +142,9 @@ class Subscription(InboundSocket):
             self._connected(connected)
 
     def _connect_again(self) -> None:
-        """Make a lost connection again. ZMQ does not if the other side broke its rules, as by a message that is too long."""
+        """Make a lost connection again. ZMQ does not if the other side broke its rules, as by a
+        message that is too long.
+        """
         socket, address = self._socket, self.address
         if socket is None or address is None:
             return
@@ -148,7 +159,9 @@ class Subscription(InboundSocket):
 
 
 class Replay:
-    """One subscriber's questions for what an engine has published before. Use it as a context: it connects, and closes."""
+    """One subscriber's questions for what an engine has published before. Use it as a context: it
+    connects, and closes.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -171,7 +184,10 @@ class Replay:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close: answers that still come are dropped."""
         self._socket.close()
@@ -181,7 +197,8 @@ class Replay:
         self._socket.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
 
     async def next(self) -> tuple[int, bytes] | None:
-        """Wait for the next answer: a sequence number and its payload; None: there are no more. The caller sets the deadline.
+        """Wait for the next answer: a sequence number and its payload; None: there are no more. The
+        caller sets the deadline.
 
         Raises:
             ValueError: what came is no answer.

@@ -1,6 +1,7 @@
 """Reads about a dozen lines of an engine's `/metrics`, without parsing the rest of the page.
 
-Owns the names (vLLM 0.32.0) and the limits: the library takes 50 us per line, so their number is limited.
+Owns the names (vLLM 0.32.0) and the limits: the library takes 50 us per line, so their number is
+limited.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ MAX_PAGE = 8 << 20
 MAX_SAMPLES = 512
 """Lines of a page that are read. A rank has 12 to 14 of them."""
 MAX_LINES_BYTES = 64 << 10
-"""Bytes of the lines that are read: one of 1000 with all settings of the KV cache, and others of 100."""
+"""Bytes of the lines that are read: one of 1000 with all settings of the KV cache, and others of
+100.
+"""
 MAX_LINE = 4 << 10
-"""Bytes of one of these lines: the library's time for a line grows with the square of its labels."""
+"""Bytes of one of these lines: the library's time for a line grows with the square of its
+labels.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The values of an engine's `/metrics` (names of vLLM 0.32.0). Token counts are since the engine's start.
+    """The values of an engine's `/metrics` (names of vLLM 0.32.0). Token counts are since the
+    engine's start.
 
-    `waiting`: requests that are not running yet, those that wait for KV included; None if the engine does not report it.
-    `by_source`: prompt tokens by the source of their KV; empty if the engine does not report it.
+    `waiting`: requests that are not running yet, those that wait for KV included; None if the
+    engine does not report it. `by_source`: prompt tokens by the source of their KV; empty if the
+    engine does not report it.
     """
 
     started: float
@@ -42,14 +49,20 @@ class Scrape:
     kv_blocks: int | None = None
     """KV blocks of one rank."""
     queued: float | None = None
-    """Those of `waiting` that wait for a place, and not for KV; None if the engine does not report it."""
+    """Those of `waiting` that wait for a place, and not for KV; None if the engine does not report
+    it.
+    """
     asleep: str | None = None
     """How it sleeps, in words; None: it is awake, or does not report it."""
     expired: float | None = None
-    """KV handles whose lease has ended before a decode engine had read the KV; None if the engine does not report it."""
+    """KV handles whose lease has ended before a decode engine had read the KV; None if the engine
+    does not report it.
+    """
     progress: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Values that change as a core works, by the rank that it is of ("" where lines name none); empty if it reports none. Only
-    the core's own reports change them, so that those of a core that stands still do not."""
+    """Values that change as a core works, by the rank that it is of ("" where lines name none);
+    empty if it reports none. Only the core's own reports change them, so that those of a core that
+    stands still do not.
+    """
 
 
 NO_METRICS = Scrape(0.0, None, 0.0, None, 0.0, {})
@@ -57,17 +70,23 @@ NO_METRICS = Scrape(0.0, None, 0.0, None, 0.0, {})
 
 
 def names_in(page: bytes, beginnings: Iterable[str]) -> frozenset[str]:
-    """Return those beginnings of names that a metric of a page has, whether it has values yet or not."""
+    """Return those beginnings of names that a metric of a page has, whether it has values yet or
+    not.
+    """
     text = b"\n" + page
     return frozenset(
-        name for name in beginnings if any(start + name.encode() in text for start in (b"\n", b"\n# TYPE "))
+        name
+        for name in beginnings
+        if any(start + name.encode() in text for start in (b"\n", b"\n# TYPE "))
     )
 
 
 def read_metrics(page: bytes) -> Scrape:
-    """Read the Prometheus text of an engine; raise EngineError if the lines that are read are invalid.
+    """Read the Prometheus text of an engine; raise EngineError if the lines that are read are
+    invalid.
 
-    A page is 60 KB, of which a dozen lines are read, and a fleet has hundreds of pages. So only these lines are parsed.
+    A page is 60 KB, of which a dozen lines are read, and a fleet has hundreds of pages. So only
+    these lines are parsed.
     """
     found: dict[bytes, list[tuple[dict[str, str], float]]] = {name: [] for name in _READ}
     text = b"\n" + page
@@ -88,7 +107,8 @@ def read_metrics(page: bytes) -> Scrape:
         size += sum(map(len, lines))
         if size > MAX_LINES_BYTES or max(map(len, lines), default=0) > MAX_LINE:
             raise EngineError(
-                f"/metrics has more than {MAX_LINES_BYTES} bytes in the lines that are read, or {MAX_LINE} in one of them"
+                f"/metrics has more than {MAX_LINES_BYTES} bytes in the lines that are read, or "
+                f"{MAX_LINE} in one of them"
             )
         samples += map(_sample, lines)
     by_source: dict[str, float] = {}
@@ -145,7 +165,10 @@ def _asleep(samples: Iterable[tuple[Mapping[str, str], float]]) -> str | None:
     states = [(labels.get("sleep_state", ""), value) for labels, value in samples]
     if all(value for state, value in states if state == "awake"):
         return None
-    level = next((_LEVELS[state] for state, value in states if value and state in _LEVELS), "its level is not known")
+    level = next(
+        (_LEVELS[state] for state, value in states if value and state in _LEVELS),
+        "its level is not known",
+    )
     return f"it sleeps ({level}): vllm:engine_sleep_state"
 
 
@@ -157,5 +180,7 @@ def _sample(line: bytes) -> tuple[dict[str, str], float]:
     except (ValueError, KeyError, IndexError) as error:
         raise EngineError(f"/metrics is not in Prometheus text format: {truncate(error)}") from None
     if not math.isfinite(sample.value):
-        raise EngineError(f"/metrics has a value that is not finite: {truncate(sample.name)} {sample.value}")
+        raise EngineError(
+            f"/metrics has a value that is not finite: {truncate(sample.name)} {sample.value}"
+        )
     return sample.labels, sample.value

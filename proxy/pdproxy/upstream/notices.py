@@ -1,4 +1,6 @@
-"""The socket for engines' notices that KV is ready: ZMQ PULL, bound here. Every prefill rank connects to it."""
+"""The socket for engines' notices that KV is ready: ZMQ PULL, bound here. Every prefill rank
+connects to it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,15 @@ from pdproxy.upstream.inbound_socket import InboundSocket
 from pdproxy.wire.notices import MAX_BYTES, Notice, decode
 
 HIGH_WATER = 256
-"""Messages that ZMQ keeps of each sender: 256 MiB, if all have the maximum length. Then the sender's own queue fills."""
+"""Messages that ZMQ keeps of each sender: 256 MiB, if all have the maximum length. Then the
+sender's own queue fills.
+"""
 
 
 class NoticeSocket(InboundSocket):
-    """Receives notices and passes each to `received`. For every other message it calls `undecodable`. `failed`: see the base."""
+    """Receives notices and passes each to `received`. For every other message it calls
+    `undecodable`. `failed`: see the base.
+    """
 
     kind = zmq.PULL
     name = "notices"

@@ -1,7 +1,9 @@
-"""Legs that pass a request whole to one engine. On aiohttp, which is simpler: these routes are rare.
+"""Legs that pass a request whole to one engine. On aiohttp, which is simpler: these routes are
+rare.
 
-Owns one aiohttp session. Connections are not kept: if one closes behind a POST, nothing shows whether the engine has begun to
-serve it. Answers that are read whole count in the answer budget of all engines. Failures become `EngineError`s here, once.
+Owns one aiohttp session. Connections are not kept: if one closes behind a POST, nothing shows
+whether the engine has begun to serve it. Answers that are read whole count in the answer budget of
+all engines. Failures become `EngineError`s here, once.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class PassthroughLeg:
         return self.share.take_counted()
 
     async def chunk(self) -> bytes:
-        """Return what has come since the last call, waiting for something; b"" at the end. Raises EngineError."""
+        """Return what has come since the last call, waiting for something; b"" at the end. Raises
+        EngineError.
+        """
         with translated(self._url):
             return await self._answer.content.readany()
 
@@ -67,8 +71,8 @@ class PassthroughLeg:
 class PassthroughLegs:
     """Opens legs. `deadlines`: that of a connection; all others belong to the caller.
 
-    `key` and `tls` are called with an engine's URL for each request; None: it has none.
-    `connector` makes the session's connector; None: aiohttp's own, which connects to `networks` alone.
+    `key` and `tls` are called with an engine's URL for each request; None: it has none. `connector`
+    makes the session's connector; None: aiohttp's own, which connects to `networks` alone.
     """
 
     def __init__(
@@ -133,7 +137,9 @@ class PassthroughLegs:
 
 
 def _text(value: bytes) -> str:
-    """Return a header's value so that aiohttp, which writes UTF-8, writes the same bytes; other bytes are taken for Latin-1."""
+    """Return a header's value so that aiohttp, which writes UTF-8, writes the same bytes; other
+    bytes are taken for Latin-1.
+    """
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -146,7 +152,9 @@ def translated(url: str) -> Iterator[None]:
     try:
         yield
     except aiohttp.ConnectionTimeoutError:
-        raise EngineUnreachableError(f"{url} took no connection in time", wait=Wait.CONNECT) from None
+        raise EngineUnreachableError(
+            f"{url} took no connection in time", wait=Wait.CONNECT
+        ) from None
     except aiohttp.ClientConnectorSSLError as error:
         raise EngineTlsError(f"{url}: {error}") from None
     except aiohttp.ClientConnectorCertificateError as error:
@@ -155,7 +163,11 @@ def translated(url: str) -> Iterator[None]:
         if error.errno in LOCAL_ERRORS:
             raise no_more_files(error) from None
         raise EngineUnreachableError(f"no connection to {url}: {error.strerror or error}") from None
-    except (aiohttp.ServerConnectionError, aiohttp.ClientOSError, aiohttp.ClientPayloadError) as error:
+    except (
+        aiohttp.ServerConnectionError,
+        aiohttp.ClientOSError,
+        aiohttp.ClientPayloadError,
+    ) as error:
         raise ConnectionLostError(f"{url}: {type(error).__name__}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise EngineError(f"{url}: {type(error).__name__}") from None

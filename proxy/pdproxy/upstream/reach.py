@@ -1,6 +1,7 @@
 """Connections of aiohttp to engines go to no other address than an engine may have.
 
-The address is looked at when its socket is made: whatever a name resolves to by then, and whoever has sent the name.
+The address is looked at when its socket is made: whatever a name resolves to by then, and whoever
+has sent the name.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ def check(networks: EngineNetworks, address: str) -> None:
         raise NotAllowedError(address, why)
 
 
-def connector(networks: EngineNetworks, *, force_close: bool = False) -> Callable[[], aiohttp.BaseConnector]:
-    """Return what makes connectors without a limit. `force_close`: whether a connection is used for one request only."""
+def connector(
+    networks: EngineNetworks, *, force_close: bool = False
+) -> Callable[[], aiohttp.BaseConnector]:
+    """Return what makes connectors without a limit. `force_close`: whether a connection is used for
+    one request only.
+    """
 
     def opened(where: aiohttp.AddrInfoType) -> socket.socket:
         family, kind, protocol, _, address = where

@@ -1,6 +1,8 @@
-"""The socket for the heartbeats by which engines register: ZMQ ROUTER, bound here. Each engine's first worker connects to it.
+"""The socket for the heartbeats by which engines register: ZMQ ROUTER, bound here. Each engine's
+first worker connects to it.
 
-Nothing on this wire proves who a sender is. What is known of one: its connection, which ROUTER names, and its IP address.
+Nothing on this wire proves who a sender is. What is known of one: its connection, which ROUTER
+names, and its IP address.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from pdproxy.wire.registrations import MAX_BYTES, Registration, decode
 HIGH_WATER = 16
 """Messages that ZMQ keeps of each sender: some 64 KiB."""
 PING_MS = 2000
-"""How often ZMQ asks whether a silent connection is alive. One whose machine has vanished must not keep its name for hours."""
+"""How often ZMQ asks whether a silent connection is alive. One whose machine has vanished must not
+keep its name for hours.
+"""
 
 
 class RegistrationSocket(InboundSocket):
-    """Passes each heartbeat to `received`, with its sender's connection and IP address ("" if that is not known).
+    """Passes each heartbeat to `received`, with its sender's connection and IP address ("" if that
+    is not known).
 
     For every other message it calls `unreadable`. `failed`: see the base.
     """

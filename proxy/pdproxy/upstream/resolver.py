@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class LookupFailedError(Exception):
-    """A question has no answer that can be used. `str()` says why, in a few words. `late`: none came in time."""
+    """A question has no answer that can be used. `str()` says why, in a few words. `late`: none
+    came in time.
+    """
 
     def __init__(self, why: str, *, late: bool = False) -> None:
         super().__init__(why)
@@ -29,7 +31,9 @@ class LookupFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DnsRecords:
-    """What a name has of one type: hosts with their ports (None: that of the URL), and for how many seconds that holds."""
+    """What a name has of one type: hosts with their ports (None: that of the URL), and for how many
+    seconds that holds.
+    """
 
     places: tuple[tuple[str, int | None], ...]
     ttl: float
@@ -39,19 +43,30 @@ class Resolver:
     """Asks the servers of the settings, or the system's. One for all names."""
 
     def __init__(self, dns: Dns, networks: EngineNetworks = USUAL) -> None:
-        """Ask by these settings. Addresses outside of `networks` are left out: no engine may be there."""
+        """Ask by these settings. Addresses outside of `networks` are left out: no engine may be
+        there.
+        """
         self._dns = dns
         self._networks = networks
         self._library: _Library | None = None
 
     async def look_up(self, name: DnsName) -> Mapping[str, DnsRecords | LookupFailedError]:
-        """Return what a name has, by type: addresses of both families, or service records. Never raises LookupFailedError."""
+        """Return what a name has, by type: addresses of both families, or service records. Never
+        raises LookupFailedError.
+        """
         types = ("SRV",) if name.port is None else ("A", "AAAA")
-        return dict(zip(types, await asyncio.gather(*(self._records(name.name, one) for one in types)), strict=True))
+        return dict(
+            zip(
+                types,
+                await asyncio.gather(*(self._records(name.name, one) for one in types)),
+                strict=True,
+            )
+        )
 
     async def _records(self, name: str, kind: str) -> DnsRecords | LookupFailedError:
         try:
-            async with asyncio.timeout(self._dns.timeout + 1.0):  # the library's own deadline is the first
+            # the library's own deadline is the first
+            async with asyncio.timeout(self._dns.timeout + 1.0):
                 return await self._ask(name, kind)
         except LookupFailedError as error:
             return error
@@ -73,7 +88,9 @@ class Resolver:
         except NXDOMAIN:
             raise LookupFailedError("no such name") from None
         except NoNameservers:
-            raise LookupFailedError("the servers refuse, fail, or answer what can't be read") from None
+            raise LookupFailedError(
+                "the servers refuse, fail, or answer what can't be read"
+            ) from None
         except (DNSException, OSError, ValueError) as error:
             raise LookupFailedError(f"{type(error).__name__}") from None
         found: list[tuple[str, int | None]] = []
@@ -95,7 +112,9 @@ class Resolver:
         return None if address is None or self._networks.why_not(text) is not None else str(address)
 
     def _made(self) -> _Library:
-        """Return the library's resolver. One that reads the system's settings is made anew: they may change."""
+        """Return the library's resolver. One that reads the system's settings is made anew: they
+        may change.
+        """
         from dns.asyncresolver import Resolver as Library
         from dns.nameserver import Do53Nameserver
 
@@ -103,5 +122,7 @@ class Resolver:
             return Library()
         if self._library is None:
             self._library = Library(configure=False)
-            self._library.nameservers = [Do53Nameserver(*server_of(text)) for text in self._dns.servers]
+            self._library.nameservers = [
+                Do53Nameserver(*server_of(text)) for text in self._dns.servers
+            ]
         return self._library

@@ -1,7 +1,8 @@
-"""How soon the kernel reports that an engine's machine does not answer any more: a cable, a switch, a host without power.
+"""How soon the kernel reports that an engine's machine does not answer any more: a cable, a switch,
+a host without power.
 
-Such a connection is not closed by anybody: what is sent is repeated for a quarter of an hour, and where nothing is sent nothing
-is noticed at all.
+Such a connection is not closed by anybody: what is sent is repeated for a quarter of an hour, and
+where nothing is sent nothing is noticed at all.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ _COUNT: int | None = getattr(socket, "TCP_KEEPCNT", None)
 
 
 def watch_peer(transport: asyncio.BaseTransport, seconds: float) -> None:
-    """Have a connection end once its other side has not acknowledged anything for about `seconds`; 0: leave it as it is.
+    """Have a connection end once its other side has not acknowledged anything for about `seconds`;
+    0: leave it as it is.
 
-    A silent connection is asked after half of them. A process that is stopped acknowledges all the same: its kernel does, as
-    long as its buffers hold what is sent. Linux also ends a connection that has more to send to a process that has read nothing
-    for so long. Does nothing where the transport has no socket, or the system lacks an option.
+    A silent connection is asked after half of them. A process that is stopped acknowledges all the
+    same: its kernel does, as long as its buffers hold what is sent. Linux also ends a connection
+    that has more to send to a process that has read nothing for so long. Does nothing where the
+    transport has no socket, or the system lacks an option.
     """
     found = transport.get_extra_info("socket")
     if found is None or not seconds:

@@ -1,1 +1,3 @@
-"""Where clients connect: the data path's protocol class, and the FastAPI application for everything else."""
+"""Where clients connect: the data path's protocol class, and the FastAPI application for everything
+else.
+"""

@@ -50,7 +50,8 @@ def create_app(answers: AnswerMakers) -> FastAPI:
     app = FastAPI(
         title="pdproxy",
         version=__version__,
-        description="One OpenAI server in front of vLLM engines with prefill and decode split apart.",
+        description="One OpenAI server in front of vLLM engines with prefill and decode split "
+        "apart.",
         docs_url=None,
         redoc_url=None,
     )
@@ -63,7 +64,8 @@ def create_app(answers: AnswerMakers) -> FastAPI:
     async def _failed(request: Request, error: PdproxyError) -> Response:
         scope = request.scope
         if isinstance(error, UnauthorizedError) and CONNECTION in scope and _REPORTED not in scope:
-            error = answers.passthrough.identify.refused(error, scope[CONNECTION], scope["headers"])  # of operators
+            # of operators
+            error = answers.passthrough.identify.refused(error, scope[CONNECTION], scope["headers"])
         answer = Response(error_body(error), error.status, media_type="application/json")
         answer.raw_headers += retry_headers(error)
         if isinstance(error, UnauthorizedError):
@@ -77,7 +79,8 @@ def create_app(answers: AnswerMakers) -> FastAPI:
         if error.status_code == 404 and (redirect := redirect_of(app, request)) is not None:
             return redirect
         if error.status_code == 405 and (entry := ENTRIES.get(request.scope["path"])) is not None:
-            headers = {"allow": ", ".join(entry.methods)}  # of all routes of the path, not of the first one
+            # of all routes of the path, not of the first one
+            headers = {"allow": ", ".join(entry.methods)}
         return JSONResponse({"detail": error.detail}, error.status_code, headers=headers)
 
     app.add_middleware(CORSMiddleware, **middleware_options(answers.cors))  # type: ignore[arg-type]
@@ -133,9 +136,15 @@ def _add(app: FastAPI, entry: RouteEntry, answers: AnswerMakers) -> None:
     async def refused(request: Request) -> Response:
         _authorize(request, answers, entry.path)
         name = request.path_params["response_id"]
-        raise NotStoredError(f"Response with id '{name}' not found: {entry.why}", param="response_id")
+        raise NotStoredError(
+            f"Response with id '{name}' not found: {entry.why}", param="response_id"
+        )
 
-    endpoint = {RouteKind.SPLIT: _not_installed, RouteKind.PASSED: passed, RouteKind.REFUSED: refused}[entry.kind]
+    endpoint = {
+        RouteKind.SPLIT: _not_installed,
+        RouteKind.PASSED: passed,
+        RouteKind.REFUSED: refused,
+    }[entry.kind]
     app.add_api_route(
         entry.path,
         endpoint,

@@ -1,11 +1,12 @@
 """The memory for bodies of requests: a limit on their bytes, over all connections together.
 
-Owns that number. A body counts from its first byte until no engine may need it any more. `limits.max_inflight` can't bound it: a
-request counts there only once its body is complete.
+Owns that number. A body counts from its first byte until no engine may need it any more.
+`limits.max_inflight` can't bound it: a request counts there only once its body is complete.
 
-If no space is left, a client that holds less than its share gets some from the client that holds the most: of that client's
-incomplete bodies, the one that has waited longest for its next byte is refused. A complete body is never dropped. An eighth of
-the space is reserved for clients that hold less than their share, so that complete bodies can't take everything.
+If no space is left, a client that holds less than its share gets some from the client that holds
+the most: of that client's incomplete bodies, the one that has waited longest for its next byte is
+refused. A complete body is never dropped. An eighth of the space is reserved for clients that hold
+less than their share, so that complete bodies can't take everything.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class BodyBudget:
             return  # an empty body holds nothing
         if self.held + size > self._common and not self._make_space(client, size):
             raise OverloadedError(
-                f"Bodies of {self.held} bytes are held: no space for {size} more", RefusalReason.BODIES
+                f"Bodies of {self.held} bytes are held: no space for {size} more",
+                RefusalReason.BODIES,
             )
         self.held += size
         if not client.bytes:
@@ -60,7 +62,9 @@ class BodyBudget:
             self._holders.pop(client, None)
 
     def _make_space(self, client: Client, size: int) -> bool:
-        """Refuse bodies of clients that hold more than their share, if needed; return whether there is space now."""
+        """Refuse bodies of clients that hold more than their share, if needed; return whether there
+        is space now.
+        """
         # One more client than there are: one that is alone must leave space for the next.
         share = self._max_bytes // (len(self._holders) + 1)
         if client.bytes + size > share:
@@ -73,7 +77,8 @@ class BodyBudget:
             self._observers.notify(Evicted("body"))
             next(iter(largest.bodies)).evict(
                 OverloadedError(
-                    "The body came too slowly: others wait, and this client holds the most", RefusalReason.BODIES
+                    "The body came too slowly: others wait, and this client holds the most",
+                    RefusalReason.BODIES,
                 )
             )
         return True

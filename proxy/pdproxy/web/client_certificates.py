@@ -1,7 +1,9 @@
-"""Certificates that clients have shown on a listener, and the end of connections whose certificate is not valid any more.
+"""Certificates that clients have shown on a listener, and the end of connections whose certificate
+is not valid any more.
 
-Owns when that is: once an authority that has vouched for it is taken away, or once one certificate of its chain expires. Then
-its requests end, and its connection closes. `look` is called once per second, and nothing is done for a request.
+Owns when that is: once an authority that has vouched for it is taken away, or once one certificate
+of its chain expires. Then its requests end, and its connection closes. `look` is called once per
+second, and nothing is done for a request.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ logger = logging.getLogger("pdproxy.files")
 _DER = 2
 """What OpenSSL's module of Python calls this form of a certificate (`_ssl.ENCODING_DER`)."""
 MAX_KEPT = 32_768
-"""Certificates that are remembered for TLS sessions that are resumed: OpenSSL keeps 20,480 sessions."""
+"""Certificates that are remembered for TLS sessions that are resumed: OpenSSL keeps 20,480
+sessions.
+"""
 
 
 class ListenerTls(NamedTuple):
-    """What connections of a listener begin with. `authorities`: the SHA-256 digests of those that may vouch for clients."""
+    """What connections of a listener begin with. `authorities`: the SHA-256 digests of those that
+    may vouch for clients.
+    """
 
     context: ssl.SSLContext
     authorities: frozenset[bytes]
@@ -39,7 +45,10 @@ class ClientCertificates:
     """Those of one listener. `newest` returns what its next connection begins with."""
 
     def __init__(
-        self, newest: Callable[[], ListenerTls], connections: Connections, now: Callable[[], float] = time.time
+        self,
+        newest: Callable[[], ListenerTls],
+        connections: Connections,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._newest = newest
         self._connections = connections
@@ -53,7 +62,9 @@ class ClientCertificates:
         return f"<ClientCertificates, {len(self._known)} known>"
 
     def begin(self) -> ListenerTls:
-        """Return what a new connection begins with. Sessions of a former context are not resumed in it."""
+        """Return what a new connection begins with. Sessions of a former context are not resumed in
+        it.
+        """
         newest = self._newest()
         if newest is not self._used:
             self._used = newest
@@ -61,7 +72,8 @@ class ClientCertificates:
         return newest
 
     def shown(self, connection: ssl.SSLObject, began: ListenerTls) -> ShownCertificate | None:
-        """Return what a client has shown, None where it needs nothing to show. `began`: what its handshake began with.
+        """Return what a client has shown, None where it needs nothing to show. `began`: what its
+        handshake began with.
 
         Raises:
             RevokedError: it is not valid any more.
@@ -77,7 +89,8 @@ class ClientCertificates:
             raise RevokedError("certificate", "revoked")
         else:
             found = known
-        if not found.authorities <= self._used.authorities:  # they have changed since the handshake began
+        # they have changed since the handshake began
+        if not found.authorities <= self._used.authorities:
             raise RevokedError("certificate", "revoked")
         if found.ends <= self._now():
             raise RevokedError("certificate", "expired")
@@ -111,7 +124,8 @@ class ClientCertificates:
                 self._next_end = min(self._next_end, shown.ends)
         if revoked or expired:
             logger.info(
-                "closed %d connections whose authority was taken away, and %d whose certificate has expired",
+                "closed %d connections whose authority was taken away, and %d whose certificate "
+                "has expired",
                 revoked,
                 expired,
             )
@@ -127,7 +141,9 @@ def _verified(connection: ssl.SSLObject, authorities: frozenset[bytes]) -> Shown
 
 
 def _chain(connection: ssl.SSLObject) -> Iterable[bytes]:
-    """Return the chain that OpenSSL has verified, from the client's certificate to the authority that is trusted."""
+    """Return the chain that OpenSSL has verified, from the client's certificate to the authority
+    that is trusted.
+    """
     if sys.version_info >= (3, 13):
         return connection.get_verified_chain()
     return [one.public_bytes(_DER) for one in connection._sslobj.get_verified_chain()]  # type: ignore[attr-defined]  # noqa: SLF001

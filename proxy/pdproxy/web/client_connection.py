@@ -1,11 +1,14 @@
-"""A client's connection: which client it belongs to, how it is counted, how it ends, and how fast the client reads.
+"""A client's connection: which client it belongs to, how it is counted, how it ends, and how fast
+the client reads.
 
-Owns what is written and not read yet. It is counted from the moment at which writing is paused, whoever wrote it. Until a
-complete answer is read, the next request of the connection does not begin.
+Owns what is written and not read yet. It is counted from the moment at which writing is paused,
+whoever wrote it. Until a complete answer is read, the next request of the connection does not
+begin.
 
-Owns the end of a connection. A connection that is refused gets one last answer, if the answers before it are complete. Then it
-is closed for writing, and what the client still sends is discarded for `LINGER` seconds. Without that, unread bytes would turn
-the close into a reset, and the client would lose the answer.
+Owns the end of a connection. A connection that is refused gets one last answer, if the answers
+before it are complete. Then it is closed for writing, and what the client still sends is discarded
+for `LINGER` seconds. Without that, unread bytes would turn the close into a reset, and the client
+would lose the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +18,11 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from pdproxy.kit.errors import OverloadedError, PdproxyError, UnauthorizedError
@@ -36,7 +43,8 @@ class ClientConnection(HttpToolsProtocol):
 
     bounds: ConnectionBounds
     observers: Observers
-    # uvicorn's class has a dictionary, whose keys all connections share as long as they are no more than 30.
+    # uvicorn's class has a dictionary, whose keys all connections share as long as they are no more
+    # than 30.
     __slots__ = (
         "_discarding",
         "_lingering",
@@ -61,7 +69,9 @@ class ClientConnection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.pipeline = LeanPipeline()  # type: ignore[assignment]
         self.active: RequestResponseCycle | None = None
-        """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
+        """The request being served; with requests in the pipeline, `cycle` is the last one that was
+        read.
+        """
         self._discarding = False
         """Whether everything that the client still sends is discarded."""
         self._lingering = False
@@ -81,7 +91,9 @@ class ClientConnection(HttpToolsProtocol):
         """Whether the peer is a trusted proxy, which names its clients."""
 
     def more_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return additional headers for an answer of the proxy itself, by the request's head as far as it is known."""
+        """Return additional headers for an answer of the proxy itself, by the request's head as far
+        as it is known.
+        """
         return []
 
     def request_client(self) -> Client:
@@ -95,7 +107,9 @@ class ClientConnection(HttpToolsProtocol):
         return 0 if self.passed is None else int(self.passed.revoke(error, keys))
 
     def shut_out(self, error: MakeError) -> None:
-        """See `RevocableConnection`. What its client does not read within `LINGER` seconds it does not get."""
+        """See `RevocableConnection`. What its client does not read within `LINGER` seconds it does
+        not get.
+        """
         for cycle in (self.active, self.cycle, *(queued for queued, _ in self.pipeline)):
             if cycle is not None:
                 cycle.keep_alive = False
@@ -105,7 +119,9 @@ class ClientConnection(HttpToolsProtocol):
         self.loop.call_later(LINGER, self.transport.abort)
 
     def end(self, *, all_read: bool) -> None:
-        """Close the connection after an answer; `all_read`: whether its request was read completely."""
+        """Close the connection after an answer; `all_read`: whether its request was read
+        completely.
+        """
         if all_read and not self._discarding:
             self.transport.close()
         else:
@@ -130,9 +146,17 @@ class ClientConnection(HttpToolsProtocol):
             return
         report_refusal(self.observers, error, str(self.peer.name))
         body = error_body(error)
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        head = (
+            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+            % len(body)
+        )
         challenge = [CHALLENGE] if isinstance(error, UnauthorizedError) else []
-        head += b"".join([b"%b: %b\r\n" % line for line in (*retry_headers(error), *challenge, *self.more_headers())])
+        head += b"".join(
+            [
+                b"%b: %b\r\n" % line
+                for line in (*retry_headers(error), *challenge, *self.more_headers())
+            ]
+        )
         self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.linger()
 
@@ -147,7 +171,9 @@ class ClientConnection(HttpToolsProtocol):
             self._read_watch.stop()  # its client has read the answer
             self._read_watch = None
         if self._read_watch is None:
-            self._read_watch = ReadWatch(self.bounds.slow_readers, client, self.transport, self._caught_up)
+            self._read_watch = ReadWatch(
+                self.bounds.slow_readers, client, self.transport, self._caught_up
+            )
 
     def _caught_up(self) -> None:
         self._read_watch = None
@@ -157,10 +183,14 @@ class ClientConnection(HttpToolsProtocol):
         """Count what is left to be sent until the client has read it."""
         if self._unread_client is None:
             self._unread_client = self.request_client()
-        self.bounds.unread_answers.hold(self._unread_client, self, self.transport.get_write_buffer_size())
+        self.bounds.unread_answers.hold(
+            self._unread_client, self, self.transport.get_write_buffer_size()
+        )
 
     def wait_for_reader(self) -> bool:
-        """An answer is complete, and not all of it is sent. Return whether what follows it has to wait until it is read."""
+        """An answer is complete, and not all of it is sent. Return whether what follows it has to
+        wait until it is read.
+        """
         self.watch_reading()
         if not self.flow.write_paused or self._lingering:
             return False
@@ -219,7 +249,11 @@ class ClientConnection(HttpToolsProtocol):
         self._answer_read()
         if self._waits_for_reader:
             self._waits_for_reader = False
-            if self.active is not None and not self.active.keep_alive and not self.transport.is_closing():
+            if (
+                self.active is not None
+                and not self.active.keep_alive
+                and not self.transport.is_closing()
+            ):
                 self.end(all_read=True)  # what came behind the answer was refused
             self.on_response_complete()
 

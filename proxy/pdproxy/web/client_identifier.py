@@ -1,7 +1,9 @@
-"""Finds the client of a request: by its key if keys are required, otherwise by its address; or the tenant that it belongs to.
+"""Finds the client of a request: by its key if keys are required, otherwise by its address; or the
+tenant that it belongs to.
 
-Owns that rule, and the report of a request without a valid key. The address is the peer's, or the one that a trusted proxy names
-(`listen.trusted_proxies`); of an IPv6 address only the network (/64) is used.
+Owns that rule, and the report of a request without a valid key. The address is the peer's, or the
+one that a trusted proxy names (`listen.trusted_proxies`); of an IPv6 address only the network (/64)
+is used.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from pdproxy.wire.cache_salt import TenantSalt
 
 
 class IdentifiedClient(NamedTuple):
-    """Who sends a request. `key`: None without one; `error`: why the request is refused, None if it is not."""
+    """Who sends a request. `key`: None without one; `error`: why the request is refused, None if it
+    is not.
+    """
 
     address: str
     key: ValidKey | None
@@ -32,7 +36,9 @@ class IdentifiedClient(NamedTuple):
 
 
 class Identified(NamedTuple):
-    """The client of one request; `salt`: of its tenant's caches, None where tenants share them. The rest is as in `IdentifiedClient`."""
+    """The client of one request; `salt`: of its tenant's caches, None where tenants share them. The
+    rest is as in `IdentifiedClient`.
+    """
 
     client: Client
     address: str
@@ -49,7 +55,9 @@ class IdentifiedConnection(Protocol):
 
 
 class ClientIdentifier:
-    """Finds the clients of requests. Each client that is returned is in use (`Clients.enter`) until the caller ends that."""
+    """Finds the clients of requests. Each client that is returned is in use (`Clients.enter`) until
+    the caller ends that.
+    """
 
     def __init__(
         self,
@@ -65,35 +73,61 @@ class ClientIdentifier:
         self._observers = observers or Observers(())
         self._wrong = wrong
 
-    def __call__(self, peer: Client, headers: Headers, path: str, *, peer_is_trusted: bool) -> Identified:
-        """Return the client of a request on a connection of `peer`. A request that is refused for its key is reported.
+    def __call__(
+        self, peer: Client, headers: Headers, path: str, *, peer_is_trusted: bool
+    ) -> Identified:
+        """Return the client of a request on a connection of `peer`. A request that is refused for
+        its key is reported.
 
-        `path`: the request's, in the table of routes. `peer_is_trusted`: the peer is a trusted proxy, which names its client.
+        `path`: the request's, in the table of routes. `peer_is_trusted`: the peer is a trusted
+        proxy, which names its client.
         """
         address = self._address(peer, headers, peer_is_trusted=peer_is_trusted)
         if not self._keys.wanted:
             if peer_is_trusted:
                 return self._without_keys(address, headers, peer_is_trusted=True)
-            return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
+            return Identified(
+                self._clients.enter(address), address, None, None, self._tenants.salt(address)
+            )
         return self._entered(self._found(address, headers, path), headers)
 
-    def find(self, connection: IdentifiedConnection, headers: Headers, path: str) -> IdentifiedClient:
-        """Return who sends a request, before anything is held for its client. Arguments and reports as above."""
+    def find(
+        self, connection: IdentifiedConnection, headers: Headers, path: str
+    ) -> IdentifiedClient:
+        """Return who sends a request, before anything is held for its client. Arguments and reports
+        as above.
+        """
         address = self.address(connection, headers)
-        return self._found(address, headers, path) if self._keys.wanted else IdentifiedClient(address, None, None)
+        return (
+            self._found(address, headers, path)
+            if self._keys.wanted
+            else IdentifiedClient(address, None, None)
+        )
 
-    def enter(self, found: IdentifiedClient, connection: IdentifiedConnection, headers: Headers) -> Identified:
+    def enter(
+        self, found: IdentifiedClient, connection: IdentifiedConnection, headers: Headers
+    ) -> Identified:
         """Return the client of a request whose sender was found."""
         if not self._keys.wanted:
-            return self._without_keys(found.address, headers, peer_is_trusted=connection.peer_is_trusted)
+            return self._without_keys(
+                found.address, headers, peer_is_trusted=connection.peer_is_trusted
+            )
         return self._entered(found, headers)
 
-    def refused(self, error: UnauthorizedError, connection: IdentifiedConnection, headers: Headers) -> PdproxyError:
-        """Report a request that another one has found to have no valid key. Return what it is answered with."""
+    def refused(
+        self, error: UnauthorizedError, connection: IdentifiedConnection, headers: Headers
+    ) -> PdproxyError:
+        """Report a request that another one has found to have no valid key. Return what it is
+        answered with.
+        """
         return self._refused(error, self.address(connection, headers))
 
-    def note_wrong(self, error: UnauthorizedError, connection: IdentifiedConnection, headers: Headers) -> None:
-        """Report a request that has no key of operators, and is answered without one. A client's key is no guess."""
+    def note_wrong(
+        self, error: UnauthorizedError, connection: IdentifiedConnection, headers: Headers
+    ) -> None:
+        """Report a request that has no key of operators, and is answered without one. A client's
+        key is no guess.
+        """
         if error.code is None:
             return  # its header holds no key
         try:
@@ -106,7 +140,9 @@ class ClientIdentifier:
             self.refused(error, connection, headers)
 
     def check_head(self, rights: KeyRights, headers: Headers, path: str) -> None:
-        """Raise ForbiddenError unless a key with these rights is good for a request's route, and for the tenant that it names."""
+        """Raise ForbiddenError unless a key with these rights is good for a request's route, and
+        for the tenant that it names.
+        """
         check_route(rights, path)
         check_tenant(rights, self._tenants.named(headers))
 
@@ -118,7 +154,9 @@ class ClientIdentifier:
         if peer_is_trusted:
             client, salt = self._tenants.enter(address, None, headers, may_name=True)
             return Identified(client, address, None, None, salt)
-        return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
+        return Identified(
+            self._clients.enter(address), address, None, None, self._tenants.salt(address)
+        )
 
     def _found(self, address: str, headers: Headers, path: str) -> IdentifiedClient:
         try:

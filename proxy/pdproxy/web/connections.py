@@ -1,8 +1,8 @@
 """Connections of clients: a limit on their number.
 
-Owns that count. The limit keeps enough open files for the engines: otherwise clients that only connect could take all of them,
-and no request could be served. At the limit, a new connection replaces the oldest idle connection of the client that has the
-most.
+Owns that count. The limit keeps enough open files for the engines: otherwise clients that only
+connect could take all of them, and no request could be served. At the limit, a new connection
+replaces the oldest idle connection of the client that has the most.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from pdproxy.serving.access.clients import Client, Evictable
 from pdproxy.web.revocable import RevocableConnection
 
 MAX_SEARCHED = 64
-"""How many clients, and how many connections of one client, are searched for an idle connection: to search all costs too much."""
+"""How many clients, and how many connections of one client, are searched for an idle connection: to
+search all costs too much.
+"""
 
 MAX_LEAVING = 32
-"""Evicted connections that may still send their answer, at a time. Others are dropped: they hold open files."""
+"""Evicted connections that may still send their answer, at a time. Others are dropped: they hold
+open files.
+"""
 
 
 class CountedConnection(Evictable, RevocableConnection, Protocol):
@@ -44,7 +48,9 @@ class Connections:
         self._observers = observers
         self._by_client: OrderedDict[Client, dict[CountedConnection, None]] = OrderedDict()
         self._leaving: set[CountedConnection] = set()
-        """Connections that were evicted and are still open: each has an open file until it is closed."""
+        """Connections that were evicted and are still open: each has an open file until it is
+        closed.
+        """
 
     def __repr__(self) -> str:
         return f"<Connections {self.open} of {self.max_open}>"
@@ -58,15 +64,20 @@ class Connections:
         """Count a connection, until `closed` is called for it.
 
         Raises:
-            TooManyConnectionsError: there are too many. The connection still counts until it is closed: it has to be answered.
+            TooManyConnectionsError: there are too many. The connection still counts until it is
+                closed: it has to be answered.
         """
         self.open += 1
         own = self._by_client.get(client)
         if own is None:
             own = self._by_client[client] = {}
         own[connection] = None
-        if self.open - len(self._leaving) > self.max_open and not self._evict_for(client, connection):
-            raise TooManyConnectionsError(f"{self.max_open} connections are open: no more are taken")
+        if self.open - len(self._leaving) > self.max_open and not self._evict_for(
+            client, connection
+        ):
+            raise TooManyConnectionsError(
+                f"{self.max_open} connections are open: no more are taken"
+            )
 
     def closed(self, client: Client, connection: CountedConnection) -> None:
         """Count it no longer. A second call changes nothing."""
@@ -86,7 +97,9 @@ class Connections:
         return True
 
     def _evict_for(self, client: Client, new: CountedConnection) -> bool:
-        """Close an idle connection of the client with the most (`client` in case of a tie). Return whether one was closed."""
+        """Close an idle connection of the client with the most (`client` in case of a tie). Return
+        whether one was closed.
+        """
         searched = list(islice(self._by_client, MAX_SEARCHED))
         for other in searched:  # others are searched the next time
             self._by_client.move_to_end(other)
@@ -103,7 +116,9 @@ class Connections:
                     connection.drop()
                 else:
                     connection.evict(
-                        TooManyConnectionsError("others connect, and this client has the most connections")
+                        TooManyConnectionsError(
+                            "others connect, and this client has the most connections"
+                        )
                     )
                 return True
             del own[connection]  # others are searched the next time

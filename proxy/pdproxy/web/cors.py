@@ -1,7 +1,7 @@
 """Cross-origin rules: the headers of answers for browsers on other sites.
 
-Starlette's middleware, which vLLM uses as well, decides. The FastAPI application has it as a middleware; the data path, which is
-not an ASGI application, asks it for the headers of its answers.
+Starlette's middleware, which vLLM uses as well, decides. The FastAPI application has it as a
+middleware; the data path, which is not an ASGI application, asks it for the headers of its answers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class CorsHeaders:
 
     def _for(self, origin: str) -> list[Line]:
         rules, found = self._rules, MutableHeaders(Headers(self._rules.simple_headers))
-        if rules.is_allowed_origin(origin) and (not rules.allow_all_origins or rules.allow_credentials):
+        if rules.is_allowed_origin(origin) and (
+            not rules.allow_all_origins or rules.allow_credentials
+        ):
             found["Access-Control-Allow-Origin"] = origin
         return [*found.raw, *_VARY]
 

@@ -1,7 +1,8 @@
-"""One generating request on a client's connection: its body is collected, a task serves it, and its answer is written.
+"""One generating request on a client's connection: its body is collected, a task serves it, and its
+answer is written.
 
-Owns the request's body and task, and what is written, without ASGI. Thousands of requests are open at once. So each drops what it
-no longer needs, and has `__slots__`.
+Owns the request's body and task, and what is written, without ASGI. Thousands of requests are open
+at once. So each drops what it no longer needs, and has `__slots__`.
 """
 
 from __future__ import annotations
@@ -37,21 +38,35 @@ logger = logging.getLogger("pdproxy")
 
 _INVOCATIONS = Route.INVOCATIONS
 FORWARDED = frozenset(
-    {b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority", b"endpoint-load-metrics-format"}
+    {
+        b"traceparent",
+        b"tracestate",
+        b"baggage",
+        b"x-session-id",
+        b"x-vllm-priority",
+        b"endpoint-load-metrics-format",
+    }
 )
-"""Headers of a client that are forwarded to engines: tracing, and what vLLM 0.32.0 reads. No others are."""
+"""Headers of a client that are forwarded to engines: tracing, and what vLLM 0.32.0 reads. No others
+are.
+"""
 
 _NO_LINES: tuple[tuple[bytes, bytes], ...] = ()
 
 Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
 SMALL_ANSWER = 65_536
-"""A whole answer of up to so many bytes is written together with its head: a larger one is not copied."""
+"""A whole answer of up to so many bytes is written together with its head: a larger one is not
+copied.
+"""
 
 
 class ResponseCycle(RequestResponseCycle):
-    """uvicorn's cycle without ASGI, and most of the service's `ResponseWriter`. `client`: whose request it is."""
+    """uvicorn's cycle without ASGI, and most of the service's `ResponseWriter`. `client`: whose
+    request it is.
+    """
 
-    # These are uvicorn's own attributes and ours. uvicorn's constructor is not called: only its methods read the others.
+    # These are uvicorn's own attributes and ours. uvicorn's constructor is not called: only its
+    # methods read the others.
     __slots__ = (
         "_chunked",
         "_connection",
@@ -147,7 +162,8 @@ class ResponseCycle(RequestResponseCycle):
         """Send the status 200 and the headers of a stream."""
         if self._unwritable() or self.response_started:
             return
-        if self._chunked:  # else the end of the connection is the end of the body: HTTP/1.0 keeps none
+        # else the end of the connection is the end of the body: HTTP/1.0 keeps none
+        if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
         self.transport.write(self._head(200, headers))
 
@@ -158,7 +174,9 @@ class ResponseCycle(RequestResponseCycle):
         self.transport.write(chunk(data) if self._chunked else data)
 
     def chunk_writer(self) -> Callable[[bytes], None] | None:
-        """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks can't be sent."""
+        """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks
+        can't be sent.
+        """
         return self.transport.write if self._chunked else None
 
     def finish(self) -> None:
@@ -170,7 +188,9 @@ class ResponseCycle(RequestResponseCycle):
         self._complete()
 
     def break_off(self) -> None:
-        """Close the connection in the middle of the stream: without the last chunk, nobody takes it for whole."""
+        """Close the connection in the middle of the stream: without the last chunk, nobody takes it
+        for whole.
+        """
         if self._unwritable() or self.response_complete:
             return
         self.keep_alive = False
@@ -180,7 +200,8 @@ class ResponseCycle(RequestResponseCycle):
             self.transport.abort()  # a close would wait for the client to read
 
     def _unwritable(self) -> bool:
-        # uvloop raises where asyncio drops what is written between the loss of a connection and the callback for it.
+        # uvloop raises where asyncio drops what is written between the loss of a connection and the
+        # callback for it.
         return self.disconnected or self.transport.is_closing()
 
     def _head(self, status: int, headers: Headers) -> bytes:
@@ -203,11 +224,15 @@ class ResponseCycle(RequestResponseCycle):
 
 
 _UNUSED_EVENT = asyncio.Event()
-"""uvicorn sets an event of a cycle when its connection is lost. Our cycles get a call instead, and nothing awaits this event."""
+"""uvicorn sets an event of a cycle when its connection is lost. Our cycles get a call instead, and
+nothing awaits this event.
+"""
 
 
 class DataPath:
-    """What a generating request needs. One for the whole process; `max_body` in bytes; `hints`: headers for the proxy itself."""
+    """What a generating request needs. One for the whole process; `max_body` in bytes; `hints`:
+    headers for the proxy itself.
+    """
 
     def __init__(
         self,
@@ -238,7 +263,9 @@ class DataPath:
 
 
 class GenerateCycle(ResponseCycle):
-    """One generating request on a client's connection: its body, the task that serves it, and the service's `ResponseWriter`."""
+    """One generating request on a client's connection: its body, the task that serves it, and the
+    service's `ResponseWriter`.
+    """
 
     __slots__ = (
         "_address",
@@ -287,7 +314,9 @@ class GenerateCycle(ResponseCycle):
         self._identified = True
         """Whether the client is in use for this request."""
         self._body_ended = self._key_error is not None
-        """Whether the body is complete or refused: what still comes of it is not kept. Without a valid key nothing is."""
+        """Whether the body is complete or refused: what still comes of it is not kept. Without a
+        valid key nothing is.
+        """
         self._refusal: PdproxyError | None = None
         """Why the body was refused."""
         self._body_wait: asyncio.Future[None] | None = None
@@ -303,12 +332,15 @@ class GenerateCycle(ResponseCycle):
         size = self._size + len(body)
         path = self._data_path
         if size > path.max_body:
-            self.refuse(BodyTooLargeError(f"The body is larger than {path.max_body} bytes", param="body"))
+            self.refuse(
+                BodyTooLargeError(f"The body is larger than {path.max_body} bytes", param="body")
+            )
             return
         try:
             path.body_budget.take(self.client, len(body))
         except OverloadedError as error:
-            drop_traceback(error)  # it refers to this frame, which refers to the cycle and a part of the body
+            # it refers to this frame, which refers to the cycle and a part of the body
+            drop_traceback(error)
             self.refuse(error)
             return
         if self._size == 0:
@@ -337,7 +369,9 @@ class GenerateCycle(ResponseCycle):
         self.refuse(error)
 
     def _mark_progress(self) -> None:
-        """Move this body to the end of the client's incomplete bodies: it is the one that received a part last."""
+        """Move this body to the end of the client's incomplete bodies: it is the one that received
+        a part last.
+        """
         self.client.bodies.pop(self, None)
         self.client.bodies[self] = None
 
@@ -412,13 +446,18 @@ class GenerateCycle(ResponseCycle):
         found = dict(reversed([*headers]))  # if a header came twice, engines read the first one
         refused = self.ended_by or self._key_error
         if refused is not None:
-            # Without a valid key, the body is not waited for. The service refuses the request, and reports it as any other.
+            # Without a valid key, the body is not waited for. The service refuses the request, and
+            # reports it as any other.
             if not self._fed:
                 self.keep_alive = False
             return self._as_read(found)
         length = found.get(b"content-length", b"0")
         if int(length or b"0") > self._data_path.max_body and not self._body_ended:
-            self.refuse(BodyTooLargeError(f"The body is larger than {self._data_path.max_body} bytes", param="body"))
+            self.refuse(
+                BodyTooLargeError(
+                    f"The body is larger than {self._data_path.max_body} bytes", param="body"
+                )
+            )
         elif self.waiting_for_100_continue and self._refusal is None and not self._unwritable():
             self.waiting_for_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -439,7 +478,8 @@ class GenerateCycle(ResponseCycle):
         return self._as_read(found)
 
     def _as_read(self, found: dict[bytes, bytes]) -> Incoming:
-        # A large body stays in its buffer, which does not change from now on: a copy would hold up the event loop.
+        # A large body stays in its buffer, which does not change from now on: a copy would hold up
+        # the event loop.
         body, self._body = self._body if self._size > LARGE else bytes(self._body), b""
         forward = hints = _NO_LINES
         path = self._data_path
@@ -448,12 +488,16 @@ class GenerateCycle(ResponseCycle):
             hints = tuple([line for line in self._headers if line[0] in path.hints])
         return Incoming(
             route=self._route,
-            request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
+            request_id=found[b"x-request-id"].decode("latin-1")
+            if b"x-request-id" in found
+            else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
             forward=forward,
             body=body,
-            adapter=(found.get(ADAPTER_HEADER, b"").strip() or None) if self._route is _INVOCATIONS else None,
+            adapter=(found.get(ADAPTER_HEADER, b"").strip() or None)
+            if self._route is _INVOCATIONS
+            else None,
             client=self._address,
             key=None if self._key is None else self._key.name,
             hints=hints,

@@ -1,7 +1,8 @@
 """`/docs`: the page that shows the OpenAPI document, without anything from another host.
 
-FastAPI's own page loads its scripts from a public network. Here they come from the files of fastapi-offline. Owns how they are
-sent: in pieces from memory, so that a client which does not read holds neither an open file nor a copy of a script.
+FastAPI's own page loads its scripts from a public network. Here they come from the files of
+fastapi-offline. Owns how they are sent: in pieces from memory, so that a client which does not read
+holds neither an open file nor a copy of a script.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 
 PATH = "/docs"
-_FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
+_FILES = {
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+    "favicon.png": "image/png",
+}
 _PIECE = 16_384
 """Bytes that are written at a time."""
-# A browser refuses everything that is not of this server, whatever the scripts try. They are part of the page or its files.
+# A browser refuses everything that is not of this server, whatever the scripts try. They are part
+# of the page or its files.
 _POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self' 'unsafe-inline'; "
+    "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self' "
+    "'unsafe-inline'; "
     "style-src 'self' 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 

@@ -1,4 +1,5 @@
-"""Limits on what a client sends, beyond those of uvicorn and the parser: size and time of heads, time and parts of bodies.
+"""Limits on what a client sends, beyond those of uvicorn and the parser: size and time of heads,
+time and parts of bodies.
 
 Owns the answers to clients that send no HTTP, too many bytes, or their bytes too late.
 """
@@ -29,7 +30,13 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
+from pdproxy.web.connection_bounds import (
+    MAX_PARTS,
+    MAX_PATH,
+    MAX_PIPELINED,
+    MIN_PART,
+    small_parts_error,
+)
 from pdproxy.web.slow_senders import SendWatch
 from pdproxy.web.wanted_bodies import WantedBodiesConnection
 
@@ -55,7 +62,8 @@ class GuardedProtocol(WantedBodiesConnection):
         "_unparsed",
     )
 
-    # Of uvicorn. `super()` looks through the classes at each call, and these are called for each request.
+    # Of uvicorn. `super()` looks through the classes at each call, and these are called for each
+    # request.
     _begin_message = HttpToolsProtocol.on_message_begin
     _keep_url = HttpToolsProtocol.on_url
     _keep_header = HttpToolsProtocol.on_header
@@ -77,7 +85,9 @@ class GuardedProtocol(WantedBodiesConnection):
         self._refusal: PdproxyError | None = None
         """Why the parser was stopped."""
         self._deadline: Timer | SendWatch | None = None
-        """The deadline for what the client has to send next: a request, the rest of a head, the rest of a body."""
+        """The deadline for what the client has to send next: a request, the rest of a head, the
+        rest of a body.
+        """
 
     # -- for the rest of the package
 
@@ -98,7 +108,9 @@ class GuardedProtocol(WantedBodiesConnection):
 
     @property
     def idle(self) -> bool:
-        """Whether no engine works for the connection: it has no request, or one that is not complete."""
+        """Whether no engine works for the connection: it has no request, or one that is not
+        complete.
+        """
         answered = self._discarding or self._waits_for_reader or self.nothing_to_answer()
         return answered or (self._in_body and self.cycle is self.active)
 
@@ -164,7 +176,8 @@ class GuardedProtocol(WantedBodiesConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
         if self._refusal is not None:
-            drop_traceback(self._refusal)  # which holds this connection, in the frames of the parser's callbacks
+            # which holds this connection, in the frames of the parser's callbacks
+            drop_traceback(self._refusal)
         for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
             if cycle is not None:
                 self.left(cycle)
@@ -175,7 +188,9 @@ class GuardedProtocol(WantedBodiesConnection):
         self.scope = {}  # type: ignore[typeddict-item]
 
     def left(self, cycle: RequestResponseCycle) -> None:
-        """End what waits for a request or its answer: its client has left. uvicorn tells only the last one that was read."""
+        """End what waits for a request or its answer: its client has left. uvicorn tells only the
+        last one that was read.
+        """
         cycle.disconnected = True
         cycle.message_event.set()
 
@@ -205,7 +220,8 @@ class GuardedProtocol(WantedBodiesConnection):
         self._head_bytes += len(name) + len(value) + _LINE
         if self._head_bytes > self.bounds.max_header_bytes:
             self._stop_head()
-        if self._in_head:  # trailers are ignored: what headers have decided may not change behind the body
+        # trailers are ignored: what headers have decided may not change behind the body
+        if self._in_head:
             self._keep_header(name, value)
             size = len(name)
             if size == 4 and name.lower() == b"host":
@@ -235,7 +251,9 @@ class GuardedProtocol(WantedBodiesConnection):
     def check_host(self) -> None:
         """Refuse a request in which two servers could read different hosts (RFC 9112, 3.2)."""
         if self._hosts != 1 and (self._hosts or self.parser.get_http_version() > "1.0"):
-            self._refusal = BadRequestError("A request of HTTP/1.1 needs one Host header, with a host in it")
+            self._refusal = BadRequestError(
+                "A request of HTTP/1.1 needs one Host header, with a host in it"
+            )
             raise self._refusal  # stops the parser
 
     def begin_body(self) -> None:
@@ -285,7 +303,9 @@ class GuardedProtocol(WantedBodiesConnection):
         if self._in_body:
             if self.active is self.cycle:  # else reading is paused until its turn comes
                 self._unset_keepalive_if_required()
-                self._deadline = SendWatch(self.bounds, lambda: self._part_bytes, self._body_is_late)
+                self._deadline = SendWatch(
+                    self.bounds, lambda: self._part_bytes, self._body_is_late
+                )
         elif self.nothing_to_answer() and (self._in_head or self.timeout_keep_alive_task is None):
             self._unset_keepalive_if_required()
             self._call_after(self.bounds.head_timeout, self._head_is_late)
@@ -301,7 +321,11 @@ class GuardedProtocol(WantedBodiesConnection):
     def _head_is_late(self) -> None:
         self.observers.notify(DeadlinePassed(Wait.CLIENT_HEAD.value))
         if self._in_head:
-            self._refuse(HeadTimeoutError(f"The request's head was not complete in {self.bounds.head_timeout:g} s"))
+            self._refuse(
+                HeadTimeoutError(
+                    f"The request's head was not complete in {self.bounds.head_timeout:g} s"
+                )
+            )
         else:
             self.transport.close()
 
@@ -316,7 +340,9 @@ class GuardedProtocol(WantedBodiesConnection):
         raise self._refusal  # stops the parser
 
     def _too_large(self) -> HeadTooLargeError:
-        return HeadTooLargeError(f"The request's head is larger than {self.bounds.max_header_bytes} bytes")
+        return HeadTooLargeError(
+            f"The request's head is larger than {self.bounds.max_header_bytes} bytes"
+        )
 
     def _refuse(self, error: PdproxyError) -> None:
         if self._discarding:

@@ -1,7 +1,9 @@
-"""Offers to change the protocol (`Upgrade: h2c`, for one), which are ignored: the request is served as HTTP/1.1 (RFC 9110, 7.8).
+"""Offers to change the protocol (`Upgrade: h2c`, for one), which are ignored: the request is served
+as HTTP/1.1 (RFC 9110, 7.8).
 
-The parser takes an offer as accepted: it stops behind the head, and leaves all bytes behind it to the other protocol. So another
-parser goes on there. It gets a head with the same framing first, of which nobody hears.
+The parser takes an offer as accepted: it stops behind the head, and leaves all bytes behind it to
+the other protocol. So another parser goes on there. It gets a head with the same framing first, of
+which nobody hears.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ class OfferIgnoringConnection(ClientConnection):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._offer: bytes | None = None
-        """A head that says where the body ends, from an offer on until the parser has stopped there."""
+        """A head that says where the body ends, from an offer on until the parser has stopped
+        there.
+        """
 
     def note_offer(self) -> None:
         """Note how the body is framed: the head is complete, and the parser stops behind it.
 
         Raises:
-            HttpParserError: it is framed in no way that HTTP has. The parser does not look at that where it stops.
+            HttpParserError: it is framed in no way that HTTP has. The parser does not look at that
+                where it stops.
         """
         if self.parser.get_method() != b"CONNECT":
             lines = b"".join([b"%b: %b\r\n" % line for line in self.headers if line[0] in _FRAMING])

@@ -1,7 +1,8 @@
-"""Smaller replacements for two objects that uvicorn makes for each connection: thousands of streams are open at once.
+"""Smaller replacements for two objects that uvicorn makes for each connection: thousands of streams
+are open at once.
 
-An `asyncio.Event` and a deque take more than 600 bytes each, and few connections ever use either. A test compares the names of
-both classes with those of uvicorn.
+An `asyncio.Event` and a deque take more than 600 bytes each, and few connections ever use either. A
+test compares the names of both classes with those of uvicorn.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 
 LARGE_READ = 128 << 10
-"""Bytes. uvloop reads a socket that is always full 32 times in a row, 8 MB, and does so for each client that sends that fast."""
+"""Bytes. uvloop reads a socket that is always full 32 times in a row, 8 MB, and does so for each
+client that sends that fast.
+"""
 
 
 class LeanFlowControl:
@@ -43,7 +46,9 @@ class LeanFlowControl:
             self._transport.resume_reading()
 
     def received(self, size: int) -> None:
-        """After a large read, stop reading for one turn of the loop: other connections come first."""
+        """After a large read, stop reading for one turn of the loop: other connections come
+        first.
+        """
         if size >= LARGE_READ and not self.read_paused and not self._transport.is_closing():
             self._transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._continue)
@@ -65,7 +70,9 @@ class LeanFlowControl:
 
 
 class LeanPipeline(list[object]):
-    """The requests that wait on a connection, the newest first, as in uvicorn's deque: few, and mostly none."""
+    """The requests that wait on a connection, the newest first, as in uvicorn's deque: few, and
+    mostly none.
+    """
 
     __slots__ = ()
 

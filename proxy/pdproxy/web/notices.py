@@ -1,8 +1,9 @@
-"""Where engines post notices that KV is ready: LMCache's telemetry over HTTP, at a listener of its own, without FastAPI.
+"""Where engines post notices that KV is ready: LMCache's telemetry over HTTP, at a listener of its
+own, without FastAPI.
 
-Nothing proves who posts: whoever reaches the port can. So everything is bounded: connections, the time of heads and bodies, the
-bytes of one body and of all, and how long the event loop is held up. A notice has an effect only for a prompt that waits for it,
-by an id that pdproxy has made.
+Nothing proves who posts: whoever reaches the port can. So everything is bounded: connections, the
+time of heads and bodies, the bytes of one body and of all, and how long the event loop is held up.
+A notice has an effect only for a prompt that waits for it, by an id that pdproxy has made.
 """
 
 from __future__ import annotations
@@ -53,7 +54,12 @@ class NoticeProtocol(GuardedProtocol):
 
     def on_body(self, body: bytes) -> None:
         self.count_part(len(body))
-        if self._drops or self._discarding or self.cycle.response_complete or self.cycle.disconnected:
+        if (
+            self._drops
+            or self._discarding
+            or self.cycle.response_complete
+            or self.cycle.disconnected
+        ):
             return
         try:
             if len(self._held) + len(body) > lmcache_telemetry.MAX_BYTES:
@@ -87,14 +93,22 @@ class NoticeProtocol(GuardedProtocol):
         self._held = bytearray()
 
 
-def notice_protocol(bounds: ConnectionBounds, observers: Observers, budget: BodyBudget) -> type[NoticeProtocol]:
-    """Return a protocol class for uvicorn's `http` setting. `budget`: of all bodies that are not complete."""
+def notice_protocol(
+    bounds: ConnectionBounds, observers: Observers, budget: BodyBudget
+) -> type[NoticeProtocol]:
+    """Return a protocol class for uvicorn's `http` setting. `budget`: of all bodies that are not
+    complete.
+    """
     bound = {"bounds": bounds, "observers": observers, "budget": budget}
     return type("BoundNoticeProtocol", (NoticeProtocol,), bound)
 
 
-def notice_app(read: Callable[[bytes], Sequence[Notice] | None], take: Callable[[Notice], None]) -> ASGIApp:
-    """Return the application. `read` returns the notices of a body, None if it is no telemetry; `take` gets each of them."""
+def notice_app(
+    read: Callable[[bytes], Sequence[Notice] | None], take: Callable[[Notice], None]
+) -> ASGIApp:
+    """Return the application. `read` returns the notices of a body, None if it is no telemetry;
+    `take` gets each of them.
+    """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -115,14 +129,18 @@ async def _taken(
     take: Callable[[Notice], None],
 ) -> dict[str, str]:
     if scope["path"] != lmcache_telemetry.PATH or scope["method"] != "POST":
-        raise NotStoredError(f"Engines post to {lmcache_telemetry.PATH}: there is nothing else here")
+        raise NotStoredError(
+            f"Engines post to {lmcache_telemetry.PATH}: there is nothing else here"
+        )
     while BODY not in scope:
         message = await receive()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             break
     found = read(scope.pop(BODY, b""))
     if found is None:
-        raise BadRequestError("expected LMCache's telemetry: event, request_ids_set, world_size, kv_rank")
+        raise BadRequestError(
+            "expected LMCache's telemetry: event, request_ids_set, world_size, kv_rank"
+        )
     for at, notice in enumerate(found, 1):
         take(notice)
         if at % AT_ONCE == 0:

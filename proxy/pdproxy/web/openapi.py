@@ -1,7 +1,8 @@
 """What `/openapi.json` says of the routes: requests, answers with their media types, and errors.
 
-Requests are described as far as they are the same for all engines: which other fields count, and which values, each engine
-decides; engines read values of another type where they can, such as "5" for 5. Owns the document's schemas.
+Requests are described as far as they are the same for all engines: which other fields count, and
+which values, each engine decides; engines read values of another type where they can, such as "5"
+for 5. Owns the document's schemas.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.request import Route
 
 Schema = dict[str, Any]
-JSON, EVENTS, BINARY, PROMETHEUS = "application/json", "text/event-stream", "application/octet-stream", "text/plain"
+JSON, EVENTS, BINARY, PROMETHEUS = (
+    "application/json",
+    "text/event-stream",
+    "application/octet-stream",
+    "text/plain",
+)
 
 _ANY: Schema = {"type": "object"}
 _TEXT: Schema = {"type": "string"}
@@ -27,7 +33,10 @@ _FIELDS_OF_ERROR: Schema = {
     "message": _TEXT,
     "type": _TEXT,
     "param": {"type": ["string", "null"], "description": "The field that is wrong"},
-    "code": {"type": ["integer", "string", "null"], "description": "The status, or OpenAI's word for the error"},
+    "code": {
+        "type": ["integer", "string", "null"],
+        "description": "The status, or OpenAI's word for the error",
+    },
     "reason": {
         "enum": [one.value for one in RefusalReason],
         "description": "Why the request is refused now, if it may be served later",
@@ -37,7 +46,9 @@ _ERROR: Schema = {
     "type": "object",
     "description": "OpenAI's shape of an error.",
     "required": ["error"],
-    "properties": {"error": {"type": "object", "required": ["message", "type"], "properties": _FIELDS_OF_ERROR}},
+    "properties": {
+        "error": {"type": "object", "required": ["message", "type"], "properties": _FIELDS_OF_ERROR}
+    },
 }
 _MESSAGES_ERROR: Schema = {
     "type": "object",
@@ -45,7 +56,11 @@ _MESSAGES_ERROR: Schema = {
     "required": ["type", "error"],
     "properties": {
         "type": {"const": "error"},
-        "error": {"type": "object", "required": ["message", "type"], "properties": {"message": _TEXT, "type": _TEXT}},
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {"message": _TEXT, "type": _TEXT},
+        },
     },
 }
 _DETAIL: Schema = {
@@ -61,7 +76,11 @@ _EVENT: Schema = {
 }
 _SCHEMAS = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR, "Detail": _DETAIL}
 
-_OF_CONNECTION = {400: "No request of HTTP", 408: "The request came too slowly", 431: "The head is too large"}
+_OF_CONNECTION = {
+    400: "No request of HTTP",
+    408: "The request came too slowly",
+    431: "The head is too large",
+}
 """Statuses that any route may have: they come before the route is known."""
 _OF_ENGINES = {
     400: "The request is wrong",
@@ -87,14 +106,20 @@ _RETRY_AFTER = {"Retry-After": {"description": "Seconds, 1 to 60", "schema": {"t
 def own_answers(
     schema: Schema | None, *others: int, media: str = JSON, closed: Sequence[int] = ()
 ) -> dict[int | str, Any]:
-    """Return the answers of a route of pdproxy's own: 200 and `others` with that schema (None: without a body), and errors.
+    """Return the answers of a route of pdproxy's own: 200 and `others` with that schema (None:
+    without a body), and errors.
 
     `closed`: the statuses with which it refuses those that are no operators.
     """
     content = {} if schema is None else {"content": {media: {"schema": schema}}}
-    found: dict[int | str, Any] = {status: _answer(_phrase(status), content) for status in (200, *others)}
+    found: dict[int | str, Any] = {
+        status: _answer(_phrase(status), content) for status in (200, *others)
+    }
     refused = dict.fromkeys(closed, "For operators alone (listen.operator_routes)")
-    return {**_errors(Dialect.OPENAI, {**_OF_CONNECTION, **refused, 503: "Too many connections"}), **found}
+    return {
+        **_errors(Dialect.OPENAI, {**_OF_CONNECTION, **refused, 503: "Too many connections"}),
+        **found,
+    }
 
 
 def listing_answers() -> dict[int | str, Any]:
@@ -104,24 +129,37 @@ def listing_answers() -> dict[int | str, Any]:
         "required": ["object", "data"],
         "properties": {"data": {"type": "array", "items": _ANY}},
     }
-    statuses = {status: text for status, text in _OF_ENGINES.items() if status not in (404, 413, 501)}
-    return {**_errors(Dialect.OPENAI, statuses), 200: _answer("Models", {"content": {JSON: {"schema": schema}}})}
+    statuses = {
+        status: text for status, text in _OF_ENGINES.items() if status not in (404, 413, 501)
+    }
+    return {
+        **_errors(Dialect.OPENAI, statuses),
+        200: _answer("Models", {"content": {JSON: {"schema": schema}}}),
+    }
 
 
 def answers_of(entry: RouteEntry) -> dict[int | str, Any]:
     """Return the answers of a route that engines serve, or that is refused."""
     if entry.kind is RouteKind.REFUSED:
-        return _errors(entry.dialect, {**_OF_CONNECTION, 401: _OF_ENGINES[401], 404: entry.why, 503: _OF_ENGINES[503]})
+        return _errors(
+            entry.dialect,
+            {**_OF_CONNECTION, 401: _OF_ENGINES[401], 404: entry.why, 503: _OF_ENGINES[503]},
+        )
     content = {JSON: {"schema": _WHOLE.get(entry.path, _ANY)}}
     if _streams(entry):
         content[EVENTS] = {"schema": _EVENT}
     if entry.path in _BINARY_TOO:
         content[BINARY] = {"schema": {**_TEXT, "format": "binary"}}
-    return {**_errors(entry.dialect, _OF_ENGINES), 200: _answer("The engine's answer", {"content": content})}
+    return {
+        **_errors(entry.dialect, _OF_ENGINES),
+        200: _answer("The engine's answer", {"content": content}),
+    }
 
 
 def _errors(dialect: Dialect, statuses: dict[int, str]) -> dict[int | str, Any]:
-    names = ["MessagesError", "Error", "Detail"] if dialect is Dialect.MESSAGES else ["Error", "Detail"]
+    names = (
+        ["MessagesError", "Error", "Detail"] if dialect is Dialect.MESSAGES else ["Error", "Detail"]
+    )
     schema = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in names]}
     found: dict[int | str, Any] = {}
     for status, text in sorted(statuses.items()):
@@ -164,14 +202,21 @@ HEALTHCHECK = _with_more(object_of(status=_TEXT), prefill_instances=COUNT, decod
 
 _MESSAGES: Schema = {"type": "array", "minItems": 1, "items": _ANY}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_PROMPT: Schema = {"description": "A text, token ids, or a list of either", "type": ["string", "array"]}
+_PROMPT: Schema = {
+    "description": "A text, token ids, or a list of either",
+    "type": ["string", "array"],
+}
 _MODEL: Schema = {"type": ["string", "null"], "description": "Without it, that of the engines"}
 _MAX_TOKENS: Schema = {"description": "The most tokens of the answer"}
 _FIELDS: dict[str, dict[str, Schema]] = {
     Route.CHAT.value: {"messages": _MESSAGES},
     Route.BATCH.value: {"messages": {"type": "array", "minItems": 1, "items": _MESSAGES}},
     "/v1/responses": {"input": {"anyOf": [_TEXT, {"type": "array"}]}},
-    "/v1/messages": {"model": {**_TEXT, "minLength": 1}, "messages": _MESSAGES, "max_tokens": _MAX_TOKENS},
+    "/v1/messages": {
+        "model": {**_TEXT, "minLength": 1},
+        "messages": _MESSAGES,
+        "max_tokens": _MAX_TOKENS,
+    },
     "/v1/messages/count_tokens": {"model": {**_TEXT, "minLength": 1}, "messages": _MESSAGES},
     "/detokenize": {"tokens": {"description": "Token ids", "type": "array"}},
 }
@@ -211,14 +256,23 @@ def request_of(entry: RouteEntry) -> dict[str, Any]:
     names = [part[1:-1] for part in entry.path.split("/") if part.startswith("{")]
     found: dict[str, Any] = {}
     if names:
-        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+        found["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names
+        ]
     if not entry.has_body or entry.kind is RouteKind.REFUSED:
         return found
     required, choice = _FIELDS.get(entry.path, {}), _ONE_OF.get(entry.path, {})
     schema: Schema = {
         "type": "object",
-        "description": "Every field that vLLM knows is passed on; what it may hold, the engine decides.",
-        "properties": {"model": _MODEL, **required, **choice, **({"stream": _STREAM} if _streams(entry) else {})},
+        "description": (
+            "Every field that vLLM knows is passed on; what it may hold, the engine decides."
+        ),
+        "properties": {
+            "model": _MODEL,
+            **required,
+            **choice,
+            **({"stream": _STREAM} if _streams(entry) else {}),
+        },
     }
     if required:
         schema["required"] = list(required)

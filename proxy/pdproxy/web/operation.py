@@ -1,4 +1,6 @@
-"""The routes that say how the proxy is doing: for health checks, and for operators. Both listeners have them."""
+"""The routes that say how the proxy is doing: for health checks, and for operators. Both listeners
+have them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class OperationState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a request could be served now. `reason`: why not, None if it could; `details`: everything that is wrong."""
+    """Whether a request could be served now. `reason`: why not, None if it could; `details`:
+    everything that is wrong.
+    """
 
     state: OperationState
     reason: str | None
@@ -47,9 +51,14 @@ class Operation:
 
 
 def add_operation(
-    app: FastAPI, answers: Operation, shows_all: Callable[[Request], bool], *, documented: bool = True
+    app: FastAPI,
+    answers: Operation,
+    shows_all: Callable[[Request], bool],
+    *,
+    documented: bool = True,
 ) -> None:
-    """Add the routes. `shows_all` returns whether a request gets the details that only operators may see.
+    """Add the routes. `shows_all` returns whether a request gets the details that only operators
+    may see.
 
     `documented`: whether the application's OpenAPI document has them.
     """
@@ -61,7 +70,9 @@ def add_operation(
         state = await answers.readiness()
         is_ready = state.state is not OperationState.NOT_READY
         more = {"state": state.state.value, "reason": state.reason, "details": state.details}
-        return JSONResponse({"ready": is_ready, **(more if shows_all(request) else {})}, 200 if is_ready else 503)
+        return JSONResponse(
+            {"ready": is_ready, **(more if shows_all(request) else {})}, 200 if is_ready else 503
+        )
 
     async def ready_proxy(request: Request) -> Response:
         reason = answers.not_taking()
@@ -70,7 +81,9 @@ def add_operation(
 
     async def healthcheck(request: Request) -> Response:
         prefill, decode = answers.engines()
-        more = {"prefill_instances": prefill, "decode_instances": decode} if shows_all(request) else {}
+        more = (
+            {"prefill_instances": prefill, "decode_instances": decode} if shows_all(request) else {}
+        )
         return JSONResponse({"status": "ok", **more})
 
     async def load() -> Response:

@@ -1,6 +1,8 @@
-"""Which routes of the clients' port are for operators alone (`listen.operator_routes`), and who is one there.
+"""Which routes of the clients' port are for operators alone (`listen.operator_routes`), and who is
+one there.
 
-The table of routes says which these are. A route that is not in the table is theirs, too: one that is forgotten there is closed.
+The table of routes says which these are. A route that is not in the table is theirs, too: one that
+is forgotten there is closed.
 """
 
 from __future__ import annotations
@@ -17,15 +19,20 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.routes import Audience, audience_of
 
 CLOSED = (
-    "only operators may see this: ask where the admin API listens (listen.admin), or send one of auth.admin_keys; "
+    "only operators may see this: ask where the admin API listens (listen.admin), or send one of "
+    "auth.admin_keys; "
     "listen.operator_routes: everywhere shows it to everybody"
 )
 
 
 class Operators:
-    """Who may see what is for operators. `keys`: theirs; `closed` returns whether others may not see it."""
+    """Who may see what is for operators. `keys`: theirs; `closed` returns whether others may not
+    see it.
+    """
 
-    def __init__(self, keys: Keys | None = None, closed: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, keys: Keys | None = None, closed: Callable[[], bool] = lambda: False
+    ) -> None:
         self._keys = keys or Keys()
         self._closed = closed
 
@@ -57,7 +64,9 @@ class Operators:
         return True
 
     def guard(self, app: FastAPI) -> None:
-        """Have all routes of an application that are for operators check who asks. Call it behind the last route."""
+        """Have all routes of an application that are for operators check who asks. Call it behind
+        the last route.
+        """
         for route in app.routes:
             if isinstance(route, Route) and audience_of(route.path) in (Audience.OPERATORS, None):
                 route.app = self._checked(route.app)

@@ -1,7 +1,8 @@
-"""The ASGI side of routes that one engine serves whole: reads the body, writes the answer, notices that the client has left.
+"""The ASGI side of routes that one engine serves whole: reads the body, writes the answer, notices
+that the client has left.
 
-Owns the body's limit and the two tasks of a request. The connection has the deadlines of clients that send or read too slowly
-(`web.guard`).
+Owns the body's limit and the two tasks of a request. The connection has the deadlines of clients
+that send or read too slowly (`web.guard`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ Line = tuple[bytes, bytes]
 CONNECTION = "pdproxy.connection"
 """The key of an ASGI scope under which the request's connection is found."""
 FOUND = "pdproxy.found"
-"""The key under which it is found who sends the request, where the connection had to know it before the body."""
+"""The key under which it is found who sends the request, where the connection had to know it before
+the body.
+"""
 
 
 class PassthroughConnection(Protocol):
@@ -58,7 +61,9 @@ class PassthroughConnection(Protocol):
 
 @dataclass(slots=True)
 class PassthroughAsgi:
-    """What these routes need. One for the whole process; `forwarded`: the headers that engines get; `max_body` in bytes."""
+    """What these routes need. One for the whole process; `forwarded`: the headers that engines get;
+    `max_body` in bytes.
+    """
 
     serve: Callable[[IncomingPassthrough, AsyncResponseWriter], Awaitable[None]]
     identify: ClientIdentifier
@@ -69,7 +74,9 @@ class PassthroughAsgi:
     refused: Callable[[PdproxyError, str], None] = lambda error, client: None
     """Reports a body that is refused: the error, and the client's address."""
     session: Callable[[Mapping[bytes, bytes]], str | None] = lambda headers: None
-    """Returns the session that a request's headers name, None where they name none or nothing needs it."""
+    """Returns the session that a request's headers name, None where they name none or nothing needs
+    it.
+    """
 
 
 class PassthroughResponse(Response):
@@ -99,7 +106,8 @@ class PassthroughResponse(Response):
         connection.passed = self
         self._output = _AsgiWriter(send, self._client)
         try:
-            # If its sender is refused, the body is not read: the service refuses the request, and reports it.
+            # If its sender is refused, the body is not read: the service refuses the request, and
+            # reports it.
             await self._serve(headers, receive, is_accepted=identified.error is None)
         finally:
             connection.passed = None
@@ -116,7 +124,9 @@ class PassthroughResponse(Response):
         """See `RevocableRequest`."""
         serving, output = self._serving, self._output
         key = self._identified.key
-        if output.ended_by is not None or (keys is not None and (key is None or key.digest not in keys)):
+        if output.ended_by is not None or (
+            keys is not None and (key is None or key.digest not in keys)
+        ):
             return False
         if serving is not None and (serving.done() or output.complete):
             return False
@@ -140,11 +150,17 @@ class PassthroughResponse(Response):
     async def _serve(self, headers: list[Line], receive: Receive, *, is_accepted: bool) -> None:
         passthrough, output = self._passthrough, self._output
         try:
-            body = await self._body(headers, receive) if is_accepted and self._entry.has_body else b""
+            body = (
+                await self._body(headers, receive) if is_accepted and self._entry.has_body else b""
+            )
         except ClientLeftError:
             return
         except PdproxyError as error:
-            lines = [(b"content-type", b"application/json"), (b"connection", b"close"), *retry_headers(error)]
+            lines = [
+                (b"content-type", b"application/json"),
+                (b"connection", b"close"),
+                *retry_headers(error),
+            ]
             passthrough.refused(error, self._identified.address)
             with contextlib.suppress(ClientLeftError):
                 await output.whole(error.status, lines, failure_body(self._entry.dialect, error))
@@ -152,7 +168,9 @@ class PassthroughResponse(Response):
         found = dict(reversed(headers))  # if a header came twice, engines read the first one
         request = IncomingPassthrough(
             entry=self._entry,
-            request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
+            request_id=found[b"x-request-id"].decode("latin-1")
+            if b"x-request-id" in found
+            else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
             forward=tuple(line for line in headers if line[0] in passthrough.forwarded),
@@ -182,7 +200,9 @@ class PassthroughResponse(Response):
                 await serving
 
     def _too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"The body is larger than {self._passthrough.max_body} bytes", param="body")
+        return BodyTooLargeError(
+            f"The body is larger than {self._passthrough.max_body} bytes", param="body"
+        )
 
     async def _body(self, headers: list[Line], receive: Receive) -> Body:
         passthrough = self._passthrough
@@ -202,7 +222,8 @@ class PassthroughResponse(Response):
             self._size += len(part)
             whole += part
             if not message.get("more_body", False):
-                return whole if len(whole) > LARGE else bytes(whole)  # a copy would hold up the event loop
+                # a copy would hold up the event loop
+                return whole if len(whole) > LARGE else bytes(whole)
             self._client.bodies[self] = None
 
 
@@ -246,5 +267,6 @@ class _AsgiWriter:
 
     async def _body(self, data: bytes, *, more: bool) -> None:
         self.complete = not more
-        # A client that reads nothing has a deadline (`web.guard`); after it, the connection is lost.
+        # A client that reads nothing has a deadline (`web.guard`); after it, the connection is
+        # lost.
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,8 +1,8 @@
 """A client's connection with TLS that does not hide what waits to be sent.
 
-asyncio's layer of TLS, and uvloop's, hand all that they have to the connection below in one call. What waits there is in no size
-of a buffer and pauses nobody, before the next write: one large answer would be held without being seen. Handed over in pieces, no
-more than two of them are hidden.
+asyncio's layer of TLS, and uvloop's, hand all that they have to the connection below in one call.
+What waits there is in no size of a buffer and pauses nobody, before the next write: one large
+answer would be held without being seen. Handed over in pieces, no more than two of them are hidden.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class PiecewiseWriter(Protocol):
 
 
 class PiecewiseTransport:
-    """A transport whose large writes go in pieces; its protocol is told behind each such write. All else is the transport's."""
+    """A transport whose large writes go in pieces; its protocol is told behind each such write. All
+    else is the transport's.
+    """
 
     __slots__ = ("_transport",)
 

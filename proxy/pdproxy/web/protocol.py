@@ -1,9 +1,10 @@
-"""The data path's entry: a uvicorn protocol class that takes the generating routes and leaves all others to ASGI.
+"""The data path's entry: a uvicorn protocol class that takes the generating routes and leaves all
+others to ASGI.
 
-Owns the client's connection while a generating request is on it. Requests of other routes get uvicorn's own cycle and reach
-FastAPI. A generating request gets a `GenerateCycle`, which collects the body, runs the service in a task and writes to
-the socket without ASGI. It uses few names of uvicorn's class, and a test checks each of them. `web.guard` has the limits of
-every connection.
+Owns the client's connection while a generating request is on it. Requests of other routes get
+uvicorn's own cycle and reach FastAPI. A generating request gets a `GenerateCycle`, which collects
+the body, runs the service in a task and writes to the socket without ASGI. It uses few names of
+uvicorn's class, and a test checks each of them. `web.guard` has the limits of every connection.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from pdproxy.web.revocable import MakeError
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
-_PASSED = {entry.path: entry.path for entry in TABLE if entry.kind is RouteKind.PASSED and entry.has_body}
+_PASSED = {
+    entry.path: entry.path for entry in TABLE if entry.kind is RouteKind.PASSED and entry.has_body
+}
 
 
 class DataPathProtocol(GuardedProtocol):
-    """A connection whose generating requests do not use ASGI. `protocol_class` makes a subclass for one data path."""
+    """A connection whose generating requests do not use ASGI. `protocol_class` makes a subclass for
+    one data path.
+    """
 
     data_path: DataPath
     routes = _ROUTES
@@ -81,7 +86,8 @@ class DataPathProtocol(GuardedProtocol):
         # The cycle has what it needs of the head, and drops that early.
         self.url, self.headers, self.scope = b"", [], {}  # type: ignore[typeddict-item]
         self.begin_body()
-        cycle.disconnected = closing  # the connection ends with the answer before: nobody would read this one
+        # the connection ends with the answer before: nobody would read this one
+        cycle.disconnected = closing
         if existing is None or existing.response_complete:
             self._start_asgi_task(cycle, self.app)
         else:  # pipelined: it waits for the one before
@@ -89,10 +95,13 @@ class DataPathProtocol(GuardedProtocol):
             self.pipeline.appendleft((cycle, self.app))
 
     def _route(self) -> Route | None:
-        """Return the generating route of the request, None if it has another. The path is read as uvicorn reads it."""
+        """Return the generating route of the request, None if it has another. The path is read as
+        uvicorn reads it.
+        """
         found = self.routes.get(self.url)
         if found is None:
-            path = httptools.parse_url(self.url).path or b""  # without query and fragment, also of the absolute form
+            # without query and fragment, also of the absolute form
+            path = httptools.parse_url(self.url).path or b""
             if len(path) <= self.longest:
                 found = self.routes.get(unquote_to_bytes(path) if b"%" in path else path)
         return found
@@ -124,7 +133,11 @@ class DataPathProtocol(GuardedProtocol):
         return super().revoke(error, keys) + sum(cycle.revoke(error, keys) for cycle in own)
 
     def request_client(self) -> Client:
-        return self.active.client if isinstance(self.active, GenerateCycle) else super().request_client()
+        return (
+            self.active.client
+            if isinstance(self.active, GenerateCycle)
+            else super().request_client()
+        )
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -138,7 +151,9 @@ class DataPathProtocol(GuardedProtocol):
 
 
 def protocol_class(path: DataPath, root_path: str = "") -> type[DataPathProtocol]:
-    """Return a protocol class for uvicorn's `http` setting that serves `path`; routes are found behind `root_path`, too."""
+    """Return a protocol class for uvicorn's `http` setting that serves `path`; routes are found
+    behind `root_path`, too.
+    """
     routes = _ROUTES | {root_path.encode() + name: route for name, route in _ROUTES.items()}
     bound = {
         "routes": routes,

@@ -1,4 +1,5 @@
-"""Reports what is refused before it is a request: for its key, its head, its body, or since connections or space are missing.
+"""Reports what is refused before it is a request: for its key, its head, its body, or since
+connections or space are missing.
 
 Owns the reason of each such refusal: a metric's label, and a field of a log line.
 """
@@ -37,7 +38,13 @@ REFUSED = (
     ("no_key", "no API key was sent, and one is required"),
     ("wrong_key", "the API key is none of the valid ones"),
     ("ended_key", "the API key has expired, or was taken away while the request was read"),
-    ("not_allowed", "the API key is not good for that route or tenant, or a page of another site asks the admin API"),
+    (
+        "not_allowed",
+        (
+            "the API key is not good for that route or tenant, or a page of another site asks the "
+            "admin API"
+        ),
+    ),
     ("certificate", "the client's certificate is not valid any more"),
     ("connections", "too many connections are open"),
     ("body_too_large", "the body is larger than limits.max_body_bytes"),
@@ -51,7 +58,8 @@ REFUSED = (
 EARLY_REFUSALS = counter(
     "pdproxy_early_refusals_total",
     "refusals",
-    "Requests and connections that were refused before their body was complete, and requests without a valid key",
+    "Requests and connections that were refused before their body was complete, and requests "
+    "without a valid key",
     Label("reason", REFUSED),
     of=Refused,
 )
@@ -73,4 +81,6 @@ def reason_of(error: PdproxyError) -> str:
 
 def report_refusal(observers: Observers, error: PdproxyError, client: str) -> None:
     """Report a refusal of a client's request or connection. `client`: its address."""
-    observers.notify(Refused(reason_of(error), client, None if error.reason is None else error.reason.value))
+    observers.notify(
+        Refused(reason_of(error), client, None if error.reason is None else error.reason.value)
+    )

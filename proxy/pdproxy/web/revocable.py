@@ -13,7 +13,9 @@ MakeError = Callable[[], RevokedError]
 
 
 class ShownCertificate(NamedTuple):
-    """A client's certificate: the SHA-256 digests of the authorities that vouch for it, and its end in seconds since 1970."""
+    """A client's certificate: the SHA-256 digests of the authorities that vouch for it, and its end
+    in seconds since 1970.
+    """
 
     authorities: frozenset[bytes]
     ends: float
@@ -23,7 +25,8 @@ class RevocableRequest(Protocol):
     """A request."""
 
     def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> bool:
-        """End it if one of these keys, given as digests, has let it in; None: whatever has. Return whether this has ended it.
+        """End it if one of these keys, given as digests, has let it in; None: whatever has. Return
+        whether this has ended it.
 
         Its client gets the error: as the answer, or as the last event of a stream that was begun.
         """

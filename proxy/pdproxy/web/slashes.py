@@ -1,7 +1,8 @@
 """A path with a slash too much is redirected to the route without it.
 
-Starlette would write the request's `Host` into `Location`: who can choose that header for others, or has a cache keep the
-answer, would send them elsewhere. Here `Location` is relative to the path, so it is right behind every balancer.
+Starlette would write the request's `Host` into `Location`: who can choose that header for others,
+or has a cache keep the answer, would send them elsewhere. Here `Location` is relative to the path,
+so it is right behind every balancer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ SLASH = b"/"
 
 
 def redirect_by_path(app: FastAPI) -> None:
-    """Turn off Starlette's own redirect. `redirect_of` takes its place, where the application answers a 404."""
+    """Turn off Starlette's own redirect. `redirect_of` takes its place, where the application
+    answers a 404.
+    """
     app.router.redirect_slashes = False
 
 
@@ -24,7 +27,8 @@ def redirect_of(app: FastAPI, request: Request) -> Response | None:
     scope = request.scope
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or b""
-    if not raw.endswith(SLASH) or not path.endswith("/") or path.endswith("//"):  # clients resolve several differently
+    # clients resolve several differently
+    if not raw.endswith(SLASH) or not path.endswith("/") or path.endswith("//"):
         return None
     asked = {**scope, "path": path[:-1]}
     if not any(route.matches(asked)[0] is not Match.NONE for route in app.routes):

@@ -1,7 +1,8 @@
 """Clients that read too slowly: a minimum speed, which applies only while bytes wait to be sent.
 
-Owns the measurements of a connection while its client reads more slowly than we write. Its stream holds a place and KV on an
-engine: a client that reads only a few bytes from time to time must not hold these without end, and make other clients wait.
+Owns the measurements of a connection while its client reads more slowly than we write. Its stream
+holds a place and KV on an engine: a client that reads only a few bytes from time to time must not
+hold these without end, and make other clients wait.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ SAMPLES = 12
 """How often a client's speed is measured within `deadlines.client_write`."""
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
 _BYTES_ACKED = struct.Struct("120x Q")
-"""Where Linux's `struct tcp_info` has `tcpi_bytes_acked`: the bytes that the other side's kernel has taken."""
+"""Where Linux's `struct tcp_info` has `tcpi_bytes_acked`: the bytes that the other side's kernel
+has taken.
+"""
 
 
 @dataclass(slots=True)
 class SlowReaderPolicy:
-    """How slowly clients may read: less than `min_rate` bytes per second (0: nothing at all) for up to `seconds`.
+    """How slowly clients may read: less than `min_rate` bytes per second (0: nothing at all) for up
+    to `seconds`.
 
-    `over_share`: whether a client holds more than its share while others wait. Then it is dropped once it is found slow.
+    `over_share`: whether a client holds more than its share while others wait. Then it is dropped
+    once it is found slow.
     """
 
     min_rate: int
@@ -42,12 +47,27 @@ class SlowReaderPolicy:
 
 
 class ReadWatch:
-    """Measures a client's speed from time to time, from when it reads more slowly than we write until it has caught up."""
+    """Measures a client's speed from time to time, from when it reads more slowly than we write
+    until it has caught up.
+    """
 
-    __slots__ = ("_caught_up", "_left", "_policy", "_reads", "_taken", "_timer", "_transport", "client")
+    __slots__ = (
+        "_caught_up",
+        "_left",
+        "_policy",
+        "_reads",
+        "_taken",
+        "_timer",
+        "_transport",
+        "client",
+    )
 
     def __init__(
-        self, policy: SlowReaderPolicy, client: Client, transport: Transport, caught_up: Callable[[], None]
+        self,
+        policy: SlowReaderPolicy,
+        client: Client,
+        transport: Transport,
+        caught_up: Callable[[], None],
     ) -> None:
         self._policy = policy
         self.client = client
@@ -71,7 +91,11 @@ class ReadWatch:
         self._transport.abort()
 
     def _measure(self) -> None:
-        policy, left, taken = self._policy, self._transport.get_write_buffer_size(), bytes_taken(self._transport)
+        policy, left, taken = (
+            self._policy,
+            self._transport.get_write_buffer_size(),
+            bytes_taken(self._transport),
+        )
         window = policy.seconds / SAMPLES
         if not left:
             self.stop()
@@ -82,8 +106,11 @@ class ReadWatch:
             read = math.inf  # the system does not count: any progress is enough
         self._left, self._taken = left, taken
         self._reads.append(read)
-        # The other side's system takes bytes in steps, which may be minutes apart: one step makes no fast reader.
-        if len(self._reads) == SAMPLES and sum(self._reads) < max(1, policy.min_rate * policy.seconds):
+        # The other side's system takes bytes in steps, which may be minutes apart: one step makes
+        # no fast reader.
+        if len(self._reads) == SAMPLES and sum(self._reads) < max(
+            1, policy.min_rate * policy.seconds
+        ):
             policy.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
             self.stop()
             self._transport.abort()
@@ -98,11 +125,15 @@ class ReadWatch:
 
 
 def bytes_taken(transport: Transport) -> int | None:
-    """Return how many bytes the other side has taken since the connection began; None where the system does not count them."""
+    """Return how many bytes the other side has taken since the connection began; None where the
+    system does not count them.
+    """
     if _TCP_INFO is None:
         return None
     try:
-        info = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BYTES_ACKED.size)
+        info = transport.get_extra_info("socket").getsockopt(
+            socket.IPPROTO_TCP, _TCP_INFO, _BYTES_ACKED.size
+        )
         (taken,) = _BYTES_ACKED.unpack(info)
     except (OSError, struct.error, AttributeError):
         return None

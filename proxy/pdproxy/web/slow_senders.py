@@ -1,7 +1,7 @@
 """Clients that send a body too slowly: a minimum speed, and a time for the whole body.
 
-A body on a slow network is large and takes minutes. A client that sends a few bytes from time to time holds a connection, and
-space for bodies, without end.
+A body on a slow network is large and takes minutes. A client that sends a few bytes from time to
+time holds a connection, and space for bodies, without end.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from pdproxy.web.connection_bounds import ConnectionBounds
 
 
 class SendWatch:
-    """Judges a body from time to time until it is cancelled. `received` returns the body's bytes so far; `refuse` ends it."""
+    """Judges a body from time to time until it is cancelled. `received` returns the body's bytes so
+    far; `refuse` ends it.
+    """
 
     __slots__ = ("_before", "_bounds", "_by", "_received", "_refuse", "_timer")
 
     def __init__(
-        self, bounds: ConnectionBounds, received: Callable[[], int], refuse: Callable[[BodyTimeoutError], None]
+        self,
+        bounds: ConnectionBounds,
+        received: Callable[[], int],
+        refuse: Callable[[BodyTimeoutError], None],
     ) -> None:
         self._bounds = bounds
         self._received = received
@@ -40,7 +45,11 @@ class SendWatch:
         bounds, received = self._bounds, self._received()
         came, self._before = received - self._before, received
         if bounds.slow_readers.clock.now() >= self._by:
-            self._refuse(BodyTimeoutError(f"The body was not complete in {bounds.longest_body:g} s", param="body"))
+            self._refuse(
+                BodyTimeoutError(
+                    f"The body was not complete in {bounds.longest_body:g} s", param="body"
+                )
+            )
         elif came < max(1, bounds.min_send_rate * bounds.body_timeout):
             text = f"The body came too slowly: {came} bytes in {bounds.body_timeout:g} s"
             self._refuse(BodyTimeoutError(text, param="body"))

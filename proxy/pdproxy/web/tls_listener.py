@@ -1,7 +1,8 @@
-"""A listener with TLS: connections are counted from when they are accepted, and reach HTTP once their handshake is done.
+"""A listener with TLS: connections are counted from when they are accepted, and reach HTTP once
+their handshake is done.
 
-A handshake costs far more than what its client sends for it. So handshakes have a limit of their own and a deadline, and at the
-limit the client that has the most of them loses the oldest one.
+A handshake costs far more than what its client sends for it. So handshakes have a limit of their
+own and a deadline, and at the limit the client that has the most of them loses the oldest one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from pdproxy.web.revocable import MakeError, ShownCertificate
 SHARE, MIN_HANDSHAKES = 4, 64
 """One connection of so many may be a handshake, and at least so many may be."""
 BACKSTOP = 30.0
-"""Seconds that the event loop's own limit on a handshake is longer than ours, which counts no time of hold-ups."""
+"""Seconds that the event loop's own limit on a handshake is longer than ours, which counts no time
+of hold-ups.
+"""
 
 
 class TlsListener:
@@ -55,7 +58,9 @@ class TlsListener:
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> TlsArrival:
-        """Return the protocol of a connection that was accepted. The arguments: those of uvicorn's protocols."""
+        """Return the protocol of a connection that was accepted. The arguments: those of uvicorn's
+        protocols.
+        """
         self.handshakes.max_open = max(MIN_HANDSHAKES, self.bounds.connections.max_open // SHARE)
         return TlsArrival(self, lambda: self._http(config, server_state, app_state, _loop))
 
@@ -82,7 +87,9 @@ class TlsArrival(asyncio.Protocol):
         self._transport = transport
         peer = transport.get_extra_info("peername")
         bounds = self._listener.bounds
-        self._peer = bounds.clients.enter(address_name(str(peer[0]) if isinstance(peer, tuple) else ""))
+        self._peer = bounds.clients.enter(
+            address_name(str(peer[0]) if isinstance(peer, tuple) else "")
+        )
         self._task = asyncio.get_running_loop().create_task(self._arrive())
         try:
             self._listener.handshakes.opened(self._peer, self)
@@ -147,13 +154,18 @@ class TlsArrival(asyncio.Protocol):
             first.hand_on(http)
 
     async def _shaken(self, context: ssl.SSLContext, first: _FirstData) -> asyncio.Transport:
-        """Return the connection's transport with TLS. Raises OSError and RuntimeError, as `loop.start_tls` does."""
+        """Return the connection's transport with TLS. Raises OSError and RuntimeError, as
+        `loop.start_tls` does.
+        """
         loop, seconds = asyncio.get_running_loop(), self._listener.bounds.head_timeout + BACKSTOP
         shaking = loop.create_task(
-            loop.start_tls(self._transport, first, context, server_side=True, ssl_handshake_timeout=seconds)
+            loop.start_tls(
+                self._transport, first, context, server_side=True, ssl_handshake_timeout=seconds
+            )
         )
         try:
-            await asyncio.sleep(0)  # the task has its first step: then TLS gets what comes, and learns of the end
+            # the task has its first step: then TLS gets what comes, and learns of the end
+            await asyncio.sleep(0)
             if self._transport.is_closing():
                 raise ConnectionResetError
             if self._early:
@@ -167,7 +179,10 @@ class TlsArrival(asyncio.Protocol):
 
     def _pass_early(self) -> None:
         """Give TLS what uvloop has read before the handshake began."""
-        protocol, data = cast("asyncio.BufferedProtocol", self._transport.get_protocol()), memoryview(self._early)
+        protocol, data = (
+            cast("asyncio.BufferedProtocol", self._transport.get_protocol()),
+            memoryview(self._early),
+        )
         self._early = b""
         while data:
             space = memoryview(protocol.get_buffer(len(data)))
@@ -182,7 +197,9 @@ class TlsArrival(asyncio.Protocol):
 
 
 class _FirstData(asyncio.Protocol):
-    """Takes what comes in the step in which a handshake ends: only behind it HTTP's protocol can be told of its connection."""
+    """Takes what comes in the step in which a handshake ends: only behind it HTTP's protocol can be
+    told of its connection.
+    """
 
     def __init__(self) -> None:
         self._data: list[bytes] = []

@@ -1,8 +1,8 @@
 """What was written to clients and they have not read yet: a limit on its bytes.
 
-Owns that count: of all answers, whoever writes them. What the legs to engines hold is counted separately
-(`upstream.answer_budget`): a client that does not read must not make an engine's stream fail. If there is no space left, the
-client with the most unread bytes loses its oldest answer.
+Owns that count: of all answers, whoever writes them. What the legs to engines hold is counted
+separately (`upstream.answer_budget`): a client that does not read must not make an engine's stream
+fail. If there is no space left, the client with the most unread bytes loses its oldest answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class UnreadAnswers:
         return f"<UnreadAnswers {self.held} of {self.max_bytes} bytes>"
 
     def hold(self, client: Client, connection: DroppableConnection, size: int) -> None:
-        """Count what waits on a connection, `size` bytes in all, until `release`. What has no space is dropped, perhaps this."""
+        """Count what waits on a connection, `size` bytes in all, until `release`. What has no space
+        is dropped, perhaps this.
+        """
         own = self._by_client.setdefault(client, {})
         self.held += size - own.get(connection, 0)
         own[connection] = size
@@ -45,7 +47,9 @@ class UnreadAnswers:
             oldest.drop()
 
     def release(self, client: Client, connection: DroppableConnection) -> None:
-        """Count it no longer: it was read, or its connection is lost. A second call changes nothing."""
+        """Count it no longer: it was read, or its connection is lost. A second call changes
+        nothing.
+        """
         own = self._by_client.get(client)
         if own is not None and connection in own:
             self.held -= own.pop(connection)

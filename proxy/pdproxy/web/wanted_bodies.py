@@ -1,7 +1,9 @@
-"""Bodies of requests over ASGI: taken where a route reads one and the request's sender may send one, else dropped as they come.
+"""Bodies of requests over ASGI: taken where a route reads one and the request's sender may send
+one, else dropped as they come.
 
-Nothing is kept of what is dropped. A request is answered without its body, and if that has not come whole by then, the connection
-closes behind the answer: else a client without a key could go on sending for as long as the longest body may take.
+Nothing is kept of what is dropped. A request is answered without its body, and if that has not come
+whole by then, the connection closes behind the answer: else a client without a key could go on
+sending for as long as the longest body may take.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class WantedBodiesConnection(OfferIgnoringConnection):
 
 
 class _Ending:
-    """A connection's transport, for the answer behind which it closes while its client still sends."""
+    """A connection's transport, for the answer behind which it closes while its client still
+    sends.
+    """
 
     __slots__ = ("_connection", "is_closing", "write")
 
@@ -71,5 +75,7 @@ class _Ending:
         self.is_closing = transport.is_closing
 
     def close(self) -> None:
-        """Close, so that the client can read the answer: unread bytes would turn the close into a reset."""
+        """Close, so that the client can read the answer: unread bytes would turn the close into a
+        reset.
+        """
         self._connection.end(all_read=False)

@@ -1,8 +1,10 @@
-"""Wrong keys, by the addresses that send them. Owns how many an address may send before it is told to wait.
+"""Wrong keys, by the addresses that send them. Owns how many an address may send before it is told
+to wait.
 
-A right key is served whatever else comes from its address: many clients may share one, behind a balancer. So this does not keep
-anybody from guessing a key that is short: it shows senders and operators that something is wrong. What wrong keys cost others is
-limited elsewhere: log lines (`observe.few_lines`), and connections (`web.connections`). Each worker counts by itself.
+A right key is served whatever else comes from its address: many clients may share one, behind a
+balancer. So this does not keep anybody from guessing a key that is short: it shows senders and
+operators that something is wrong. What wrong keys cost others is limited elsewhere: log lines
+(`observe.few_lines`), and connections (`web.connections`). Each worker counts by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ PER_SECOND = 0.2
 CLIENTS, ADMIN = "clients", "admin"
 """The listeners."""
 MAX_ADDRESSES = 4096
-"""Addresses that are remembered. Beyond them, the one whose last wrong key is the oldest is forgotten."""
+"""Addresses that are remembered. Beyond them, the one whose last wrong key is the oldest is
+forgotten.
+"""
 WRONG_KEYS = counter(
     "pdproxy_wrong_keys_total",
     "requests",
@@ -46,8 +50,12 @@ class WrongKeys:
     def __repr__(self) -> str:
         return f"<WrongKeys of {len(self._known)} addresses>"
 
-    def answer(self, error: UnauthorizedError, address: str, listener: str = CLIENTS) -> PdproxyError:
-        """Return the error for a request without a valid key: `error`, or that its address has sent too many wrong keys."""
+    def answer(
+        self, error: UnauthorizedError, address: str, listener: str = CLIENTS
+    ) -> PdproxyError:
+        """Return the error for a request without a valid key: `error`, or that its address has sent
+        too many wrong keys.
+        """
         if error.code is None:
             return error  # there was no key
         now = self._now()

@@ -1,7 +1,8 @@
-"""The APIs of routes that one engine serves whole: how each reports a failure, how its streams begin and end, and what
-these report of tokens.
+"""The APIs of routes that one engine serves whole: how each reports a failure, how its streams
+begin and end, and what these report of tokens.
 
-Owns the splitting of their streams into whole events, so that a failure never follows half an event.
+Owns the splitting of their streams into whole events, so that a failure never follows half an
+event.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ MAX_EVENT = 64 * 2**20
 _NUMBER = b'"sequence_number":'
 _SEQUENCE = re.compile(rb"\s*(\d{1,18})")
 _NOTED = re.compile(
-    rb"(?:event: (?:message_(?:start|delta)|(response\.(?:completed|incomplete|failed)|message_stop|error))"
+    rb"(?:event: (?:message_(?:start|delta)|(response\.(?:completed|incomplete|failed)|"
+    rb"message_stop|error))"
     rb"|data: (\[DONE\]))\r?\n"
 )
-"""The first line of an event that may report what was used, or that ends a stream: then it has a group. That it begins a line is
-checked separately: a pattern for line starts costs time at each line."""
+"""The first line of an event that may report what was used, or that ends a stream: then it has a
+group. That it begins a line is checked separately: a pattern for line starts costs time at each
+line.
+"""
 _FIRST = b"event: message_start"
 _DATA = b"data: "
 _USAGE_ONLY = b'"choices":[],"usage":{'
@@ -55,7 +59,9 @@ class Dialect(Enum):
 
     @property
     def opening(self) -> int:
-        """How many events of a stream come before the first one with a token: those of its answer's first item included."""
+        """How many events of a stream come before the first one with a token: those of its answer's
+        first item included.
+        """
         return 4 if self is Dialect.RESPONSES else 2 if self is Dialect.MESSAGES else 0
 
 
@@ -82,18 +88,26 @@ class _Body(msgspec.Struct):
 
 
 def failure_body(dialect: Dialect, error: PdproxyError, engines: Sequence[str] = ()) -> bytes:
-    """Return the body of an answer that is an error; an engine's own body in its own shape. `engines`: as of `error_body`.
+    """Return the body of an answer that is an error; an engine's own body in its own shape.
+    `engines`: as of `error_body`.
 
-    A body that can't be read is refused by vLLM's server before the route's own code runs: with the same text on every route.
+    A body that can't be read is refused by vLLM's server before the route's own code runs: with the
+    same text on every route.
     """
     body = error_body(error, engines)
     engines_own = isinstance(error, EngineRefusedError) and error_of(error.body) is not None
-    if dialect is not Dialect.MESSAGES or engines_own or isinstance(error, UnreadableError | UnparsableError):
+    if (
+        dialect is not Dialect.MESSAGES
+        or engines_own
+        or isinstance(error, UnreadableError | UnparsableError)
+    ):
         return body
     return msgspec.json.encode(_MessagesError(msgspec.json.decode(body, type=_Body).error))
 
 
-def failure_event(dialect: Dialect, error: PdproxyError, sequence: int, engines: Sequence[str] = ()) -> bytes:
+def failure_event(
+    dialect: Dialect, error: PdproxyError, sequence: int, engines: Sequence[str] = ()
+) -> bytes:
     """Return the event that ends a stream that failed. `sequence` is the number of that event."""
     body = error_body(error, engines)
     fields = msgspec.json.decode(body, type=_Body).error
@@ -101,7 +115,11 @@ def failure_event(dialect: Dialect, error: PdproxyError, sequence: int, engines:
         case Dialect.OPENAI:
             return b"data: " + body + b"\n\n"
         case Dialect.RESPONSES:
-            code = error.code if isinstance(error, UnauthorizedError) and error.code is not None else fields.type
+            code = (
+                error.code
+                if isinstance(error, UnauthorizedError) and error.code is not None
+                else fields.type
+            )
             body = msgspec.json.encode(_ResponsesError(code, fields.message, sequence))
         case Dialect.MESSAGES:
             kind = "authentication_error" if isinstance(error, UnauthorizedError) else "api_error"
@@ -116,7 +134,9 @@ def _begins_line(text: bytes, at: int) -> bool:
 
 
 class WholeEvents:
-    """Cuts a stream into whole events, and counts them. Owns the bytes of an event that is not whole yet."""
+    """Cuts a stream into whole events, and counts them. Owns the bytes of an event that is not
+    whole yet.
+    """
 
     def __init__(self, dialect: Dialect) -> None:
         self.count = 0
@@ -133,12 +153,16 @@ class WholeEvents:
 
     @property
     def generating(self) -> bool:
-        """Whether the model has begun to work: vLLM begins some streams before it has read the request."""
+        """Whether the model has begun to work: vLLM begins some streams before it has read the
+        request.
+        """
         return self.count > self._preamble
 
     @property
     def tokens(self) -> int:
-        """How many tokens the answer has so far: before the engine reports them, one in each event, but for the first events."""
+        """How many tokens the answer has so far: before the engine reports them, one in each event,
+        but for the first events.
+        """
         if self.reported and self.usage is not None:
             return self.usage.completion_tokens or 0
         return max(self.count - self._opening, 0)
@@ -171,7 +195,9 @@ class WholeEvents:
         return whole
 
     def _note_usage(self, whole: bytes, start: int, *, is_first: bool = False) -> None:
-        """Note the usage of the event whose line of data begins at `start`. `is_first`: only the prompt is known yet."""
+        """Note the usage of the event whose line of data begins at `start`. `is_first`: only the
+        prompt is known yet.
+        """
         line = whole[start : whole.find(b"\n", start)]
         if not line.startswith(_DATA) or (found := usage_in_event(line[len(_DATA) :])) is None:
             return

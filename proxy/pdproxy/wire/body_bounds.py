@@ -1,8 +1,9 @@
-"""Limits on what a body may hold, and which bodies are quick to read: in a few milliseconds at most.
+"""Limits on what a body may hold, and which bodies are quick to read: in a few milliseconds at
+most.
 
-Owns the limits and the counting. The time to read JSON depends on its strings, arrays and objects more than on its bytes: 64 MiB
-of text take 70 ms, 64 MiB of `[],` take seconds and gigabytes. So a body is counted before it is parsed, and counting makes no
-object per item.
+Owns the limits and the counting. The time to read JSON depends on its strings, arrays and objects
+more than on its bytes: 64 MiB of text take 70 ms, 64 MiB of `[],` take seconds and gigabytes. So a
+body is counted before it is parsed, and counting makes no object per item.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ from pdproxy.wire.media_rule import ANY, Media
 Body = bytes | bytearray
 """A request's body. A large one stays in the buffer that received it."""
 SMALL = 72 * 1024
-"""Bytes of a body that is quick to read, whatever it holds: 4 ms at most (`messages` of empty objects). 64 KiB of prompt fit."""
+"""Bytes of a body that is quick to read, whatever it holds: 4 ms at most (`messages` of empty
+objects). 64 KiB of prompt fit.
+"""
 LARGE = 512 * 1024
-"""Bytes above which no body is quick to read: text takes 1 ms per MiB, token ids 3 ms, a list of texts with escapes 10 ms."""
+"""Bytes above which no body is quick to read: text takes 1 ms per MiB, token ids 3 ms, a list of
+texts with escapes 10 ms.
+"""
 MAX_QUICK_ITEMS = 12_000
 """Strings, arrays and objects of a body that is quick to read: up to 0.25 us each."""
 MAX_QUICK_DIGITS = 300
-"""Digits in a row of a body that is quick to read: the time to read an integer grows with their square, 0.2 ms for 4300."""
+"""Digits in a row of a body that is quick to read: the time to read an integer grows with their
+square, 0.2 ms for 4300.
+"""
 MAX_FIELDS = 1024
-"""Fields at a body's top level, of which vLLM knows fewer than a hundred. Each leg to an engine copies them all."""
+"""Fields at a body's top level, of which vLLM knows fewer than a hundred. Each leg to an engine
+copies them all.
+"""
 
 _QUOTE = ord('"')
 _ALL_BUT_MARKS = bytes(byte for byte in range(256) if byte not in b'"[]{},')
@@ -41,7 +50,8 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What one body may hold: `prompts` of one request; `items` are strings (names included), arrays and objects together.
+    """What one body may hold: `prompts` of one request; `items` are strings (names included),
+    arrays and objects together.
 
     `media`: which URLs of media.
     """
@@ -59,7 +69,8 @@ class TooManyPromptsError(BadRequestError):
 
     def __init__(self, limit: int, param: str) -> None:
         super().__init__(
-            f"`{param}` is a list of more than {limit} prompts, the most that one request may have", param=param
+            f"`{param}` is a list of more than {limit} prompts, the most that one request may have",
+            param=param,
         )
 
 
@@ -67,7 +78,10 @@ class TooManyItemsError(BadRequestError):
     """A body holds more than `limits.max_body_items`."""
 
     def __init__(self, limit: int, what: str = "strings, arrays and objects") -> None:
-        super().__init__(f"The body holds more than {limit} {what}, the most that one request may have", param="body")
+        super().__init__(
+            f"The body holds more than {limit} {what}, the most that one request may have",
+            param="body",
+        )
 
 
 class TooManyFieldsError(BadRequestError):
@@ -80,7 +94,8 @@ class TooManyFieldsError(BadRequestError):
 def is_quick(body: Body) -> bool:
     """Return whether a body of plain JSON is surely read within a few milliseconds.
 
-    Brackets and digits in strings are counted as well, so the count may be too high, but never too low.
+    Brackets and digits in strings are counted as well, so the count may be too high, but never too
+    low.
     """
     size = len(body)
     if size <= SMALL:
@@ -90,15 +105,18 @@ def is_quick(body: Body) -> bool:
     found = body.translate(None, _ALL_BUT_BEGINNINGS)
     if len(found) - found.count(_QUOTE) // 2 > MAX_QUICK_ITEMS:
         return False
-    # Three samples lie in each run of too many digits. Few prompts have such samples: only those are searched whole.
-    return not _SAMPLES.search(body[:: MAX_QUICK_DIGITS // 3]) or _MANY_DIGITS not in body.translate(_ONLY_DIGITS)
+    # Three samples lie in each run of too many digits. Few prompts have such samples: only those
+    # are searched whole.
+    return not _SAMPLES.search(
+        body[:: MAX_QUICK_DIGITS // 3]
+    ) or _MANY_DIGITS not in body.translate(_ONLY_DIGITS)
 
 
 def count_items(body: Body, limit: int) -> int:
     """Return how many strings, arrays and objects a body holds, in any encoding that JSON may have.
 
-    In a body that is not JSON, at least those before the first mistake are counted. A body that is not text holds none: the
-    parser refuses it, in the words of its route.
+    In a body that is not JSON, at least those before the first mistake are counted. A body that is
+    not text holds none: the parser refuses it, in the words of its route.
 
     Raises:
         TooManyItemsError: more than `limit`.
@@ -119,7 +137,8 @@ def count_items(body: Body, limit: int) -> int:
 
 
 def check_values(body: Body, limit: int) -> None:
-    """Refuse a body that holds more than `limit` values, numbers included, since all of them have to become objects.
+    """Refuse a body that holds more than `limit` values, numbers included, since all of them have
+    to become objects.
 
     A body that is not text holds none.
 
@@ -149,7 +168,9 @@ def _utf8(body: Body) -> Body:
 
 
 def _marks(text: Body) -> Body:
-    """Return quotes that begin or end a string, and all brackets and commas, those in strings included."""
+    """Return quotes that begin or end a string, and all brackets and commas, those in strings
+    included.
+    """
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     return text.translate(None, _ALL_BUT_MARKS)

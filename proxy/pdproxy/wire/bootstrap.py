@@ -1,7 +1,9 @@
-"""What a prefill engine's Mooncake bootstrap server answers: which data-parallel ranks the engine has, and where.
+"""What a prefill engine's Mooncake bootstrap server answers: which data-parallel ranks the engine
+has, and where.
 
-Source: vLLM 0.32.0 `mooncake/mooncake_utils.py`. `GET /query` answers {"<rank>": {"engine_id", "worker_addr": {"<tensor-parallel
-rank>": {"<pipeline-parallel rank>": address}}}}, with the ranks that have registered by now. Pure.
+Source: vLLM 0.32.0 `mooncake/mooncake_utils.py`. `GET /query` answers {"<rank>": {"engine_id",
+"worker_addr": {"<tensor-parallel rank>": {"<pipeline-parallel rank>": address}}}}, with the ranks
+that have registered by now. Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class BootstrapAnswerError(Exception):
 
 
 class RankAddresses(msgspec.Struct, frozen=True):
-    """One data-parallel rank: its engine id, and the address of each of its processes by tensor-parallel and pipeline-parallel rank."""
+    """One data-parallel rank: its engine id, and the address of each of its processes by
+    tensor-parallel and pipeline-parallel rank.
+    """
 
     engine_id: str
     worker_addr: dict[int, dict[int, str]]
@@ -42,11 +46,17 @@ class RankAddresses(msgspec.Struct, frozen=True):
         return len(next(iter(self.worker_addr.values()), {}))
 
     def missing(self, tp_size: int | None) -> str | None:
-        """Return which ranks have not registered, None if all have. `tp_size`: how many ranks there are, if that is known."""
+        """Return which ranks have not registered, None if all have. `tp_size`: how many ranks there
+        are, if that is known.
+        """
         expected = range(max(self.tp_size, 1) if tp_size is None else tp_size)
         for rank in expected:
             stages = self.worker_addr.get(rank)
-            if not stages or sorted(stages) != list(range(len(stages))) or len(stages) != self.pp_size:
+            if (
+                not stages
+                or sorted(stages) != list(range(len(stages)))
+                or len(stages) != self.pp_size
+            ):
                 return f"not all workers of tensor-parallel rank {rank}"
         return None
 

@@ -1,8 +1,9 @@
 """A request's `cache_salt`: prompts with different ones share nothing in engines' prefix caches.
 
-Owns which values go to engines, and what they are where each tenant has caches of its own: a keyed hash of the tenant and of the
-client's own salt. So the salts of one tenant stay apart, and no value that a client sends becomes the salt of another tenant.
-Source: vLLM 0.33.0 `entrypoints/generate/base/protocol.py`. Versions before 0.30.0 crash at values that are no text.
+Owns which values go to engines, and what they are where each tenant has caches of its own: a keyed
+hash of the tenant and of the client's own salt. So the salts of one tenant stay apart, and no value
+that a client sends becomes the salt of another tenant. Source: vLLM 0.33.0
+`entrypoints/generate/base/protocol.py`. Versions before 0.30.0 crash at values that are no text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _MAX_JSON = 12 * MAX_LENGTH + 2
 """Bytes of such a text in JSON: a character is at most two escapes."""
 _NO_TEXT = "Parameter 'cache_salt' must be a non-empty string if provided. (parameter=cache_salt)"
 _WRONG_TEXT = (
-    "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/', '\\\\', or NUL."
+    "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/', "
+    "'\\\\', or NUL."
     " (parameter=cache_salt)"
 )
 
@@ -67,7 +69,9 @@ def own_salt(fields: Fields) -> str | None:
 
 
 class TenantSalt:
-    """The salts of one tenant. `tenant` tells tenants apart, inside the proxy; `secret` is the key of the hash."""
+    """The salts of one tenant. `tenant` tells tenants apart, inside the proxy; `secret` is the key
+    of the hash.
+    """
 
     __slots__ = ("_key", "_usual", "tenant")
 
@@ -80,7 +84,8 @@ class TenantSalt:
         return "<TenantSalt>"  # neither the tenant, which may be an address, nor the salt
 
     def put_into(self, fields: Fields) -> None:
-        """Replace the client's salt in a request's fields with the one that engines get: 64 hexadecimal digits.
+        """Replace the client's salt in a request's fields with the one that engines get: 64
+        hexadecimal digits.
 
         Raises:
             BadRequestError: as `own_salt`.
@@ -97,5 +102,7 @@ class TenantSalt:
 
 
 def session_within(salt: TenantSalt | None, session: str | None) -> str | None:
-    """Return what names a conversation among those of all tenants. `salt`: its tenant's, None where tenants share caches."""
+    """Return what names a conversation among those of all tenants. `salt`: its tenant's, None where
+    tenants share caches.
+    """
     return session if session is None or salt is None else f"{salt.tenant} {session}"

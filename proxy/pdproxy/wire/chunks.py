@@ -1,7 +1,7 @@
 """HTTP/1.1 chunks as bytes: the framing of a stream, read and written without a parser.
 
-Servers write the size of a chunk in lower-case hexadecimal digits without leading zeros. A whole chunk in this form is known by
-its length alone. The parser reads every other form.
+Servers write the size of a chunk in lower-case hexadecimal digits without leading zeros. A whole
+chunk in this form is known by its length alone. The parser reads every other form.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ SIZE_LINE_OF_CHUNK = [_size_line(length) for length in range(MAX_CHUNK)]
 SIZE_LINE_OF_PAYLOAD = [b"%x\r\n" % size for size in range(MAX_CHUNK + 8)]
 """The size line of a chunk, by the bytes of its payload."""
 PAYLOAD_SIZE = {b"%x" % size: size for size in range(14, MAX_CHUNK)}
-"""Bytes of the payload, by the size line without its end. The smallest is that of a stream's end mark: thousands of smaller
-chunks are faster in the parser."""
+"""Bytes of the payload, by the size line without its end. The smallest is that of a stream's end
+mark: thousands of smaller chunks are faster in the parser.
+"""
 MAX_SIZE_LINE = 5
 """Bytes of such a line with its end."""
 
 
 def whole_chunks(data: bytes) -> tuple[list[bytes], int]:
-    """Return the payloads of the whole chunks at the beginning of `data`, and the offset of the rest."""
+    """Return the payloads of the whole chunks at the beginning of `data`, and the offset of the
+    rest.
+    """
     payloads: list[bytes] = []
     at = 0
     while (line := data.find(b"\r\n", at, at + MAX_SIZE_LINE)) > 0:

@@ -1,9 +1,10 @@
-"""The generating routes that only clients use: what engines are asked on the two others for them. Pure.
+"""The generating routes that only clients use: what engines are asked on the two others for them.
+Pure.
 
-Owns the rules by which a batch of chats becomes chats, and a SageMaker invocation a chat or a completion. Where a rule is not
-certain to give the answer of vLLM's own route, one engine gets the request whole, on that route.
-Source: vLLM 0.32.0 `openai/chat_completion/protocol.py`, `serve/sagemaker/api_router.py`, and
-`model_hosting_container_standards` 0.1.16.
+Owns the rules by which a batch of chats becomes chats, and a SageMaker invocation a chat or a
+completion. Where a rule is not certain to give the answer of vLLM's own route, one engine gets the
+request whole, on that route. Source: vLLM 0.32.0 `openai/chat_completion/protocol.py`,
+`serve/sagemaker/api_router.py`, and `model_hosting_container_standards` 0.1.16.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _CHAT_ALONE = {
     "n": b"1",
     "best_of": b"1",
 }
-"""Fields that a batch and a chat do not treat alike, with the value at which they do: vLLM's batches do not stream, render no
-tools, hide no reasoning, and report nothing about prompts."""
+"""Fields that a batch and a chat do not treat alike, with the value at which they do: vLLM's
+batches do not stream, render no tools, hide no reasoning, and report nothing about prompts.
+"""
 _CHECKED_FOR_CHATS = frozenset(
     {
         "messages",
@@ -55,11 +57,15 @@ _CHECKED_FOR_CHATS = frozenset(
         "return_mm_kwargs",
     }
 )
-"""Fields for which vLLM may refuse an invocation as a chat before it tries to read it as a completion."""
+"""Fields for which vLLM may refuse an invocation as a chat before it tries to read it as a
+completion.
+"""
 
 
 def is_plain_batch(fields: Fields) -> bool:
-    """Return whether each conversation of a batch can be served as a chat with the other fields of the batch."""
+    """Return whether each conversation of a batch can be served as a chat with the other fields of
+    the batch.
+    """
     return all(
         name not in fields or has_value(fields, name, b"null") or has_value(fields, name, same)
         for name, same in _CHAT_ALONE.items()
@@ -72,12 +78,20 @@ def is_chat(fields: Fields) -> bool:
 
 
 def is_completion(fields: Fields) -> bool:
-    """Return whether vLLM surely reads an invocation as a completion, if its fields have the right types."""
-    return not is_absent(fields, "prompt") and _SESSION not in fields and fields.keys().isdisjoint(_CHECKED_FOR_CHATS)
+    """Return whether vLLM surely reads an invocation as a completion, if its fields have the right
+    types.
+    """
+    return (
+        not is_absent(fields, "prompt")
+        and _SESSION not in fields
+        and fields.keys().isdisjoint(_CHECKED_FOR_CHATS)
+    )
 
 
 def with_adapter(fields: Fields, adapter: bytes | None) -> str | None:
-    """Set the model of an invocation to the one that its header names, none without such a header. Return its name, bounded."""
+    """Set the model of an invocation to the one that its header names, none without such a header.
+    Return its name, bounded.
+    """
     fields.pop("model", None)
     if adapter is None:
         return None
@@ -89,7 +103,8 @@ def load_invocation(body: Body) -> dict[str, object]:
     """Return the object that the body of an invocation holds.
 
     Raises:
-        UnreadableError, UnparsableError, BadRequestError: it holds none, in vLLM's words for this route.
+        UnreadableError, UnparsableError, BadRequestError: it holds none, in vLLM's words for this
+        route.
     """
     try:
         value = json.loads(body)

@@ -1,9 +1,11 @@
-"""Whether another engine may go on with a stream if its engine fails. This is known before the stream begins. Pure.
+"""Whether another engine may go on with a stream if its engine fails. This is known before the
+stream begins. Pure.
 
-The other engine gets a completion whose prompt is the ids of the prompt and of the answer so far. The rest of the answer is right
-if two conditions hold: the answer so far has an effect on the rest through its ids alone, and nothing parses the answer from its
-beginning. A field that is not known here may break either condition, so a request with such a field is not continued. Source:
-vLLM 0.32.0 `v1/sample/`, `v1/engine/detokenizer.py`.
+The other engine gets a completion whose prompt is the ids of the prompt and of the answer so far.
+The rest of the answer is right if two conditions hold: the answer so far has an effect on the rest
+through its ids alone, and nothing parses the answer from its beginning. A field that is not known
+here may break either condition, so a request with such a field is not continued. Source: vLLM
+0.32.0 `v1/sample/`, `v1/engine/detokenizer.py`.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ SAME_IN_COMPLETIONS = (
     "priority",
     "cache_salt",
 )
-"""Fields with the same meaning in a completion as in a chat, and the same behind some of the answer as before it."""
+"""Fields with the same meaning in a completion as in a chat, and the same behind some of the answer
+as before it.
+"""
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-"""Sent with the fields above where they are neutral: an engine's generation config may have others for clients that send none."""
+"""Sent with the fields above where they are neutral: an engine's generation config may have others
+for clients that send none.
+"""
 PROMPT_ONLY = (
     "prompt",
     "messages",
@@ -90,11 +96,15 @@ _SENT = frozenset(SAME_IN_COMPLETIONS) - {"model", "min_tokens"} | {
 }
 """Fields that are sent again."""
 _MAX_STOPS, _MAX_STOP = 64, 1024
-"""Stop strings, and characters of one: all beginnings of all of them are compared where a stream is cut."""
+"""Stop strings, and characters of one: all beginnings of all of them are compared where a stream is
+cut.
+"""
 
 
 class NotContinued(Enum):
-    """Why nobody goes on with a stream. The value is a label of `pdproxy_continuations_total{reason}`."""
+    """Why nobody goes on with a stream. The value is a label of
+    `pdproxy_continuations_total{reason}`.
+    """
 
     N = "n"
     BEAM = "beam"
@@ -152,12 +162,14 @@ _BY_FIELD = {
 
 
 class Continuable(msgspec.Struct, frozen=True):
-    """What is kept of a request so that another engine can go on with its answer. It refers to nothing of the body.
+    """What is kept of a request so that another engine can go on with its answer. It refers to
+    nothing of the body.
 
-    `sampling`: the fields that are sent again, as a JSON object. `limit`: tokens that the answer may have, None: as many as fit
-    into the context. `stops`: stop strings; `shows_stop`: whether they are a part of the answer. `shows_ids`: whether the client
-    gets the token ids. `calls_tools`: a parser looks for calls in the answer. `ignores_eos`: end
-    tokens may be in the middle of the answer.
+    `sampling`: the fields that are sent again, as a JSON object. `limit`: tokens that the answer
+    may have, None: as many as fit into the context. `stops`: stop strings; `shows_stop`: whether
+    they are a part of the answer. `shows_ids`: whether the client gets the token ids.
+    `calls_tools`: a parser looks for calls in the answer. `ignores_eos`: end tokens may be in the
+    middle of the answer.
     """
 
     route: Route
@@ -174,7 +186,9 @@ class Continuable(msgspec.Struct, frozen=True):
 
     @property
     def held_back(self) -> int:
-        """Characters that an engine holds back at the end of the text so far: they may begin a stop string."""
+        """Characters that an engine holds back at the end of the text so far: they may begin a stop
+        string.
+        """
         return max(map(len, self.stops)) - 1 if self.stops and not self.shows_stop else 0
 
 
@@ -185,9 +199,11 @@ _stops_decoder = msgspec.json.Decoder(str | list[str] | None)
 
 
 def plan(parsed: Parsed, *, sampled: bool) -> Continuable | NotContinued:
-    """Return what must be kept so that another engine can go on with a request's stream, or why none can.
+    """Return what must be kept so that another engine can go on with a request's stream, or why
+    none can.
 
-    `sampled`: whether that is wanted for answers that are drawn by chance, which then are not those of one engine.
+    `sampled`: whether that is wanted for answers that are drawn by chance, which then are not those
+    of one engine.
     """
     shown = shows_ids(parsed)
     if not shown and not parsed.adds_ids:
@@ -202,16 +218,24 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | NotContinued:
         text = bytes(value)
         if name == "tool_choice" and text == b'"auto"' and parsed.derenders:
             continue
-        if text != b"null" and text not in NEUTRAL.get(name, ()) and text not in _ALSO_NEUTRAL.get(name, ()):
+        if (
+            text != b"null"
+            and text not in NEUTRAL.get(name, ())
+            and text not in _ALSO_NEUTRAL.get(name, ())
+        ):
             return _BY_FIELD.get(name, NotContinued.UNKNOWN_FIELD)
     try:
-        temperature = _number_decoder.decode(fields["temperature"]) if "temperature" in fields else None
+        temperature = (
+            _number_decoder.decode(fields["temperature"]) if "temperature" in fields else None
+        )
         if temperature is None or temperature > 0:  # vLLM makes 0.01 of all between 0 and that
             if not is_absent(fields, "seed"):
                 return NotContinued.SEED
             if not sampled:
                 return NotContinued.SAMPLED
-        min_tokens = (_int_decoder.decode(fields["min_tokens"]) or 0) if "min_tokens" in fields else 0
+        min_tokens = (
+            (_int_decoder.decode(fields["min_tokens"]) or 0) if "min_tokens" in fields else 0
+        )
         stops = _stops(fields)
         limit = limit_of(parsed)
         shows_stop = "include_stop_str_in_output" in fields and bool(
@@ -239,7 +263,9 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | NotContinued:
 
 
 def shows_ids(parsed: Parsed) -> bool:
-    """Return whether a client asked for the token ids of a stream that engines are asked for ids of without that, too."""
+    """Return whether a client asked for the token ids of a stream that engines are asked for ids of
+    without that, too.
+    """
     asked = has_value(parsed.fields, "return_token_ids", b"true")
     return (
         asked
@@ -253,12 +279,17 @@ def shows_ids(parsed: Parsed) -> bool:
 def limit_of(parsed: Parsed) -> int | None:
     """Return how many tokens the answer may have, None if only an engine knows.
 
-    A chat without a limit may fill the context. A completion with null may have the default or fill the context: that depends
-    on vLLM's version.
+    A chat without a limit may fill the context. A completion with null may have the default or fill
+    the context: that depends on vLLM's version.
     """
-    names = ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
+    names = (
+        ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
+    )
     for name in names:
-        if name in parsed.fields and (limit := _int_decoder.decode(parsed.fields[name])) is not None:
+        if (
+            name in parsed.fields
+            and (limit := _int_decoder.decode(parsed.fields[name])) is not None
+        ):
             return limit
     if parsed.route is Route.COMPLETIONS and "max_tokens" not in parsed.fields:
         return COMPLETION_TOKENS
@@ -280,4 +311,8 @@ def _why_no_ids(parsed: Parsed) -> NotContinued:
         return _BY_ALONE.get(parsed.alone, NotContinued.NO_IDS)
     if "tools" in parsed.fields:
         return NotContinued.TOOLS
-    return NotContinued.HIDDEN_REASONING if parsed.stream and parsed.starts_in_silence else NotContinued.NO_IDS
+    return (
+        NotContinued.HIDDEN_REASONING
+        if parsed.stream and parsed.starts_in_silence
+        else NotContinued.NO_IDS
+    )

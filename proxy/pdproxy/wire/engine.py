@@ -1,4 +1,6 @@
-"""The parts of engines' answers that pdproxy reads. Unknown fields are ignored here; other modules forward them."""
+"""The parts of engines' answers that pdproxy reads. Unknown fields are ignored here; other modules
+forward them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What a decoder raises for other data than it was made for, deeply nested data included."""
 _ABSENT = msgspec.Raw(b"null")  # a union of Raw with None is not decoded as Raw
 Tokens = Annotated[int, Meta(ge=0, le=2**40)]
-"""More, of hundreds of digits perhaps, is no count: what adds it up or shares it with other workers could not hold it."""
+"""More, of hundreds of digits perhaps, is no count: what adds it up or shares it with other workers
+could not hold it.
+"""
 
 
 class TokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -54,7 +58,10 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
         Completions have them in the choice, chats at the top (vLLM 0.32.0).
         """
-        candidates = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices[:1])]
+        candidates = [
+            self.prompt_token_ids,
+            *(choice.prompt_token_ids for choice in self.choices[:1]),
+        ]
         for raw in candidates:
             if (ids := bytes(raw)) not in (b"null", b"[]"):
                 return ids
@@ -62,7 +69,9 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
 
 class DecodeAnswer(msgspec.Struct, frozen=True):
-    """The part of a decode engine's whole answer, or of its last stream event, that is read here."""
+    """The part of a decode engine's whole answer, or of its last stream event, that is read
+    here.
+    """
 
     usage: Usage | None = None
 
@@ -75,7 +84,9 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """An OpenAI-shaped error, in a body or in a stream event. Older engines put its fields at the top."""
+    """An OpenAI-shaped error, in a body or in a stream event. Older engines put its fields at the
+    top.
+    """
 
     error: _ErrorBody | None = None
     object: str = ""
@@ -90,7 +101,9 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 MAX_OBJECTS = 4096
-"""Objects in a prefill's answer, which has one choice, a usage and a handle. Choices take 25 bytes of memory per byte."""
+"""Objects in a prefill's answer, which has one choice, a usage and a handle. Choices take 25 bytes
+of memory per byte.
+"""
 
 _prefill = msgspec.json.Decoder(PrefillAnswer)
 _decode = msgspec.json.Decoder(DecodeAnswer)

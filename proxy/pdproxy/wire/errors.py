@@ -9,7 +9,13 @@ from typing import assert_never
 
 import msgspec
 
-from pdproxy.kit.errors import EngineRefusedError, Fault, PdproxyError, UnparsableError, UnreadableError
+from pdproxy.kit.errors import (
+    EngineRefusedError,
+    Fault,
+    PdproxyError,
+    UnparsableError,
+    UnreadableError,
+)
 from pdproxy.wire.engine import error_of
 from pdproxy.wire.inside import error_without_inside
 
@@ -35,7 +41,9 @@ class _Detail(msgspec.Struct, frozen=True):
 
 
 def error_body(error: PdproxyError, engines: Sequence[str] = ()) -> bytes:
-    """Return the JSON body for an error, in the shape that vLLM and OpenAI use. `engines`: URLs that no client may see."""
+    """Return the JSON body for an error, in the shape that vLLM and OpenAI use. `engines`: URLs
+    that no client may see.
+    """
     if isinstance(error, EngineRefusedError) and error_of(error.body) is not None:
         body = error_without_inside(error.body, error.status, engines)
         # On one line, since it may become an event of a stream.
@@ -45,7 +53,9 @@ def error_body(error: PdproxyError, engines: Sequence[str] = ()) -> bytes:
     if isinstance(
         error, UnreadableError
     ):  # an engine's own text about the client's body: it holds nothing that has to be hidden
-        return msgspec.json.encode(_ErrorBody(_Error(error.message, error.type, error.param, error.status)))
+        return msgspec.json.encode(
+            _ErrorBody(_Error(error.message, error.type, error.param, error.status))
+        )
     match error.fault:
         case Fault.CLIENT | Fault.CAPACITY | Fault.ENGINE | Fault.CLIENT_LEFT:
             # Clients don't need the engines' addresses: the log has them.
@@ -55,13 +65,17 @@ def error_body(error: PdproxyError, engines: Sequence[str] = ()) -> bytes:
         case _:
             assert_never(error.fault)
     reason = msgspec.UNSET if error.reason is None else error.reason.value
-    return msgspec.json.encode(_ErrorBody(_Error(message, error.type, error.param, error.code, reason)))
+    return msgspec.json.encode(
+        _ErrorBody(_Error(message, error.type, error.param, error.code, reason))
+    )
 
 
 def retry_headers(error: PdproxyError) -> list[tuple[bytes, bytes]]:
-    """Return the header `Retry-After` of an error for want of capacity, in whole seconds from 1 to 60; no header for others.
+    """Return the header `Retry-After` of an error for want of capacity, in whole seconds from 1 to
+    60; no header for others.
 
-    Clients wait no longer than a minute: their libraries ignore longer times, and the load will have changed by then.
+    Clients wait no longer than a minute: their libraries ignore longer times, and the load will
+    have changed by then.
     """
     if error.fault is not Fault.CAPACITY:
         return []

@@ -1,8 +1,10 @@
-"""The top level of a JSON body: its fields as the bytes that the client wrote, without KV handles that a client made up.
+"""The top level of a JSON body: its fields as the bytes that the client wrote, without KV handles
+that a client made up.
 
-Owns the reading of that level, and the removal of handles wherever a client could put one. Of `kv_transfer_params` only
-`prompt_token_ids` stay: to vLLM they are the prompt of a chat, in place of its messages, not a part of a handle. A body that
-only the engines' own parser takes (`wire.lenient_json`) is parsed, cleaned and encoded again.
+Owns the reading of that level, and the removal of handles wherever a client could put one. Of
+`kv_transfer_params` only `prompt_token_ids` stay: to vLLM they are the prompt of a chat, in place
+of its messages, not a part of a handle. A body that only the engines' own parser takes
+(`wire.lenient_json`) is parsed, cleaned and encoded again.
 """
 
 from __future__ import annotations
@@ -22,9 +24,13 @@ Fields = dict[str, msgspec.Raw]
 """Top-level fields of a JSON object, each as the bytes that were on the wire."""
 
 NEVER_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params")
-"""The fields of a KV handle. One that a client made up crashes an engine (vLLM 0.32.0), so they are removed."""
+"""The fields of a KV handle. One that a client made up crashes an engine (vLLM 0.32.0), so they are
+removed.
+"""
 PROMPT_IDS = "kv_transfer_params"
-"""The field that may still hold a prompt's ids. Only chats, responses and messages are read so: others must drop it."""
+"""The field that may still hold a prompt's ids. Only chats, responses and messages are read so:
+others must drop it.
+"""
 _IDS = "prompt_token_ids"
 _NESTED_CARRIERS = (("vllm_xargs",), ("sampling_params", "extra_args"))
 
@@ -51,7 +57,8 @@ def read_fields_if_quick(body: Body) -> Fields | None:
 
 
 def plain_fields(body: Body) -> Fields | None:
-    """Return the fields of a plain JSON object in UTF-8 without KV handles, None if it is something else.
+    """Return the fields of a plain JSON object in UTF-8 without KV handles, None if it is something
+    else.
 
     Raises:
         TooManyFieldsError: it has more than `MAX_FIELDS`.
@@ -80,8 +87,11 @@ def decode_fields(body: Body) -> Fields | None:
     return _checked(fields)
 
 
-def lenient_fields(body: Body, load: Callable[[Body], dict[str, object]] = lenient_json.load_object) -> Fields:
-    """Return the fields of a body that only the engines' own parser may take, keys and values in plain JSON.
+def lenient_fields(
+    body: Body, load: Callable[[Body], dict[str, object]] = lenient_json.load_object
+) -> Fields:
+    """Return the fields of a body that only the engines' own parser may take, keys and values in
+    plain JSON.
 
     `load` reads the object, as the engines' route does.
 
@@ -96,7 +106,11 @@ def lenient_fields(body: Body, load: Callable[[Body], dict[str, object]] = lenie
         value[PROMPT_IDS] = {_IDS: ids}
     for path in _NESTED_CARRIERS:
         _strip_from(value, path)
-    return {name: msgspec.Raw(lenient_json.dump(item)) for name, item in _checked(value).items() if _is_text_key(name)}
+    return {
+        name: msgspec.Raw(lenient_json.dump(item))
+        for name, item in _checked(value).items()
+        if _is_text_key(name)
+    }
 
 
 def _checked(fields: dict[str, _T]) -> dict[str, _T]:
@@ -106,7 +120,8 @@ def _checked(fields: dict[str, _T]) -> dict[str, _T]:
 
 
 def _is_text_key(name: str) -> bool:
-    # No field that an engine knows has half a surrogate pair in its name, and a name must be UTF-8 to be written.
+    # No field that an engine knows has half a surrogate pair in its name, and a name must be UTF-8
+    # to be written.
     return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
@@ -125,10 +140,12 @@ def read_field(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> 
 
 
 def lenient_integer(raw: msgspec.Raw) -> int | None:
-    """Return the integer that an engine reads in a field, None if it reads none. Any is large if it is longer than 64 bytes.
+    """Return the integer that an engine reads in a field, None if it reads none. Any is large if it
+    is longer than 64 bytes.
 
-    Engines take texts (" 7.0 ", "1_0", "0__7"), fractions of zero (7.0, 7e0) and booleans for integers, too: pydantic, not
-    strict. Here each text with a digit is a number, so that no form is left out; engines refuse many of these.
+    Engines take texts (" 7.0 ", "1_0", "0__7"), fractions of zero (7.0, 7e0) and booleans for
+    integers, too: pydantic, not strict. Here each text with a digit is a number, so that no form is
+    left out; engines refuse many of these.
     """
     if memoryview(raw).nbytes > _LONGEST_INTEGER:
         return _LARGE_INTEGER
@@ -165,7 +182,9 @@ def model_of(fields: Fields) -> str | None:
 
 
 def strip_handles(fields: Fields) -> None:
-    """Remove KV handles from a body's fields, wherever a client could have put one. A prompt's ids stay (`PROMPT_IDS`)."""
+    """Remove KV handles from a body's fields, wherever a client could have put one. A prompt's ids
+    stay (`PROMPT_IDS`).
+    """
     ids = _prompt_ids(fields[PROMPT_IDS]) if PROMPT_IDS in fields else None
     for name in NEVER_FROM_CLIENTS:
         fields.pop(name, None)
@@ -177,7 +196,9 @@ def strip_handles(fields: Fields) -> None:
 
 
 def _prompt_ids(params: msgspec.Raw) -> msgspec.Raw | None:
-    """Return the object with nothing but the prompt's ids, whatever their value is; None if there are none."""
+    """Return the object with nothing but the prompt's ids, whatever their value is; None if there
+    are none.
+    """
     try:
         inner = _fields_decoder.decode(params)
     except msgspec.ValidationError:  # not an object: the raw bytes are known to be JSON

@@ -1,8 +1,10 @@
-"""What of an engine's answer no client may see: KV handles, and other fields that name engines, their addresses or their memory.
+"""What of an engine's answer no client may see: KV handles, and other fields that name engines,
+their addresses or their memory.
 
-Owns the list of the fields that clients know. A field in that list always passes. Any other field at the top of an answer or of
-an event passes only if neither its name nor its value names the inside. A handle is removed wherever it is. The removed value
-becomes `null`, as engines write the field of a handle where there is none; all other bytes stay.
+Owns the list of the fields that clients know. A field in that list always passes. Any other field
+at the top of an answer or of an event passes only if neither its name nor its value names the
+inside. A handle is removed wherever it is. The removed value becomes `null`, as engines write the
+field of a handle where there is none; all other bytes stay.
 
 In a text of the model a quote is escaped, so the byte patterns below match structure only.
 """
@@ -19,16 +21,52 @@ from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import Fields
 
 HANDLE = "kv_transfer_params"
-"""The field of a handle: at the top of whole answers, and since vLLM 0.33.0 of the last event of a choice."""
+"""The field of a handle: at the top of whole answers, and since vLLM 0.33.0 of the last event of a
+choice.
+"""
 _SUFFIX = "_transfer_params"
 _KNOWN = (
-    *("id", "object", "created", "model", "choices", "usage", "service_tier", "system_fingerprint", "metrics"),
+    *(
+        "id",
+        "object",
+        "created",
+        "model",
+        "choices",
+        "usage",
+        "service_tier",
+        "system_fingerprint",
+        "metrics",
+    ),
     *("prompt_logprobs", "prompt_token_ids", "prompt_text"),
 )
-"""Top-level fields of completions, chats and their events: OpenAI's, and those of vLLM 0.26.0 to 0.33.0."""
+"""Top-level fields of completions, chats and their events: OpenAI's, and those of vLLM 0.26.0 to
+0.33.0.
+"""
 _KNOWN_ELSEWHERE = (
-    *("type", "error", "message", "code", "param", "detail", "response", "sequence_number", "item", "item_id", "delta"),
-    *("part", "index", "output_index", "content_index", "content_block", "content", "role", "stop_reason", "text"),
+    *(
+        "type",
+        "error",
+        "message",
+        "code",
+        "param",
+        "detail",
+        "response",
+        "sequence_number",
+        "item",
+        "item_id",
+        "delta",
+    ),
+    *(
+        "part",
+        "index",
+        "output_index",
+        "content_index",
+        "content_block",
+        "content",
+        "role",
+        "stop_reason",
+        "text",
+    ),
     *(
         "stop_sequence",
         "output",
@@ -41,10 +79,29 @@ _KNOWN_ELSEWHERE = (
         "instructions",
         "input",
     ),
-    *("annotation", "logprobs", "arguments", "name", "reasoning", "incomplete_details", "input_messages"),
-    *("output_messages", "summary", "previous_response_id", "prompt", "user", "truncation", "tokens", "token_strs"),
+    *(
+        "annotation",
+        "logprobs",
+        "arguments",
+        "name",
+        "reasoning",
+        "incomplete_details",
+        "input_messages",
+    ),
+    *(
+        "output_messages",
+        "summary",
+        "previous_response_id",
+        "prompt",
+        "user",
+        "truncation",
+        "tokens",
+        "token_strs",
+    ),
 )
-"""Further ones of errors, of the Responses and Messages APIs, and of the routes that one engine serves whole."""
+"""Further ones of errors, of the Responses and Messages APIs, and of the routes that one engine
+serves whole.
+"""
 _PASSES = frozenset((*_KNOWN, *_KNOWN_ELSEWHERE))
 _HANDLE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_bootstrap_addr")
 """Of these keys every handle has one."""
@@ -55,21 +112,26 @@ _NULL_NAME, _SPACED_NULL_NAME = b'_transfer_params":null', b'_transfer_params": 
 _WORDS = rb"(?:remote_|engine|block_id|transfer|host|port|addr|peer|worker|rank|handle)"
 _INSIDE_NAME = re.compile(_WORDS, re.IGNORECASE)
 _INSIDE_VALUE = re.compile(
-    rb'"[^"\\]{0,64}%b[^"\\]{0,64}": ?(?!null)|"[a-z][a-z0-9+]{1,9}://[^"\s]*"|"\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?"'
-    % _WORDS,
+    rb'"[^"\\]{0,64}%b[^"\\]{0,64}": '
+    rb'?(?!null)|"[a-z][a-z0-9+]{1,9}://[^"\s]*"|"\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?"' % _WORDS,
     re.IGNORECASE,
 )
 """A key with such a word, or a string that is an address. Words in a text show nothing."""
-_ADDRESS = re.compile(rb"\b[a-z][a-z0-9+]{1,9}://[^\s\"'<>(){}\\,;]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b")
+_ADDRESS = re.compile(
+    rb"\b[a-z][a-z0-9+]{1,9}://[^\s\"'<>(){}\\,;]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b"
+)
 _MAX_KEYS = 1 << 16
-"""Keys of an answer, about, up to which its fields become objects. An answer with more has many logprobs: there only fields of
-handles are looked for."""
+"""Keys of an answer, about, up to which its fields become objects. An answer with more has many
+logprobs: there only fields of handles are looked for.
+"""
 
 _DATA = len(b"data: ")
 _MAX_FIELDS = 256
 """Fields at the top up to which each is looked at. No engine has so many."""
 _MOST_NAMES = 8
-"""Fields to be hidden up to which the other bytes of an answer stay as they are: each takes a search."""
+"""Fields to be hidden up to which the other bytes of an answer stay as they are: each takes a
+search.
+"""
 
 _NULL = msgspec.Raw(b"null")
 _plain = msgspec.json.Decoder(
@@ -88,14 +150,20 @@ _fields = msgspec.json.Decoder(Fields)
 
 
 def may_hide(data: bytes) -> bool:
-    """Return whether an answer, or a batch of events, may have a handle in it: a few searches, no parsing."""
-    if data.find(_NAME) >= 0 and data.count(_NAME) != data.count(_NULL_NAME) + data.count(_SPACED_NULL_NAME):
+    """Return whether an answer, or a batch of events, may have a handle in it: a few searches, no
+    parsing.
+    """
+    if data.find(_NAME) >= 0 and data.count(_NAME) != data.count(_NULL_NAME) + data.count(
+        _SPACED_NULL_NAME
+    ):
         return True
     return data.find(_REMOTE) >= 0
 
 
 def is_plain(event: bytes) -> bool:
-    """Return whether an event is one line of data with nothing at its top but fields that clients know, and without handles."""
+    """Return whether an event is one line of data with nothing at its top but fields that clients
+    know, and without handles.
+    """
     try:
         _plain.decode(event[_DATA:])
     except UNREADABLE:
@@ -104,7 +172,8 @@ def is_plain(event: bytes) -> bool:
 
 
 def without_inside(body: bytes) -> tuple[bytes, bytes | None]:
-    """Return a completion, a chat or the JSON of one of their events as clients see it, and the handle that it has.
+    """Return a completion, a chat or the JSON of one of their events as clients see it, and the
+    handle that it has.
 
     None: it has no handle. What can't be read is returned as it is.
     """
@@ -139,7 +208,9 @@ def event_without_inside(event: bytes) -> tuple[bytes, bytes | None]:
 
 
 def batch_without_inside(batch: bytes) -> tuple[bytes, bytes | None]:
-    """Return whole events of such a stream as clients see them, and the last handle that they have."""
+    """Return whole events of such a stream as clients see them, and the last handle that they
+    have.
+    """
     if not may_hide(batch) and all(map(is_plain, batch.split(sse.END)[:-1])):
         return batch, None
     events: list[bytes] = []
@@ -155,10 +226,11 @@ def batch_without_inside(batch: bytes) -> tuple[bytes, bytes | None]:
 
 
 def passed_without_inside(body: bytes) -> bytes:
-    """Return the answer of a route that one engine serves whole, or the JSON of one of its events, as clients see it.
+    """Return the answer of a route that one engine serves whole, or the JSON of one of its events,
+    as clients see it.
 
-    Its objects may be the model's or the client's own (inputs of tools, schemas): only the fields at the top are looked at, and
-    those of the `response` of an event.
+    Its objects may be the model's or the client's own (inputs of tools, schemas): only the fields
+    at the top are looked at, and those of the `response` of an event.
     """
     if not may_hide(body):
         return body
@@ -167,7 +239,9 @@ def passed_without_inside(body: bytes) -> bytes:
     try:
         fields = _fields.decode(body)
         inner = (
-            _fields.decode(fields["response"]) if bytes(memoryview(fields.get("response", _NULL))[:1]) == b"{" else None
+            _fields.decode(fields["response"])
+            if bytes(memoryview(fields.get("response", _NULL))[:1]) == b"{"
+            else None
         )
     except UNREADABLE:
         return body
@@ -194,8 +268,8 @@ def passed_events_without_inside(batch: bytes) -> bytes:
 def error_without_inside(body: bytes, status: int, engines: Sequence[str] = ()) -> bytes:
     """Return an engine's error as clients see it.
 
-    A failure (5xx) shows no addresses: it may be about other engines, while a refusal is about the client's own words. `engines`:
-    the URLs of engines, which neither of them shows.
+    A failure (5xx) shows no addresses: it may be about other engines, while a refusal is about the
+    client's own words. `engines`: the URLs of engines, which neither of them shows.
     """
     body = passed_without_inside(body)
     if may_hide(body):
@@ -208,8 +282,14 @@ def error_without_inside(body: bytes, status: int, engines: Sequence[str] = ()) 
 
 
 def error_events_without_inside(batch: bytes, engines: Sequence[str]) -> bytes:
-    """Return the last events of such a route's stream with the errors among them as clients see these: as failures."""
-    if batch.find(b"\nevent: error\n") < 0 and not batch.startswith(b"event: error\n") and batch.find(b'"error":{') < 0:
+    """Return the last events of such a route's stream with the errors among them as clients see
+    these: as failures.
+    """
+    if (
+        batch.find(b"\nevent: error\n") < 0
+        and not batch.startswith(b"event: error\n")
+        and batch.find(b'"error":{') < 0
+    ):
         return batch
     events = batch.split(sse.END)
     for at, event in enumerate(events):
@@ -219,7 +299,9 @@ def error_events_without_inside(batch: bytes, engines: Sequence[str]) -> bytes:
 
 
 def _without(body: bytes, fields: Fields) -> bytes:
-    """Return an object with `null` in place of the values that no client may see. `fields`: its fields."""
+    """Return an object with `null` in place of the values that no client may see. `fields`: its
+    fields.
+    """
     names = _inside_of(fields)
     if len(names) > _MOST_NAMES:
         return msgspec.json.encode(fields | dict.fromkeys(names, _NULL))
@@ -230,14 +312,20 @@ def _without(body: bytes, fields: Fields) -> bytes:
         if body.count(key) != 1 or not body.startswith(value, start):
             return msgspec.json.encode(fields | dict.fromkeys(names, _NULL))
         body = b"%bnull%b" % (body[:start], body[start + len(value) :])
-    if may_hide(body) and any(body.count(b'"%b":' % name.encode()) > 1 for name in fields if name.endswith(_SUFFIX)):
+    if may_hide(body) and any(
+        body.count(b'"%b":' % name.encode()) > 1 for name in fields if name.endswith(_SUFFIX)
+    ):
         # A field is there twice, and only the last one counts above.
         return msgspec.json.encode(fields | dict.fromkeys(names, _NULL))
     return body
 
 
 def _inside_of(fields: Fields) -> list[str]:
-    return [name for name, value in fields.items() if name not in _PASSES and _is_inside(name, bytes(value))]
+    return [
+        name
+        for name, value in fields.items()
+        if name not in _PASSES and _is_inside(name, bytes(value))
+    ]
 
 
 def _is_inside(name: str, value: bytes) -> bool:
@@ -259,7 +347,9 @@ def _without_named(body: bytes) -> tuple[bytes, bytes | None]:
 
 
 def _deeply(body: bytes) -> bytes:
-    """Return an answer that may have a handle below its top. Its bytes change only if there is one."""
+    """Return an answer that may have a handle below its top. Its bytes change only if there is
+    one.
+    """
     if body.count(b'":') > _MAX_KEYS:
         return body
     try:
@@ -279,7 +369,8 @@ def _strip(value: object) -> bool:
     changed = False
     for name, one in value.items():
         if one is not None and (
-            name.endswith(_SUFFIX) or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))
+            name.endswith(_SUFFIX)
+            or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))
         ):
             value[name] = None
             changed = True

@@ -1,9 +1,11 @@
-"""`kv_transfer_params` of engines whose KV lies in a store under keys that the proxy chooses (vLLM PR 12957).
+"""`kv_transfer_params` of engines whose KV lies in a store under keys that the proxy chooses (vLLM
+PR 12957).
 
-Owns that object's shape and the keys. Such an engine has no handles: P stores a prompt's KV under keys that the request
-names, and D loads it by the same keys. A request has flat lists: one prompt's ids and keys. An engine that works on several
-requests at once has lists of such lists, with None for a request without any. The number of keys does not depend on
-the number of ids: a store may keep whole prompts or blocks.
+Owns that object's shape and the keys. Such an engine has no handles: P stores a prompt's KV under
+keys that the request names, and D loads it by the same keys. A request has flat lists: one prompt's
+ids and keys. An engine that works on several requests at once has lists of such lists, with None
+for a request without any. The number of keys does not depend on the number of ids: a store may keep
+whole prompts or blocks.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ _PERSON = b"pdproxy kv keys"
 
 
 class KVParamsError(ValueError):
-    """The object is not what an engine would take. The text names the field, if one field is wrong."""
+    """The object is not what an engine would take. The text names the field, if one field is
+    wrong.
+    """
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request sends to such an engine. All three are flat lists, or lists of one list (or None) per request.
+    """What a request sends to such an engine. All three are flat lists, or lists of one list (or
+    None) per request.
 
-    The JSON has all fields, null for those without a value. Making one raises KVParamsError if a field has a wrong type.
+    The JSON has all fields, null for those without a value. Making one raises KVParamsError if a
+    field has a wrong type.
     """
 
     prefix_prompt_ids: Ids | list[Ids | None] | None = None
@@ -69,7 +75,8 @@ def read(value: Mapping[str, object] | str | bytes | None) -> KVTransferParams |
     """Read what a request has: an object, the JSON text of one, or None for none.
 
     Raises:
-        KVParamsError: it is something else, or has an unknown field, or one whose value is not a flat list of its type.
+        KVParamsError: it is something else, or has an unknown field, or one whose value is not a
+            flat list of its type.
     """
     params = read_batch(value)
     if params is not None:
@@ -94,7 +101,9 @@ def read_batch(value: Mapping[str, object] | str | bytes | None) -> KVTransferPa
         case Mapping():
             given = {str(name): item for name, item in value.items()}
         case _:
-            raise KVParamsError(f"kv_transfer_params: expected an object or its JSON text, got {_kind(value)}")
+            raise KVParamsError(
+                f"kv_transfer_params: expected an object or its JSON text, got {_kind(value)}"
+            )
     if unknown := [name for name in given if name not in FIELDS]:
         raise KVParamsError(f"{unknown[0][:80]}: unknown field: expected {', '.join(FIELDS)}")
     return KVTransferParams(**given)
@@ -103,8 +112,9 @@ def read_batch(value: Mapping[str, object] | str | bytes | None) -> KVTransferPa
 def store_keys(token_ids: Iterable[int], scope: str = "") -> Keys:
     """Return the names of a prompt's KV: one, for the whole prompt, the same in every process.
 
-    `scope` separates KV that may not be shared although its ids are the same: that of two models in one store. Python's own
-    `hash`, which the pull request's proxy used, differs between processes and restarts.
+    `scope` separates KV that may not be shared although its ids are the same: that of two models in
+    one store. Python's own `hash`, which the pull request's proxy used, differs between processes
+    and restarts.
 
     Raises:
         KVParamsError: an id that no tokenizer has: negative, or beyond 32 bits.
@@ -115,7 +125,9 @@ def store_keys(token_ids: Iterable[int], scope: str = "") -> Keys:
     except pack_error:
         raise KVParamsError("prefix_prompt_ids: expected token ids of 0 to 4294967295") from None
     # The scope's length goes first, so that no two pairs of scope and ids have the same bytes.
-    digest = blake2b(len(name).to_bytes(8, "little") + name + packed, digest_size=_DIGEST_BYTES, person=_PERSON)
+    digest = blake2b(
+        len(name).to_bytes(8, "little") + name + packed, digest_size=_DIGEST_BYTES, person=_PERSON
+    )
     return [digest.hexdigest()]
 
 
@@ -130,10 +142,14 @@ def _object(text: str | bytes) -> dict[str, Any]:
 
 
 def _check(name: str, value: object, kind: type) -> None:
-    if value is None or (isinstance(value, list) and (_all_of(value, kind) or _batch_of(value, kind))):
+    if value is None or (
+        isinstance(value, list) and (_all_of(value, kind) or _batch_of(value, kind))
+    ):
         return
     got = f"got {_kind(value)}" if not isinstance(value, list) else "got a list of something else"
-    raise KVParamsError(f"{name}: expected {_flat(name)}, or one such list or null per request, {got}")
+    raise KVParamsError(
+        f"{name}: expected {_flat(name)}, or one such list or null per request, {got}"
+    )
 
 
 def _all_of(values: list[object], kind: type) -> bool:

@@ -1,7 +1,7 @@
 """LMCache's telemetry over HTTP: a rank reports which requests' KV it has stored.
 
-Source: LMCache 0.5.6, `request_telemetry` and `examples/disagg_prefill_mp`. One post names several requests by the engine's
-internal ids, and the rank that sends it.
+Source: LMCache 0.5.6, `request_telemetry` and `examples/disagg_prefill_mp`. One post names several
+requests by the engine's internal ids, and the rank that sends it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _decoder = msgspec.json.Decoder(_Telemetry)
 
 
 def notices(body: bytes) -> list[Notice] | None:
-    """Return the notices of a post, an empty list for an event about something else; None: it is not telemetry."""
+    """Return the notices of a post, an empty list for an event about something else; None: it is
+    not telemetry.
+    """
     if body.count(b'"') > _MAX_QUOTES:
         return None  # before a string is made of each name
     try:
@@ -50,7 +52,12 @@ def notices(body: bytes) -> list[Notice] | None:
     if post.event != STORED:
         return []
     return [
-        Notice(event=NoticeEvent.READY, request_id=request_id_of(name), rank=post.kv_rank, world=post.world_size)
+        Notice(
+            event=NoticeEvent.READY,
+            request_id=request_id_of(name),
+            rank=post.kv_rank,
+            world=post.world_size,
+        )
         for name in post.request_ids_set
         if 0 < len(name) <= 1024
     ]

@@ -1,8 +1,9 @@
-"""Media that a request names by URL: an engine would fetch them, from wherever it can reach (`media.urls`).
+"""Media that a request names by URL: an engine would fetch them, from wherever it can reach
+(`media.urls`).
 
-Owns where such URLs can stand, and which of them pass. A `data:` URL holds its medium: it always passes. Everything is looked at
-in its parsed form, since JSON has many spellings of a text. Bytes are searched first: a field that can hold no such URL is not
-parsed for it.
+Owns where such URLs can stand, and which of them pass. A `data:` URL holds its medium: it always
+passes. Everything is looked at in its parsed form, since JSON has many spellings of a text. Bytes
+are searched first: a field that can hold no such URL is not parsed for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pdproxy.wire.fields import Fields
 from pdproxy.wire.media_rule import Media
 
 _SIGNS = (b"url", b":/", b"\\u00")
-"""One of these is in every body that names a medium by URL: its key, the URL's own marks, or an escape that hides them."""
+"""One of these is in every body that names a medium by URL: its key, the URL's own marks, or an
+escape that hides them.
+"""
 _NEVER = frozenset(
     {
         "tools",
@@ -34,23 +37,30 @@ _NEVER = frozenset(
         "stop",
     }
 )
-"""Fields of which engines fetch nothing. Schemas and descriptions in them may have any names and URLs."""
+"""Fields of which engines fetch nothing. Schemas and descriptions in them may have any names and
+URLs.
+"""
 _NOT_FETCHED = frozenset({"tool_calls", "function_call", "arguments", "annotations"})
 """Names inside of messages whose values the model has written, or that are shown to it as text."""
 _OF_CALLS = frozenset({"action", "outputs", "results"})
-"""What else an item of Responses for a call of a tool has of that kind. Engines look at all other names, whatever `type` says: an
-object of an unknown type is a message, or a part of one that names a medium (vLLM 0.32.0, with a `uuid`)."""
+"""What else an item of Responses for a call of a tool has of that kind. Engines look at all other
+names, whatever `type` says: an object of an unknown type is a message, or a part of one that names
+a medium (vLLM 0.32.0, with a `uuid`).
+"""
 _MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos", "file", "files"})
 MEDIA_KWARGS = frozenset({"mm_processor_kwargs", "media_io_kwargs"})
 """Fields that name media beside the messages, of which none needs to have one."""
 _FOR_PLUGINS = "data"
-"""The field that an engine's plugin reads (`/pooling`), in a form of its own: the plugin may fetch a URL, or read a file."""
+"""The field that an engine's plugin reads (`/pooling`), in a form of its own: the plugin may fetch
+a URL, or read a file.
+"""
 _URL = re.compile(r"[\x00-\x20]*[A-Za-z][A-Za-z0-9+.\x09\x0a\x0d-]*:")
 """How a URL begins, as lenient readers see it."""
 _FETCHED = re.compile(rf"{_URL.pattern}[\x09\x0a\x0d]*[/\\]|[\x00-\x20]*file:", re.IGNORECASE)
 """How a URL begins in a text that may also be a prompt ("Question: ...")."""
 _PLAIN = re.compile(
-    r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?([/?#][\x21-\x5b\x5d-\x7e]*)?", re.IGNORECASE
+    r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?([/?#][\x21-\x5b\x5d-\x7e]*)?",
+    re.IGNORECASE,
 )
 """A URL that all programs read alike: no user, no backslash, no blank."""
 
@@ -60,7 +70,10 @@ class MediaUrlError(BadRequestError):
 
     def __init__(self, rule: Media, param: str) -> None:
         more = " or of a host that media.hosts names" if rule.urls == "hosts" else ""
-        text = f"a medium is named by a URL that is not fetched here (media.urls): send it as a data: URL{more}"
+        text = (
+            f"a medium is named by a URL that is not fetched here (media.urls): send it as a "
+            f"data: URL{more}"
+        )
         super().__init__(f"`{param}`: {text}", param=param)
 
 
@@ -107,7 +120,9 @@ def _decoded(data: bytes) -> Any:
 
 
 def _urls(value: object, name: str, names: Callable[[str, str], object]) -> Iterator[str]:
-    """Return what stands where engines look for the URL of a medium. `names`: whether a text, behind its key, is one."""
+    """Return what stands where engines look for the URL of a medium. `names`: whether a text,
+    behind its key, is one.
+    """
     waiting: list[tuple[str, object]] = [(name, value)]
     while waiting:
         key, one = waiting.pop()
@@ -118,7 +133,11 @@ def _urls(value: object, name: str, names: Callable[[str, str], object]) -> Iter
             waiting += [(key, item) for item in one]
         elif isinstance(one, dict):
             shown = names is _named_in_parts
-            waiting += [(inner, item) for inner, item in one.items() if not (shown and _is_text_to_engines(one, inner))]
+            waiting += [
+                (inner, item)
+                for inner, item in one.items()
+                if not (shown and _is_text_to_engines(one, inner))
+            ]
 
 
 def _named_in_parts(key: str, text: str) -> object:

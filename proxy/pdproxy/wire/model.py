@@ -1,6 +1,8 @@
-"""The name of a model in a body, at a bounded length: it is kept with the request, logged and counted.
+"""The name of a model in a body, at a bounded length: it is kept with the request, logged and
+counted.
 
-Owns the longest length of a name. The body is forwarded unchanged, and the engine answers that it has no such model.
+Owns the longest length of a name. The body is forwarded unchanged, and the engine answers that it
+has no such model.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ _decoder = msgspec.json.Decoder(str | None)
 def model_name(raw: msgspec.Raw | None) -> str | None:
     """Return the name in a body's field, None for none.
 
-    Of a name that is too long only its beginning and its length are returned. That is still longer than a name may be, so no
-    model has it.
+    Of a name that is too long only its beginning and its length are returned. That is still longer
+    than a name may be, so no model has it.
 
     Raises:
         msgspec.MsgspecError, UnicodeDecodeError: it is not text.

@@ -1,8 +1,10 @@
-"""Notices that engines push over ZMQ: KV is ready, loaded, lost. Three formats of messages become one frozen `Notice`.
+"""Notices that engines push over ZMQ: KV is ready, loaded, lost. Three formats of messages become
+one frozen `Notice`.
 
-Owns the reading of these formats, each a msgpack map in one frame: that of `pdproxy.notifier` (tag "PdproxyKV"), that of LMCache
-("ProxyNotif", in older releases "NixlProxyNotif"), and LMCache's oldest, `{"req_id": ..}` without a tag. Anybody who reaches the
-port can send any bytes: everything else is not a notice, and nothing here raises.
+Owns the reading of these formats, each a msgpack map in one frame: that of `pdproxy.notifier` (tag
+"PdproxyKV"), that of LMCache ("ProxyNotif", in older releases "NixlProxyNotif"), and LMCache's
+oldest, `{"req_id": ..}` without a tag. Anybody who reaches the port can send any bytes: everything
+else is not a notice, and nothing here raises.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ import msgspec
 from pdproxy.wire.engine import UNREADABLE
 
 MAX_BYTES = 1 << 20
-"""A longer message is not a notice. The notifier's own limit is a quarter of it; without a handle a notice has some 300 bytes."""
+"""A longer message is not a notice. The notifier's own limit is a quarter of it; without a handle a
+notice has some 300 bytes.
+"""
 VERSION = 1
 """The version of the notifier's format: in a later one the same names may have another meaning."""
 
 _NOTIFIER = "PdproxyKV"
 _LMCACHE = ("ProxyNotif", "NixlProxyNotif", None)
-_INTERNAL = re.compile(r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL)
+_INTERNAL = re.compile(
+    r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL
+)
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -40,13 +46,19 @@ class NoticeEvent(enum.Enum):
     LOADED = "loaded"
     """The decode engine has the KV: it pulled it, or had all of it in its own cache."""
     FAILED = "failed"
-    """From the decode engine: the pull failed. From the prefill engine: it ended the request and holds nothing."""
+    """From the decode engine: the pull failed. From the prefill engine: it ended the request and
+    holds nothing.
+    """
     RELEASED = "released"
     """All readers are done and the prefill engine has freed its blocks."""
     EXPIRED = "expired"
-    """Nobody read in time: the prefill engine has freed its blocks. An engine that pulls them now reads other requests' KV."""
+    """Nobody read in time: the prefill engine has freed its blocks. An engine that pulls them now
+    reads other requests' KV.
+    """
     KEPT = "kept"
-    """The decode engine keeps the finished request's KV for the conversation's next turn (bidirectional transfer alone)."""
+    """The decode engine keeps the finished request's KV for the conversation's next turn
+    (bidirectional transfer alone).
+    """
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,7 +95,9 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: bytes | None = None
     """ready: the prompt's token ids, a JSON array of integers; absent if it is very long."""
     reason: str | None = None
-    """failed: the status with which the request ended. expired: for how many ranks the lease ended."""
+    """failed: the status with which the request ended. expired: for how many ranks the lease
+    ended.
+    """
     dropped: int = 0
     """Notices that this sender could not send since the one before."""
 
@@ -130,7 +144,9 @@ _json_object = msgspec.json.Decoder(_Object)
 
 
 def decode(payload: bytes) -> Notice | None:
-    """Read one message; None if it is not a notice. Unknown fields are ignored. Unknown events and versions are not notices."""
+    """Read one message; None if it is not a notice. Unknown fields are ignored. Unknown events and
+    versions are not notices.
+    """
     if len(payload) > MAX_BYTES:
         return None
     try:
@@ -187,7 +203,8 @@ def _is_array_of_ids(text: bytes) -> bool:
 
 
 def request_id_of(internal_id: str) -> str:
-    """Return the X-Request-Id from which vLLM made its internal id; the id itself if it has another form.
+    """Return the X-Request-Id from which vLLM made its internal id; the id itself if it has another
+    form.
 
     vLLM 0.32.0: `cmpl-<id>-<prompt's index>-<8 hex digits>`, `chatcmpl-<id>-<8 hex digits>`.
     """

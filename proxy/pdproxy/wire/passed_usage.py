@@ -1,7 +1,9 @@
-"""What engines report that a request has used, on the routes that one engine serves whole, in the form of each API.
+"""What engines report that a request has used, on the routes that one engine serves whole, in the
+form of each API.
 
-Only a field at the top of an answer, or of the part of an event that has it, is read: objects below may be the model's own words.
-Sources: vLLM 0.33.0 `entrypoints/openai/responses`, `entrypoints/anthropic`, `entrypoints/pooling`.
+Only a field at the top of an answer, or of the part of an event that has it, is read: objects below
+may be the model's own words. Sources: vLLM 0.33.0 `entrypoints/openai/responses`,
+`entrypoints/anthropic`, `entrypoints/pooling`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ METADATA = b"metadata"
 
 
 class _Counts(msgspec.Struct, frozen=True):
-    """A `usage`, with the names of all APIs. Messages leave cached tokens out of `input_tokens` where they name these."""
+    """A `usage`, with the names of all APIs. Messages leave cached tokens out of `input_tokens`
+    where they name these.
+    """
 
     prompt_tokens: Tokens | None = None
     completion_tokens: Tokens | None = None
@@ -31,7 +35,11 @@ class _Counts(msgspec.Struct, frozen=True):
         """Return the counts by their names in completions; None if there are none."""
         made = self.completion_tokens or self.output_tokens or 0
         if self.input_tokens is not None:
-            prompt = self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+            prompt = (
+                self.input_tokens
+                + (self.cache_read_input_tokens or 0)
+                + (self.cache_creation_input_tokens or 0)
+            )
         elif self.prompt_tokens is not None:
             prompt = self.prompt_tokens
         elif self.total_tokens is not None:
@@ -46,7 +54,9 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """`response`: of the last event of a response; `message`: of the first event of a message, whose last one has `usage`."""
+    """`response`: of the last event of a response; `message`: of the first event of a message,
+    whose last one has `usage`.
+    """
 
     usage: _Counts | None = None
     response: _Answer | None = None
@@ -58,7 +68,9 @@ _events = msgspec.json.Decoder(_Event)
 
 
 def usage_in(answer: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> Usage | None:
-    """Return the usage of a whole answer, None if it has none, or none that can be read. One in bytes has it in a header."""
+    """Return the usage of a whole answer, None if it has none, or none that can be read. One in
+    bytes has it in a header.
+    """
     described = next((value for name, value in headers if name == METADATA), answer)
     try:
         counts = _answers.decode(described).usage
@@ -68,7 +80,9 @@ def usage_in(answer: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> Usag
 
 
 def usage_in_event(event: bytes) -> Usage | None:
-    """Return the usage that the JSON of an event has, None if it has none, or none that can be read."""
+    """Return the usage that the JSON of an event has, None if it has none, or none that can be
+    read.
+    """
     try:
         found = _events.decode(event)
     except UNREADABLE:

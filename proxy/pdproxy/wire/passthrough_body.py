@@ -1,8 +1,10 @@
-"""Bodies of the routes that are passed to one engine: read like those of generating routes, cleaned, and encoded again.
+"""Bodies of the routes that are passed to one engine: read like those of generating routes,
+cleaned, and encoded again.
 
-Owns what becomes of a Responses request that asks for storage: the engine gets it so that it stores nothing, since the next
-request may go to an engine that does not have what was stored. vLLM without `VLLM_ENABLE_RESPONSES_API_STORE` ignores `store`,
-answers `previous_response_id` with 404 and `background` with 400. Clients get these answers, whether the engine has that or not.
+Owns what becomes of a Responses request that asks for storage: the engine gets it so that it stores
+nothing, since the next request may go to an engine that does not have what was stored. vLLM without
+`VLLM_ENABLE_RESPONSES_API_STORE` ignores `store`, answers `previous_response_id` with 404 and
+`background` with 400. Clients get these answers, whether the engine has that or not.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ _LISTED = {
     "text_1": _ANY,
     "text_2": _ANY,
 }
-"""Fields of embeddings, classification, scoring and reranking that may be lists of texts, token ids, conversations, or objects
-with the parts of a text; and how a list of several begins, as in `count_in`."""
+"""Fields of embeddings, classification, scoring and reranking that may be lists of texts, token
+ids, conversations, or objects with the parts of a text; and how a list of several begins, as in
+`count_in`.
+"""
 
 
 _PAIRS = (
@@ -65,7 +69,9 @@ _PAIRS = (
 
 
 class Pairs(NamedTuple):
-    """How often an engine may read one text of a body, with another one each time; and the bytes of this text."""
+    """How often an engine may read one text of a body, with another one each time; and the bytes of
+    this text.
+    """
 
     times: int = 1
     size: int = 0
@@ -81,10 +87,12 @@ Salt = Callable[[Fields], None]
 
 @dataclass(frozen=True, slots=True)
 class PassedBody:
-    """A readable body: what goes to the engine, the model it names, and whether a stream is asked for.
+    """A readable body: what goes to the engine, the model it names, and whether a stream is asked
+    for.
 
-    `unknown_id`: the name that was put in the place of `previous_response_id`, so that no engine can run a request in the
-    background; None if the client did not ask for that. `limit`: the most tokens of the answer, None if the body names none.
+    `unknown_id`: the name that was put in the place of `previous_response_id`, so that no engine
+    can run a request in the background; None if the client did not ask for that. `limit`: the most
+    tokens of the answer, None if the body names none.
     """
 
     data: bytes
@@ -98,7 +106,8 @@ class PassedBody:
 
     @property
     def own(self) -> bytes | None:
-        """The body as the client wrote it, None if `data` is that. Only an engine that refuses `data` by its schema may get it.
+        """The body as the client wrote it, None if `data` is that. Only an engine that refuses
+        `data` by its schema may get it.
 
         Such an engine refuses this, too, and its text counts the client's fields.
         """
@@ -110,9 +119,14 @@ NO_BODY = PassedBody(b"", None, False)
 
 
 def read_if_quick(
-    dialect: Dialect, body: Body, bounds: Bounds = DEFAULT, name: Rename | None = None, salt: Salt | None = None
+    dialect: Dialect,
+    body: Body,
+    bounds: Bounds = DEFAULT,
+    name: Rename | None = None,
+    salt: Salt | None = None,
 ) -> PassedBody | None:
-    """Read a body and encode it again, so that an engine can find nothing in it that was not seen here.
+    """Read a body and encode it again, so that an engine can find nothing in it that was not seen
+    here.
 
     None if reading it may take long. `name`, `salt`: see `passed_body`.
 
@@ -131,7 +145,8 @@ def read_if_quick(
 
 
 def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> Pairs:
-    """Refuse lists of more texts or conversations than one request may have. Return what engines may read in pairs.
+    """Refuse lists of more texts or conversations than one request may have. Return what engines
+    may read in pairs.
 
     Raises:
         TooManyPromptsError: one is longer.
@@ -139,7 +154,9 @@ def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> Pairs:
     if dialect is not Dialect.OPENAI:
         return NO_PAIRS
     counts = {
-        name: count_in(fields[name], bounds.prompts, name, each) for name, each in _LISTED.items() if name in fields
+        name: count_in(fields[name], bounds.prompts, name, each)
+        for name, each in _LISTED.items()
+        if name in fields
     }
     found = [
         Pairs(counts[many], memoryview(fields[one]).nbytes)
@@ -150,9 +167,14 @@ def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> Pairs:
 
 
 def passed_body(
-    dialect: Dialect, fields: Fields, pairs: Pairs = NO_PAIRS, name: Rename | None = None, salt: Salt | None = None
+    dialect: Dialect,
+    fields: Fields,
+    pairs: Pairs = NO_PAIRS,
+    name: Rename | None = None,
+    salt: Salt | None = None,
 ) -> PassedBody:
-    """Return the body that the engine gets. `name`: see `Rename`; None: the engine's name is the client's.
+    """Return the body that the engine gets. `name`: see `Rename`; None: the engine's name is the
+    client's.
 
     `pairs`: what `check_lists` has found; `salt`: see `Salt`; None: no prompt is computed for it.
 
@@ -168,7 +190,9 @@ def passed_body(
     if dialect is Dialect.OPENAI:
         fields.pop(PROMPT_IDS, None)
     if dialect is not Dialect.RESPONSES:
-        return PassedBody(msgspec.json.encode(fields), model, stream, limit=_limit(dialect, fields), pairs=pairs)
+        return PassedBody(
+            msgspec.json.encode(fields), model, stream, limit=_limit(dialect, fields), pairs=pairs
+        )
     if not (is_absent(fields, "conversation") or has_value(fields, "conversation", b"false")):
         why = "no conversation is stored: send the whole of it as `input`"
         raise BadRequestError(f"`conversation` is not supported: {why}", param="conversation")
@@ -178,19 +202,31 @@ def passed_body(
         unknown_id = f"resp_{mint()}"
         changed["previous_response_id"] = msgspec.Raw(msgspec.json.encode(unknown_id))
     elif "store" not in fields or _boolean(fields, "store"):
-        # vLLM's default is true: an engine that is set to store would keep every response until it ends.
+        # vLLM's default is true: an engine that is set to store would keep every response until it
+        # ends.
         changed["store"] = msgspec.Raw(b"false")
         if not (is_absent(fields, "background") or has_value(fields, "background", b"false")):
-            changed["background"] = msgspec.Raw(b"false")  # vLLM takes "no" for true where it compares it with `store`
+            # vLLM takes "no" for true where it compares it with `store`
+            changed["background"] = msgspec.Raw(b"false")
     own = {name: fields.pop(name) for name in changed if name in fields}
     shared = msgspec.json.encode(fields).removesuffix(b"}")
     data = shared + _rest(shared, changed)
     rest = _rest(shared, own) if changed else b""
-    return PassedBody(data, model, stream, unknown_id, _limit(dialect, fields), _shared=len(shared), _own_rest=rest)
+    return PassedBody(
+        data,
+        model,
+        stream,
+        unknown_id,
+        _limit(dialect, fields),
+        _shared=len(shared),
+        _own_rest=rest,
+    )
 
 
 def _limit(dialect: Dialect, fields: Fields) -> int | None:
-    """Return the most tokens of an answer, None if the body does not say so, or says what is no number."""
+    """Return the most tokens of an answer, None if the body does not say so, or says what is no
+    number.
+    """
     raw = fields.get(_LIMITS.get(dialect, ""))
     return None if raw is None else lenient_integer(raw)
 
@@ -202,7 +238,9 @@ def _rest(shared: bytes, fields: Fields) -> bytes:
 
 
 def _boolean(fields: Fields, name: str) -> bool | None:
-    """Return how vLLM reads a field, None if not at all. It takes some texts and numbers for a boolean, and null for False."""
+    """Return how vLLM reads a field, None if not at all. It takes some texts and numbers for a
+    boolean, and null for False.
+    """
     if is_absent(fields, name):
         return False
     raw = fields[name]

@@ -1,7 +1,8 @@
 """Lists of prompts and of conversations: where each of them is in the body.
 
-Owns the counting of both. A list of prompts is searched one prompt at a time, and no further than its limit. The list itself is
-never made, since one of sixteen million short prompts would take a gigabyte.
+Owns the counting of both. A list of prompts is searched one prompt at a time, and no further than
+its limit. The list itself is never made, since one of sixteen million short prompts would take a
+gigabyte.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ Span = tuple[int, int]
 """The offsets at which something begins and ends, in bytes."""
 
 _PROMPT = re.compile(
-    rb"""[ \t\n\r]*+ ( "(?:[^"\\]++|\\.)*+" | \[[^\[\]{}"]*+\] ) [ \t\n\r]*+ ( [,\]] )""", re.VERBOSE | re.DOTALL
+    rb"""[ \t\n\r]*+ ( "(?:[^"\\]++|\\.)*+" | \[[^\[\]{}"]*+\] ) [ \t\n\r]*+ ( [,\]] )""",
+    re.VERBOSE | re.DOTALL,
 )
-"""A text, or an array that holds no arrays, objects or strings; and the separator behind it in a list."""
+"""A text, or an array that holds no arrays, objects or strings; and the separator behind it in a
+list.
+"""
 _BEGIN, _END = b"[]"
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _FLAT = rb'[\[{] (?: [^\[\]{}"]++ | %b )*+ [\]}]' % _STRING
 """An array or object that holds no others."""
 _VALUE = re.compile(rb'%b | %b | [^\[\]{}", \t\n\r]++' % (_STRING, _FLAT), re.VERBOSE | re.DOTALL)
 _BRACKETS = re.compile(
-    rb'(?: [^\[\]{}"]++ | %b | %b )*+ (?: ([\[{]++) | ([\]}]++) )' % (_STRING, _FLAT), re.VERBOSE | re.DOTALL
+    rb'(?: [^\[\]{}"]++ | %b | %b )*+ (?: ([\[{]++) | ([\]}]++) )' % (_STRING, _FLAT),
+    re.VERBOSE | re.DOTALL,
 )
 """All up to the next brackets that begin, or end, an array or object with others in it."""
 _BETWEEN = re.compile(rb"[ \t\n\r,]*+")
@@ -45,7 +50,8 @@ _values_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def prompts_in(raw: msgspec.Raw, limit: int, name: str) -> list[Span] | None:
-    """Return where each prompt of a list is in the list; None if this is not a list of texts or of arrays of numbers.
+    """Return where each prompt of a list is in the list; None if this is not a list of texts or of
+    arrays of numbers.
 
     `raw` is well-formed JSON, the value of the field `name`.
 
@@ -68,9 +74,11 @@ def prompts_in(raw: msgspec.Raw, limit: int, name: str) -> list[Span] | None:
 
 
 def count_in(raw: msgspec.Raw, limit: int, name: str, each: bytes = b'"[') -> int:
-    """Return how many prompts are in a field of this `name`: the values of a list, whatever they are; 0 for null.
+    """Return how many prompts are in a field of this `name`: the values of a list, whatever they
+    are; 0 for null.
 
-    `each`: how the first value of a list of several prompts begins. Any other list is one prompt: token ids, or messages.
+    `each`: how the first value of a list of several prompts begins. Any other list is one prompt:
+    token ids, or messages.
 
     Raises:
         TooManyPromptsError: there are more than `limit`.
@@ -114,7 +122,8 @@ def _end(pattern: re.Pattern[bytes], listed: memoryview, at: int) -> int:
 
 
 def conversations_in(raw: msgspec.Raw, limit: int, name: str) -> list[Conversation] | None:
-    """Return the conversations of a list; None if this is not a list of lists of objects, which every engine refuses.
+    """Return the conversations of a list; None if this is not a list of lists of objects, which
+    every engine refuses.
 
     Each message becomes an object, as those of a chat do. `raw` is the value of the field `name`.
 

@@ -1,7 +1,8 @@
 """Reads bodies that take long in a reader process: the question, the reading, and the answer.
 
-Owns what the two processes send to each other. The answer is small: it has the positions of the fields in the body, which the
-asking process has. Only what had to be encoded again is sent back. Run as a module, this is the reader process.
+Owns what the two processes send to each other. The answer is small: it has the positions of the
+fields in the body, which the asking process has. Only what had to be encoded again is sent back.
+Run as a module, this is the reader process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from pdproxy.wire.fields import Fields, decode_fields, lenient_fields, strip_han
 from pdproxy.wire.media import check_media
 from pdproxy.wire.passthrough_body import NO_PAIRS, Pairs, check_lists
 from pdproxy.wire.prompt_lists import Span, conversations_in, part, prompts_in
-from pdproxy.wire.request import Alone, Parsed, Prompt, Route, interpret, lenient_fields_of, unusual_request
+from pdproxy.wire.request import (
+    Alone,
+    Parsed,
+    Prompt,
+    Route,
+    interpret,
+    lenient_fields_of,
+    unusual_request,
+)
 
 _MEMBER = re.compile(rb"""[ \t\n\r,{]*+"(?:[^"\\]++|\\.)*+"[ \t\n\r]*+:[ \t\n\r]*+""", re.DOTALL)
 """The bytes before the value of a top-level field."""
@@ -30,7 +39,9 @@ _HEAD = 4
 
 
 class BodyQuestion(msgspec.Struct, frozen=True, array_like=True):
-    """How to read a body: as a generating request to `route`, or as one of a passed route if that is None."""
+    """How to read a body: as a generating request to `route`, or as one of a passed route if that
+    is None.
+    """
 
     bounds: Bounds
     route: Route | None
@@ -47,7 +58,9 @@ class _Field(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt. `place`: its position in `prompt`, or in `messages` of a batch; None for a chat. The others as in `Prompt`."""
+    """A prompt. `place`: its position in `prompt`, or in `messages` of a batch; None for a chat.
+    The others as in `Prompt`.
+    """
 
     place: Span | None
     tokens: int | None
@@ -96,7 +109,10 @@ def answer(encoded_question: bytes, body: bytes) -> bytes:
     try:
         head, encoded = _answer(question, body)
     except BadRequestError as error:
-        head, encoded = _Answer(refused=_Refused(type(error).__name__, error.message, error.param)), []
+        head, encoded = (
+            _Answer(refused=_Refused(type(error).__name__, error.message, error.param)),
+            [],
+        )
     data = msgspec.msgpack.encode(head)
     return b"".join([len(data).to_bytes(_HEAD, "big"), data, *encoded])
 
@@ -115,7 +131,11 @@ def _answer(question: BodyQuestion, body: bytes) -> tuple[_Answer, list[bytes]]:
     plain = fields is not None
     if fields is None:
         check_values(body, question.bounds.items)
-        fields = lenient_fields(body) if question.route is None else lenient_fields_of(question.route, body)
+        fields = (
+            lenient_fields(body)
+            if question.route is None
+            else lenient_fields_of(question.route, body)
+        )
     summary, pairs = None, NO_PAIRS
     if question.route is None:
         pairs = check_lists(question.dialect, fields, question.bounds)
@@ -140,7 +160,8 @@ def _answer(question: BodyQuestion, body: bytes) -> tuple[_Answer, list[bytes]]:
 
 
 def _places(body: bytes, fields: Fields) -> dict[str, Span]:
-    """Return where the values of top-level fields are in a body. Fields that come twice, and those behind them, may be missing.
+    """Return where the values of top-level fields are in a body. Fields that come twice, and those
+    behind them, may be missing.
 
     Any place with the same bytes is as good as the value's own.
     """
@@ -158,7 +179,11 @@ def _places(body: bytes, fields: Fields) -> dict[str, Span]:
 def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
     spans: list[Span | None] = [None]
     if parsed.is_list and parsed.route is Route.BATCH:
-        spans = [span for span, _ in conversations_in(parsed.fields["messages"], bounds.prompts, "messages") or ()]
+        spans = [
+            span
+            for span, _ in conversations_in(parsed.fields["messages"], bounds.prompts, "messages")
+            or ()
+        ]
     elif parsed.is_list:
         spans = list(prompts_in(parsed.fields["prompt"], bounds.prompts, "prompt") or ())
     elif "prompt" in parsed.fields and parsed.route is Route.COMPLETIONS:
@@ -184,7 +209,9 @@ def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
 
 
 def request_in(found: Found, body: Body) -> Parsed:
-    """Return the request that a reader's answer describes. Raises what the reader refused it with."""
+    """Return the request that a reader's answer describes. Raises what the reader refused it
+    with.
+    """
     fields, head = _decoded(found, body)
     summary = head.summary
     assert summary is not None
@@ -215,7 +242,9 @@ def request_in(found: Found, body: Body) -> Parsed:
 
 
 def fields_in(found: Found, body: Body) -> tuple[Fields, Pairs]:
-    """Return the fields that a reader's answer describes, and their pairs. Raises what the reader refused them with."""
+    """Return the fields that a reader's answer describes, and their pairs. Raises what the reader
+    refused them with.
+    """
     fields, head = _decoded(found, body)
     return fields, head.pairs
 
@@ -228,7 +257,8 @@ def _decoded(found: Found, body: Body) -> tuple[Fields, _Answer]:
     if head.refused is not None:
         raise _error(head.refused)
     fields = {
-        field.name: msgspec.Raw((rest if field.encoded else whole)[field.begin : field.end]) for field in head.fields
+        field.name: msgspec.Raw((rest if field.encoded else whole)[field.begin : field.end])
+        for field in head.fields
     }
     return fields, head
 

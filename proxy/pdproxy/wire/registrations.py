@@ -1,8 +1,10 @@
-"""Heartbeats by which engines register: where the clients and the other engines of an engine reach it.
+"""Heartbeats by which engines register: where the clients and the other engines of an engine reach
+it.
 
-Owns the reading of vLLM's format, one msgpack map: `{"type": "P" | "D", "http_address", "zmq_address"}`, to which MoRIIO adds
-`dp_size`, `tp_size` and `transfer_mode`. Source: vLLM 0.23 `p2p_nccl_engine.py`, vLLM 0.32.0 `moriio_connector.py`. Anybody who
-reaches the port can send any bytes: everything else is not a heartbeat, and nothing here raises.
+Owns the reading of vLLM's format, one msgpack map: `{"type": "P" | "D", "http_address",
+"zmq_address"}`, to which MoRIIO adds `dp_size`, `tp_size` and `transfer_mode`. Source: vLLM 0.23
+`p2p_nccl_engine.py`, vLLM 0.32.0 `moriio_connector.py`. Anybody who reaches the port can send any
+bytes: everything else is not a heartbeat, and nothing here raises.
 """
 
 from __future__ import annotations
@@ -56,14 +58,19 @@ def decode(payload: bytes) -> Registration | None:
 def place(address: str) -> str | None:
     """Return `host:port` of an HTTP address in its normal spelling, None if it names no place.
 
-    A scheme, a path behind the port, and capital letters make no difference: some senders register a whole URL.
+    A scheme, a path behind the port, and capital letters make no difference: some senders register
+    a whole URL.
     """
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
         host, port = usual_host(parts.hostname or ""), parts.port
     except ValueError:
         return None
-    if not host or (port is None and "://" not in address) or parts.netloc.partition("]")[2].partition(":")[0]:
+    if (
+        not host
+        or (port is None and "://" not in address)
+        or parts.netloc.partition("]")[2].partition(":")[0]
+    ):
         return None
     if port is None:
         port = 443 if parts.scheme == "https" else 80

@@ -1,12 +1,14 @@
 """A client's request: what routing needs of it is read, and each field of the body stays bytes.
 
-Owns the reading of an OpenAI body. Every top-level field is kept as the raw JSON that the client wrote (`msgspec.Raw`), so that
-unknown fields stay as they are and a 64 KiB prompt never becomes objects. Fields that the prefill leg rewrites must have the
-JSON type of their schema. A request in which one has another type is `unusual`: it goes whole to one engine, whose own
-validation answers, and no KV is involved. The same holds for a body that only the engines' own parser accepts
+Owns the reading of an OpenAI body. Every top-level field is kept as the raw JSON that the client
+wrote (`msgspec.Raw`), so that unknown fields stay as they are and a 64 KiB prompt never becomes
+objects. Fields that the prefill leg rewrites must have the JSON type of their schema. A request in
+which one has another type is `unusual`: it goes whole to one engine, whose own validation answers,
+and no KV is involved. The same holds for a body that only the engines' own parser accepts
 (`wire.lenient_json`): it is parsed, cleaned and encoded again.
 
-`parse_if_quick` reads bodies that take a few milliseconds, `parse` all others, in another process (`wire.reader_process`).
+`parse_if_quick` reads bodies that take a few milliseconds, `parse` all others, in another process
+(`wire.reader_process`).
 """
 
 from __future__ import annotations
@@ -32,16 +34,33 @@ from pdproxy.wire.fields import (
 from pdproxy.wire.media import MEDIA_KWARGS, check_media
 from pdproxy.wire.model import model_name
 from pdproxy.wire.passthrough_body import check_lists
-from pdproxy.wire.prompt_lists import ChatMessage, Conversation, Span, conversations_in, count_in, part, prompts_in
-from pdproxy.wire.unusual import NotQuickError, UnusualError, check_unseen, content_of, wants_usage_event
+from pdproxy.wire.prompt_lists import (
+    ChatMessage,
+    Conversation,
+    Span,
+    conversations_in,
+    count_in,
+    part,
+    prompts_in,
+)
+from pdproxy.wire.unusual import (
+    NotQuickError,
+    UnusualError,
+    check_unseen,
+    content_of,
+    wants_usage_event,
+)
 
 _HUGE_INT = re.compile(rb"(?<![0-9])[0-9]{4301}")
-"""Python's parser accepts no integer of more than 4300 digits. Matched only where digits begin: at each digit, the time would be
-quadratic."""
+"""Python's parser accepts no integer of more than 4300 digits. Matched only where digits begin: at
+each digit, the time would be quadratic.
+"""
 
 
 class Route(Enum):
-    """The generating routes. Legs use the first two only; what the others are for engines: `wire.client_routes`."""
+    """The generating routes. Legs use the first two only; what the others are for engines:
+    `wire.client_routes`.
+    """
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -53,7 +72,9 @@ class Route(Enum):
 
 
 class Alone(Enum):
-    """Why a request is served by one engine alone. The value is the label of `pdproxy_alone_total{reason}`."""
+    """Why a request is served by one engine alone. The value is the label of
+    `pdproxy_alone_total{reason}`.
+    """
 
     N = "n"
     ECHO = "echo"
@@ -76,15 +97,21 @@ class Alone(Enum):
 
 
 # An enum's member is looked up by slow code of its metaclass: these are used for every request.
-_COMPLETIONS, _CHAT, _BATCH, _INVOCATIONS = Route.COMPLETIONS, Route.CHAT, Route.BATCH, Route.INVOCATIONS
+_COMPLETIONS, _CHAT, _BATCH, _INVOCATIONS = (
+    Route.COMPLETIONS,
+    Route.CHAT,
+    Route.BATCH,
+    Route.INVOCATIONS,
+)
 _UNUSUAL = Alone.UNUSUAL
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request. `raw` is its JSON; None where the prompt is the chat's messages.
 
-    `tokens` is the exact length if the client sent token ids, else None; `text_bytes` is an upper bound of its UTF-8
-    size; `messages` how many chat messages it has (0 for a completion); `non_text`: a conversation of a batch has other content.
+    `tokens` is the exact length if the client sent token ids, else None; `text_bytes` is an upper
+    bound of its UTF-8 size; `messages` how many chat messages it has (0 for a completion);
+    `non_text`: a conversation of a batch has other content.
     """
 
     raw: msgspec.Raw | None
@@ -95,9 +122,11 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A readable request. `alone` is a reason in the request itself to use one engine, None if it may be split.
+    """A readable request. `alone` is a reason in the request itself to use one engine, None if it
+    may be split.
 
-    `route` is that of the legs; a batch keeps its own, and so does an invocation that one engine has to read.
+    `route` is that of the legs; a batch keeps its own, and so does an invocation that one engine
+    has to read.
     """
 
     route: Route
@@ -112,9 +141,13 @@ class Parsed(msgspec.Struct, frozen=True):
     items: int = 0
     """Strings, arrays and objects in the body; 0 where there were too few to be counted."""
     derenders: bool = False
-    """It is a chat's stream with tools, and all engines of its model can parse it behind any of its tokens."""
+    """It is a chat's stream with tools, and all engines of its model can parse it behind any of its
+    tokens.
+    """
     unread: int = 1
-    """How many prompts or conversations it has, where `prompts` is empty since only an engine reads them."""
+    """How many prompts or conversations it has, where `prompts` is empty since only an engine reads
+    them.
+    """
 
     @property
     def goes_whole(self) -> bool:
@@ -130,15 +163,23 @@ class Parsed(msgspec.Struct, frozen=True):
         if self.route is not Route.BATCH or prompt.raw is None:
             return self, prompt
         own = Prompt(None, None, prompt.text_bytes, prompt.messages)
-        size = self.body_bytes - memoryview(self.fields["messages"]).nbytes + memoryview(prompt.raw).nbytes
+        size = (
+            self.body_bytes
+            - memoryview(self.fields["messages"]).nbytes
+            + memoryview(prompt.raw).nbytes
+        )
         alone = Alone.NON_TEXT if prompt.non_text else None
         fields = self.fields | {"messages": prompt.raw}
-        chat = Parsed(Route.CHAT, fields, self.model, False, False, False, (own,), alone, size, self.items)
+        chat = Parsed(
+            Route.CHAT, fields, self.model, False, False, False, (own,), alone, size, self.items
+        )
         return chat, None if prompt.non_text else own
 
     @property
     def starts_in_silence(self) -> bool:
-        """Whether an engine may send nothing before it is done: the answer is not a stream, or its reasoning is left out."""
+        """Whether an engine may send nothing before it is done: the answer is not a stream, or its
+        reasoning is left out.
+        """
         return not self.stream or has_value(self.fields, "include_reasoning", b"false")
 
     @property
@@ -150,7 +191,8 @@ class Parsed(msgspec.Struct, frozen=True):
     def adds_ids(self) -> bool:
         """Whether an engine is asked for the token ids of a stream that the client didn't ask for.
 
-        With tools, whose parser then also sends events without content, only if it is of use; never with hidden reasoning.
+        With tools, whose parser then also sends events without content, only if it is of use; never
+        with hidden reasoning.
         """
         return (
             self.stream
@@ -216,12 +258,14 @@ def lenient_fields_of(route: Route, body: Body) -> Fields:
         BadRequestError: it accepts none, or there are too many, in the words of vLLM's route.
     """
     return lenient_fields(
-        body, client_routes.load_invocation if route is Route.INVOCATIONS else lenient_json.load_object
+        body,
+        client_routes.load_invocation if route is Route.INVOCATIONS else lenient_json.load_object,
     )
 
 
 def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objects: int) -> Parsed:
-    """Return the request in a plain body of `size` bytes. `max_objects`: bytes of it that may become objects.
+    """Return the request in a plain body of `size` bytes. `max_objects`: bytes of it that may
+    become objects.
 
     Raises:
         TooManyPromptsError: it asks for more than one request may.
@@ -243,13 +287,26 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
         if route is _BATCH:
             is_list, prompts, non_text = True, _batch(fields, conversations), False
         else:
-            is_list, prompts, non_text = _messages(fields) if route is _CHAT else _prompts(fields, spans)
+            is_list, prompts, non_text = (
+                _messages(fields) if route is _CHAT else _prompts(fields, spans)
+            )
         if non_text or not MEDIA_KWARGS.isdisjoint(fields):
             check_media(fields, bounds.media)
             if not prompts:  # embeddings
                 check_unseen(fields, max_objects)
                 unread = _unread(route, fields, bounds)
-                return Parsed(route, fields, model, stream, wants_usage, False, (), Alone.NON_TEXT, size, unread=unread)
+                return Parsed(
+                    route,
+                    fields,
+                    model,
+                    stream,
+                    wants_usage,
+                    False,
+                    (),
+                    Alone.NON_TEXT,
+                    size,
+                    unread=unread,
+                )
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
         if PROMPT_IDS in fields:
             if route is _BATCH:
@@ -273,8 +330,11 @@ def unusual_request(route: Route, fields: Fields, size: int, bounds: Bounds) -> 
     if route is Route.INVOCATIONS:
         check_lists(Dialect.OPENAI, fields, bounds)
     unread = _unread(route, fields, bounds)
-    # wants_usage: an engine may read the request as a stream with usage, and then the client gets that event.
-    return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, size, unread=unread)
+    # wants_usage: an engine may read the request as a stream with usage, and then the client gets
+    # that event.
+    return Parsed(
+        route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, size, unread=unread
+    )
 
 
 def _unread(route: Route, fields: Fields, bounds: Bounds) -> int:
@@ -287,12 +347,24 @@ def _unread(route: Route, fields: Fields, bounds: Bounds) -> int:
         return 1
     listed = {"messages": b"["} if route is _BATCH else {"prompt": b'"[', "prompt_embeds": b'"'}
     limit = bounds.prompts
-    return max(sum(count_in(fields[name], limit, name, each) for name, each in listed.items() if name in fields), 1)
+    return max(
+        sum(
+            count_in(fields[name], limit, name, each)
+            for name, each in listed.items()
+            if name in fields
+        ),
+        1,
+    )
 
 
 def _invocation(fields: Fields, size: int, bounds: Bounds, max_objects: int) -> Parsed:
-    """Return an invocation as the chat or the completion that it is, else as a request that one engine gets whole."""
-    for route, fits in ((Route.CHAT, client_routes.is_chat), (Route.COMPLETIONS, client_routes.is_completion)):
+    """Return an invocation as the chat or the completion that it is, else as a request that one
+    engine gets whole.
+    """
+    for route, fits in (
+        (Route.CHAT, client_routes.is_chat),
+        (Route.COMPLETIONS, client_routes.is_completion),
+    ):
         if fits(fields):
             parsed = interpret(route, fields, size, bounds, max_objects)
             if parsed.alone is not Alone.UNUSUAL:
@@ -334,7 +406,9 @@ def _alone(fields: Fields, route: Route) -> Alone | None:
         return Alone.PROMPT_LOGPROBS
     if read_field(fields, "use_beam_search", _bool_decoder):
         return Alone.BEAM_SEARCH
-    limits = [read_field(fields, name, _int_decoder) for name in ("max_tokens", "max_completion_tokens")]
+    limits = [
+        read_field(fields, name, _int_decoder) for name in ("max_tokens", "max_completion_tokens")
+    ]
     min_tokens = read_field(fields, "min_tokens", _int_decoder) or 0
     for limit in limits:
         if limit is not None and (limit < 1 or limit < min_tokens):
@@ -348,7 +422,8 @@ def _alone(fields: Fields, route: Route) -> Alone | None:
         if top and not logprobs:
             raise UnusualError
         if read_field(fields, "return_prompt_text", _bool_decoder):
-            return Alone.ECHO  # a decode engine that gets a chat's ids does not have its text (vLLM 0.32.0)
+            # a decode engine that gets a chat's ids does not have its text (vLLM 0.32.0)
+            return Alone.ECHO
     else:
         logprobs = read_field(fields, "logprobs", _int_decoder) is not None
     if not logprobs and not is_absent(fields, "logprob_token_ids"):
@@ -371,7 +446,9 @@ def _listed(route: Route, fields: Fields, bounds: Bounds) -> list[Span] | None:
 
 
 def _prompts(fields: Fields, spans: list[Span] | None) -> tuple[bool, tuple[Prompt, ...], bool]:
-    """Return (is a list, the prompts in order, whether any is not text). `spans`: where the prompts of a list are."""
+    """Return (is a list, the prompts in order, whether any is not text). `spans`: where the prompts
+    of a list are.
+    """
     if not is_absent(fields, "prompt_embeds"):
         return False, (), True
     raw = fields.get("prompt")

@@ -1,7 +1,7 @@
 r"""Server-sent events as bytes: found, counted and rewritten without parsing JSON.
 
-vLLM writes an event as `data: <JSON on one line>\n\n`. A raw line feed or quote cannot occur inside a JSON string, so the
-byte patterns below match structure and never a model's text.
+vLLM writes an event as `data: <JSON on one line>\n\n`. A raw line feed or quote cannot occur inside
+a JSON string, so the byte patterns below match structure and never a model's text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ _SPACED = b'data: {"id": '
 _SPACED_FINISHED, _SPACED_UNFINISHED = b'"finish_reason": "', b'"finish_reason": null'
 _ESCAPED_BACKSLASH, _ESCAPED_QUOTE = b"\\\\", b'\\"'
 _MAX_COMPACTED = 256 << 10
-"""Bytes. A longer line is not a last event, a usage or an error, and stays as it is: a line of this length takes 8 ms."""
+"""Bytes. A longer line is not a last event, a usage or an error, and stays as it is: a line of this
+length takes 8 ms.
+"""
 _MAX_STRINGS = 1024
-"""Strings of a line. A line with more, and with one in six bytes, is not an event: each string costs as much as 100 bytes."""
+"""Strings of a line. A line with more, and with one in six bytes, is not an event: each string
+costs as much as 100 bytes.
+"""
 _MAX_TINY_LINES = 512
 _TINY_LINE = 32
 
@@ -40,13 +44,19 @@ def is_comment(batch: bytes) -> bool:
 
 
 def is_spaced(batch: bytes) -> bool:
-    """Return whether a batch begins with data whose JSON has spaces. vLLM writes none, but for its errors."""
+    """Return whether a batch begins with data whose JSON has spaces. vLLM writes none, but for its
+    errors.
+    """
     return batch.startswith(_SPACED)
 
 
 def compact(batch: bytes) -> bytes:
-    """Return a batch of events with their data as vLLM writes it: without spaces outside of strings."""
-    return b"\n".join([_compact(line) if line.startswith(_SPACED) else line for line in batch.split(b"\n")])
+    """Return a batch of events with their data as vLLM writes it: without spaces outside of
+    strings.
+    """
+    return b"\n".join(
+        [_compact(line) if line.startswith(_SPACED) else line for line in batch.split(b"\n")]
+    )
 
 
 def _compact(line: bytes) -> bytes:
@@ -54,7 +64,8 @@ def _compact(line: bytes) -> bytes:
         return line
     text = line[6:]
     escapes = text.find(b"\\") >= 0
-    if escapes:  # an escaped quote would be mistaken for a string's end; no JSON has these two bytes
+    # an escaped quote would be mistaken for a string's end; no JSON has these two bytes
+    if escapes:
         if text.find(b"\0") >= 0 or text.find(b"\1") >= 0:
             return line
         text = text.replace(_ESCAPED_BACKSLASH, b"\0").replace(_ESCAPED_QUOTE, b"\1")
@@ -70,8 +81,8 @@ def _compact(line: bytes) -> bytes:
 
 
 def has_tiny_lines(batch: bytes) -> bool:
-    """Return whether a batch is many lines of a few bytes: each costs as much as an event, and an engine's events have at
-    least 64 bytes.
+    """Return whether a batch is many lines of a few bytes: each costs as much as an event, and an
+    engine's events have at least 64 bytes.
     """
     if len(batch) <= _MAX_TINY_LINES:
         return False
@@ -80,7 +91,9 @@ def has_tiny_lines(batch: bytes) -> bool:
 
 
 def is_regular(batch: bytes) -> bool:
-    """Return whether every event of a batch has the form in which vLLM writes data: one line that begins with `data: `."""
+    """Return whether every event of a batch has the form in which vLLM writes data: one line that
+    begins with `data: `.
+    """
     count = batch.count(END)
     return (
         batch.count(b"\n") == 2 * count
@@ -92,11 +105,15 @@ def is_regular(batch: bytes) -> bool:
 
 def data_lines(event: bytes) -> list[bytes]:
     """Return the lines of an event that hold data, each in vLLM's form; none for a comment."""
-    return [b"data: " + _value(line[5:]) for line in event.split(b"\n") if line.startswith(b"data:")]
+    return [
+        b"data: " + _value(line[5:]) for line in event.split(b"\n") if line.startswith(b"data:")
+    ]
 
 
 def _value(text: bytes) -> bytes:
-    """Return a value as clients read it: one space belongs to the framing. More of them are ignored before JSON only."""
+    """Return a value as clients read it: one space belongs to the framing. More of them are ignored
+    before JSON only.
+    """
     bare = text.lstrip(b" ")
     return bare if bare.startswith(b"{") else text.removeprefix(b" ")
 
@@ -107,7 +124,9 @@ def is_error(event: bytes) -> bool:
 
 
 def is_aborted(data: bytes) -> bool:
-    """Return whether an event or a whole answer reports that generation was aborted. vLLM sends that when it is terminated."""
+    """Return whether an event or a whole answer reports that generation was aborted. vLLM sends
+    that when it is terminated.
+    """
     return _ABORTED in data
 
 
@@ -117,7 +136,9 @@ def is_done(event: bytes) -> bool:
 
 
 def is_usage_only(event: bytes) -> bool:
-    """Return whether an event is the last one of `include_usage`: no choices, the usage of the whole answer."""
+    """Return whether an event is the last one of `include_usage`: no choices, the usage of the
+    whole answer.
+    """
     return _USAGE_ONLY in event
 
 
@@ -127,7 +148,9 @@ def has_usage(event: bytes) -> bool:
 
 
 def is_role_only(event: bytes) -> bool:
-    """Return whether an event is a chat's first chunk, which vLLM sends before the engine has produced anything."""
+    """Return whether an event is a chat's first chunk, which vLLM sends before the engine has
+    produced anything.
+    """
     return _ROLE in event
 
 
@@ -139,7 +162,8 @@ def is_last_of_choice(event: bytes) -> bool:
 def with_fingerprint(event: bytes, usage_event: bytes) -> bytes:
     """Return a choice's last event with the fingerprint of the usage event.
 
-    vLLM puts it into the very last event: a stream without a usage event has it beside the finish reason.
+    vLLM puts it into the very last event: a stream without a usage event has it beside the finish
+    reason.
     """
     at = usage_event.rfind(_FINGERPRINT)
     if at < 0 or _FINGERPRINT in event:
@@ -151,8 +175,8 @@ def with_fingerprint(event: bytes, usage_event: bytes) -> bytes:
 
 
 def may_be_special(batch: bytes) -> bool:
-    """Return whether a batch of whole events may hold one that is not plain data: an error, the end of a choice, the usage, the
-    end mark, or anything that does not have vLLM's form of data.
+    """Return whether a batch of whole events may hold one that is not plain data: an error, the end
+    of a choice, the usage, the end mark, or anything that does not have vLLM's form of data.
     """
     count = batch.count(END)
     spaced = is_spaced(batch)
@@ -163,7 +187,8 @@ def may_be_special(batch: bytes) -> bool:
         and batch.count(b"\n") == 2 * count
     ):
         finished = _SPACED_FINISHED if spaced else _FINISHED
-        return batch.find(b"\r") >= 0 or batch.find(finished) >= 0  # one choice in each event, and none of them ends
+        # one choice in each event, and none of them ends
+        return batch.find(b"\r") >= 0 or batch.find(finished) >= 0
     return (
         spaced
         or not is_regular(batch)
@@ -183,7 +208,9 @@ def payload(event: bytes) -> bytes:
 
 
 def with_index(event: bytes, index: int) -> bytes:
-    """Return an event of a stream with one choice as one of choice `index`. Unchanged if it has no choice 0."""
+    """Return an event of a stream with one choice as one of choice `index`. Unchanged if it has no
+    choice 0.
+    """
     return event.replace(_FIRST_INDEX, b'"choices":[{"index":%d,' % index, 1)
 
 

@@ -1,7 +1,9 @@
-r"""Token ids that pdproxy asked an engine for: they are read from its stream and replaced by the `null` of a plain answer.
+r"""Token ids that pdproxy asked an engine for: they are read from its stream and replaced by the
+`null` of a plain answer.
 
-A raw quote cannot occur inside a JSON string, so the patterns match structure and never a model's text. Source: vLLM 0.32.0
-`entrypoints/openai/*/serving.py`, fields `token_ids` (each event) and `prompt_token_ids` (the first).
+A raw quote cannot occur inside a JSON string, so the patterns match structure and never a model's
+text. Source: vLLM 0.32.0 `entrypoints/openai/*/serving.py`, fields `token_ids` (each event) and
+`prompt_token_ids` (the first).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pdproxy.wire.sse import END
 DIGITS = 9
 """Digits of an id at the most."""
 WITHHELD = b'"delta":{},"logprobs":null,"finish_reason":null'
-"""Marks an event that a plain answer would not have: a parser held its text back, and it was sent only for its ids."""
+"""Marks an event that a plain answer would not have: a parser held its text back, and it was sent
+only for its ids.
+"""
 _IDS = re.compile(rb'"token_ids": ?\[([0-9, ]*)\]')
 _SPACED = b'"token_ids": '
 _MIN_CHECKED = 64
@@ -33,7 +37,9 @@ def new() -> array[int]:
 
 
 def are_too_many(batch: bytes) -> bool:
-    """Return whether a batch has more lists of ids than events: each list costs as much as an event."""
+    """Return whether a batch has more lists of ids than events: each list costs as much as an
+    event.
+    """
     if len(batch) < _MIN_CHECKED * len(b'"token_ids":'):
         return False
     lists = batch.count(b'"token_ids":')
@@ -41,11 +47,15 @@ def are_too_many(batch: bytes) -> bool:
 
 
 def taken(batch: bytes) -> tuple[bytes, list[bytes]]:
-    """Return a batch without its ids, and each list of ids that is not empty, with commas between the ids."""
+    """Return a batch without its ids, and each list of ids that is not empty, with commas between
+    the ids.
+    """
     parts = _IDS.split(batch)
     if len(parts) == 1:
         return batch, []
-    rest = (b'"token_ids": null' if batch.find(_SPACED) >= 0 else b'"token_ids":null').join(parts[::2])
+    rest = (b'"token_ids": null' if batch.find(_SPACED) >= 0 else b'"token_ids":null').join(
+        parts[::2]
+    )
     return rest, [ids for ids in parts[1::2] if ids]
 
 
@@ -74,7 +84,9 @@ def without_prompt(batch: bytes) -> bytes:
 
 
 def split_prompt(batch: bytes) -> tuple[bytes, bytes]:
-    """Return the first events of a stream without the ids of the prompt, and these as a JSON array; b"" if there are none."""
+    """Return the first events of a stream without the ids of the prompt, and these as a JSON array;
+    b"" if there are none.
+    """
     found = _PROMPT_IDS.search(batch)
     end = batch.find(b"]", found.end()) if found else -1
     if found is None or end < 0:

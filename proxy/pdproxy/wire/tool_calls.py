@@ -1,4 +1,6 @@
-"""The ids of tool calls in a chat's events. Pure. Source of the shape: vLLM 0.32.0 `DeltaToolCall`."""
+"""The ids of tool calls in a chat's events. Pure. Source of the shape: vLLM 0.32.0
+`DeltaToolCall`.
+"""
 
 from __future__ import annotations
 
@@ -41,5 +43,7 @@ def ids_in(batch: bytes) -> list[str] | None:
             choices = _decoder.decode(payload(event + END)).choices
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-        found += [call.id for one in choices for call in one.delta.tool_calls or () if call.id is not None]
+        found += [
+            call.id for one in choices for call in one.delta.tool_calls or () if call.id is not None
+        ]
     return found if len(found) <= MAX_CALLS and all(len(one) <= MAX_ID for one in found) else None

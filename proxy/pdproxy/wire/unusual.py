@@ -1,4 +1,5 @@
-"""What makes a generating request unusual: only the engines' own validation can judge it, so one engine gets it whole.
+"""What makes a generating request unusual: only the engines' own validation can judge it, so one
+engine gets it whole.
 
 Owns what is checked of fields that prefill engines never get, and of the content of messages. Pure.
 """
@@ -24,7 +25,9 @@ UNSEEN_BY_PREFILL = (
     "structured_outputs",
     "response_format",
 )
-"""Fields that a prefill leg does not need. None of them changes the prompt, but for a chat's `response_format`."""
+"""Fields that a prefill leg does not need. None of them changes the prompt, but for a chat's
+`response_format`.
+"""
 
 
 class UnusualError(Exception):
@@ -44,10 +47,12 @@ _stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
 
 
 def check_unseen(fields: Fields, limit: int) -> None:
-    """Check that decode engines can parse the fields that prefill engines never get: otherwise a prefill would be wasted.
+    """Check that decode engines can parse the fields that prefill engines never get: otherwise a
+    prefill would be wasted.
 
     Raises:
-        UnusualError: they can't; NotQuickError: more than `limit` bytes would have to become objects to find out.
+        UnusualError: they can't; NotQuickError: more than `limit` bytes would have to become
+            objects to find out.
     """
     if fields.keys().isdisjoint(UNSEEN_BY_PREFILL):
         return
@@ -92,4 +97,6 @@ def content_of(messages: Sequence[ChatMessage]) -> tuple[int, bool]:
 
 def _is_text(part: Fields) -> bool:
     """Return whether a content part is only text: vLLM also accepts media parts without a type."""
-    return part.keys() <= {"type", "text"} and bytes(part.get("type", msgspec.Raw(b""))) == b'"text"'
+    return (
+        part.keys() <= {"type", "text"} and bytes(part.get("type", msgspec.Raw(b""))) == b'"text"'
+    )

@@ -9,15 +9,19 @@ from typing import Any
 import msgspec
 
 _DETAILS = "prompt_tokens_details"
-_COUNTS = {name: re.compile(rb'"%s":\d+' % name) for name in (b"cached_tokens", b"created_cache_tokens")}
+_COUNTS = {
+    name: re.compile(rb'"%s":\d+' % name) for name in (b"cached_tokens", b"created_cache_tokens")
+}
 
 
 def add_up(usages: Sequence[bytes], *, details_of: int | None) -> bytes:
-    """Return one `usage` object from several: numbers are added, objects field by field; a field that is null in all stays null.
+    """Return one `usage` object from several: numbers are added, objects field by field; a field
+    that is null in all stays null.
 
-    `details_of`: the index of the one whose `prompt_tokens_details` are returned. vLLM adds everything else up, but reports those
-    of the last prompt in a whole answer and of the first one in a stream (0.32.0, `entrypoints/openai/completion/serving.py`).
-    None: no details of any kind are returned, as vLLM's batches of chats have none (`chat_completion/batch_serving.py`).
+    `details_of`: the index of the one whose `prompt_tokens_details` are returned. vLLM adds
+    everything else up, but reports those of the last prompt in a whole answer and of the first one
+    in a stream (0.32.0, `entrypoints/openai/completion/serving.py`). None: no details of any kind
+    are returned, as vLLM's batches of chats have none (`chat_completion/batch_serving.py`).
 
     Raises:
         msgspec.MsgspecError: one of them is not JSON.
@@ -33,10 +37,12 @@ def add_up(usages: Sequence[bytes], *, details_of: int | None) -> bytes:
 
 
 def with_cache(answer: bytes, *, cached: int | None, created: int | None) -> bytes:
-    """Return a whole answer, or a stream's usage event, with the prefix cache counts of the prefill engine.
+    """Return a whole answer, or a stream's usage event, with the prefix cache counts of the prefill
+    engine.
 
-    A decode engine reports its own: there nearly all of the prompt is `cached`, by the KV transfer, and almost nothing `created`.
-    None leaves a count unchanged, and a missing one stays missing. In a text the quotes would be escaped.
+    A decode engine reports its own: there nearly all of the prompt is `cached`, by the KV transfer,
+    and almost nothing `created`. None leaves a count unchanged, and a missing one stays missing. In
+    a text the quotes would be escaped.
     """
     for name, tokens in ((b"cached_tokens", cached), (b"created_cache_tokens", created)):
         if tokens is not None and (at := answer.rfind(b'"%s":' % name)) >= 0:

@@ -1,4 +1,6 @@
-"""When requests are due: seconds from the start of a run, from a seed. Pure: the same arguments give the same times."""
+"""When requests are due: seconds from the start of a run, from a seed. Pure: the same arguments
+give the same times.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ MAX_REQUESTS = 1_000_000
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
     """An arrival process.
 
-    `constant`: equal gaps. `poisson`: exponential gaps. `burst`: gaps from a gamma distribution with shape `burstiness`, as in
-    vLLM's serving benchmark: 1 is Poisson, below 1 requests come in bursts. `ramp`: Poisson, with a rate that goes from `rate`
-    to `end_rate` linearly over the run.
+    `constant`: equal gaps. `poisson`: exponential gaps. `burst`: gaps from a gamma distribution
+    with shape `burstiness`, as in vLLM's serving benchmark: 1 is Poisson, below 1 requests come in
+    bursts. `ramp`: Poisson, with a rate that goes from `rate` to `end_rate` linearly over the run.
     """
 
     kind: Kind = "poisson"
@@ -39,7 +41,8 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in (("rate", self.rate), ("end rate", self.end_rate)):
             if value is not None and not 0 < value <= MAX_RATE:
                 raise ValueError(
-                    f"the {name} must be above 0 and at most {MAX_RATE:g} requests per second, got {value:g}"
+                    f"the {name} must be above 0 and at most {MAX_RATE:g} requests per second, "
+                    f"got {value:g}"
                 )
         if (self.kind == "ramp") != (self.end_rate is not None):
             raise ValueError("a ramp needs two rates, A:B, and all other arrivals one")
@@ -51,10 +54,13 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
         """Requests per second over the whole run."""
         return self.rate if self.end_rate is None else (self.rate + self.end_rate) / 2
 
-    def times(self, seed: int, *, duration: float | None = None, requests: int | None = None) -> list[float]:
+    def times(
+        self, seed: int, *, duration: float | None = None, requests: int | None = None
+    ) -> list[float]:
         """Return the times at which requests are due, in seconds, ascending.
 
-        `duration`: all before that many seconds. `requests`: exactly so many; a ramp then lasts as long as they take on average.
+        `duration`: all before that many seconds. `requests`: exactly so many; a ramp then lasts as
+        long as they take on average.
 
         Raises:
             ValueError: both or none are given, or they are too many.
@@ -85,7 +91,9 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
             yield time
 
     def _ramp(self, chance: random.Random, length: float) -> Iterator[float]:
-        """Yield the times at which `rate*t + (end_rate-rate)*t*t/(2*length)`, the expected number, reaches a Poisson one's."""
+        """Yield the times at which `rate*t + (end_rate-rate)*t*t/(2*length)`, the expected number,
+        reaches a Poisson one's.
+        """
         end = self.end_rate if self.end_rate is not None else self.rate
         slope = (end - self.rate) / length if length else 0.0
         total = self.mean_rate * length
@@ -95,4 +103,8 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
             if expected > total:  # after the ramp the last rate stays
                 yield length + (expected - total) / end
             else:
-                yield 2 * expected / (self.rate + math.sqrt(max(self.rate**2 + 2 * slope * expected, 0.0)))
+                yield (
+                    2
+                    * expected
+                    / (self.rate + math.sqrt(max(self.rate**2 + 2 * slope * expected, 0.0)))
+                )

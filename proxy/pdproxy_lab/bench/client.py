@@ -1,7 +1,9 @@
-"""Sends a run's requests, each at its time, whatever the others do (open loop), and notes when what came back.
+"""Sends a run's requests, each at its time, whatever the others do (open loop), and notes when what
+came back.
 
-One task per request, one connection per request in flight. Each request has a deadline, also if the server sends without end.
-Nothing is sent twice. Times are in seconds, by `time.perf_counter`: the event loop's own time has steps of a millisecond.
+One task per request, one connection per request in flight. Each request has a deadline, also if the
+server sends without end. Nothing is sent twice. Times are in seconds, by `time.perf_counter`: the
+event loop's own time has steps of a millisecond.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ _TICK = 0.02
 _AHEAD = 0.1
 """Seconds until the first request: for its body."""
 _AFTER_DONE = 1.0
-"""Seconds that a server gets to end an answer after its end mark, so that the connection can be used again."""
+"""Seconds that a server gets to end an answer after its end mark, so that the connection can be
+used again.
+"""
 _KEEP_ALIVE = 2.0
-"""Seconds that an idle connection is kept. Servers close theirs after 5 s (uvicorn) or later: no request must meet that."""
+"""Seconds that an idle connection is kept. Servers close theirs after 5 s (uvicorn) or later: no
+request must meet that.
+"""
 _MAX_SHOWN = 200
 
 
@@ -51,9 +57,13 @@ class RunProgress(TypedDict):
 
 
 def session_of(tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
-    """Return a session with unlimited connections, no proxies and no total deadline: each use has its own. Close it."""
+    """Return a session with unlimited connections, no proxies and no total deadline: each use has
+    its own. Close it.
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE, ssl=True if tls is None else tls),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEEP_ALIVE, ssl=True if tls is None else tls
+        ),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -62,7 +72,9 @@ def session_of(tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
 
 
 class Run:
-    """One run against one server. `body` makes a request's body; `timeout`: seconds from a request's start to its last byte."""
+    """One run against one server. `body` makes a request's body; `timeout`: seconds from a
+    request's start to its last byte.
+    """
 
     def __init__(
         self,
@@ -103,7 +115,9 @@ class Run:
         }
 
     def stop(self) -> None:
-        """End it now: requests in flight are closed, and what was measured is returned by `go`, marked as cut."""
+        """End it now: requests in flight are closed, and what was measured is returned by `go`,
+        marked as cut.
+        """
         self._seen.cut = True
         self._close()
 
@@ -141,7 +155,9 @@ class Run:
             if len(self._open) >= self._max_in_flight:
                 self._seen.overflow = True
                 return
-            outcome = Outcome(due=one.at, asked_input=one.input_tokens, asked_output=one.output_tokens)
+            outcome = Outcome(
+                due=one.at, asked_input=one.input_tokens, asked_output=one.output_tokens
+            )
             self._seen.outcomes.append(outcome)
             task = asyncio.create_task(self._send(outcome, body))
             self._open.add(task)
@@ -164,18 +180,25 @@ class Run:
             aiohttp.ServerDisconnectedError,
             ConnectionResetError,
         ) as error:
-            outcome.fail("stream" if outcome.answered else "connection", str(error) or type(error).__name__)
+            outcome.fail(
+                "stream" if outcome.answered else "connection", str(error) or type(error).__name__
+            )
         except ErrorEvent as error:
             outcome.fail("error event", str(error))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             outcome.fail("connection", str(error) or type(error).__name__)
         finally:
             outcome.times = [at - self._start for at in reader.times]
-            outcome.prompt_tokens, outcome.output_tokens = reader.prompt_tokens, reader.output_tokens
+            outcome.prompt_tokens, outcome.output_tokens = (
+                reader.prompt_tokens,
+                reader.output_tokens,
+            )
             outcome.end = self._clock() - self._start
 
     async def _exchange(self, outcome: Outcome, body: bytes, reader: EventReader) -> None:
-        async with self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as answer:
+        async with self._session.post(
+            self._url, data=body, headers=self._headers, allow_redirects=False
+        ) as answer:
             outcome.answered = True
             if answer.status != 200:
                 text = (await answer.content.read(4096)).decode("utf-8", "replace")

@@ -1,6 +1,8 @@
-"""Runs side by side: medians over seeds with the lowest and the highest value, one column per server. Pure, but for the files.
+"""Runs side by side: medians over seeds with the lowest and the highest value, one column per
+server. Pure, but for the files.
 
-Also reads result files of vLLM's serving benchmark: they have no `pdproxy` key, so some rows stay empty.
+Also reads result files of vLLM's serving benchmark: they have no `pdproxy` key, so some rows stay
+empty.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ MAX_COLUMNS = 16
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One measure of one server over its runs: median, lowest, highest; None: not measured in any run, or not usable."""
+    """One measure of one server over its runs: median, lowest, highest; None: not measured in any
+    run, or not usable.
+    """
 
     middle: float
     low: float
@@ -48,7 +52,8 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read a file that `--json` wrote, or one of vLLM's benchmark: a JSON object per line, or one over several lines.
+    """Read a file that `--json` wrote, or one of vLLM's benchmark: a JSON object per line, or one
+    over several lines.
 
     Raises:
         BenchError: it can't be read, or is something else.
@@ -66,9 +71,13 @@ def read_records(path: Path) -> list[Record]:
         except msgspec.DecodeError:
             found = [msgspec.json.decode(line) for line in content.splitlines() if line.strip()]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BenchError(f"{path.name} is no result file: {' '.join(str(error).split())}", USAGE_ERROR) from None
+        raise BenchError(
+            f"{path.name} is no result file: {' '.join(str(error).split())}", USAGE_ERROR
+        ) from None
     if not found or not all(isinstance(one, dict) and "request_throughput" in one for one in found):
-        raise BenchError(f"{path.name} is no result file: it needs objects with request_throughput", USAGE_ERROR)
+        raise BenchError(
+            f"{path.name} is no result file: it needs objects with request_throughput", USAGE_ERROR
+        )
     for one in found:
         ours = one.get("pdproxy")
         if not isinstance(ours, dict):
@@ -87,10 +96,17 @@ def table_of(records: Sequence[Record]) -> Table:
     names = tuple(dict.fromkeys(str(record["pdproxy"]["name"]) for record in records))
     if len(names) > MAX_COLUMNS:
         raise BenchError(f"{len(names)} servers: {MAX_COLUMNS} fit side by side", USAGE_ERROR)
-    columns = [[record for record in records if record["pdproxy"]["name"] == name] for name in names]
+    columns = [
+        [record for record in records if record["pdproxy"]["name"] == name] for name in names
+    ]
 
     def row(title: str, unit: str, digits: int, *path: str, factor: float = 1.0) -> Row:
-        return Row(title, unit, digits, tuple(_cell((_at(one, path) for one in column), factor) for column in columns))
+        return Row(
+            title,
+            unit,
+            digits,
+            tuple(_cell((_at(one, path) for one in column), factor) for column in columns),
+        )
 
     rows = [
         row("requests completed", "", 0, "completed"),
@@ -111,7 +127,10 @@ def table_of(records: Sequence[Record]) -> Table:
             rows.append(row(f"{title} p{p}", "ms", 1, *place, f"{word}_{key}_ms"))
     for name in dict.fromkeys(str(slo.get("name")) for record in records for slo in _slos(record)):
         goods = [[_slo(one, name) for one in column] for column in columns]
-        for title, unit, key, factor in (("good", "req/s", "goodput", 1.0), ("good", "%", "share", 100.0)):
+        for title, unit, key, factor in (
+            ("good", "req/s", "goodput", 1.0),
+            ("good", "%", "share", 100.0),
+        ):
             cells = tuple(_cell((slo.get(key) for slo in column), factor) for column in goods)
             rows.append(Row(f"{title}: {name}", unit, 1 if unit == "%" else 2, cells))
     rows.append(row("own lag p99", "ms", 1, "pdproxy", "lag_ms", "p99"))

@@ -10,8 +10,12 @@ _MAX_LINE = 400
 
 
 def one_line(text: str, limit: int = _MAX_LINE) -> str:
-    """Return a text that a server may have chosen so that a terminal can show it: one line, printable, `limit` characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split())[:limit])
+    """Return a text that a server may have chosen so that a terminal can show it: one line,
+    printable, `limit` characters.
+    """
+    return "".join(
+        letter if letter.isprintable() else "?" for letter in " ".join(text.split())[:limit]
+    )
 
 
 class BenchError(Exception):

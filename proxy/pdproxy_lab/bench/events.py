@@ -1,4 +1,5 @@
-"""Reads a streamed answer: when each event with tokens came, the usage, the end. Pure: times are arguments.
+"""Reads a streamed answer: when each event with tokens came, the usage, the end. Pure: times are
+arguments.
 
 No text is kept. Each event is parsed once, into the few fields that are needed.
 """
@@ -117,7 +118,9 @@ class EventReader:
         else:
             lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
             if not lines:  # a comment, or an empty line
-                if not all(line.startswith(_OTHER_LINES) or not line for line in event.split(b"\n")):
+                if not all(
+                    line.startswith(_OTHER_LINES) or not line for line in event.split(b"\n")
+                ):
                     raise BrokenStream("it is no stream of server-sent events")
                 return
             data = b"\n".join(lines)
@@ -127,7 +130,9 @@ class EventReader:
         try:
             read = _EVENT.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise BrokenStream(f"an event is no chunk of an answer: {' '.join(str(error).split())}") from None
+            raise BrokenStream(
+                f"an event is no chunk of an answer: {' '.join(str(error).split())}"
+            ) from None
         self._take(read, now)
 
     def _take(self, event: _Event, now: float) -> None:

@@ -1,7 +1,8 @@
 """What a run's requests amount to: latencies, rates, goodput, errors. Pure.
 
-Latencies count from when a request was due, so that a server that stops for a while is late for all that were due then, and not
-only for those that could be sent (coordinated omission). What was not measured is None, and `refused` says why.
+Latencies count from when a request was due, so that a server that stops for a while is late for all
+that were due then, and not only for those that could be sent (coordinated omission). What was not
+measured is None, and `refused` says why.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from pdproxy_lab.bench.slo import BenchSlo
 
 PERCENTILES = (50, 90, 95, 99)
 MAX_LAG = 0.010
-"""Seconds. When the 99th percentile of the generator's own lag is above it, a run says more about the generator."""
+"""Seconds. When the 99th percentile of the generator's own lag is above it, a run says more about
+the generator.
+"""
 _MAX_OWN_EVENTS_MISSING = 0.01
-"""Share of tokens without an event of their own, up to which gaps between events are gaps between tokens."""
+"""Share of tokens without an event of their own, up to which gaps between events are gaps between
+tokens.
+"""
 _MANY_FAILED = 0.05
 _MANY_SHORT = 0.01
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Many values of one kind, in seconds. A percentile is None if there are too few values for it."""
+    """Many values of one kind, in seconds. A percentile is None if there are too few values for
+    it.
+    """
 
     count: int
     mean: float
@@ -35,7 +42,9 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True):
-    """By how many seconds this process was late: it sent requests late, or its event loop ran late."""
+    """By how many seconds this process was late: it sent requests late, or its event loop ran
+    late.
+    """
 
     p50: float
     p99: float
@@ -107,11 +116,15 @@ def spread_of(values: Sequence[float]) -> Spread | None:
         mean=mean,
         std=math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
         largest=ordered[-1],
-        percentiles={p: percentile(ordered, p) if len(ordered) >= needed(p) else None for p in PERCENTILES},
+        percentiles={
+            p: percentile(ordered, p) if len(ordered) >= needed(p) else None for p in PERCENTILES
+        },
     )
 
 
-def summarise(seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = False, max_in_flight: int = 0) -> Summary:
+def summarise(
+    seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = False, max_in_flight: int = 0
+) -> Summary:
     """Return what a run's requests amount to."""
     ended = [outcome for outcome in seen.outcomes if outcome.error != "cut"]
     done = [outcome for outcome in ended if outcome.error is None]
@@ -124,7 +137,9 @@ def summarise(seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = Fal
         partial=seen.cut,
         seconds=seen.seconds,
         lag=lag,
-        errors=dict(Counter(outcome.error for outcome in ended if outcome.error is not None).most_common()),
+        errors=dict(
+            Counter(outcome.error for outcome in ended if outcome.error is not None).most_common()
+        ),
         error_texts={o.error: o.text for o in reversed(ended) if o.error is not None},
         short=sum(o.output_tokens is not None and o.output_tokens < o.asked_output for o in done),
         asked_input_tokens=sum(o.asked_input for o in done),
@@ -133,11 +148,13 @@ def summarise(seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = Fal
     late = max(lag.p99, lag.loop_p99)
     if seen.overflow:
         made.refused["run"] = (
-            f"{max_in_flight} requests were in flight: the server can't follow, or --max-in-flight is too low"
+            f"{max_in_flight} requests were in flight: the server can't follow, or "
+            f"--max-in-flight is too low"
         )
     elif late > MAX_LAG and not allow_lag:
         made.refused["run"] = (
-            f"this process was late itself: p99 {late * 1000:.1f} ms, {MAX_LAG * 1000:.0f} ms are the limit (--allow-lag)"
+            f"this process was late itself: p99 {late * 1000:.1f} ms, {MAX_LAG * 1000:.0f} ms "
+            f"are the limit (--allow-lag)"
         )
     elif not ended:
         made.refused["run"] = "no request has ended"
@@ -168,7 +185,9 @@ def _measure(made: Summary, done: Sequence[Outcome]) -> None:
     made.ttft_from_sent = spread_of([o.times[0] - o.sent for o in done])
     made.e2e = spread_of([o.e2e for o in done if o.e2e is not None])
     made.gap = spread_of([o.worst_gap for o in done if o.worst_gap is not None])
-    made.peak_tokens_per_s = float(max(Counter(int(time) for o in done for time in o.times).values()))
+    made.peak_tokens_per_s = float(
+        max(Counter(int(time) for o in done for time in o.times).values())
+    )
     if made.gap is None:
         made.refused["gap"] = made.refused["itl"] = "no answer has more than one event"
     for name, spread in (("ttft", made.ttft), ("gap", made.gap), ("e2e", made.e2e)):
@@ -178,13 +197,19 @@ def _measure(made: Summary, done: Sequence[Outcome]) -> None:
     else:
         made.refused["input_tokens"] = "the server reports no usage"
     if any(o.output_tokens is None for o in done):
-        made.refused["output_tokens"] = made.refused["tpot"] = made.refused["itl"] = "the server reports no usage"
+        made.refused["output_tokens"] = made.refused["tpot"] = made.refused["itl"] = (
+            "the server reports no usage"
+        )
     else:
         _per_token(made, done)
     if made.failed > _MANY_FAILED * made.requests:
-        made.remarks.append(f"{made.failed} of {made.requests} requests failed: latencies are those of the others")
+        made.remarks.append(
+            f"{made.failed} of {made.requests} requests failed: latencies are those of the others"
+        )
     if made.short > _MANY_SHORT * made.completed:
-        made.remarks.append(f"{made.short} answers are shorter than asked: does the server ignore ignore_eos?")
+        made.remarks.append(
+            f"{made.short} answers are shorter than asked: does the server ignore ignore_eos?"
+        )
 
 
 def _per_token(made: Summary, done: Sequence[Outcome]) -> None:
@@ -196,7 +221,8 @@ def _per_token(made: Summary, done: Sequence[Outcome]) -> None:
     missing = sum(max((o.output_tokens or 0) - len(o.times), 0) for o in done)
     if missing > _MAX_OWN_EVENTS_MISSING * made.output_tokens:
         made.refused["itl"] = (
-            f"events carry several tokens: {missing} of {made.output_tokens} tokens had no event of their own"
+            f"events carry several tokens: {missing} of {made.output_tokens} tokens had no event "
+            f"of their own"
         )
     elif made.gap is not None:
         made.itl = spread_of([gap for o in done for gap in o.gaps])
@@ -213,9 +239,13 @@ def _count_good(made: Summary, ended: Sequence[Outcome], slos: Sequence[BenchSlo
     for slo in slos:
         if made.cut:
             made.good[slo.name] = None
-            made.refused[f"goodput {slo.name}"] = f"{made.cut} requests were cut: it isn't known whether they were good"
+            made.refused[f"goodput {slo.name}"] = (
+                f"{made.cut} requests were cut: it isn't known whether they were good"
+            )
         elif not all(slo.knows(outcome) for outcome in ended):
             made.good[slo.name] = None
-            made.refused[f"goodput {slo.name}"] = "the server reports no usage, so TPOT is not known"
+            made.refused[f"goodput {slo.name}"] = (
+                "the server reports no usage, so TPOT is not known"
+            )
         else:
             made.good[slo.name] = sum(slo.kept(outcome) for outcome in ended)

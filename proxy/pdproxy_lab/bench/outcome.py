@@ -10,7 +10,9 @@ _MAX_TEXT = 200
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """One request. It has failed if `error` is not None; `times` then has the events that came before."""
+    """One request. It has failed if `error` is not None; `times` then has the events that came
+    before.
+    """
 
     due: float
     """When it should have been sent."""
@@ -30,7 +32,9 @@ class Outcome(msgspec.Struct, kw_only=True):
     answered: bool = False
     """Whether the head of an answer has come."""
     error: str | None = None
-    """The kind: `connection`, `status 503`, `timeout`, `stream` (broken), `error event`, `cut` (the run was stopped)."""
+    """The kind: `connection`, `status 503`, `timeout`, `stream` (broken), `error event`, `cut` (the
+    run was stopped).
+    """
     text: str = ""
     """What is known of the error."""
 
@@ -57,7 +61,9 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first one. None: one token alone, or the number of tokens is not known."""
+        """Seconds per token after the first one. None: one token alone, or the number of tokens is
+        not known.
+        """
         if not self.times or self.output_tokens is None or self.output_tokens < 2:
             return None
         return (self.times[-1] - self.times[0]) / (self.output_tokens - 1)

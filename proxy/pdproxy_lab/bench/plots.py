@@ -1,4 +1,6 @@
-"""A plot of runs side by side. It needs matplotlib, which is an extra: `pip install 'pdproxy[plot]'`."""
+"""A plot of runs side by side. It needs matplotlib, which is an extra: `pip install
+'pdproxy[plot]'`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from pdproxy_lab.bench.compare import Row, Table
 from pdproxy_lab.bench.errors import USAGE_ERROR, BenchError
 
 ENDINGS = (".png", ".svg", ".pdf")
-_PANELS = (("TTFT", "TTFT "), ("TPOT", "TPOT "), ("worst gap", "worst gap "), ("good requests", "good: "))
+_PANELS = (
+    ("TTFT", "TTFT "),
+    ("TPOT", "TPOT "),
+    ("worst gap", "worst gap "),
+    ("good requests", "good: "),
+)
 
 
 def check(path: Path) -> None:
@@ -19,11 +26,16 @@ def check(path: Path) -> None:
         BenchError: matplotlib is missing, or the file's ending is none of `ENDINGS`.
     """
     if path.suffix.lower() not in ENDINGS:
-        raise BenchError(f"--plot: expected a file that ends with {', '.join(ENDINGS)}, got {path.name!r}", USAGE_ERROR)
+        raise BenchError(
+            f"--plot: expected a file that ends with {', '.join(ENDINGS)}, got {path.name!r}",
+            USAGE_ERROR,
+        )
     try:
         import matplotlib as _  # noqa: F401 - only for this
     except ImportError:
-        raise BenchError("--plot: needs matplotlib: pip install 'pdproxy[plot]'", USAGE_ERROR) from None
+        raise BenchError(
+            "--plot: needs matplotlib: pip install 'pdproxy[plot]'", USAGE_ERROR
+        ) from None
 
 
 def plot(table: Table, path: Path) -> None:
@@ -59,6 +71,8 @@ def _bars(axes: Any, table: Table, rows: list[Row], prefix: str) -> None:
             [cell.middle - cell.low if cell else 0.0 for cell in cells],
             [cell.high - cell.middle if cell else 0.0 for cell in cells],
         ]
-        places = [index + (number - (len(table.names) - 1) / 2) * width for index in range(len(rows))]
+        places = [
+            index + (number - (len(table.names) - 1) / 2) * width for index in range(len(rows))
+        ]
         axes.bar(places, heights, width, yerr=spans, capsize=3)
     axes.set_xticks(range(len(rows)), [row.title.removeprefix(prefix) for row in rows])

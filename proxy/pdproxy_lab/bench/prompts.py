@@ -1,8 +1,9 @@
-"""Bodies of requests: prompts of given lengths, with a trace's common beginnings or with none in common.
+"""Bodies of requests: prompts of given lengths, with a trace's common beginnings or with none in
+common.
 
-A completion gets token ids, so its length is exact. A chat gets words instead: how many tokens each of them has, and how many the
-chat template adds, is found by two chats (`WordTokens`). What the server counted is reported. Pure: the same arguments give the
-same bytes.
+A completion gets token ids, so its length is exact. A chat gets words instead: how many tokens each
+of them has, and how many the chat template adds, is found by two chats (`WordTokens`). What the
+server counted is reported. Pure: the same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +23,24 @@ PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/cha
 _KEPT_BLOCKS = 4096
 """Blocks of a trace that are kept encoded: 10 MB. Another one is made again."""
 OWN_FIELDS = frozenset(
-    {"messages", "prompt", "model", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
+    {
+        "messages",
+        "prompt",
+        "model",
+        "max_tokens",
+        "max_completion_tokens",
+        "stream",
+        "stream_options",
+    }
 )
 """Fields of a body that are made here."""
 _PLACE = b'"@"'
 
 
 class WordTokens(msgspec.Struct, frozen=True):
-    """What a server's tokenizer makes of a chat: `template` tokens for all, and `per_word` for each word, on average."""
+    """What a server's tokenizer makes of a chat: `template` tokens for all, and `per_word` for each
+    word, on average.
+    """
 
     template: float = 0.0
     per_word: float = 1.0
@@ -43,7 +54,8 @@ ONE_EACH = WordTokens()
 
 
 def word_tokens(one: int, all_and_one: int) -> WordTokens:
-    """Return what the server's counts of two chats show: of one word, and of that word and all of the list.
+    """Return what the server's counts of two chats show: of one word, and of that word and all of
+    the list.
 
     What can't be of a tokenizer is not believed: then each word counts as one token.
     """
@@ -54,8 +66,9 @@ def word_tokens(one: int, all_and_one: int) -> WordTokens:
 class Prompts:
     """Makes the bodies of one run.
 
-    `salt`: with another salt all prompts differ, so that no cache of an earlier run has them. `ids`: the range of token ids.
-    `extra`: fields that each body gets, none of `OWN_FIELDS`. `words`: of a chat.
+    `salt`: with another salt all prompts differ, so that no cache of an earlier run has them.
+    `ids`: the range of token ids. `extra`: fields that each body gets, none of `OWN_FIELDS`.
+    `words`: of a chat.
     """
 
     def __init__(
@@ -78,7 +91,9 @@ class Prompts:
             self._join = b","
         self._blocks: OrderedDict[int, list[bytes]] = OrderedDict()
         length = "max_completion_tokens" if self._chat else "max_tokens"
-        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "@"}]} if self._chat else {"prompt": "@"}
+        prompt: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": "@"}]} if self._chat else {"prompt": "@"}
+        )
         fields = {
             **prompt,  # first: its place is found by its text
             "model": model,
@@ -95,14 +110,18 @@ class Prompts:
         return self._with(self._prompt(index, planned), planned.output_tokens)
 
     def listing(self, index: int, planned: Planned) -> bytes:
-        """Return the body of a chat of one word, or with another index than 0 of this word and all of the list."""
+        """Return the body of a chat of one word, or with another index than 0 of this word and all
+        of the list.
+        """
         return self._with([self._items[0], *(self._items if index else ())], planned.output_tokens)
 
     def _with(self, prompt: list[bytes], output_tokens: int) -> bytes:
         fields = self._fields | {self._length: output_tokens}
         head, _, tail = msgspec.json.encode(fields).partition(_PLACE)
         items = self._join.join(prompt)
-        return b"".join((head, b'"', items, b'"', tail) if self._chat else (head, b"[", items, b"]", tail))
+        return b"".join(
+            (head, b'"', items, b'"', tail) if self._chat else (head, b"[", items, b"]", tail)
+        )
 
     def _prompt(self, index: int, planned: Planned) -> list[bytes]:
         count = self._words.words(planned.input_tokens) if self._chat else planned.input_tokens

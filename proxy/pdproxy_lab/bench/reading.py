@@ -1,4 +1,6 @@
-"""Reads the options of `pdproxy bench`. Each function raises ValueError with one line for the user."""
+"""Reads the options of `pdproxy bench`. Each function raises ValueError with one line for the
+user.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ MAX_EXTRA = 65_536
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _OURS = frozenset(
-    {"content-type", "content-length", "accept", "accept-encoding", "host", "transfer-encoding", "connection"}
+    {
+        "content-type",
+        "content-length",
+        "accept",
+        "accept-encoding",
+        "host",
+        "transfer-encoding",
+        "connection",
+    }
 )
 
 
@@ -42,7 +52,13 @@ def server(text: str) -> Address:
         port = parts.port
     except ValueError:
         raise ValueError(wrong) from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.query
+        or parts.fragment
+        or port == 0
+    ):
         raise ValueError(wrong)
     if parts.username is not None or not url.isprintable() or " " in url or len(url) > 2048:
         raise ValueError(wrong)
@@ -68,7 +84,9 @@ def lengths(text: str) -> Lengths:
         raise ValueError(f"expected a number of tokens or A:B, got {text[:40]!r}")
     made = Lengths(int(low), int(high) if colon else int(low))
     if not 1 <= made.low <= made.high <= MAX_TOKENS:
-        raise ValueError(f"expected 1 to {MAX_TOKENS} tokens, the lower number first, got {text[:40]!r}")
+        raise ValueError(
+            f"expected 1 to {MAX_TOKENS} tokens, the lower number first, got {text[:40]!r}"
+        )
     return made
 
 
@@ -76,7 +94,9 @@ def token_ids(text: str) -> Lengths:
     """Read a range of token ids, `A:B`."""
     low, _, high = text.partition(":")
     if not low.isdecimal() or not high.isdecimal() or not int(low[:9]) < int(high[:9]) <= 1_000_000:
-        raise ValueError(f"expected two token ids A:B below 1000000, the lower one first, got {text[:40]!r}")
+        raise ValueError(
+            f"expected two token ids A:B below 1000000, the lower one first, got {text[:40]!r}"
+        )
     return Lengths(int(low), int(high))
 
 
@@ -127,7 +147,8 @@ def header(text: str) -> tuple[str, str]:
         or not (value.isprintable() and value.isascii())
         or len(value) > 8192
     ):
-        raise ValueError("expected 'Name: value' of printable ASCII")  # the value may be a secret: it isn't shown
+        # the value may be a secret: it isn't shown
+        raise ValueError("expected 'Name: value' of printable ASCII")
     if name.lower() in _OURS:
         raise ValueError(f"{name} is set by pdproxy itself")
     return name, value
@@ -146,7 +167,9 @@ def extra_body(text: str) -> dict[str, Any]:
     return found
 
 
-def _number(part: str, text: str, low: float, high: float, what: str = "requests per second") -> float:
+def _number(
+    part: str, text: str, low: float, high: float, what: str = "requests per second"
+) -> float:
     try:
         value = float(part)
     except ValueError:

@@ -1,6 +1,8 @@
-"""A run as JSON: the keys of vLLM's serving benchmark (`vllm bench serve --save-result`, 0.26 to 0.32), and ours below `pdproxy`.
+"""A run as JSON: the keys of vLLM's serving benchmark (`vllm bench serve --save-result`, 0.26 to
+0.32), and ours below `pdproxy`.
 
-Source: vllm/benchmarks/serve.py. Times that end in `_ms` are milliseconds, others seconds. What was not measured is null.
+Source: vllm/benchmarks/serve.py. Times that end in `_ms` are milliseconds, others seconds. What was
+not measured is null.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of the trace that were left out, for their length."""
 
 
-def record_of(summary: Summary, target: Target, shape: Shape, slos: Sequence[BenchSlo], version: str) -> Record:
+def record_of(
+    summary: Summary, target: Target, shape: Shape, slos: Sequence[BenchSlo], version: str
+) -> Record:
     """Return the record of one run."""
     seconds = summary.seconds
     usable = "run" not in summary.refused
@@ -72,7 +76,9 @@ def record_of(summary: Summary, target: Target, shape: Shape, slos: Sequence[Ben
         "max_concurrent_requests": summary.most_in_flight,
         "rtfx": 0.0,
     }
-    for name, spread in zip(MEASURES, (summary.ttft, summary.tpot, summary.itl, summary.e2e), strict=True):
+    for name, spread in zip(
+        MEASURES, (summary.ttft, summary.tpot, summary.itl, summary.e2e), strict=True
+    ):
         record |= _spread(name, spread)
     record["pdproxy"] = {
         "version": version,
@@ -80,19 +86,28 @@ def record_of(summary: Summary, target: Target, shape: Shape, slos: Sequence[Ben
         "url": target.url,
         "times_from": "due",
         "partial": summary.partial,
-        **{name: getattr(shape, name) for name in ("endpoint", "arrivals", "seed", "salt", "trace", "left_out")},
+        **{
+            name: getattr(shape, name)
+            for name in ("endpoint", "arrivals", "seed", "salt", "trace", "left_out")
+        },
         "requests": summary.requests,
         "cut": summary.cut,
         "short": summary.short,
         "asked_input_tokens": summary.asked_input_tokens,
         "errors": summary.errors,
         "error_texts": summary.error_texts,
-        "lag_ms": {name: value * 1000 for name, value in msgspec.structs.asdict(summary.lag).items()},
+        "lag_ms": {
+            name: value * 1000 for name, value in msgspec.structs.asdict(summary.lag).items()
+        },
         **_spread("gap", summary.gap),
         **_spread("ttft_from_sent", summary.ttft_from_sent),
         "slos": [
             {
-                **{key: value for key, value in msgspec.structs.asdict(slo).items() if value is not None},
+                **{
+                    key: value
+                    for key, value in msgspec.structs.asdict(slo).items()
+                    if value is not None
+                },
                 "good": summary.good.get(slo.name),
                 "goodput": per_s(summary.good.get(slo.name)),
                 "share": _share(summary.good.get(slo.name), summary.requests),
@@ -106,10 +121,14 @@ def record_of(summary: Summary, target: Target, shape: Shape, slos: Sequence[Ben
 
 
 def details_of(seen: Observed) -> Record:
-    """Return what vLLM's `--save-detailed` adds: lists with a value per request. Texts are not kept."""
+    """Return what vLLM's `--save-detailed` adds: lists with a value per request. Texts are not
+    kept.
+    """
     outcomes = seen.outcomes
     return {
-        "input_lens": [o.prompt_tokens if o.prompt_tokens is not None else o.asked_input for o in outcomes],
+        "input_lens": [
+            o.prompt_tokens if o.prompt_tokens is not None else o.asked_input for o in outcomes
+        ],
         "output_lens": [(o.output_tokens or 0) if o.error is None else 0 for o in outcomes],
         "ttfts": [o.ttft or 0.0 for o in outcomes],
         "itls": [o.gaps for o in outcomes],
@@ -133,6 +152,14 @@ def _spread(name: str, spread: Spread | None) -> Record:
         f"mean_{name}_ms": None if spread is None else ms(spread.mean),
         f"median_{name}_ms": ms(middle),
         f"std_{name}_ms": None if spread is None else ms(spread.std),
-        **{f"p{p}_{name}_ms": None if spread is None else ms(spread.percentiles[p]) for p in PERCENTILES if p != 50},
-        **({f"max_{name}_ms": ms(spread.largest) if spread is not None else None} if name == "gap" else {}),
+        **{
+            f"p{p}_{name}_ms": None if spread is None else ms(spread.percentiles[p])
+            for p in PERCENTILES
+            if p != 50
+        },
+        **(
+            {f"max_{name}_ms": ms(spread.largest) if spread is not None else None}
+            if name == "gap"
+            else {}
+        ),
     }

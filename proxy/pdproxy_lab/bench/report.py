@@ -1,4 +1,6 @@
-"""The report as text: the table of servers, and below it what was not measured, the errors and remarks."""
+"""The report as text: the table of servers, and below it what was not measured, the errors and
+remarks.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,18 @@ def _remarks(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         ours = record["pdproxy"]
         where = (
-            f"{ours.get('name')}, seed {ours.get('seed')}" if ours.get("seed") is not None else f"{ours.get('name')}"
+            f"{ours.get('name')}, seed {ours.get('seed')}"
+            if ours.get("seed") is not None
+            else f"{ours.get('name')}"
         )
         if ours.get("partial"):
             yield f"{where}: PARTIAL: it was stopped, {ours.get('cut')} requests were cut"
         refused = ours.get("not_measured") or {}
         if "run" in refused:
             yield f"{where}: NOT MEASURED: {refused['run']}"
-        yield from _missing(str(ours.get("name")), where, {key: why for key, why in refused.items() if key != "run"})
+        yield from _missing(
+            str(ours.get("name")), where, {key: why for key, why in refused.items() if key != "run"}
+        )
         for kind, count in (ours.get("errors") or {}).items():
             yield f"{where}: {count} x {kind}: {(ours.get('error_texts') or {}).get(kind, '')}"
         yield from (f"{where}: {remark}" for remark in ours.get("remarks") or ())
@@ -70,10 +76,15 @@ def _remarks(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _missing(name: str, where: str, refused: dict[str, str]) -> Iterator[str]:
-    """Yield a line per reason why something was not measured. Too few values are the same in all runs: without the seed."""
+    """Yield a line per reason why something was not measured. Too few values are the same in all
+    runs: without the seed.
+    """
     by_reason: dict[str, list[str]] = {}
     for key, reason in refused.items():
         few = reason.startswith("needs ")
         by_reason.setdefault(reason.partition(",")[0] if few else reason, []).append(key)
     for reason, keys in by_reason.items():
-        yield f"{name if reason.startswith('needs ') else where}: not measured: {', '.join(keys)}: {reason}"
+        yield (
+            f"{name if reason.startswith('needs ') else where}: not measured: {', '.join(keys)}: "
+            f"{reason}"
+        )

@@ -1,7 +1,9 @@
-"""All runs of one measurement: each server with each seed, in turn. Owns the first questions to a server, and an orderly end.
+"""All runs of one measurement: each server with each seed, in turn. Owns the first questions to a
+server, and an orderly end.
 
-Servers are measured alternately, so that a slow change of the machine meets all of them. A server's prompts differ from another's
-in their tokens and agree in their lengths and times: two proxies before the same engines don't find each other's prompts cached.
+Servers are measured alternately, so that a slow change of the machine meets all of them. A server's
+prompts differ from another's in their tokens and agree in their lengths and times: two proxies
+before the same engines don't find each other's prompts cached.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _PROGRESS = 0.5
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. `plan` returns the requests of a seed, `shape` describes them without seed and number."""
+    """What to measure. `plan` returns the requests of a seed, `shape` describes them without seed
+    and number.
+    """
 
     servers: tuple[Address, ...]
     seeds: range
@@ -72,7 +76,9 @@ class _Models(msgspec.Struct):
 
 
 class BenchSession:
-    """Measures. `on_record` gets each run's record when it ends, `on_progress` the server's name, the seed and the progress."""
+    """Measures. `on_record` gets each run's record when it ends, `on_progress` the server's name,
+    the seed and the progress.
+    """
 
     def __init__(
         self,
@@ -130,36 +136,68 @@ class BenchSession:
             self._targets.append(target)
             first = options.plan(options.seeds.start)[:1]
             planned = (
-                [msgspec.structs.replace(first[0], at=i * _WARM_UP_GAP) for i in range(options.warm_up)]
+                [
+                    msgspec.structs.replace(first[0], at=i * _WARM_UP_GAP)
+                    for i in range(options.warm_up)
+                ]
                 if first
                 else []
             )
             run = self._run_of(session, target, "warm-up", MAX_IN_FLIGHT)
             for outcome in (await run.go(planned)).outcomes:
                 if outcome.error is not None:
-                    raise BenchError(f"{server.name}: the first request failed: {outcome.error}: {outcome.text}")
+                    raise BenchError(
+                        f"{server.name}: the first request failed: {outcome.error}: {outcome.text}"
+                    )
             if options.endpoint == "chat" and planned:
                 await self._count_words(session, target)
 
     async def _count_words(self, session: aiohttp.ClientSession, target: Target) -> None:
-        """Find how many tokens words have, by two chats. Without the server's count of them: one each."""
+        """Find how many tokens words have, by two chats. Without the server's count of them: one
+        each.
+        """
         options = self._options
         prompts = Prompts(options.endpoint, target.model, "", options.ids, dict(options.extra))
-        run = Run(session, target, options.endpoint, prompts.listing, timeout=options.timeout, max_in_flight=2)
+        run = Run(
+            session,
+            target,
+            options.endpoint,
+            prompts.listing,
+            timeout=options.timeout,
+            max_in_flight=2,
+        )
         seen = await run.go([Planned(0.0, 1, 1), Planned(_WARM_UP_GAP, 1, 1)])
-        known = [outcome.prompt_tokens for outcome in seen.outcomes if outcome.prompt_tokens is not None]
+        known = [
+            outcome.prompt_tokens for outcome in seen.outcomes if outcome.prompt_tokens is not None
+        ]
         if len(known) == 2:
             self._words[target.name] = word_tokens(*known)
 
-    def _run_of(self, session: aiohttp.ClientSession, target: Target, seed: object, most: int) -> Run:
+    def _run_of(
+        self, session: aiohttp.ClientSession, target: Target, seed: object, most: int
+    ) -> Run:
         options = self._options
         salt = f"{options.shape.salt}:{target.name}:{seed}"
         words = self._words.get(target.name, ONE_EACH)
-        prompts = Prompts(options.endpoint, target.model, salt, options.ids, dict(options.extra), words)
-        return Run(session, target, options.endpoint, prompts.body, timeout=options.timeout, max_in_flight=most)
+        prompts = Prompts(
+            options.endpoint, target.model, salt, options.ids, dict(options.extra), words
+        )
+        return Run(
+            session,
+            target,
+            options.endpoint,
+            prompts.body,
+            timeout=options.timeout,
+            max_in_flight=most,
+        )
 
     async def _one(
-        self, session: aiohttp.ClientSession, target: Target, seed: int, planned: Sequence[Planned], most: int
+        self,
+        session: aiohttp.ClientSession,
+        target: Target,
+        seed: int,
+        planned: Sequence[Planned],
+        most: int,
     ) -> None:
         options = self._options
         self._run = run = self._run_of(session, target, seed, most)
@@ -198,34 +236,49 @@ def in_flight_limit(wanted: int | None) -> int:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if wanted is not None and allowed < needed:
-        raise BenchError(f"--max-in-flight: {wanted} need {needed} open files, the system allows {hard}", USAGE_ERROR)
+        raise BenchError(
+            f"--max-in-flight: {wanted} need {needed} open files, the system allows {hard}",
+            USAGE_ERROR,
+        )
     return allowed - _OTHER_FILES
 
 
-async def _first_model(session: aiohttp.ClientSession, server: Address, options: BenchOptions) -> str:
+async def _first_model(
+    session: aiohttp.ClientSession, server: Address, options: BenchOptions
+) -> str:
     url = server.url + "/v1/models"
     try:
         async with (
             asyncio.timeout(min(options.timeout, _ASK)),
             session.get(
-                url, headers={**options.headers, "accept-encoding": "identity"}, allow_redirects=False
+                url,
+                headers={**options.headers, "accept-encoding": "identity"},
+                allow_redirects=False,
             ) as answer,
         ):
             content = b""
             async for chunk in answer.content.iter_any():
                 content += chunk
                 if len(content) > _MAX_MODELS:
-                    raise BenchError(f"{server.name}: {url}: the answer is longer than {_MAX_MODELS} bytes")
+                    raise BenchError(
+                        f"{server.name}: {url}: the answer is longer than {_MAX_MODELS} bytes"
+                    )
             if answer.status != 200:
-                raise BenchError(f"{server.name}: {url}: status {answer.status} (--api-key, --header or --model)")
+                raise BenchError(
+                    f"{server.name}: {url}: status {answer.status} (--api-key, --header or --model)"
+                )
     except TimeoutError:
-        raise BenchError(f"{server.name}: {url}: no answer within {min(options.timeout, _ASK):g} s") from None
+        raise BenchError(
+            f"{server.name}: {url}: no answer within {min(options.timeout, _ASK):g} s"
+        ) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise BenchError(f"{server.name}: {url}: {error or type(error).__name__}") from None
     try:
         models = msgspec.json.decode(content, type=_Models).data
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise BenchError(f"{server.name}: {url}: the answer is no list of models (--model)") from None
+        raise BenchError(
+            f"{server.name}: {url}: the answer is no list of models (--model)"
+        ) from None
     if not models or not 0 < len(models[0].id) <= 256:
         raise BenchError(f"{server.name}: {url}: it lists no model (--model)")
     return models[0].id

@@ -14,7 +14,9 @@ _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s)")
 
 
 class BenchSlo(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits in seconds, None: no such limit. `ttft` and `e2e` count from when the request was due."""
+    """Limits in seconds, None: no such limit. `ttft` and `e2e` count from when the request was
+    due.
+    """
 
     name: str
     ttft: float | None = None
@@ -24,7 +26,8 @@ class BenchSlo(msgspec.Struct, frozen=True, kw_only=True):
     e2e: float | None = None
 
     def kept(self, outcome: Outcome) -> bool:
-        """Return whether a request was good. One that failed is not; one token alone has no TPOT and no gap to miss.
+        """Return whether a request was good. One that failed is not; one token alone has no TPOT
+        and no gap to miss.
 
         If the server has not counted its tokens, its TPOT is not known: ask `knows` before.
         """
@@ -44,7 +47,8 @@ class BenchSlo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_slo(text: str) -> BenchSlo:
-    """Read `ttft=500ms,tpot=15ms`, with a name in front: `chat:ttft=0.5s`. Without a name, the text is the name.
+    """Read `ttft=500ms,tpot=15ms`, with a name in front: `chat:ttft=0.5s`. Without a name, the text
+    is the name.
 
     Raises:
         ValueError: it is something else.
@@ -60,7 +64,8 @@ def parse_slo(text: str) -> BenchSlo:
         found = _TIME.fullmatch(value)
         if key not in LIMITS or not equals or found is None or key in limits or not float(found[1]):
             raise ValueError(
-                f"expected [NAME:]ttft=500ms,tpot=15ms,gap=50ms,e2e=10s, each once at most, got {text[:80]!r}"
+                f"expected [NAME:]ttft=500ms,tpot=15ms,gap=50ms,e2e=10s, each once at most, got "
+                f"{text[:80]!r}"
             )
         limits[key] = float(found[1]) / (1000 if found[2] == "ms" else 1)
     return BenchSlo(name=name, **limits)

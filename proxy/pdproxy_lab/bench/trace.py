@@ -1,8 +1,9 @@
 """Reads a trace of requests: JSON lines as in Mooncake's public traces.
 
-A line is `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id, ...]}`. A hash id stands for
-512 tokens of the prompt (the last one for what is left), and the same id for the same tokens with the same tokens before them.
-Source: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.
+A line is `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id,
+...]}`. A hash id stands for 512 tokens of the prompt (the last one for what is left), and the same
+id for the same tokens with the same tokens before them. Source:
+https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class TraceError(ValueError):
 
 
 class TraceEntry(msgspec.Struct, frozen=True):
-    """A request of a trace: when it came (seconds from the trace's own zero), tokens of prompt and answer, and its hash ids."""
+    """A request of a trace: when it came (seconds from the trace's own zero), tokens of prompt and
+    answer, and its hash ids.
+    """
 
     time: float
     input_tokens: int
@@ -82,30 +85,46 @@ def parse_trace(name: str, lines: BinaryIO) -> list[TraceEntry]:
             raise TraceError(f"{name}, line {number}: {' '.join(str(error).split())}") from None
         if entry.timestamp < last:
             raise TraceError(
-                f"{name}, line {number}: timestamp {entry.timestamp:g} is before {last:g} of the line before"
+                f"{name}, line {number}: timestamp {entry.timestamp:g} is before {last:g} of the "
+                f"line before"
             )
-        if entry.hash_ids is not None and len(entry.hash_ids) != math.ceil(entry.input_length / BLOCK):
+        if entry.hash_ids is not None and len(entry.hash_ids) != math.ceil(
+            entry.input_length / BLOCK
+        ):
             raise TraceError(
-                f"{name}, line {number}: {entry.input_length} tokens need {math.ceil(entry.input_length / BLOCK)} hash_ids of"
+                f"{name}, line {number}: {entry.input_length} tokens need "
+                f"{math.ceil(entry.input_length / BLOCK)} hash_ids of"
                 f" {BLOCK}, got {len(entry.hash_ids)}"
             )
         last = entry.timestamp
-        entries.append(TraceEntry(entry.timestamp / 1000, entry.input_length, entry.output_length, entry.hash_ids))
+        entries.append(
+            TraceEntry(
+                entry.timestamp / 1000, entry.input_length, entry.output_length, entry.hash_ids
+            )
+        )
     if not entries:
         raise TraceError(f"{name}: no requests")
     return entries
 
 
-def cut(entries: Sequence[TraceEntry], start: float = 0.0, end: float = math.inf) -> list[TraceEntry]:
-    """Return the requests that came from `start` until before `end`, in seconds, with times from `start` on."""
-    return [msgspec.structs.replace(entry, time=entry.time - start) for entry in entries if start <= entry.time < end]
+def cut(
+    entries: Sequence[TraceEntry], start: float = 0.0, end: float = math.inf
+) -> list[TraceEntry]:
+    """Return the requests that came from `start` until before `end`, in seconds, with times from
+    `start` on.
+    """
+    return [
+        msgspec.structs.replace(entry, time=entry.time - start)
+        for entry in entries
+        if start <= entry.time < end
+    ]
 
 
 def spread(entries: Sequence[TraceEntry]) -> list[TraceEntry]:
     """Return the requests with equal times spread evenly until the next time of the trace.
 
-    Traces may have rounded times: Mooncake's have steps of 3 s, and a replay of them as they are would be bursts that nobody had.
-    Those of the last time are spread over the step before it.
+    Traces may have rounded times: Mooncake's have steps of 3 s, and a replay of them as they are
+    would be bursts that nobody had. Those of the last time are spread over the step before it.
     """
     times = sorted({entry.time for entry in entries})
     steps = {before: after - before for before, after in pairwise(times)}

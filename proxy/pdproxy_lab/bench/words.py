@@ -1,4 +1,6 @@
-"""Frequent English words: with a blank before it, each is one token of most vocabularies. Data only."""
+"""Frequent English words: with a blank before it, each is one token of most vocabularies. Data
+only.
+"""
 
 _TEXT = """
 the of and to in is was for that on with as by at from his it an are were which this be or had not

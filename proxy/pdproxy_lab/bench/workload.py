@@ -1,4 +1,6 @@
-"""What a run sends: requests with the time at which each is due, and their lengths. Pure: a seed gives the same requests."""
+"""What a run sends: requests with the time at which each is due, and their lengths. Pure: a seed
+gives the same requests.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pdproxy_lab.bench.trace import TraceEntry
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A request of a run: when it is due (seconds from the start), tokens of prompt and answer, a trace's hash ids."""
+    """A request of a run: when it is due (seconds from the start), tokens of prompt and answer, a
+    trace's hash ids.
+    """
 
     at: float
     input_tokens: int
@@ -59,9 +63,11 @@ def replayed(
     duration: float | None = None,
     requests: int | None = None,
 ) -> list[Planned]:
-    """Return a trace's requests, at most `requests` and those that are due before `duration` seconds.
+    """Return a trace's requests, at most `requests` and those that are due before `duration`
+    seconds.
 
-    `scale`: how many times faster than in the trace they come. With `arrivals` they come as these say, in the trace's order.
+    `scale`: how many times faster than in the trace they come. With `arrivals` they come as these
+    say, in the trace's order.
 
     Raises:
         ValueError: they are too many.

@@ -1,4 +1,6 @@
-"""From rows to the numbers of `Hardware`, each with its spread, and what the rows can't show. Pure."""
+"""From rows to the numbers of `Hardware`, each with its spread, and what the rows can't show.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from pdproxy_lab.calibrate.solve import Row, Spread, deviations, fit, spread
 _ROUNDS = 12
 _CLOSE = 1.25
 _CLOSE_BY = 0.002
-"""Two ways to read the weights are told apart if one misses by 1.25 times as much as the other, plus 0.2 %."""
+"""Two ways to read the weights are told apart if one misses by 1.25 times as much as the other,
+plus 0.2 %.
+"""
 _MOST_SPREAD = 0.5
 """A profile without these terms is of no use; their spread may be half of their value."""
 
@@ -49,13 +53,22 @@ def fitted(
     best = _prefill(chunks, alone, weights.value, per_sequence.value, context.value, budget)
     overhead, base, per_token, attention, begin = best.spreads
     if per_token.value <= 0 or per_token.relative > _MOST_SPREAD:
-        raise CantTellError(f"the time per prompt token can't be determined: {_range(per_token, 1e6, 'µs')}")
+        raise CantTellError(
+            f"the time per prompt token can't be determined: {_range(per_token, 1e6, 'µs')}"
+        )
     if best.unsure:
-        assumed.append("whether prefill and decode share the reading of the weights: assumed that they do")
-    assumed.append("request_overhead_s has all of the overhead: a client can't see how much of it is on the way back")
+        assumed.append(
+            "whether prefill and decode share the reading of the weights: assumed that they do"
+        )
+    assumed.append(
+        "request_overhead_s has all of the overhead: a client can't see how much of it is on the "
+        "way back"
+    )
     found = {
         "decode_step_s": Spread(
-            weights.value + per_sequence.value, weights.low + per_sequence.value, weights.high + per_sequence.value
+            weights.value + per_sequence.value,
+            weights.low + per_sequence.value,
+            weights.high + per_sequence.value,
         ),
         "decode_step_per_seq_s": per_sequence,
         "context_token_s": context,
@@ -69,8 +82,12 @@ def fitted(
             assumed.append(f"{name} is 0: no effect shows in these measurements")
             del found[name]
     terms = {name: found[name].value if name in found else 0.0 for name in _TERMS}
-    hardware = structs.replace(Hardware(prefill_tokens_per_s=1 / per_token.value, weights_read_once=best.once), **terms)
-    found["prefill_tokens_per_s"] = Spread(1 / per_token.value, 1 / per_token.high, 1 / max(per_token.low, 1e-12))
+    hardware = structs.replace(
+        Hardware(prefill_tokens_per_s=1 / per_token.value, weights_read_once=best.once), **terms
+    )
+    found["prefill_tokens_per_s"] = Spread(
+        1 / per_token.value, 1 / per_token.high, 1 / max(per_token.low, 1e-12)
+    )
     return Fitted(hardware, found, assumed)
 
 
@@ -89,14 +106,17 @@ def _decode(rows: Sequence[DecodeRow]) -> tuple[Spread, Spread, Spread, list[str
     """Return weights_s, seconds per sequence and per token of context."""
     if len({row.streams for row in rows}) < 2:
         raise CantTellError(
-            "decode steps of two numbers of streams at least are needed: the time was too short (--max-seconds), or tokens came"
+            "decode steps of two numbers of streams at least are needed: the time was too short "
+            "(--max-seconds), or tokens came"
             " together instead of one by one"
         )
     table: list[Row] = [(1.0, float(row.streams), row.context) for row in rows]
     values = [row.seconds for row in rows]
     weights, per_sequence, context = without_noise(table, values, values, keep=(0,))
     if weights.value <= 0 or weights.relative > _MOST_SPREAD:
-        raise CantTellError(f"the time of a decode step can't be determined: {_range(weights, 1e3, 'ms')}")
+        raise CantTellError(
+            f"the time of a decode step can't be determined: {_range(weights, 1e3, 'ms')}"
+        )
     assumed = []
     if max(row.context / row.streams for row in rows) < 256:
         assumed.append("context_token_s: only short contexts could be measured")
@@ -129,7 +149,10 @@ def _prefill(
 ) -> _Prefill:
     if len({row.tokens for row in chunks} | {row.tokens for row in alone}) < 3:
         raise CantTellError("prompts of three lengths at least are needed")
-    measured = [(row, row.seconds - row.context * context - row.steps * row.streams * per_sequence) for row in chunks]
+    measured = [
+        (row, row.seconds - row.context * context - row.steps * row.streams * per_sequence)
+        for row in chunks
+    ]
     ways = []
     for once in (True, False):
         least = weights if once else 0.0
@@ -150,7 +173,12 @@ def _prefill(
     unsure = other <= loss * _CLOSE + _CLOSE_BY
     if unsure and not once:
         loss, once, table = ways[1]
-    return _Prefill(once, without_noise(table.rows, table.values, table.sizes, keep=(2,), spare=(3, 4)), loss, unsure)
+    return _Prefill(
+        once,
+        without_noise(table.rows, table.values, table.sizes, keep=(2,), spare=(3, 4)),
+        loss,
+        unsure,
+    )
 
 
 def _table(
@@ -162,11 +190,15 @@ def _table(
     budget: int | None,
     once: bool,
 ) -> _Table:
-    """Return the linear system. Chunks that take less than the weights, by `base` and `per_token`, count as the weights."""
+    """Return the linear system. Chunks that take less than the weights, by `base` and `per_token`,
+    count as the weights.
+    """
     steps_of = {row.tokens: row.steps for row, _ in measured}
     table = _Table([], [], [])
 
-    def add(overhead: float, tokens: int, sizes: Sequence[float], seconds: float, size: float) -> None:
+    def add(
+        overhead: float, tokens: int, sizes: Sequence[float], seconds: float, size: float
+    ) -> None:
         # In the first round, base and per_token are infinite: all chunks count.
         counted = [one for one in sizes if not once or base + one * per_token >= weights]
         if once:
@@ -206,9 +238,11 @@ def without_noise(
     spare: Sequence[int] = (),
     squares: bool = False,
 ) -> list[Spread]:
-    """Return the fit without the columns that resampling lets vanish, one after the other; those in `keep` stay.
+    """Return the fit without the columns that resampling lets vanish, one after the other; those in
+    `keep` stay.
 
-    Columns in `spare` are left out, too, while those in `keep` are not known well enough. `squares`: see `solve.fit`.
+    Columns in `spare` are left out, too, while those in `keep` are not known well enough.
+    `squares`: see `solve.fit`.
     """
     width = len(rows[0])
     columns = list(range(width))
@@ -218,12 +252,20 @@ def without_noise(
         found = dict(zip(columns, spread(part, values, sizes, squares=squares), strict=True))
         vague = [column for column in columns if column not in keep and found[column].low <= 0]
         if not vague and any(found[column].relative > _MOST_SPREAD for column in keep):
-            # Too many terms for these rows: without the one with the least effect, the others may be known.
+            # Too many terms for these rows: without the one with the least effect, the others may
+            # be known.
             vague = [column for column in columns if column in spare]
         if not vague:
             break
-        columns.remove(min(vague, key=lambda column: found[column].value * max(abs(row[column]) for row in rows)))
-    return [found[column] if column in columns else Spread(0.0, 0.0, 0.0) for column in range(width)]
+        columns.remove(
+            min(
+                vague,
+                key=lambda column: found[column].value * max(abs(row[column]) for row in rows),
+            )
+        )
+    return [
+        found[column] if column in columns else Spread(0.0, 0.0, 0.0) for column in range(width)
+    ]
 
 
 def _range(one: Spread, factor: float, unit: str) -> str:

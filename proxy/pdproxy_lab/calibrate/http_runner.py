@@ -1,4 +1,5 @@
-"""Carries out trials on an engine over HTTP, and asks it what it is. Every wait has a deadline; nothing is sent twice.
+"""Carries out trials on an engine over HTTP, and asks it what it is. Every wait has a deadline;
+nothing is sent twice.
 
 Times are by `time.perf_counter`: the event loop's own time may have steps of a millisecond.
 """
@@ -22,7 +23,15 @@ from pdproxy_lab.bench.errors import one_line
 from pdproxy_lab.bench.events import BrokenStream, ErrorEvent, EventReader
 from pdproxy_lab.bench.prompts import PATHS, Prompts
 from pdproxy_lab.bench.workload import Lengths, Planned
-from pdproxy_lab.calibrate.trials import BESIDE_AFTER, MergedError, OutOfTimeError, Seen, Trial, TrialError, TrialPrompt
+from pdproxy_lab.calibrate.trials import (
+    BESIDE_AFTER,
+    MergedError,
+    OutOfTimeError,
+    Seen,
+    Trial,
+    TrialError,
+    TrialPrompt,
+)
 
 _MOST_BYTES = 8 << 20
 """Of an answer to a question about the engine."""
@@ -34,11 +43,17 @@ _POLL = 0.1
 _IDLE = 10.0
 """Seconds after a trial in which the engine must have no requests left."""
 _BLOCKS = re.compile(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d{1,9})"', re.MULTILINE)
-_BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum\S* (\d{1,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)$", re.MULTILINE)
+_BYTES = re.compile(
+    r"^vllm:nixl_bytes_transferred_sum\S* (\d{1,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)$", re.MULTILINE
+)
 _ATTEMPTS = 3
-"""Of a trial in which an event had several tokens: an API server that falls behind merges some now and then."""
+"""Of a trial in which an event had several tokens: an API server that falls behind merges some now
+and then.
+"""
 _AFTER_DONE = 1.0
-"""Seconds that a server gets to end an answer after its end mark, so that the connection can be used again."""
+"""Seconds that a server gets to end an answer after its end mark, so that the connection can be
+used again.
+"""
 
 
 class BusyError(TrialError):
@@ -87,16 +102,22 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Through:
-    """Where the prompts beside streams are sent instead, with its key: a proxy in front of the engine and another one."""
+    """Where the prompts beside streams are sent instead, with its key: a proxy in front of the
+    engine and another one.
+    """
 
     url: str
     key: str
 
 
 class HttpRunner:
-    """Carries out trials until `seconds` from now. `salt`: with another one, all prompts differ. Close it."""
+    """Carries out trials until `seconds` from now. `salt`: with another one, all prompts differ.
+    Close it.
+    """
 
-    def __init__(self, target: Target, salt: str, seconds: float, through: Through | None = None) -> None:
+    def __init__(
+        self, target: Target, salt: str, seconds: float, through: Through | None = None
+    ) -> None:
         self._target = target
         usual = {
             "content-type": "application/json",
@@ -106,7 +127,10 @@ class HttpRunner:
         self._engine = (target.url + PATHS["completions"], usual | dict(target.headers))
         self._beside_at = self._engine
         if through is not None:
-            self._beside_at = (through.url + PATHS["completions"], usual | {"authorization": f"Bearer {through.key}"})
+            self._beside_at = (
+                through.url + PATHS["completions"],
+                usual | {"authorization": f"Bearer {through.key}"},
+            )
         self._salt = salt
         self._session = session_of(target.tls)
         self._end = time.perf_counter() + seconds
@@ -134,13 +158,20 @@ class HttpRunner:
         try:
             cards = msgspec.json.decode(await self._get("/v1/models"), type=_Models).data
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            raise TrialError(f"{self._target.url}/v1/models: the answer is no list of models") from None
+            raise TrialError(
+                f"{self._target.url}/v1/models: the answer is no list of models"
+            ) from None
         named = [card for card in cards if self._target.model in (None, card.id)]
         if not named or not 0 < len(named[0].id) <= 256:
-            raise TrialError(f"{self._target.url}: it lists no model" + (" of this name" if self._target.model else ""))
+            raise TrialError(
+                f"{self._target.url}: it lists no model"
+                + (" of this name" if self._target.model else "")
+            )
         version, page = "", ""
         with contextlib.suppress(TrialError, msgspec.MsgspecError, ValueError, RecursionError):
-            version = one_line(msgspec.json.decode(await self._get("/version"), type=_Version).version, 40)
+            version = one_line(
+                msgspec.json.decode(await self._get("/version"), type=_Version).version, 40
+            )
         try:
             page = (await self._get("/metrics")).decode("utf-8", "replace")
         except TrialError:
@@ -150,7 +181,9 @@ class HttpRunner:
         if self.readable:
             await self._idle(0.0)
         blocks = _BLOCKS.search(page)
-        self._prompts = Prompts("completions", named[0].id, self._salt, self._target.ids, {"temperature": 0})
+        self._prompts = Prompts(
+            "completions", named[0].id, self._salt, self._target.ids, {"temperature": 0}
+        )
         length = named[0].max_model_len
         size = self._before.block_size if self._before is not None else None
         return EngineInfo(
@@ -162,9 +195,11 @@ class HttpRunner:
         )
 
     async def others(self, sent: int | None = None, *, pulls: bool = False) -> str | None:
-        """Return what shows that requests of others were there, or that prompts were found in a cache; None: nothing does.
+        """Return what shows that requests of others were there, or that prompts were found in a
+        cache; None: nothing does.
 
-        `sent`: tokens of all prompts that it was sent, None: by this runner alone. `pulls`: whether KV comes from another engine.
+        `sent`: tokens of all prompts that it was sent, None: by this runner alone. `pulls`: whether
+        KV comes from another engine.
         """
         sent = self.prompt_tokens if sent is None else sent
         if self._before is None or not self.readable:
@@ -174,18 +209,25 @@ class HttpRunner:
             return None
         if after.started != self._before.started:
             return "the engine was restarted meanwhile"
-        moved = {name: after.by_source[name] - self._before.by_source.get(name, 0.0) for name in after.by_source}
+        moved = {
+            name: after.by_source[name] - self._before.by_source.get(name, 0.0)
+            for name in after.by_source
+        }
         foreign = sum(moved.values()) - sent
         if foreign > 0.01 * sent:
             return f"others have sent {foreign:.0f} prompt tokens meanwhile"
-        computed = moved.get("local_compute", sum(moved.values())) + (moved.get(EXTERNAL, 0.0) if pulls else 0.0)
+        computed = moved.get("local_compute", sum(moved.values())) + (
+            moved.get(EXTERNAL, 0.0) if pulls else 0.0
+        )
         cached = sum(moved.values()) - computed
         if cached > 0.01 * sent:
             return f"{cached:.0f} prompt tokens were not computed: a cache had them"
         return None
 
     async def transferred(self) -> tuple[float, float] | None:
-        """Return bytes of KV and prompt tokens that came from other engines since its start; None: its metrics don't show it."""
+        """Return bytes of KV and prompt tokens that came from other engines since its start; None:
+        its metrics don't show it.
+        """
         if not self.readable:
             return None
         page = (await self._get("/metrics")).decode("utf-8", "replace")
@@ -240,7 +282,9 @@ class HttpRunner:
         def send(tokens: int, output: int, notify: Callable[[int], None] | None) -> None:
             self.prompt_tokens += tokens
             body = self._body(tokens, output)
-            tasks.append(asyncio.create_task(self._send(self._engine, body, tokens, output, notify)))
+            tasks.append(
+                asyncio.create_task(self._send(self._engine, body, tokens, output, notify))
+            )
 
         try:
             for _ in range(trial.streams):
@@ -254,14 +298,19 @@ class HttpRunner:
                     self.prompt_tokens += tokens
                     self.through_tokens += tokens if self._beside_at is not self._engine else 0
                     sent.append(time.perf_counter())
-                    tasks.append(asyncio.create_task(self._send(self._beside_at, body, tokens, 1, None)))
+                    tasks.append(
+                        asyncio.create_task(self._send(self._beside_at, body, tokens, 1, None))
+                    )
             found = [await task for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-        prompts = [TrialPrompt(at, times[0]) for at, times in zip(sent, found[trial.streams :], strict=True)]
+        prompts = [
+            TrialPrompt(at, times[0])
+            for at, times in zip(sent, found[trial.streams :], strict=True)
+        ]
         return Seen(tuple(tuple(times) for times in found[: trial.streams]), tuple(prompts))
 
     @staticmethod
@@ -294,10 +343,14 @@ class HttpRunner:
         """Return when each token came."""
         reader, told = EventReader(output + 1), False
         url, headers = where
-        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as answer:
+        async with self._session.post(
+            url, data=body, headers=headers, allow_redirects=False
+        ) as answer:
             if answer.status != 200:
                 text = (await answer.content.read(4096)).decode("utf-8", "replace")
-                raise TrialError(f"a prompt of {tokens} tokens: status {answer.status}: {one_line(text, 200)}")
+                raise TrialError(
+                    f"a prompt of {tokens} tokens: status {answer.status}: {one_line(text, 200)}"
+                )
             if answer.content_type != "text/event-stream":
                 raise BrokenStream(f"content-type is {one_line(answer.content_type, 100)}")
             async for chunk in answer.content.iter_any():
@@ -314,14 +367,19 @@ class HttpRunner:
                         pass
         if reader.prompt_tokens is not None and reader.prompt_tokens != tokens:
             raise TrialError(
-                f"a prompt of {tokens} tokens had {reader.prompt_tokens} by the engine's count (--token-ids)"
+                f"a prompt of {tokens} tokens had {reader.prompt_tokens} by the engine's count "
+                f"(--token-ids)"
             )
         if reader.output_tokens not in (None, output):
             raise TrialError(
-                f"an answer of {output} tokens had {reader.output_tokens} by the engine's count (does it heed ignore_eos?)"
+                f"an answer of {output} tokens had {reader.output_tokens} by the engine's count "
+                f"(does it heed ignore_eos?)"
             )
         if len(reader.times) != output:
-            raise MergedError(f"{output} tokens came in {len(reader.times)} events: the time of each one is not known")
+            raise MergedError(
+                f"{output} tokens came in {len(reader.times)} events: the time of each one is "
+                f"not known"
+            )
         return reader.times
 
     async def _idle(self, seconds: float) -> None:
@@ -337,7 +395,9 @@ class HttpRunner:
                 raise OutOfTimeError("the time is over")
             if time.perf_counter() >= end:
                 count = f"{found.running:.0f} running and {found.waiting:.0f} waiting"
-                raise BusyError(f"the engine has requests of others: {count} (--busy measures all the same)")
+                raise BusyError(
+                    f"the engine has requests of others: {count} (--busy measures all the same)"
+                )
             await asyncio.sleep(_POLL)
 
     async def _get(self, path: str) -> bytes:
@@ -347,7 +407,9 @@ class HttpRunner:
             async with (
                 asyncio.timeout(_ASK),
                 self._session.get(
-                    url, headers={**self._target.headers, "accept-encoding": "identity"}, allow_redirects=False
+                    url,
+                    headers={**self._target.headers, "accept-encoding": "identity"},
+                    allow_redirects=False,
                 ) as answer,
             ):
                 async for chunk in answer.content.iter_any():

@@ -1,4 +1,6 @@
-"""How well a profile explains its own measurements: each trial again on a virtual engine, side by side. Pure."""
+"""How well a profile explains its own measurements: each trial again on a virtual engine, side by
+side. Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from pdproxy_lab.calibrate.virtual import seen_of
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One kind of trial: medians of what was measured and predicted, in seconds; of stalls by pulls the mean."""
+    """One kind of trial: medians of what was measured and predicted, in seconds; of stalls by pulls
+    the mean.
+    """
 
     name: str
     what: str
-    """What the seconds are: a step, TTFT, the steps of the prompt, or a step and the stalls by pulls."""
+    """What the seconds are: a step, TTFT, the steps of the prompt, or a step and the stalls by
+    pulls.
+    """
     trials: int
     measured: float
     predicted: float
@@ -35,7 +41,9 @@ class Misfit:
 
 
 def misfits(trials: Sequence[tuple[Trial, Seen]], options: dict[str, Any]) -> list[Misfit]:
-    """Return one row per kind of trial and value, in the order of the first trials. `options`: fields of `Facts`."""
+    """Return one row per kind of trial and value, in the order of the first trials. `options`:
+    fields of `Facts`.
+    """
     kinds: dict[str, tuple[Trial, list[Seen]]] = {}
     for trial, seen in trials:
         kinds.setdefault(trial.name, (trial, []))[1].append(seen)
@@ -62,7 +70,8 @@ def pair_misfits(trials: Sequence[tuple[Trial, Seen]], options: dict[str, Any]) 
         kinds.setdefault(trial.name, []).append((trial, seen))
     found = []
     for name, measured in kinds.items():
-        # The streams of a kind may differ in length: they became longer where they ended before the pulls.
+        # The streams of a kind may differ in length: they became longer where they ended before the
+        # pulls.
         trial = max((trial for trial, _ in measured), key=lambda one: one.output_tokens)
         try:
             predicted = _through(trial, seen_of(trial, options, split=True), hardware)
@@ -73,7 +82,9 @@ def pair_misfits(trials: Sequence[tuple[Trial, Seen]], options: dict[str, Any]) 
             continue
         if trial.streams:
             what, value = "a step and the stalls", mean(values)
-            found.append(Misfit(name, what, len(values), value, predicted, min(values), max(values)))
+            found.append(
+                Misfit(name, what, len(values), value, predicted, min(values), max(values))
+            )
         else:
             found.append(Misfit(name, "TTFT", len(values), median(values), predicted))
     return found
@@ -83,7 +94,8 @@ def _through(trial: Trial, seen: Seen, hardware: Hardware) -> float | None:
     if not trial.streams:
         return seen.beside[0].ttft
     row = stall_row(trial, seen, hardware)
-    # With a usual step, for a stall of nearly nothing is neither far off nor near by its own measure.
+    # With a usual step, for a stall of nearly nothing is neither far off nor near by its own
+    # measure.
     return None if row is None else row.seconds + hardware.step_s(0, trial.streams)
 
 

@@ -1,7 +1,9 @@
-"""What a pair of engines adds to one: the handoff, the transfer, and how long pulls stall the decode engine. Knows no sockets.
+"""What a pair of engines adds to one: the handoff, the transfer, and how long pulls stall the
+decode engine. Knows no sockets.
 
-The same prompts go through the pair and to the decode engine alone. The difference is the handoff, the transfer and one more
-step; both engines are taken to be equal. Prompts through the pair beside streams of the decode engine show the stalls.
+The same prompts go through the pair and to the decode engine alone. The difference is the handoff,
+the transfer and one more step; both engines are taken to be equal. Prompts through the pair beside
+streams of the decode engine show the stalls.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from pdproxy_lab.calibrate.experiments import SHORT, ExperimentLimits
 from pdproxy_lab.calibrate.fitting import CantTellError, Fitted
 from pdproxy_lab.calibrate.solve import Row, Spread, spread
 from pdproxy_lab.calibrate.stalls import TERMS, StallRow, fitted_stalls, stall_row
-from pdproxy_lab.calibrate.trials import BESIDE_AFTER, MergedError, OutOfTimeError, Runner, Seen, Trial
+from pdproxy_lab.calibrate.trials import (
+    BESIDE_AFTER,
+    MergedError,
+    OutOfTimeError,
+    Runner,
+    Seen,
+    Trial,
+)
 
 _ROUNDS = 8
 _WITHOUT_STREAMS = 2
@@ -42,7 +51,9 @@ _FASTEST = 1e15
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """A prompt through the pair and one of the same length at the decode engine alone: seconds to the first token."""
+    """A prompt through the pair and one of the same length at the decode engine alone: seconds to
+    the first token.
+    """
 
     tokens: int
     pair: float
@@ -67,7 +78,8 @@ async def measure(
     hardware: Hardware,
     on_trial: Callable[[str], None] | None = None,
 ) -> PairMeasured:
-    """Carry out the trials, or what the time is enough for. `hardware`: the terms of one engine, which bound the lengths.
+    """Carry out the trials, or what the time is enough for. `hardware`: the terms of one engine,
+    which bound the lengths.
 
     `through`: sends streams to the decode engine and prompts beside them through the pair.
 
@@ -87,8 +99,11 @@ async def measure(
     try:
         await do(through, Trial("warm-up of the pair", beside=(64,)))
         for tokens in lengths:
-            # The first pulls map the memory of the other engine, and take up to three times as long.
-            seen = await do(through, Trial(f"warm-up of the pair with {tokens} tokens", beside=(tokens,)))
+            # The first pulls map the memory of the other engine, and take up to three times as
+            # long.
+            seen = await do(
+                through, Trial(f"warm-up of the pair with {tokens} tokens", beside=(tokens,))
+            )
             beside.takes(tokens, seen.beside[0].ttft)
         for number in range(_ROUNDS):
             for tokens in lengths if number % _WITHOUT_STREAMS == 0 else ():
@@ -117,13 +132,15 @@ def _lengths(limits: ExperimentLimits, hardware: Hardware) -> list[int]:
     """Return the lengths of prompts, rising."""
     affordable = limits.seconds * _SHARE * hardware.prefill_tokens_per_s
     longest = min(limits.max_model_len - 2, affordable, (limits.kv_tokens or 1 << 30) * _KV_SHARE)
-    return [_SMALLEST * _LADDER**place for place in range(24) if _SMALLEST * _LADDER**place <= longest] or [
-        int(longest)
-    ]
+    return [
+        _SMALLEST * _LADDER**place for place in range(24) if _SMALLEST * _LADDER**place <= longest
+    ] or [int(longest)]
 
 
 class _Beside:
-    """Pulls beside streams: of which sizes, how many at once, and how long the streams must be so that they outlast them."""
+    """Pulls beside streams: of which sizes, how many at once, and how long the streams must be so
+    that they outlast them.
+    """
 
     def __init__(self, limits: ExperimentLimits, hardware: Hardware, lengths: list[int]) -> None:
         self._limits, self._hardware = limits, hardware
@@ -133,7 +150,11 @@ class _Beside:
         """How many times as long the streams are, where they ended before."""
         sizes = [tokens for tokens in lengths if tokens <= _LARGEST_PULL] or lengths[:1]
         sizes = sorted({sizes[0], sizes[(len(sizes) - 1) // 2], sizes[-1]})
-        several = _SEVERAL if limits.max_num_seqs is None else min(_SEVERAL, limits.max_num_seqs - _STREAMS)
+        several = (
+            _SEVERAL
+            if limits.max_num_seqs is None
+            else min(_SEVERAL, limits.max_num_seqs - _STREAMS)
+        )
         self.kinds = [
             (count, tokens)
             for count in sorted({1, several})
@@ -159,19 +180,24 @@ class _Beside:
         output = BESIDE_AFTER + waits * self._longer.get((count, tokens), 1)
         output = min(output, self._most_output(count, tokens))
         name = "a pull" if count == 1 else f"{count} pulls"
-        return Trial(f"{name} of {tokens} tokens beside streams", _STREAMS, SHORT, output, (tokens,) * count)
+        return Trial(
+            f"{name} of {tokens} tokens beside streams", _STREAMS, SHORT, output, (tokens,) * count
+        )
 
     def _most_output(self, count: int, tokens: int) -> int:
         """Return how many tokens a stream may have beside so many pulls."""
         limits = self._limits
         most = min(_MOST_OUTPUT, limits.max_model_len - SHORT)
         if limits.kv_tokens is not None:
-            most = min(most, int(limits.kv_tokens * _KV_SHARE - count * (tokens + 1)) // _STREAMS - SHORT)
+            most = min(
+                most, int(limits.kv_tokens * _KV_SHARE - count * (tokens + 1)) // _STREAMS - SHORT
+            )
         return most
 
 
 def with_pair(found: Fitted, measured: PairMeasured, bytes_per_token: int | None) -> Fitted:
-    """Return the terms with those of the pair. `bytes_per_token`: of KV, where the decode engine's metrics show it.
+    """Return the terms with those of the pair. `bytes_per_token`: of KV, where the decode engine's
+    metrics show it.
 
     Raises:
         CantTellError: the prompts through the pair were too few.
@@ -187,10 +213,14 @@ def with_pair(found: Fitted, measured: PairMeasured, bytes_per_token: int | None
     spreads, assumed = found.spreads | stalls, list(found.assumed)
     if bytes_per_token is None:
         bytes_per_token = hardware.kv_bytes_per_token
-        assumed.append(f"kv_bytes_per_token = {bytes_per_token}: not shown; link_bytes_per_s belongs to it")
+        assumed.append(
+            f"kv_bytes_per_token = {bytes_per_token}: not shown; link_bytes_per_s belongs to it"
+        )
     link = _FASTEST
     # A pull moves once it has been posted: what is left of the time per token is the link's.
-    moving, low, high = (one - posting["pull_token_s"] for one in (per_token.value, per_token.low, per_token.high))
+    moving, low, high = (
+        one - posting["pull_token_s"] for one in (per_token.value, per_token.low, per_token.high)
+    )
     if per_token.low > 0 and moving > 0:
         link = min(bytes_per_token / moving, _FASTEST)
         highest = min(bytes_per_token / low, _FASTEST) if low > 0 else _FASTEST

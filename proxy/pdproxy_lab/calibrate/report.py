@@ -28,16 +28,25 @@ _UNITS = {
 
 
 def text_of(found: Calibration) -> str:
-    """Return the report: each term with its spread, what was assumed, and the misfit of each kind of trial."""
+    """Return the report: each term with its spread, what was assumed, and the misfit of each kind
+    of trial.
+    """
     profile = found.profile
     limits = profile.engine
     lines = [
-        f"{profile.name}: {profile.origin.model} on {profile.origin.engine}, {found.trials} trials in {found.seconds:.0f} s",
+        (
+            f"{profile.name}: {profile.origin.model} on {profile.origin.engine}, {found.trials} "
+            f"trials in {found.seconds:.0f} s"
+        ),
         "",
         *_table([("term", "measured", "80 % of resampled"), *_terms(found, profile.hardware)]),
         "",
         f"max_num_batched_tokens {limits.max_num_batched_tokens}: {found.budget_note}",
-        f"KV of {limits.num_gpu_blocks * limits.block_size} tokens, prompts and answers of up to {limits.max_model_len}",
+        (
+            f"KV of {limits.num_gpu_blocks * limits.block_size} tokens, prompts and answers of "
+            f"up to "
+            f"{limits.max_model_len}"
+        ),
         "",
         "Assumed:",
         *(f"- {line}" for line in profile.origin.assumed),
@@ -47,7 +56,8 @@ def text_of(found: Calibration) -> str:
     ]
     if any(abs(one.relative) > _FAR for one in found.misfits):
         lines.append(
-            f"!: more than {100 * _FAR:.0f} % off. Either the client was late, or the model does not fit there."
+            f"!: more than {100 * _FAR:.0f} % off. Either the client was late, or the model does "
+            f"not fit there."
         )
     return "\n".join(lines) + "\n"
 
@@ -84,4 +94,7 @@ def _measured(one: Misfit) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

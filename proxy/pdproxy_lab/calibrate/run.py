@@ -1,4 +1,6 @@
-"""One calibration: asks the engine, carries out the trials, fits, and makes the profile with what was assumed."""
+"""One calibration: asks the engine, carries out the trials, fits, and makes the profile with what
+was assumed.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Calibration:
     seconds: float
 
 
-async def calibrate(options: CalibrateOptions, on_trial: Callable[[str], None] | None = None) -> Calibration:
+async def calibrate(
+    options: CalibrateOptions, on_trial: Callable[[str], None] | None = None
+) -> Calibration:
     """Measure an engine, or a pair, and fit the profile.
 
     Raises:
@@ -80,7 +84,9 @@ async def calibrate(options: CalibrateOptions, on_trial: Callable[[str], None] |
         found.assumed.append(_PAIR_TERMS)
     else:
         left = begun + options.seconds - time.perf_counter()
-        found, with_it, seen = await _with_pair(options, options.pair, found, limits, left, on_trial)
+        found, with_it, seen = await _with_pair(
+            options, options.pair, found, limits, left, on_trial
+        )
         trials += with_it.trials
         through = with_it.seen
         notes += [note for note in seen if note not in notes]
@@ -88,7 +94,10 @@ async def calibrate(options: CalibrateOptions, on_trial: Callable[[str], None] |
     return Calibration(
         profile=profile,
         spreads=found.spreads,
-        misfits=[*misfits(measured.trials, profile.options()), *pair_misfits(through, profile.options())],
+        misfits=[
+            *misfits(measured.trials, profile.options()),
+            *pair_misfits(through, profile.options()),
+        ],
         budget_note=measured.budget_note,
         trials=trials,
         seconds=time.perf_counter() - begun,
@@ -116,30 +125,52 @@ async def _with_pair(
     seconds: float,
     on_trial: Callable[[str], None] | None,
 ) -> tuple[Fitted, pair.PairMeasured, list[str]]:
-    """Return the terms with those of the pair, what was measured, and what must be said of requests of others."""
+    """Return the terms with those of the pair, what was measured, and what must be said of requests
+    of others.
+    """
     target = options.target
-    prefill = Target(engines.prefill, target.headers, target.tls, target.model, target.timeout, target.busy, target.ids)
+    prefill = Target(
+        engines.prefill,
+        target.headers,
+        target.tls,
+        target.model,
+        target.timeout,
+        target.busy,
+        target.ids,
+    )
     async with aclosing(HttpRunner(prefill, options.salt, seconds)) as other:
         await other.info()  # it must be there, and idle
         async with in_front_of(engines) as running:
-            through = HttpRunner(target, f"{options.salt}:pair", seconds, Through(running.url, running.key))
+            through = HttpRunner(
+                target, f"{options.salt}:pair", seconds, Through(running.url, running.key)
+            )
             plain = HttpRunner(target, f"{options.salt}:plain", seconds)
             async with aclosing(through), aclosing(plain):
                 await through.info()
                 await plain.info()
                 before = await plain.transferred()
                 limits = ExperimentLimits(
-                    limits.max_model_len, limits.kv_tokens, limits.max_num_seqs, limits.budget, seconds
+                    limits.max_model_len,
+                    limits.kv_tokens,
+                    limits.max_num_seqs,
+                    limits.budget,
+                    seconds,
                 )
-                measured = await pair.measure(splitting(running, through), plain, limits, found.hardware, on_trial)
+                measured = await pair.measure(
+                    splitting(running, through), plain, limits, found.hardware, on_trial
+                )
                 after = await plain.transferred()
-                at_decode = await plain.others(through.prompt_tokens + plain.prompt_tokens, pulls=True)
+                at_decode = await plain.others(
+                    through.prompt_tokens + plain.prompt_tokens, pulls=True
+                )
         at_prefill = await other.others(through.through_tokens)
     notes = [*_of_others(other, prefill, at_prefill), *_of_others(plain, target, at_decode)]
     return pair.with_pair(found, measured, _bytes_per_token(before, after)), measured, notes
 
 
-def _bytes_per_token(before: tuple[float, float] | None, after: tuple[float, float] | None) -> int | None:
+def _bytes_per_token(
+    before: tuple[float, float] | None, after: tuple[float, float] | None
+) -> int | None:
     if before is None or after is None or after[1] <= before[1]:
         return None
     found = (after[0] - before[0]) / (after[1] - before[1])
@@ -164,16 +195,26 @@ def _profile(
 ) -> Profile:
     assumed = [*notes, *measured.notes, *found.assumed]
     if not measured.complete:
-        assumed.append("the time was not enough for all trials (--max-seconds): fewer values, wider ranges")
-    longest = max([row.tokens for row in measured.alone] + [row.tokens for row in measured.chunks], default=0)
+        assumed.append(
+            "the time was not enough for all trials (--max-seconds): fewer values, wider ranges"
+        )
+    longest = max(
+        [row.tokens for row in measured.alone] + [row.tokens for row in measured.chunks], default=0
+    )
     budget = measured.budget
     if budget is None:
         budget = measured.budget_most or max(_USUAL_BUDGET, longest + 1)
-        assumed.append(f"max_num_batched_tokens = {budget}: {measured.budget_note} (--max-num-batched-tokens says it)")
+        assumed.append(
+            f"max_num_batched_tokens = {budget}: {measured.budget_note} "
+            f"(--max-num-batched-tokens says it)"
+        )
     elif measured.budget_note.startswith("assumed"):
         assumed.append(f"max_num_batched_tokens = {budget}: {measured.budget_note}")
     if options.max_num_seqs is None:
-        assumed.append(f"max_num_seqs = {EngineLimits().max_num_seqs}: an engine does not say it (--max-num-seqs)")
+        assumed.append(
+            f"max_num_seqs = {EngineLimits().max_num_seqs}: an engine does not say it "
+            f"(--max-num-seqs)"
+        )
     if info.max_model_len is None:
         assumed.append(f"max_model_len = {limits.max_model_len}: the engine does not say it")
     block_size = min(info.block_size or EngineLimits().block_size, MOST)
@@ -182,10 +223,13 @@ def _profile(
     if blocks is None or info.block_size is None:
         blocks = 4 * needed
         assumed.append(
-            f"num_gpu_blocks = {blocks} of {block_size} tokens: the engine does not say how much KV it holds"
+            f"num_gpu_blocks = {blocks} of {block_size} tokens: the engine does not say how much "
+            f"KV it holds"
         )
     streams = max((row.streams for row in measured.decodes), default=0)
-    what = "one engine" if options.pair is None else f"a pair with connector {options.pair.connector}"
+    what = (
+        "one engine" if options.pair is None else f"a pair with connector {options.pair.connector}"
+    )
     try:
         return Profile(
             name=options.name,
@@ -193,8 +237,14 @@ def _profile(
                 accelerator=options.accelerator,
                 model=info.model,
                 engine=f"vLLM {info.version}" if info.version else "unknown",
-                measured=f"{datetime.now(UTC):%Y-%m-%d}, pdproxy calibrate: {len(measured.trials)} trials, {what}",
-                missing=[f"prompts over {longest} tokens, more than {streams} sequences, prefix caches, preemption"],
+                measured=f"{datetime.now(UTC):%Y-%m-%d}, pdproxy calibrate: {len(measured.trials)} "
+                f"trials, {what}",
+                missing=[
+                    (
+                        f"prompts over {longest} tokens, more than {streams} sequences, prefix "
+                        f"caches, preemption"
+                    )
+                ],
                 spread={name: (one.low, one.high) for name, one in found.spreads.items()},
                 assumed=assumed,
             ),

@@ -1,4 +1,5 @@
-"""A small robust fit: least absolute relative deviations, no coefficient below 0, and how far resampled data move them. Pure.
+"""A small robust fit: least absolute relative deviations, no coefficient below 0, and how far
+resampled data move them. Pure.
 
 For up to six unknowns and some hundred rows; numpy would be a dependency for this alone.
 """
@@ -14,7 +15,9 @@ from statistics import quantiles
 Row = tuple[float, ...]
 _ROUNDS = 30
 _FLOOR = 1e-3
-"""A row's relative deviation below this weighs as if it were this: otherwise one exact row would outweigh all."""
+"""A row's relative deviation below this weighs as if it were this: otherwise one exact row would
+outweigh all.
+"""
 _RESAMPLES = 60
 _SHARE = 10
 """The spread is from the first to the last of these quantiles: 10 to 90 %."""
@@ -22,7 +25,9 @@ _SHARE = 10
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A coefficient: the fitted value, and the range of 80 % of the values that resampled rows give."""
+    """A coefficient: the fitted value, and the range of 80 % of the values that resampled rows
+    give.
+    """
 
     value: float
     low: float
@@ -38,13 +43,17 @@ class Spread:
         return (self.high - self.low) / self.value if self.value > 0 else float("inf")
 
 
-def fit(rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], *, squares: bool = False) -> list[float]:
-    """Return coefficients x >= 0 so that the sum of |rows · x - values| / sizes is least. Sizes must be above 0.
+def fit(
+    rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], *, squares: bool = False
+) -> list[float]:
+    """Return coefficients x >= 0 so that the sum of |rows · x - values| / sizes is least. Sizes
+    must be above 0.
 
-    `squares`: so that the sum of their squares is least: rows that are equal but for their values count with the mean of these,
-    not with the median.
+    `squares`: so that the sum of their squares is least: rows that are equal but for their values
+    count with the mean of these, not with the median.
 
-    Iteratively reweighted least squares. Columns that the rows can't tell apart share an effect in any way: see `spread`.
+    Iteratively reweighted least squares. Columns that the rows can't tell apart share an effect in
+    any way: see `spread`.
 
     Raises:
         ValueError: no rows, or sizes that are not above 0.
@@ -70,7 +79,10 @@ def fit(rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], *,
 
 
 def deviations(
-    rows: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float], found: Sequence[float]
+    rows: Sequence[Sequence[float]],
+    values: Sequence[float],
+    sizes: Sequence[float],
+    found: Sequence[float],
 ) -> list[float]:
     """Return each row's |prediction - value| / size."""
     return [
@@ -80,9 +92,15 @@ def deviations(
 
 
 def spread(
-    rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], *, squares: bool = False, seed: int = 0
+    rows: Sequence[Row],
+    values: Sequence[float],
+    sizes: Sequence[float],
+    *,
+    squares: bool = False,
+    seed: int = 0,
 ) -> list[Spread]:
-    """Return the fit, and how far it moves when rows are drawn again with replacement. Rows of a kind should be several.
+    """Return the fit, and how far it moves when rows are drawn again with replacement. Rows of a
+    kind should be several.
 
     Raises:
         ValueError: as `fit`.
@@ -101,8 +119,12 @@ def spread(
     return spreads
 
 
-def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return the best x >= 0 for rows · x = values: each set of columns that may be above 0 is tried, the largest first."""
+def _least_squares(
+    rows: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Return the best x >= 0 for rows · x = values: each set of columns that may be above 0 is
+    tried, the largest first.
+    """
     width = len(rows[0])
     gram = [[0.0] * width for _ in range(width)]
     right = [0.0] * width
@@ -115,14 +137,19 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float], wei
     best, least = [0.0] * width, float("inf")
     for size in range(width, 0, -1):
         for columns in combinations(range(width), size):
-            part = _solved([[gram[i][j] for j in columns] for i in columns], [right[i] for i in columns])
+            part = _solved(
+                [[gram[i][j] for j in columns] for i in columns], [right[i] for i in columns]
+            )
             if part is None or min(part) < 0:
                 continue
             found = [0.0] * width
             for column, value in zip(columns, part, strict=True):
                 found[column] = value
             # The squared error less its constant part.
-            error = sum(found[i] * (sum(gram[i][j] * found[j] for j in columns) - 2 * right[i]) for i in columns)
+            error = sum(
+                found[i] * (sum(gram[i][j] * found[j] for j in columns) - 2 * right[i])
+                for i in columns
+            )
             if error < least:
                 best, least = found, error
             if size == width:

@@ -1,7 +1,9 @@
-"""How long pulls stop the streams of a decode engine: from the times of their tokens to terms of `Hardware`. Pure.
+"""How long pulls stop the streams of a decode engine: from the times of their tokens to terms of
+`Hardware`. Pure.
 
-A stall of equal pulls may have two modes: vLLM's NIXL posts one descriptor for each block and layer where blocks are scattered,
-and far fewer where they can be merged. Streams feel the mean over time, so the fit is one of means, not of medians.
+A stall of equal pulls may have two modes: vLLM's NIXL posts one descriptor for each block and layer
+where blocks are scattered, and far fewer where they can be merged. Streams feel the mean over time,
+so the fit is one of means, not of medians.
 """
 
 from __future__ import annotations
@@ -21,13 +23,21 @@ from pdproxy_lab.calibrate.trials import Seen, Trial
 TERMS = ("pull_s", "further_pull_s", "pull_token_s")
 """Fields of `Hardware`, in the order of the fit's columns."""
 _FEWEST = 4
-"""Tokens of a stream before the first pull and after the last one, by which its usual times are known."""
+"""Tokens of a stream before the first pull and after the last one, by which its usual times are
+known.
+"""
 _AT_ONCE = 2
-"""The first tokens of a stream may come at once, late: so many are left out where there are enough."""
+"""The first tokens of a stream may come at once, late: so many are left out where there are
+enough.
+"""
 _BEFORE, _AFTER = 10, 24
-"""Tokens before the first pull, and after the last one, by which it is known when the nearest of them came."""
+"""Tokens before the first pull, and after the last one, by which it is known when the nearest of
+them came.
+"""
 _SHOWS, _PART = 0.2, 0.25
-"""A step in which pulls begin is longer by more than these shares of a usual one, and of the mean stall of a pull."""
+"""A step in which pulls begin is longer by more than these shares of a usual one, and of the mean
+stall of a pull.
+"""
 _LEAST_ROWS = 4
 """From fewer trials than that a disturbance can't be told from a stall."""
 _FAR = 3.0
@@ -36,7 +46,9 @@ _FAR = 3.0
 
 @dataclass(frozen=True, slots=True)
 class StallRow:
-    """Pulls of `tokens` tokens in sum: in how many steps they began, and how much later the streams' tokens came by them."""
+    """Pulls of `tokens` tokens in sum: in how many steps they began, and how much later the
+    streams' tokens came by them.
+    """
 
     pulls: int
     steps: int
@@ -45,17 +57,24 @@ class StallRow:
 
 
 def stall_row(trial: Trial, seen: Seen, hardware: Hardware) -> StallRow | None:
-    """Return by how much the streams were later after the pulls than they would have been; None: they ended before.
+    """Return by how much the streams were later after the pulls than they would have been; None:
+    they ended before.
 
-    `hardware`: its terms of decode steps. What the pulled sequences themselves take of the steps is no stall. That the client
-    sees some tokens late moves little: of those before and those after several are taken together.
+    `hardware`: its terms of decode steps. What the pulled sequences themselves take of the steps is
+    no stall. That the client sees some tokens late moves little: of those before and those after
+    several are taken together.
     """
     begin = min(one.sent for one in seen.beside) if seen.prefilled is None else seen.prefilled
     end = max(one.answered for one in seen.beside)
     found = [
         one
         for times in seen.streams
-        if (one := _stall(times, begin, end, len(trial.beside), trial.streams * hardware.context_token_s)) is not None
+        if (
+            one := _stall(
+                times, begin, end, len(trial.beside), trial.streams * hardware.context_token_s
+            )
+        )
+        is not None
     ]
     if not found:
         return None
@@ -65,19 +84,26 @@ def stall_row(trial: Trial, seen: Seen, hardware: Hardware) -> StallRow | None:
     return StallRow(count, min(max(found[0][1], 1), count), tokens, seconds)
 
 
-def _stall(times: Sequence[float], begin: float, end: float, pulls: int, growth: float) -> tuple[float, int] | None:
-    """Return the seconds and the number of long steps of one stream. `growth`: of each step to the next one, in seconds."""
+def _stall(
+    times: Sequence[float], begin: float, end: float, pulls: int, growth: float
+) -> tuple[float, int] | None:
+    """Return the seconds and the number of long steps of one stream. `growth`: of each step to the
+    next one, in seconds.
+    """
     before, after = bisect_right(times, begin), bisect_right(times, end)
     first = min(_AT_ONCE, max(before - _FEWEST, 0))
     if before - first < _FEWEST or len(times) - after < _FEWEST:
         return None
     even = [time - growth * place * place / 2 for place, time in enumerate(times)]
-    # Those after the pulls say how long a step is: on one machine for both engines, prefill makes those before longer.
+    # Those after the pulls say how long a step is: on one machine for both engines, prefill makes
+    # those before longer.
     usual = median(steps_of(even[after:]))
     if usual <= 0:
         return None
     nearest = range(max(first, before - _BEFORE), before)
-    earlier = _at(even, nearest, before - 1, median(even[one] - even[one - 1] for one in nearest[1:]))
+    earlier = _at(
+        even, nearest, before - 1, median(even[one] - even[one - 1] for one in nearest[1:])
+    )
     later = _at(even, range(after, min(after + _AFTER, len(even))), after, usual)
     seconds = later - earlier - (after - before + 1) * usual
     shows = max(_SHOWS * usual, _PART * seconds / pulls)
@@ -95,7 +121,9 @@ def _at(times: Sequence[float], known: Sequence[int], place: int, step: float) -
 
 
 def fitted_stalls(rows: Sequence[StallRow], step_s: float) -> tuple[dict[str, Spread], list[str]]:
-    """Return the terms that show, and in words why the others are 0. `step_s`: seconds of the streams' usual step."""
+    """Return the terms that show, and in words why the others are 0. `step_s`: seconds of the
+    streams' usual step.
+    """
     if len(rows) < _LEAST_ROWS:
         few = (
             f"only {len(rows)} trials of pulls beside streams could be timed"
@@ -112,15 +140,22 @@ def fitted_stalls(rows: Sequence[StallRow], step_s: float) -> tuple[dict[str, Sp
     kinds: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         kinds.setdefault((row.pulls, row.tokens), []).append(row.seconds)
-    most = {kind: _FAR * max(_third_quartile(values), 0.0) + step_s for kind, values in kinds.items()}
-    # Between equal weights, by which only the longest stalls would count, and equal relative ones, by which a stall that streams
-    # hardly feel counts as much as one of twenty steps.
+    most = {
+        kind: _FAR * max(_third_quartile(values), 0.0) + step_s for kind, values in kinds.items()
+    }
+    # Between equal weights, by which only the longest stalls would count, and equal relative ones,
+    # by which a stall that streams hardly feel counts as much as one of twenty steps.
     sizes = {
-        kind: math.sqrt(max(mean(min(one, most[kind]) for one in values), step_s)) for kind, values in kinds.items()
+        kind: math.sqrt(max(mean(min(one, most[kind]) for one in values), step_s))
+        for kind, values in kinds.items()
     }
     table: list[Row] = []
     for row in rows:
-        cells = {"pull_s": row.steps, "further_pull_s": row.pulls - row.steps, "pull_token_s": row.tokens}
+        cells = {
+            "pull_s": row.steps,
+            "further_pull_s": row.pulls - row.steps,
+            "pull_token_s": row.tokens,
+        }
         table.append(tuple(float(cells[name]) for name in names))
     found = without_noise(
         table,
@@ -135,5 +170,7 @@ def fitted_stalls(rows: Sequence[StallRow], step_s: float) -> tuple[dict[str, Sp
 
 
 def _third_quartile(values: Sequence[float]) -> float:
-    """Return the value that three quarters are not above; of few values rather a lower one: the highest may be a disturbance."""
+    """Return the value that three quarters are not above; of few values rather a lower one: the
+    highest may be a disturbance.
+    """
     return sorted(values)[3 * (len(values) - 1) // 4]

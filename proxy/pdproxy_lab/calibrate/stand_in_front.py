@@ -1,4 +1,6 @@
-"""The proxy in front of the pair that is measured, as conformance runs it, and whether it has split each prompt."""
+"""The proxy in front of the pair that is measured, as conformance runs it, and whether it has split
+each prompt.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def settings_of(pair: CalibratedPair) -> Settings:
         # The decode engine makes the first token: it then shows when the KV has come.
         lmcache=structs.replace(settings.pool.lmcache, first_token="decode"),  # noqa: S106 - a token of text
     )
-    return structs.replace(settings, pools=(pool,), auth=structs.replace(settings.auth, engine_api_key=pair.key))
+    return structs.replace(
+        settings, pools=(pool,), auth=structs.replace(settings.auth, engine_api_key=pair.key)
+    )
 
 
 @asynccontextmanager
@@ -74,7 +78,9 @@ async def in_front_of(pair: CalibratedPair) -> AsyncIterator[Stand]:
 
 
 def splitting(running: Stand, run: Runner) -> Runner:
-    """Return a runner that adds when the first prompt was prefilled, and fails where one engine alone served a prompt."""
+    """Return a runner that adds when the first prompt was prefilled, and fails where one engine
+    alone served a prompt.
+    """
 
     async def checked(trial: Trial) -> Seen:
         seen = await run(trial)
@@ -87,9 +93,14 @@ def splitting(running: Stand, run: Runner) -> Runner:
         legs = [leg for entry in entries if isinstance(entry, RequestEnded) for leg in entry.legs]
         for leg in legs:
             if leg.why_alone is not None:
-                raise TrialError(f"{trial.name}: served by one engine alone: {leg.why_alone} (see pdproxy conformance)")
+                raise TrialError(
+                    f"{trial.name}: served by one engine alone: {leg.why_alone} (see pdproxy "
+                    f"conformance)"
+                )
         # Of an earlier attempt of the trial there may be some, too: the last ones are its own.
-        taken = [leg.prefill_s for leg in legs[-count:] if leg.prefill_s is not None] if count else []
+        taken = (
+            [leg.prefill_s for leg in legs[-count:] if leg.prefill_s is not None] if count else []
+        )
         if len(taken) < count or not count:
             return seen
         return replace(seen, prefilled=min(one.sent for one in seen.beside) + min(taken))

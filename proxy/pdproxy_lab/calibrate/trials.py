@@ -1,4 +1,6 @@
-"""One experiment on an engine, and what the client saw of it. Pure: the same trial runs over HTTP and in virtual time."""
+"""One experiment on an engine, and what the client saw of it. Pure: the same trial runs over HTTP
+and in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ class TrialError(Exception):
 
 
 class MergedError(TrialError):
-    """Several tokens came in one event, in each attempt: their times are not known. Another trial may do."""
+    """Several tokens came in one event, in each attempt: their times are not known. Another trial
+    may do.
+    """
 
 
 class OutOfTimeError(TrialError):
@@ -23,7 +27,8 @@ class OutOfTimeError(TrialError):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is sent: streams all at once, and prompts beside them when each stream has `BESIDE_AFTER` tokens.
+    """What is sent: streams all at once, and prompts beside them when each stream has
+    `BESIDE_AFTER` tokens.
 
     Without streams the prompts are sent at once. No two prompts share a prefix.
     """
@@ -40,7 +45,11 @@ class Trial:
     @property
     def tokens(self) -> int:
         """Tokens that the engine holds at most."""
-        return self.streams * (self.prompt_tokens + self.output_tokens) + sum(self.beside) + len(self.beside)
+        return (
+            self.streams * (self.prompt_tokens + self.output_tokens)
+            + sum(self.beside)
+            + len(self.beside)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,9 @@ class Seen:
     """When each token of each stream came."""
     beside: tuple[TrialPrompt, ...]
     prefilled: float | None = None
-    """When the first of the prompts beside was prefilled by another engine: no KV is pulled before. None: not known."""
+    """When the first of the prompts beside was prefilled by another engine: no KV is pulled before.
+    None: not known.
+    """
 
 
 Runner = Callable[[Trial], Awaitable[Seen]]

@@ -1,4 +1,6 @@
-"""Trials on virtual engines with a profile: what they should have shown, if the profile were right."""
+"""Trials on virtual engines with a profile: what they should have shown, if the profile were
+right.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ _TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 def seen_of(trial: Trial, options: dict[str, Any], *, split: bool = False) -> Seen:
     """Return what a client sees of a trial on an engine with these fields of `SimFacts`.
 
-    `split`: prompts beside streams go through another such engine first, which prefills them; the streams don't.
+    `split`: prompts beside streams go through another such engine first, which prefills them; the
+    streams don't.
 
     Raises:
         TrialError: the engine could not serve it.
     """
     # A request that never fits would be preempted without end.
-    longest = max((trial.prompt_tokens + trial.output_tokens, *(tokens + 1 for tokens in trial.beside)))
+    longest = max(
+        (trial.prompt_tokens + trial.output_tokens, *(tokens + 1 for tokens in trial.beside))
+    )
     if longest > options["max_model_len"]:
         raise TrialError("an engine with these limits can't serve it")
     run = _Run(trial, _small(trial, options), split)
@@ -34,10 +39,14 @@ def seen_of(trial: Trial, options: dict[str, Any], *, split: bool = False) -> Se
 
 
 def _small(trial: Trial, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with no more KV blocks than the trial may need: a measured engine may claim any number of them."""
+    """Return the options with no more KV blocks than the trial may need: a measured engine may
+    claim any number of them.
+    """
     facts = SimFacts(**options)
     whole = -(-facts.max_model_len // facts.block_size) + 1
-    needed = 2 * (trial.tokens // facts.block_size + trial.streams + len(trial.beside) + _SPARE_BLOCKS)
+    needed = 2 * (
+        trial.tokens // facts.block_size + trial.streams + len(trial.beside) + _SPARE_BLOCKS
+    )
     return options | {"num_gpu_blocks": min(facts.num_gpu_blocks, max(whole, needed))}
 
 
@@ -74,9 +83,14 @@ class _Run:
         done = all(len(times) == trial.output_tokens for times in self._streams)
         if self._failed or not done or len(self._answered) < len(trial.beside):
             raise TrialError("an engine with these limits can't serve it")
-        prompts = [TrialPrompt(sent - begin, self._answered[place] - begin) for place, sent in enumerate(self._sent)]
+        prompts = [
+            TrialPrompt(sent - begin, self._answered[place] - begin)
+            for place, sent in enumerate(self._sent)
+        ]
         streams = tuple(tuple(time - begin for time in times) for times in self._streams)
-        return Seen(streams, tuple(prompts), min(self._prefilled) - begin if self._prefilled else None)
+        return Seen(
+            streams, tuple(prompts), min(self._prefilled) - begin if self._prefilled else None
+        )
 
     def _noting(self, times: list[float]) -> Callable[[float], None]:
         def note(now: float) -> None:
@@ -116,7 +130,9 @@ class _Run:
             lambda: self._submit(prefill, prompt, 1, dict(_TO_DECODE), prefilled),
         )
 
-    def _whole(self, engine: VirtualEngine, tokens: int, output: int, seen: Callable[[float], None]) -> None:
+    def _whole(
+        self, engine: VirtualEngine, tokens: int, output: int, seen: Callable[[float], None]
+    ) -> None:
         prompt = self._prompt(tokens)
         self._cluster.at(
             self._cluster.now + self._hardware.before_engine_s,
@@ -145,5 +161,7 @@ class _Run:
     ) -> None:
         sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
         self._count += 1
-        request = EngineRequest(id=f"r{self._count}", prompt=prompt, sampling=sampling, kv_transfer_params=params)
+        request = EngineRequest(
+            id=f"r{self._count}", prompt=prompt, sampling=sampling, kv_transfer_params=params
+        )
         self._cluster.submit(engine, request, listener)

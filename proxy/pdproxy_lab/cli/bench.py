@@ -1,4 +1,6 @@
-"""`pdproxy bench`: an open-loop load on one or more servers, and what they made of it, side by side."""
+"""`pdproxy bench`: an open-loop load on one or more servers, and what they made of it, side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,20 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "bench",
         help=summary,
-        description="Send requests at times that do not depend on the answers, and print latencies, rates and how many requests "
-        "were good. Several servers are measured alternately with the same loads. The exit code is 0 if all was measured, 1 if "
+        description="Send requests at times that do not depend on the answers, and print "
+        "latencies, "
+        "rates and how many requests "
+        "were good. Several servers are measured alternately with the same loads. The exit code "
+        "is 0 if all was measured, 1 if "
         "not, 2 if the options are wrong, 130 if it was interrupted.",
         usage="pdproxy bench [NAME=]URL [...] --rate R [option ...]",
         epilog=examples(
-            "pdproxy bench 127.0.0.1:8000 --rate 8 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=15ms",
-            "pdproxy bench split=127.0.0.1:8000 plain=127.0.0.1:8200 --rate 2:12 --arrivals ramp --plot bench.png",
-            "pdproxy bench 127.0.0.1:8000 --trace trace.jsonl --slice 0:60 --spread --json bench.jsonl",
+            "pdproxy bench 127.0.0.1:8000 --rate 8 --input-tokens 4000 --output-tokens 128 --slo "
+            "ttft=500ms,tpot=15ms",
+            "pdproxy bench split=127.0.0.1:8000 plain=127.0.0.1:8200 --rate 2:12 --arrivals ramp "
+            "--plot bench.png",
+            "pdproxy bench 127.0.0.1:8000 --trace trace.jsonl --slice 0:60 --spread --json "
+            "bench.jsonl",
             "pdproxy bench --compare before.jsonl after.jsonl",
         ),
     )
@@ -115,7 +123,9 @@ def _check(arguments: argparse.Namespace) -> None:
     if not arguments.servers and arguments.profile is not None:
         mistakes.append("--profile: has no effect without a URL")
     names = [slo.name for slo in arguments.slo]
-    mistakes += [f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    mistakes += [
+        f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1
+    ]
     if mistakes:
         raise SettingsError(*mistakes)
 
@@ -131,8 +141,12 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
     shape = Shape(
         endpoint=arguments.endpoint,
         arrivals="trace" if arguments.rate is None else arguments.arrivals,
-        rate=None if arguments.rate is None else sum(r for r in arguments.rate if r) / (2 if arguments.rate[1] else 1),
-        burstiness=arguments.burstiness or DEFAULT_BURSTINESS if arguments.arrivals == "burst" else 1.0,
+        rate=None
+        if arguments.rate is None
+        else sum(r for r in arguments.rate if r) / (2 if arguments.rate[1] else 1),
+        burstiness=arguments.burstiness or DEFAULT_BURSTINESS
+        if arguments.arrivals == "burst"
+        else 1.0,
         seed=0,
         salt=arguments.salt or secrets.token_hex(8),
         requests=0,
@@ -163,7 +177,9 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[Callable[[int], list[Planned]], int]:
-    """Return what makes the requests of a seed, and how many of the trace were left out for their length."""
+    """Return what makes the requests of a seed, and how many of the trace were left out for their
+    length.
+    """
     from pdproxy_lab.bench.arrivals import Arrivals
     from pdproxy_lab.bench.trace import cut, read_trace, spread
     from pdproxy_lab.bench.workload import Lengths, replayed, synthetic
@@ -173,7 +189,10 @@ def _plan(arguments: argparse.Namespace) -> tuple[Callable[[int], list[Planned]]
         with as_settings_error("--rate: "):
             low, high = arguments.rate
             arrivals = Arrivals(
-                kind=arguments.arrivals, rate=low, end_rate=high, burstiness=arguments.burstiness or DEFAULT_BURSTINESS
+                kind=arguments.arrivals,
+                rate=low,
+                end_rate=high,
+                burstiness=arguments.burstiness or DEFAULT_BURSTINESS,
             )
     duration, requests = arguments.duration, arguments.requests
     if arguments.trace is None:
@@ -190,12 +209,18 @@ def _plan(arguments: argparse.Namespace) -> tuple[Callable[[int], list[Planned]]
         with as_settings_error("--trace: "):
             entries = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
             entries = spread(entries) if arguments.spread else entries
-            fitting = [e for e in entries if e.input_tokens + e.output_tokens <= (arguments.max_tokens or math.inf)]
+            fitting = [
+                e
+                for e in entries
+                if e.input_tokens + e.output_tokens <= (arguments.max_tokens or math.inf)
+            ]
             left_out = len(entries) - len(fitting)
 
         def plan(seed: int) -> list[Planned]:
             scale = arguments.scale or 1.0
-            return replayed(fitting, seed, scale=scale, arrivals=arrivals, duration=duration, requests=requests)
+            return replayed(
+                fitting, seed, scale=scale, arrivals=arrivals, duration=duration, requests=requests
+            )
 
     with as_settings_error(""):
         if not plan(0):
@@ -226,11 +251,15 @@ def tls_of(ca: Path | None) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=str(ca))
     except (OSError, ssl.SSLError) as error:
-        raise SettingsError(f"--ca: {ca.name}: {error.strerror or 'no certificates in PEM'}") from None
+        raise SettingsError(
+            f"--ca: {ca.name}: {error.strerror or 'no certificates in PEM'}"
+        ) from None
 
 
 def _measure(options: BenchOptions, path: Path | None, records: list[Record]) -> int:
-    """Measure, add the records, write each to the file as soon as it is known; return the exit code."""
+    """Measure, add the records, write each to the file as soon as it is known; return the exit
+    code.
+    """
     from pdproxy_lab.bench.session import BenchSession
 
     with contextlib.ExitStack() as stack:
@@ -239,7 +268,9 @@ def _measure(options: BenchOptions, path: Path | None, records: list[Record]) ->
             try:
                 file = stack.enter_context(path.open("wb"))
             except OSError as error:
-                raise SettingsError(f"--json: {path.name} can't be written: {error.strerror}") from None
+                raise SettingsError(
+                    f"--json: {path.name} can't be written: {error.strerror}"
+                ) from None
         refused = False
 
         def keep(record: Record) -> None:
@@ -289,7 +320,10 @@ def _show(name: str, seed: int, progress: RunProgress) -> None:
     except (OSError, ValueError):  # no terminal by now
         width = 80
     failed = f", {progress['failed']} failed" if progress["failed"] else ""
-    line = f"{name}, seed {seed}: {progress['seconds']:.0f} s, {progress['sent']} sent, {progress['in_flight']} in flight{failed}"
+    line = (
+        f"{name}, seed {seed}: {progress['seconds']:.0f} s, {progress['sent']} sent, "
+        f"{progress['in_flight']} in flight{failed}"
+    )
     with contextlib.suppress(OSError):
         sys.stderr.write(f"\r\x1b[K{line[:width]}")
         sys.stderr.flush()

@@ -31,7 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--arrivals",
         choices=KINDS,
         default="poisson",
-        help="when requests come: in equal steps, at random (poisson), in bursts, or at random with a rising or falling rate "
+        help="when requests come: in equal steps, at random (poisson), in bursts, or at random "
+        "with a rising or falling rate "
         "(default: poisson)",
     )
     add_burstiness(load)
@@ -62,7 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="the seed of the first run; the same seed has the same requests (default: 0)",
     )
-    trace = parser.add_argument_group("load from a trace", "Lengths and common beginnings of prompts are the trace's.")
+    trace = parser.add_argument_group(
+        "load from a trace", "Lengths and common beginnings of prompts are the trace's."
+    )
     add_trace(trace, "; with --rate only the times are others")
     add_scale(trace)
     request = parser.add_argument_group("requests")
@@ -72,7 +75,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="completions",
         help="completions of token ids, or chats of words (default: completions)",
     )
-    request.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    request.add_argument(
+        "--model",
+        metavar="NAME",
+        help="model to ask for (default: the first that the server lists)",
+    )
     request.add_argument(
         "--token-ids",
         metavar="A:B",
@@ -94,7 +101,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a header of each request; may be repeated (default: none)",
     )
-    request.add_argument("--api-key", metavar="KEY", help="key to send as 'Authorization: Bearer KEY' (default: none)")
+    request.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key to send as 'Authorization: Bearer KEY' (default: none)",
+    )
     request.add_argument(
         "--api-key-file",
         metavar="FILE",
@@ -102,7 +113,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="file with that key, which no list of processes shows (default: none)",
     )
     request.add_argument(
-        "--ca", metavar="FILE", type=Path, help="authorities of the servers' certificates, PEM (default: the system's)"
+        "--ca",
+        metavar="FILE",
+        type=Path,
+        help="authorities of the servers' certificates, PEM (default: the system's)",
     )
     request.add_argument(
         "--timeout",
@@ -122,10 +136,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=typed(reading.whole(0, 1000)),
         default=1,
-        help="requests to each server before the first run; if one fails nothing is measured (default: 1)",
+        help="requests to each server before the first run; if one fails nothing is measured "
+        "(default: 1)",
     )
     request.add_argument(
-        "--salt", metavar="TEXT", help="makes the prompts' tokens; the same salt: the same prompts (default: random)"
+        "--salt",
+        metavar="TEXT",
+        help="makes the prompts' tokens; the same salt: the same prompts (default: random)",
     )
     report = parser.add_argument_group("report")
     report.add_argument(
@@ -134,17 +151,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=typed(parse_slo),
         action="append",
         default=[],
-        help="what a good request keeps, such as chat:ttft=500ms,tpot=15ms,gap=50ms,e2e=10s; may be repeated (default: none)",
+        help="what a good request keeps, such as chat:ttft=500ms,tpot=15ms,gap=50ms,e2e=10s; may "
+        "be repeated (default: none)",
     )
     report.add_argument(
         "--json",
         metavar="FILE",
         type=Path,
-        help="write a JSON object per run, with the keys of vLLM's serving benchmark (default: none)",
+        help="write a JSON object per run, with the keys of vLLM's serving benchmark (default: "
+        "none)",
     )
-    report.add_argument("--detailed", action="store_true", help="--json: with the times of each request")
     report.add_argument(
-        "--plot", metavar="FILE", type=Path, help="write a plot: .png, .svg or .pdf; needs matplotlib (default: none)"
+        "--detailed", action="store_true", help="--json: with the times of each request"
+    )
+    report.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="write a plot: .png, .svg or .pdf; needs matplotlib (default: none)",
     )
     report.add_argument(
         "--compare",
@@ -152,14 +176,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         default=[],
-        help="show the runs of these files of --json, or of vLLM's benchmark, beside the servers or alone (default: none)",
+        help="show the runs of these files of --json, or of vLLM's benchmark, beside the servers "
+        "or alone (default: none)",
     )
     report.add_argument(
         "--profile",
         metavar="NAME",
-        help="show beside the servers what one engine with this profile would do with the same requests: a shipped profile, or "
+        help="show beside the servers what one engine with this profile would do with the same "
+        "requests: a shipped profile, or "
         "a file of `pdproxy calibrate` (default: none)",
     )
     report.add_argument(
-        "--allow-lag", action="store_true", help="report also if this process was late itself: p99 above 10 ms"
+        "--allow-lag",
+        action="store_true",
+        help="report also if this process was late itself: p99 above 10 ms",
     )

@@ -1,4 +1,6 @@
-"""`pdproxy bench --profile`: the requests of a bench once more, on one virtual engine with a profile."""
+"""`pdproxy bench --profile`: the requests of a bench once more, on one virtual engine with a
+profile.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
     from pdproxy_lab.simulate.run import Simulation
 
 
-def simulation_of(name: str, plan: Callable[[int], Sequence[Planned]], slos: tuple[BenchSlo, ...]) -> Simulation:
+def simulation_of(
+    name: str, plan: Callable[[int], Sequence[Planned]], slos: tuple[BenchSlo, ...]
+) -> Simulation:
     """Return one plain engine with a profile. `plan`: makes the requests of a seed.
 
     Raises:
@@ -46,7 +50,8 @@ def simulation_of(name: str, plan: Callable[[int], Sequence[Planned]], slos: tup
 
 
 def records_of(simulation: Simulation, name: str, seeds: range) -> list[dict[str, Any]]:
-    """Run the seeds of a bench and return a record of each, with the profile's name as that of the server.
+    """Run the seeds of a bench and return a record of each, with the profile's name as that of the
+    server.
 
     Raises:
         SettingsError: the engine can't serve the load.

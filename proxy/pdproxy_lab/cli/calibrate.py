@@ -30,35 +30,61 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "calibrate",
         help=summary,
-        description="Send an engine prompts and streams of several lengths and numbers, fit the engine model to the times, and "
-        "write a profile for `pdproxy simulate` and `pdproxy sim`. With a prefill and a decode engine, the decode engine is "
-        "measured, then the transfers between both. The report has each number with its spread, what was assumed, and how far "
-        "the profile misses its own measurements. The engines should have no other requests. The exit code is 0 if the profile "
+        description="Send an engine prompts and streams of several lengths and numbers, fit the "
+        "engine "
+        "model to the times, and "
+        "write a profile for `pdproxy simulate` and `pdproxy sim`. With a prefill and a decode "
+        "engine, the decode engine is "
+        "measured, then the transfers between both. The report has each number with its spread, "
+        "what was assumed, and how far "
+        "the profile misses its own measurements. The engines should have no other requests. The "
+        "exit code is 0 if the profile "
         "was written, 1 if not, 2 if the options are wrong, 130 if it was interrupted.",
-        usage="pdproxy calibrate (URL | --prefill URL --decode URL --connector NAME) --out FILE [option ...]",
+        usage="pdproxy calibrate (URL | --prefill URL --decode URL --connector NAME) --out FILE "
+        "[option ...]",
         epilog=examples(
             "pdproxy calibrate 127.0.0.1:8200 --out mine.json --accelerator 'NVIDIA H200'",
-            "pdproxy calibrate --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300 --connector nixl --out mine.json",
+            "pdproxy calibrate --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300 --connector nixl "
+            "--out mine.json",
             "pdproxy simulate --profile mine.json --aggregated 8 --rate 40",
         ),
     )
     parser.add_argument(
-        "server", metavar="URL", nargs="?", type=typed(reading.server), help="an engine with OpenAI's API"
+        "server",
+        metavar="URL",
+        nargs="?",
+        type=typed(reading.server),
+        help="an engine with OpenAI's API",
     )
     parser.add_argument(
-        "--prefill", metavar="URL", type=typed(reading.server), help="the prefill engine of a pair (default: none)"
+        "--prefill",
+        metavar="URL",
+        type=typed(reading.server),
+        help="the prefill engine of a pair (default: none)",
     )
     parser.add_argument(
-        "--decode", metavar="URL", type=typed(reading.server), help="the decode engine of a pair (default: none)"
+        "--decode",
+        metavar="URL",
+        type=typed(reading.server),
+        help="the decode engine of a pair (default: none)",
     )
     parser.add_argument(
-        "--connector", metavar="NAME", help="the connector of the pair, as for `pdproxy serve` (default: none)"
+        "--connector",
+        metavar="NAME",
+        help="the connector of the pair, as for `pdproxy serve` (default: none)",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, required=True, help="where the profile is written (required)"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="where the profile is written (required)",
     )
     parser.add_argument(
-        "--name", metavar="TEXT", type=typed(_text), help="the profile's name (default: that of the file)"
+        "--name",
+        metavar="TEXT",
+        type=typed(_text),
+        help="the profile's name (default: that of the file)",
     )
     parser.add_argument(
         "--accelerator",
@@ -67,13 +93,18 @@ def add(commands: Commands, summary: str) -> None:
         default="not named",
         help="what the engine runs on, for the profile (default: not named)",
     )
-    parser.add_argument("--model", metavar="NAME", help="the model to ask for (default: the first one that is listed)")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the model to ask for (default: the first one that is listed)",
+    )
     parser.add_argument(
         "--max-seconds",
         metavar="S",
         type=typed(reading.number(0.0, 86_400.0, "seconds")),
         default=300.0,
-        help="seconds after which no trial goes on; the fit then uses those that have ended (default: 300)",
+        help="seconds after which no trial goes on; the fit then uses those that have ended "
+        "(default: 300)",
     )
     parser.add_argument(
         "--timeout",
@@ -100,11 +131,18 @@ def add(commands: Commands, summary: str) -> None:
         type=typed(reading.token_ids),
         help="range of the token ids of prompts (default: 300:4000)",
     )
-    parser.add_argument("--busy", action="store_true", help="measure although the engine has requests of others")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token (default: none)")
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the key (default: none)")
     parser.add_argument(
-        "--ca", metavar="FILE", type=Path, help="trusted certificates in PEM (default: those of the system)"
+        "--busy", action="store_true", help="measure although the engine has requests of others"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token (default: none)")
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", type=Path, help="a file with the key (default: none)"
+    )
+    parser.add_argument(
+        "--ca",
+        metavar="FILE",
+        type=Path,
+        help="trusted certificates in PEM (default: those of the system)",
     )
     parser.set_defaults(run=run)
 
@@ -130,9 +168,13 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"{arguments.prog}: interrupted, nothing was written\n")
         return _INTERRUPTED
     try:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(found.profile), indent=2) + b"\n")
+        arguments.out.write_bytes(
+            msgspec.json.format(msgspec.json.encode(found.profile), indent=2) + b"\n"
+        )
     except OSError as error:
-        sys.stderr.write(f"{arguments.prog}: --out: {arguments.out.name} can't be written: {error.strerror}\n")
+        sys.stderr.write(
+            f"{arguments.prog}: --out: {arguments.out.name} can't be written: {error.strerror}\n"
+        )
         return 1
     print(text_of(found), end="")
     return 0
@@ -205,7 +247,8 @@ def _pair(arguments: argparse.Namespace, headers: dict[str, str]) -> CalibratedP
     settings_of(pair)
     if "decode" not in entry_of(pair.connector).capabilities.alone_on:
         raise SettingsError(
-            f"--connector: {pair.connector}: its decode engine must not serve prompts alone, which is what is measured first"
+            f"--connector: {pair.connector}: its decode engine must not serve prompts alone, "
+            f"which is what is measured first"
         )
     return pair
 
@@ -215,7 +258,8 @@ def _measured(options: CalibrateOptions) -> Calibration | None:
     from pdproxy.observe.logs import configure
     from pdproxy_lab.calibrate.run import calibrate
 
-    log = None if options.pair is None else configure("error", "text")  # of the proxy in front of the pair
+    # of the proxy in front of the pair
+    log = None if options.pair is None else configure("error", "text")
     shown = _show if sys.stderr.isatty() else None
 
     async def main() -> Calibration | None:

@@ -21,10 +21,14 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "conformance",
         help=summary,
-        description="Run the proxy in front of each pair of engines, send requests through it, and compare with the engines' own "
-        "counters and with the answers of one engine alone. The exit code is 0 if all checks that apply passed, 1 if one "
-        "failed, 2 if the settings are wrong, 3 if one could not be judged. The engines should have no other traffic.",
-        usage="pdproxy conformance --prefill URL [URL ...] --decode URL [URL ...] --connector NAME [--plain URL] [option ...]",
+        description="Run the proxy in front of each pair of engines, send requests through it, and "
+        "compare with the engines' own "
+        "counters and with the answers of one engine alone. The exit code is 0 if all checks "
+        "that apply passed, 1 if one "
+        "failed, 2 if the settings are wrong, 3 if one could not be judged. The engines should "
+        "have no other traffic.",
+        usage="pdproxy conformance --prefill URL [URL ...] --decode URL [URL ...] --connector NAME "
+        "[--plain URL] [option ...]",
         epilog=examples(
             "pdproxy conformance --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300 --connector nixl",
             "pdproxy conformance --config pdproxy.yaml --plain 127.0.0.1:8100 --json",
@@ -34,7 +38,8 @@ def add(commands: Commands, summary: str) -> None:
     group.add_argument(
         "--plain",
         metavar="URL",
-        help="an engine with the first pool's model and no connector, to compare answers with (default: none)",
+        help="an engine with the first pool's model and no connector, to compare answers with "
+        "(default: none)",
     )
     group.add_argument(
         "--timeout",
@@ -48,7 +53,8 @@ def add(commands: Commands, summary: str) -> None:
         metavar="S",
         type=seconds(minimum=0.0),
         default=35.0,
-        help="seconds to leave a KV handle unused, after which the prefill engine must have freed its KV; 0: no such check "
+        help="seconds to leave a KV handle unused, after which the prefill engine must have freed "
+        "its KV; 0: no such check "
         "(default: 35)",
     )
     group.add_argument("--json", action="store_true", help="print the report as one JSON object")
@@ -58,10 +64,12 @@ def add(commands: Commands, summary: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Test the settings' connector and print the report."""
-    if arguments.plain is not None:  # an engine of the settings, so that it has its key and TLS; it is in no pair
+    # an engine of the settings, so that it has its key and TLS; it is in no pair
+    if arguments.plain is not None:
         arguments.aggregated = [*arguments.aggregated, arguments.plain]
     settings = fixed_settings_from(arguments)
-    # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
+    # Imported here: the libraries take a while to load, and wrong settings should be reported at
+    # once.
     from pdproxy.check.report import TextStyle
     from pdproxy.observe.logs import configure
     from pdproxy_lab.conformance import report
@@ -70,13 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     level = vars(arguments)["observe.log_level"]
     # The report says what failed; the proxy's own log lines are shown only with --log-level.
-    log = configure("error" if level is None else settings.observe.log_level, settings.observe.log_format)
+    log = configure(
+        "error" if level is None else settings.observe.log_level, settings.observe.log_format
+    )
     plain = None if arguments.plain is None else settings.pool.nodes[-1].url
-    options = ConformanceOptions(timeout=arguments.timeout, lease_watch=arguments.lease_watch, plain=plain)
+    options = ConformanceOptions(
+        timeout=arguments.timeout, lease_watch=arguments.lease_watch, plain=plain
+    )
     try:
         reports = asyncio.run(run_all(settings, options))
     except KeyboardInterrupt:
-        sys.stderr.write("pdproxy conformance: interrupted: KV of its requests is freed when the lease ends\n")
+        sys.stderr.write(
+            "pdproxy conformance: interrupted: KV of its requests is freed when the lease ends\n"
+        )
         return 130
     finally:
         log.close()
@@ -85,5 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
         print((report.pools_as_json(reports) if one is None else report.as_json(one)).decode())
     else:
         style = TextStyle(can_print("✓✗·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-        print(report.pools_as_text(reports, style) if one is None else report.as_text(one, style), end="")
+        print(
+            report.pools_as_text(reports, style) if one is None else report.as_text(one, style),
+            end="",
+        )
     return report.exit_code(*reports.values())

@@ -26,31 +26,64 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "demo",
         help=summary,
-        description="Run prefill and decode engines, the proxy in front of them and some chats, and show their figures."
+        description="Run prefill and decode engines, the proxy in front of them and some chats, "
+        "and "
+        "show "
+        "their figures."
         " Simulated engines need no GPU and no model. Ctrl-C ends everything.",
         usage="pdproxy demo [--prefill N] [--decode N] [--engine sim|vllm] [option ...]",
-        epilog=examples("pdproxy demo --prefill 1 --decode 3", "pdproxy demo --engine vllm --model Qwen/Qwen3-0.6B"),
+        epilog=examples(
+            "pdproxy demo --prefill 1 --decode 3",
+            "pdproxy demo --engine vllm --model Qwen/Qwen3-0.6B",
+        ),
     )
     parser.add_argument(
-        "--engine", choices=("sim", "vllm"), default="sim", help="simulated or real engines (default: sim)"
+        "--engine",
+        choices=("sim", "vllm"),
+        default="sim",
+        help="simulated or real engines (default: sim)",
     )
-    parser.add_argument("--prefill", metavar="N", type=_count, help="number of prefill engines (default: 2; vllm: 1)")
-    parser.add_argument("--decode", metavar="N", type=_count, help="number of decode engines (default: 2; vllm: 1)")
+    parser.add_argument(
+        "--prefill",
+        metavar="N",
+        type=_count,
+        help="number of prefill engines (default: 2; vllm: 1)",
+    )
+    parser.add_argument(
+        "--decode", metavar="N", type=_count, help="number of decode engines (default: 2; vllm: 1)"
+    )
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="name of the model; vllm: the model to serve (default: a tiny model that runs on CPUs)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address on which the proxy listens (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=_port, default=8000, help="TCP port of the proxy; 0: any free one (default: 8000)"
+        help="name of the model; vllm: the model to serve (default: a tiny model that runs on "
+        "CPUs)",
     )
     parser.add_argument(
-        "--quiet", action="store_true", help="send no requests of its own; without a terminal, print no figures"
+        "--host",
+        default="127.0.0.1",
+        help="address on which the proxy listens (default: 127.0.0.1)",
     )
-    parser.add_argument("--seconds", metavar="N", type=_seconds, help="end after N seconds (default: at Ctrl-C)")
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=8000,
+        help="TCP port of the proxy; 0: any free one (default: 8000)",
+    )
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="send no requests of its own; without a terminal, print no figures",
+    )
+    parser.add_argument(
+        "--seconds", metavar="N", type=_seconds, help="end after N seconds (default: at Ctrl-C)"
+    )
     group = parser.add_argument_group("real engines (--engine vllm)")
-    group.add_argument("--vllm", metavar="PATH", default="vllm", help="the program vllm (default: the one on the PATH)")
+    group.add_argument(
+        "--vllm",
+        metavar="PATH",
+        default="vllm",
+        help="the program vllm (default: the one on the PATH)",
+    )
     group.add_argument(
         "--wait",
         metavar="S",
@@ -62,9 +95,11 @@ def add(commands: Commands, summary: str) -> None:
         "--vllm-args",
         metavar="FLAGS",
         default="",
-        help="more flags for each engine, as one quoted text, such as '--max-model-len 8192' (default: none)",
+        help="more flags for each engine, as one quoted text, such as '--max-model-len 8192' "
+        "(default: none)",
     )
-    parser.add_argument("--capture", metavar="FILE", type=Path, help=argparse.SUPPRESS)  # the last view, as SVG
+    # the last view, as SVG
+    parser.add_argument("--capture", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -74,7 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
         flags = tuple(shlex.split(arguments.vllm_args))
     except ValueError as error:
         return _fail(f"--vllm-args: {error}", USAGE_ERROR)
-    # Imported here: the libraries take a while to load, and wrong options should be reported at once.
+    # Imported here: the libraries take a while to load, and wrong options should be reported at
+    # once.
     from pdproxy_lab.demo.options import DemoError, DemoOptions
     from pdproxy_lab.demo.run import run as run_demo
 

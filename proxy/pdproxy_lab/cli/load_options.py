@@ -1,4 +1,6 @@
-"""Options that several commands have: a load's lengths and trace, and the limits of virtual engines."""
+"""Options that several commands have: a load's lengths and trace, and the limits of virtual
+engines.
+"""
 
 from __future__ import annotations
 
@@ -46,25 +48,34 @@ def add_lengths(group: argparse._ArgumentGroup) -> None:
 
 
 def add_trace(group: argparse._ArgumentGroup, use_of_rate: str) -> None:
-    """Add a trace and which part of it is used. `use_of_rate`: what --rate does to it, for the help."""
+    """Add a trace and which part of it is used. `use_of_rate`: what --rate does to it, for the
+    help.
+    """
     group.add_argument(
         "--trace",
         metavar="FILE",
         type=Path,
-        help=f"JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's{use_of_rate} "
+        help=f"JSON lines with timestamp (ms), input_length, output_length and hash_ids, as "
+        f"Mooncake's{use_of_rate} "
         "(default: none)",
     )
     group.add_argument(
-        "--slice", metavar="A:B", type=typed(reading.window), help="use these seconds of the trace alone (default: all)"
+        "--slice",
+        metavar="A:B",
+        type=typed(reading.window),
+        help="use these seconds of the trace alone (default: all)",
     )
     group.add_argument(
-        "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
+        "--spread",
+        action="store_true",
+        help="spread requests with equal times evenly until the trace's next time",
     )
     group.add_argument(
         "--max-tokens",
         metavar="N",
         type=typed(reading.whole(2, 10_000_000)),
-        help="leave out requests of the trace with more tokens in prompt and answer (default: none)",
+        help="leave out requests of the trace with more tokens in prompt and answer (default: "
+        "none)",
     )
 
 
@@ -74,7 +85,8 @@ def add_burstiness(group: argparse._ArgumentGroup) -> None:
         "--burstiness",
         metavar="B",
         type=typed(reading.number(0.0, 100.0, "a number")),
-        help="shape of the gamma distribution of --arrivals burst: the lower, the more at once; 1 is poisson "
+        help="shape of the gamma distribution of --arrivals burst: the lower, the more at once; 1 "
+        "is poisson "
         f"(default: {DEFAULT_BURSTINESS})",
     )
 
@@ -104,7 +116,9 @@ def entries_of(arguments: argparse.Namespace) -> list[TraceEntry]:
         entries = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
         entries = spread(entries) if arguments.spread else entries
         longest = arguments.max_tokens or math.inf
-        entries = [entry for entry in entries if entry.input_tokens + entry.output_tokens <= longest]
+        entries = [
+            entry for entry in entries if entry.input_tokens + entry.output_tokens <= longest
+        ]
         if not entries:
             raise ValueError("no requests are left of it")
     return entries
@@ -135,7 +149,9 @@ def add_engine_limits(group: argparse._ArgumentGroup) -> None:
         help="tokens whose KV fits into an engine (default: the profile's)",
     )
     group.add_argument(
-        "--no-prefix-caching", action="store_true", help="as vLLM's --no-enable-prefix-caching (default: caching)"
+        "--no-prefix-caching",
+        action="store_true",
+        help="as vLLM's --no-enable-prefix-caching (default: caching)",
     )
 
 
@@ -147,11 +163,16 @@ def mistakes_with_trace(arguments: argparse.Namespace, names: tuple[str, ...]) -
             for name in ("input", "output")
             if getattr(arguments, f"{name}_tokens") is not None
         ]
-    return [f"--{name}: has no effect without --trace" for name in names if getattr(arguments, name.replace("-", "_"))]
+    return [
+        f"--{name}: has no effect without --trace"
+        for name in names
+        if getattr(arguments, name.replace("-", "_"))
+    ]
 
 
 def shape_of(arguments: argparse.Namespace, limits: EngineLimits, chunk: int) -> Shape:
-    """Return a virtual engine: the profile's, with the options of `add_engine_limits`. `chunk`: `--max-num-batched-tokens`.
+    """Return a virtual engine: the profile's, with the options of `add_engine_limits`. `chunk`:
+    `--max-num-batched-tokens`.
 
     Raises:
         ValueError: there can't be such an engine.
@@ -178,7 +199,9 @@ def opened(path: Path | None, stack: contextlib.ExitStack) -> IO[bytes] | None:
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Refuse a file that can't be written before minutes are spent. An existing one keeps its content."""
+    """Refuse a file that can't be written before minutes are spent. An existing one keeps its
+    content.
+    """
     if path is None:
         return
     try:

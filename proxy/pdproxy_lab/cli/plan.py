@@ -40,7 +40,9 @@ _MAX_GPUS = 64
 _MAX_REQUESTS = 20_000
 _MAX_CHUNKS = 8
 _POLICY = "least_load"
-"""What is searched unless others are named: in virtual time no other policy knows more, and each one multiplies the search."""
+"""What is searched unless others are named: in virtual time no other policy knows more, and each
+one multiplies the search.
+"""
 _KINDS = tuple(kind for kind in KINDS if kind != "ramp")
 
 
@@ -49,15 +51,24 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "plan",
         help=summary,
-        description="Search, by simulation, the arrangement of engines that serves the highest rate of a load within an SLO: "
-        "plain engines, or prefill and decode engines, with which --max-num-batched-tokens. Nothing is sent. It takes some "
-        "seconds, and minutes for many GPUs. The exit code is 0, 1 if no arrangement keeps the SLO at any rate, 2 if the options "
+        description="Search, by simulation, the arrangement of engines that serves the highest "
+        "rate "
+        "of "
+        "a "
+        "load within an SLO: "
+        "plain engines, or prefill and decode engines, with which --max-num-batched-tokens. "
+        "Nothing is sent. It takes some "
+        "seconds, and minutes for many GPUs. The exit code is 0, 1 if no arrangement keeps the "
+        "SLO at any rate, 2 if the options "
         "are wrong, or 130 if it was interrupted.",
         usage="pdproxy plan --slo LIMITS [--gpus N] [--rate R] [--trace FILE] [option ...]",
         epilog=examples(
-            "pdproxy plan --gpus 8 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=8ms",
-            "pdproxy plan --rate 40 --input-tokens 1000 --output-tokens 500 --slo ttft=500ms,tpot=15ms --plot plan.png",
-            "pdproxy plan --trace trace.jsonl --spread --max-tokens 16000 --gpus 8 --slo ttft=500ms,tpot=8ms",
+            "pdproxy plan --gpus 8 --input-tokens 4000 --output-tokens 128 --slo "
+            "ttft=500ms,tpot=8ms",
+            "pdproxy plan --rate 40 --input-tokens 1000 --output-tokens 500 --slo "
+            "ttft=500ms,tpot=15ms --plot plan.png",
+            "pdproxy plan --trace trace.jsonl --spread --max-tokens 16000 --gpus 8 --slo "
+            "ttft=500ms,tpot=8ms",
         ),
     )
     _add_goal(parser.add_argument_group("goal"))
@@ -102,7 +113,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--arrivals",
         choices=_KINDS,
-        help="when requests come (default: poisson, or the times of --trace, stretched to the rate)",
+        help="when requests come (default: poisson, or the times of --trace, stretched to the "
+        "rate)",
     )
     add_burstiness(group)
     add_trace(group, "")
@@ -115,7 +127,8 @@ def _add_engines(group: argparse._ArgumentGroup) -> None:
         metavar="A,B,...",
         type=typed(_chunks),
         default=(512, 1024, 2048, 4096, 8192),
-        help="values of vLLM's --max-num-batched-tokens that may be used (default: 512,1024,2048,4096,8192)",
+        help="values of vLLM's --max-num-batched-tokens that may be used (default: "
+        "512,1024,2048,4096,8192)",
     )
     known = ", ".join(policies.names())
     group.add_argument(
@@ -133,21 +146,25 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         "--requests",
         metavar="N",
         type=typed(reading.whole(10, _MAX_REQUESTS)),
-        help="requests of a long run (default: as many as come in about a minute; of a trace at most 6000)",
+        help="requests of a long run (default: as many as come in about a minute; of a trace at "
+        "most 6000)",
     )
     group.add_argument(
         "--seeds",
         metavar="N",
         type=typed(reading.whole(1, 20)),
         default=3,
-        help="long runs per rate, each with another seed; a trace's own times need only one (default: 3)",
+        help="long runs per rate, each with another seed; a trace's own times need only one "
+        "(default: 3)",
     )
     group.add_argument(
         "--exhaustive",
         action="store_true",
         help="try all arrangements; it needs --gpus (default: search the promising ones)",
     )
-    group.add_argument("--json", metavar="FILE", type=Path, help="write the answer as JSON (default: no file)")
+    group.add_argument(
+        "--json", metavar="FILE", type=Path, help="write the answer as JSON (default: no file)"
+    )
     group.add_argument(
         "--plot",
         metavar="FILE",
@@ -191,7 +208,9 @@ def run(arguments: argparse.Namespace) -> int:
                 assert rate is not None
                 result = gpus_for(question, rate, **options)
             else:
-                result = (exhaustive if arguments.exhaustive else search)(question, arguments.gpus, **options)
+                result = (exhaustive if arguments.exhaustive else search)(
+                    question, arguments.gpus, **options
+                )
             found = answer(question, result, rate)
             if file is not None:
                 file.write(msgspec.json.encode(as_json(found)) + b"\n")
@@ -244,7 +263,10 @@ def _demand(arguments: argparse.Namespace) -> Demand:
     from pdproxy_lab.bench.workload import Lengths
     from pdproxy_lab.plan.question import Drawn, Traced
 
-    kind, burstiness = cast("Kind | None", arguments.arrivals), arguments.burstiness or DEFAULT_BURSTINESS
+    kind, burstiness = (
+        cast("Kind | None", arguments.arrivals),
+        arguments.burstiness or DEFAULT_BURSTINESS,
+    )
     if arguments.trace is not None:
         return Traced(entries=entries_of(arguments), kind=kind, burstiness=burstiness)
     return Drawn(

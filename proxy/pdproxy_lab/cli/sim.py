@@ -17,7 +17,14 @@ import msgspec
 from pdproxy.cli.parser import USAGE_ERROR, examples
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import Profile, load, shipped
-from pdproxy_lab.sim.facts import CpuBuffer, KvEventsConfig, LMCacheFacts, MooncakeFacts, Role, SimFacts
+from pdproxy_lab.sim.facts import (
+    CpuBuffer,
+    KvEventsConfig,
+    LMCacheFacts,
+    MooncakeFacts,
+    Role,
+    SimFacts,
+)
 from pdproxy_lab.sim.faults.book import PlannedFault, parse
 from pdproxy_lab.sim.faults.kind import FaultError
 from pdproxy_lab.sim.faults.kinds import KINDS
@@ -31,7 +38,10 @@ INTERRUPTED = 130
 _PORTS: dict[Role, int] = {"prefill": 8200, "decode": 8300, "aggregated": 8100, "any": 8100}
 _ENGINE = {
     "model": "name of the model",
-    "version": "version that /version reports, and as which it answers (0.33.0 differs, docs/reference/versions.md)",
+    "version": (
+        "version that /version reports, and as which it answers (0.33.0 differs, "
+        "docs/reference/versions.md)"
+    ),
     "weights": "a whole number; engines with different weights generate different texts",
     "template": "chat template",
     "add_bos": "put the tokenizer's first token (BOS) before the prompt of a completion",
@@ -47,32 +57,51 @@ _ENGINE = {
     "enable_scale_out": "answer the routes that render and derender chats",
     "enable_tokenizer_info_endpoint": "answer /tokenizer_info",
     "enable_server_load_tracking": "count the requests in flight for /load",
-    "runtime_lora": "load and unload LoRA adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter",
+    "runtime_lora": (
+        "load and unload LoRA adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter"
+    ),
     "reasoning_parser": "parser that separates thoughts from the answers of chats",
     "api_key": "key that clients must send (default: none)",
     "eos_every": "average number of tokens before an answer ends; 0: no end",
     "connector": "how KV is transferred",
-    "engine_id": "id of the engine for others, which a restart keeps (nixl-push) (default: a new one at each start)",
+    "engine_id": (
+        "id of the engine for others, which a restart keeps (nixl-push) (default: a new one at "
+        "each start)"
+    ),
     "kv_role": "as in --kv-transfer-config (default: what --role and --connector need)",
     "tensor_parallel_size": "number of workers, each of which sends notices",
     "data_parallel_size": "number of data-parallel ranks; X-data-parallel-rank names one",
-    "notify": "where to send notices: tcp://HOST:PORT (nixl, lmcache-pd), http://HOST:PORT/PATH (lmcache-mp) (default: none)",
-    "shared_storage_path": "folder that engines share (shared, lmcache-mp, kvstore-keys); empty: each uses its own memory",
+    "notify": (
+        "where to send notices: tcp://HOST:PORT (nixl, lmcache-pd), http://HOST:PORT/PATH "
+        "(lmcache-mp) (default: none)"
+    ),
+    "shared_storage_path": (
+        "folder that engines share (shared, lmcache-mp, kvstore-keys); empty: each uses its own "
+        "memory"
+    ),
     "kv_load_failure_policy": "what happens to a request whose KV can't be loaded",
     "kv_lease_duration": "seconds for which a prefill engine keeps KV for a decode engine",
     "heartbeat_interval": "seconds between two renewals of a lease by a decode engine",
-    "handshake_timeout": "seconds for which a decode engine waits for a handshake with a prefill engine",
-    "bidirectional_kv_xfer": "decode: keep the KV of answers for the next turn; prefill: pull it (nixl)",
+    "handshake_timeout": (
+        "seconds for which a decode engine waits for a handshake with a prefill engine"
+    ),
+    "bidirectional_kv_xfer": (
+        "decode: keep the KV of answers for the next turn; prefill: pull it (nixl)"
+    ),
     "decoder_kv_blocks_ttl": "seconds for which a decode engine keeps that KV",
     "kv_recompute_threshold": "a prefill engine computes fewer tokens than that by itself",
-    "side_channel_host": "address of the NIXL side channel, which KV handles name; Mooncake: of its ports",
+    "side_channel_host": (
+        "address of the NIXL side channel, which KV handles name; Mooncake: of its ports"
+    ),
     "side_channel_port": "TCP port of the NIXL side channel; 0: any free one",
     "register": "where to register: tcp://HOST:PORT (p2p-nccl, moriio) (default: nowhere)",
     "registered_as": "HTTP address to register, HOST:PORT; empty: where it listens",
     "registration_interval": "seconds between two heartbeats by which it registers",
     "kv_port": "TCP port for other engines (p2p-nccl, moriio); 0: any free one",
     "transfer_mode": "moriio: READ or WRITE",
-    "defer_timeout": "moriio: seconds for which a prefill engine keeps KV that no decode engine takes",
+    "defer_timeout": (
+        "moriio: seconds for which a prefill engine keeps KV that no decode engine takes"
+    ),
     "randomize_request_ids": "p2p-nccl: false is VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1",
 }
 _HARDWARE = {
@@ -81,7 +110,9 @@ _HARDWARE = {
     "chunk_base_s": "seconds of a step with prefill before its first token",
     "decode_step_s": "seconds of a step with one sequence",
     "decode_step_per_seq_s": "seconds that each further sequence adds",
-    "weights_read_once": "a step with prefill and decode takes the longer time of both, not the sum",
+    "weights_read_once": (
+        "a step with prefill and decode takes the longer time of both, not the sum"
+    ),
     "context_token_s": "seconds that each token of the decoding sequences adds to a step",
     "attention_s": "seconds that each pair of tokens compared by prefill adds to a step",
     "prompt_begin_s": "seconds that each prompt adds to its first step",
@@ -116,8 +147,12 @@ _CPU = {
 }
 _MOONCAKE = {
     "bootstrap_port": "prefill: TCP port of the bootstrap server; 0: any free one",
-    "abort_request_timeout": "prefill: seconds for which it keeps KV, and lets a decode engine wait for KV",
-    "num_workers": "prefill: half the number of questions of decode engines that it handles at once",
+    "abort_request_timeout": (
+        "prefill: seconds for which it keeps KV, and lets a decode engine wait for KV"
+    ),
+    "num_workers": (
+        "prefill: half the number of questions of decode engines that it handles at once"
+    ),
     "connector_timeout": "decode: seconds for which it waits for a bootstrap server",
 }
 _Group = SimFacts | Hardware | LMCacheFacts | CpuBuffer | MooncakeFacts
@@ -145,26 +180,46 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "sim",
         help=summary,
-        description="Run a simulated vLLM engine: its API, its KV transfer and its faults, without a model and a GPU.",
-        usage="pdproxy sim [--role prefill|decode|aggregated] [--port PORT] [--fault SPEC ...] [option ...]",
+        description="Run a simulated vLLM engine: its API, its KV transfer and its faults, without "
+        "a "
+        "model and a GPU.",
+        usage="pdproxy sim [--role prefill|decode|aggregated] [--port PORT] [--fault SPEC ...] "
+        "[option ...]",
         epilog=f"{_faults_help()}\n\n{_EXAMPLES}",
     )
     parser.add_argument(
-        "--role", metavar="ROLE", default="aggregated", help="prefill, decode, aggregated or any (default: aggregated)"
+        "--role",
+        metavar="ROLE",
+        default="aggregated",
+        help="prefill, decode, aggregated or any (default: aggregated)",
     )
-    parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--host",
+        metavar="HOST",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1)",
+    )
     ports = ", ".join(f"{port} {role}" for role, port in _PORTS.items())
-    parser.add_argument("--port", metavar="PORT", help=f"TCP port to listen on; 0: any free one (default: {ports})")
+    parser.add_argument(
+        "--port", metavar="PORT", help=f"TCP port to listen on; 0: any free one (default: {ports})"
+    )
     parser.add_argument(
         "--admin-port",
         metavar="PORT",
-        help="TCP port at which faults are armed while the engine runs; 0: any free one (default: none)",
+        help="TCP port at which faults are armed while the engine runs; 0: any free one (default: "
+        "none)",
     )
-    parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate for TLS, PEM (default: no TLS)")
     parser.add_argument(
-        "--ssl-keyfile", metavar="FILE", help="the certificate's private key, PEM (default: in the certificate's file)"
+        "--ssl-certfile", metavar="FILE", help="certificate for TLS, PEM (default: no TLS)"
     )
-    parser.add_argument("--seed", metavar="N", help="seed of all random draws (default: different in each run)")
+    parser.add_argument(
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="the certificate's private key, PEM (default: in the certificate's file)",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", help="seed of all random draws (default: different in each run)"
+    )
     parser.add_argument(
         "--fault",
         metavar="SPEC",
@@ -175,12 +230,14 @@ def add(commands: Commands, summary: str) -> None:
     parser.add_argument(
         "--profile",
         metavar="NAME",
-        help=f"measured engine to be like: {', '.join(shipped())}, or a file; options given beside it win (default: none)",
+        help=f"measured engine to be like: {', '.join(shipped())}, or a file; options given "
+        f"beside it win (default: none)",
     )
     parser.add_argument(
         "--kv-events-config",
         metavar="JSON",
-        help="where to publish which KV blocks it has, as vLLM's option of this name (default: nowhere)",
+        help="where to publish which KV blocks it has, as vLLM's option of this name (default: "
+        "nowhere)",
     )
     for title, kind, words in _GROUPS:
         group = parser.add_argument_group(title)
@@ -191,16 +248,26 @@ def add(commands: Commands, summary: str) -> None:
 
 def _faults_help() -> str:
     lines = [
-        "A fault is KIND[@MOMENT][:KEY=VALUE,...], such as reset@mid_stream:rate=0.1 or status@queued:next=3,status=503"
+        (
+            "A fault is KIND[@MOMENT][:KEY=VALUE,...], such as reset@mid_stream:rate=0.1 or "
+            "status@queued:next=3,status=503"
+        )
     ]
     lines += [
-        "keys: next (number of requests; default 1), rate, seed, path, stream, releases, events, and the kind's own",
+        (
+            "keys: next (number of requests; default 1), rate, seed, path, stream, releases, "
+            "events, "
+            "and the kind's own"
+        ),
         "",
     ]
     width = max(map(len, KINDS))
     for name, kind in KINDS.items():
         own = "".join(f" {key}={str(value).lower()}" for key, value in kind.args.items())
-        lines.append(f"  {name:{width}} {kind.summary}{f';{own}' if own else ''} (default: {kind.moments[0]})")
+        lines.append(
+            f"  {name:{width}} {kind.summary}{f';{own}' if own else ''} (default: "
+            f"{kind.moments[0]})"
+        )
     return "\n".join([*lines, "", f"moments: {', '.join(MOMENTS)}"])
 
 
@@ -208,7 +275,9 @@ def _fields(kind: type[_Group]) -> dict[str, Any]:
     """Return the fields that are options, with their types."""
     hints = get_type_hints(kind)
     return {
-        name: hints[name] for name in kind.__struct_fields__ if name not in ("role", "kv_events", *_NESTED.values())
+        name: hints[name]
+        for name in kind.__struct_fields__
+        if name not in ("role", "kv_events", *_NESTED.values())
     }
 
 
@@ -224,7 +293,9 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 def _add_option(group: Any, name: str, annotation: Any, words: str, default: Any) -> None:
     if annotation is bool:
         words = f"{words} (default: {'yes' if default else 'no'})"
-        group.add_argument(_option(name), dest=name, action=argparse.BooleanOptionalAction, help=words)
+        group.add_argument(
+            _option(name), dest=name, action=argparse.BooleanOptionalAction, help=words
+        )
         return
     words += f": {' or '.join(_choices(annotation))}" if _choices(annotation) else ""
     shown = f"{default:g}" if isinstance(default, float) else str(default) or "empty"
@@ -270,7 +341,11 @@ def facts_from(arguments: argparse.Namespace) -> SimFacts:
     try:
         for _, kind, _ in reversed(_GROUPS):
             fields = _fields(kind).items()
-            found = {name: _converted(name, given[name], hint) for name, hint in fields if given[name] is not None}
+            found = {
+                name: _converted(name, given[name], hint)
+                for name, hint in fields
+                if given[name] is not None
+            }
             if kind in _NESTED:
                 name = _NESTED[kind]
                 values[name] = msgspec.structs.replace(values.get(name, kind()), **found)
@@ -280,7 +355,9 @@ def facts_from(arguments: argparse.Namespace) -> SimFacts:
     except _WrongOptionError:
         raise
     except ValueError as error:  # it names fields; here they are options
-        names = sorted(("role", *_ENGINE, *_HARDWARE, *_LMCACHE, *_CPU, *_MOONCAKE), key=len, reverse=True)
+        names = sorted(
+            ("role", *_ENGINE, *_HARDWARE, *_LMCACHE, *_CPU, *_MOONCAKE), key=len, reverse=True
+        )
         pattern = rf"\b({'|'.join(names)})\b(?= must| = )"
         raise ValueError(re.sub(pattern, lambda match: _option(match[1]), str(error))) from None
 
@@ -315,7 +392,9 @@ def _tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(certificate, key, password=lambda: "")
     except OSError as error:
-        raise _WrongOptionError(f"--ssl-certfile {certificate}: can't be used: {error.strerror or error}") from None
+        raise _WrongOptionError(
+            f"--ssl-certfile {certificate}: can't be used: {error.strerror or error}"
+        ) from None
     return context
 
 
@@ -324,21 +403,30 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         facts = facts_from(arguments)
         port = _PORTS[facts.role] if arguments.port is None else _port("port", arguments.port)
-        admin_port = None if arguments.admin_port is None else _port("admin_port", arguments.admin_port)
+        admin_port = (
+            None if arguments.admin_port is None else _port("admin_port", arguments.admin_port)
+        )
         seed = None if arguments.seed is None else _converted("seed", arguments.seed, int)
         faults = [_fault(spec) for spec in arguments.fault]
         tls = _tls(arguments.ssl_certfile, arguments.ssl_keyfile)
     except ValueError as error:
         sys.stderr.write(f"pdproxy sim: {error}\n")
         return USAGE_ERROR
-    # Imported here: the server's libraries take a while to load, and wrong options should be reported at once.
+    # Imported here: the server's libraries take a while to load, and wrong options should be
+    # reported at once.
     import uvloop
 
     from pdproxy_lab.sim.server import SimServer
 
     async def serve() -> int:
         sim = SimServer(
-            facts, host=arguments.host, port=port, faults=faults, admin_port=admin_port, chance=seed, tls=tls
+            facts,
+            host=arguments.host,
+            port=port,
+            faults=faults,
+            admin_port=admin_port,
+            chance=seed,
+            tls=tls,
         )
         return await _serve(sim, facts)
 

@@ -46,15 +46,23 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "simulate",
         help=summary,
-        description="Run a load on virtual engines in virtual time, behind the scheduling code of the proxy, and print "
-        "latencies, rates, goodput and how busy the engines were. Nothing is sent. 100,000 requests on 64 engines take a "
+        description="Run a load on virtual engines in virtual time, behind the scheduling code of "
+        "the "
+        "proxy, and print "
+        "latencies, rates, goodput and how busy the engines were. Nothing is sent. 100,000 "
+        "requests on 64 engines take a "
         "minute. The exit code is 0, or 2 if the options are wrong, or 130 if it was interrupted.",
-        usage="pdproxy simulate (--prefill N --decode M | --aggregated K | --any K) (--rate R | --trace FILE) [option ...]",
+        usage="pdproxy simulate (--prefill N --decode M | --aggregated K | --any K) (--rate R | "
+        "--trace FILE) [option ...]",
         epilog=examples(
-            "pdproxy simulate --prefill 5 --decode 3 --rate 40 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=8ms",
-            "pdproxy simulate --aggregated 8 --chunk 1024 --rate 40 --input-tokens 4000 --output-tokens 128",
-            "pdproxy simulate --any 8 --policy auto --rate 40 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=8ms",
-            "pdproxy simulate --prefill 40 --decode 24 --trace trace.jsonl --spread --scale 20 --requests 100000 --seeds 1",
+            "pdproxy simulate --prefill 5 --decode 3 --rate 40 --input-tokens 4000 "
+            "--output-tokens 128 --slo ttft=500ms,tpot=8ms",
+            "pdproxy simulate --aggregated 8 --chunk 1024 --rate 40 --input-tokens 4000 "
+            "--output-tokens 128",
+            "pdproxy simulate --any 8 --policy auto --rate 40 --input-tokens 4000 "
+            "--output-tokens 128 --slo ttft=500ms,tpot=8ms",
+            "pdproxy simulate --prefill 40 --decode 24 --trace trace.jsonl --spread --scale 20 "
+            "--requests 100000 --seeds 1",
         ),
     )
     _add_fleet(parser.add_argument_group("engines"))
@@ -66,13 +74,15 @@ def add(commands: Commands, summary: str) -> None:
         type=typed(parse_slo),
         action="append",
         default=[],
-        help="what a good request keeps, such as chat:ttft=500ms,tpot=15ms,gap=50ms,e2e=10s; may be repeated (default: none)",
+        help="what a good request keeps, such as chat:ttft=500ms,tpot=15ms,gap=50ms,e2e=10s; may "
+        "be repeated (default: none)",
     )
     report.add_argument(
         "--json",
         metavar="FILE",
         type=Path,
-        help="write a JSON object per seed, which `pdproxy bench --compare` reads (default: no file)",
+        help="write a JSON object per seed, which `pdproxy bench --compare` reads (default: no "
+        "file)",
     )
     report.add_argument(
         "--name",
@@ -96,7 +106,8 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         type=typed(reading.whole(0, _MAX_ENGINES)),
         default=0,
-        help="number of engines that serve requests whole or share them, as --policy auto decides (default: 0)",
+        help="number of engines that serve requests whole or share them, as --policy auto decides "
+        "(default: 0)",
     )
     add_profile(group)
     known = ", ".join(policies.names())
@@ -112,7 +123,8 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         choices=(*policies.names(), _AUTO),
         default="least_load",
-        help=f"how engines are chosen: {known}, or {_AUTO}, which decides for each request where it runs and whether it is "
+        help=f"how engines are chosen: {known}, or {_AUTO}, which decides for each request where "
+        f"it runs and whether it is "
         "split, for the first --slo (default: least_load)",
     )
     group.add_argument(
@@ -153,7 +165,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--requests",
         metavar="N",
         type=typed(reading.whole(1, MAX_REQUESTS)),
-        help="number of requests, instead of --duration; a trace is repeated, if it has fewer (default: by --duration)",
+        help="number of requests, instead of --duration; a trace is repeated, if it has fewer "
+        "(default: by --duration)",
     )
     add_lengths(group)
     group.add_argument(
@@ -185,7 +198,11 @@ def run(arguments: argparse.Namespace) -> int:
         file = opened(arguments.json, stack)
         try:
             records = run_all(
-                simulation, name, range(arguments.seeds), _asked(arguments), lambda one: _append(file, one)
+                simulation,
+                name,
+                range(arguments.seeds),
+                _asked(arguments),
+                lambda one: _append(file, one),
             )
         except KeyboardInterrupt:
             sys.stderr.write("pdproxy simulate: interrupted\n")
@@ -216,9 +233,13 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.any and arguments.policy != _AUTO:
         mistakes.append(f"--any: only --policy {_AUTO} decides what such engines do")
     if arguments.policy == _AUTO and (arguments.prefill_policy or arguments.decode_policy):
-        mistakes.append(f"--prefill-policy and --decode-policy: have no effect with --policy {_AUTO}")
+        mistakes.append(
+            f"--prefill-policy and --decode-policy: have no effect with --policy {_AUTO}"
+        )
     names = [slo.name for slo in arguments.slo]
-    mistakes += [f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    mistakes += [
+        f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1
+    ]
     if mistakes:
         raise SettingsError(*mistakes)
 
@@ -232,7 +253,10 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
 
     with as_settings_error(""):
         fleet = Fleet(
-            prefill=arguments.prefill, decode=arguments.decode, aggregated=arguments.aggregated, any=arguments.any
+            prefill=arguments.prefill,
+            decode=arguments.decode,
+            aggregated=arguments.aggregated,
+            any=arguments.any,
         )
     with as_settings_error("--profile: "):
         profile = load(arguments.profile)
@@ -240,13 +264,20 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
     chunk = arguments.chunk or limits.max_num_batched_tokens
     with as_settings_error(""):
         shapes = {
-            role: shape_of(arguments, limits, (arguments.prefill_chunk if role is Role.PREFILL else None) or chunk)
+            role: shape_of(
+                arguments,
+                limits,
+                (arguments.prefill_chunk if role is Role.PREFILL else None) or chunk,
+            )
             for role in Role
         }
         policy = arguments.policy
         chosen = {}
         if policy != _AUTO:
-            chosen = {Role.PREFILL: arguments.prefill_policy or policy, Role.DECODE: arguments.decode_policy or policy}
+            chosen = {
+                Role.PREFILL: arguments.prefill_policy or policy,
+                Role.DECODE: arguments.decode_policy or policy,
+            }
         return Simulation(
             fleet=fleet,
             hardware=profile.hardware,
@@ -308,7 +339,10 @@ def _asked(arguments: argparse.Namespace) -> dict[str, object]:
     )
     found: dict[str, object] = {name: getattr(arguments, name) for name in names}
     found["arrivals"] = arguments.arrivals or ("trace" if arguments.rate is None else "poisson")
-    return found | {"rate": arguments.rate, "trace": None if arguments.trace is None else arguments.trace.name}
+    return found | {
+        "rate": arguments.rate,
+        "trace": None if arguments.trace is None else arguments.trace.name,
+    }
 
 
 def _append(file: IO[bytes] | None, record: dict[str, object]) -> None:

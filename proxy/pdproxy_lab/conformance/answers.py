@@ -1,4 +1,6 @@
-"""Reads answers of engines and of the proxy, whole or streamed, completions or chats, into one form. Pure."""
+"""Reads answers of engines and of the proxy, whole or streamed, completions or chats, into one
+form. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from pdproxy.wire.engine import Usage
 
 
 class SeenAnswer(msgspec.Struct, kw_only=True):
-    """One answer. `ids` and `prompt_ids` are empty if it has none; `events` counts a stream's events with output.
+    """One answer. `ids` and `prompt_ids` are empty if it has none; `events` counts a stream's
+    events with output.
 
-    `fields`: the paths of all fields that have a value, in any event, such as `choices.delta.content`.
+    `fields`: the paths of all fields that have a value, in any event, such as
+    `choices.delta.content`.
     """
 
     text: str = ""
@@ -30,8 +34,15 @@ class SeenAnswer(msgspec.Struct, kw_only=True):
         """Return descriptions of the differences from another answer to the same request."""
         found = []
         if self.ids != other.ids:
-            at = next((i for i, (a, b) in enumerate(zip(self.ids, other.ids, strict=False)) if a != b), None)
-            where = f"from token {at} on" if at is not None else f"{len(self.ids)} and {len(other.ids)} ids"
+            at = next(
+                (i for i, (a, b) in enumerate(zip(self.ids, other.ids, strict=False)) if a != b),
+                None,
+            )
+            where = (
+                f"from token {at} on"
+                if at is not None
+                else f"{len(self.ids)} and {len(other.ids)} ids"
+            )
             found.append(f"token ids differ from {whose} ({where})")
         for name, mine, others in (
             ("text", self.text, other.text),
@@ -67,11 +78,19 @@ def _named(names: Collection[str]) -> str:
 def _paths(value: Any, prefix: str = "") -> frozenset[str]:
     """Return the paths of the fields with a value."""
     if isinstance(value, list):
-        return frozenset().union(*(_paths(one, prefix) for one in value if isinstance(one, dict | list)))
+        return frozenset().union(
+            *(_paths(one, prefix) for one in value if isinstance(one, dict | list))
+        )
     if not isinstance(value, dict):
         return frozenset()
-    found = {prefix + name for name, one in value.items() if one is not None and name not in _VARYING}
-    inner = (_paths(one, f"{prefix}{name}.") for name, one in value.items() if name not in (*_FREE, *_VARYING))
+    found = {
+        prefix + name for name, one in value.items() if one is not None and name not in _VARYING
+    }
+    inner = (
+        _paths(one, f"{prefix}{name}.")
+        for name, one in value.items()
+        if name not in (*_FREE, *_VARYING)
+    )
     return frozenset(found).union(*inner)
 
 
@@ -150,7 +169,8 @@ class Stream:
             return False
         event = _take(self.answer, data)
         output = any(
-            choice.text or (choice.delta and choice.delta.text) or choice.token_ids for choice in event.choices
+            choice.text or (choice.delta and choice.delta.text) or choice.token_ids
+            for choice in event.choices
         )
         self.answer.events += bool(output)
         return bool(output)

@@ -1,4 +1,5 @@
-"""Sends requests over HTTP, as a client that waits for its answer or as one that leaves. Each has a deadline and a connection.
+"""Sends requests over HTTP, as a client that waits for its answer or as one that leaves. Each has a
+deadline and a connection.
 
 Owns one aiohttp session. A failure is a result, too.
 """
@@ -42,7 +43,11 @@ class ApiClient:
                 if answer.status != 200:
                     text = " ".join((await answer.text(errors="replace")).split())
                     return NoAnswer(f"answered {answer.status}: {text[:200]}", answer.status)
-                answered = await _streamed(answer) if request.shape.stream else read_whole(await answer.read())
+                answered = (
+                    await _streamed(answer)
+                    if request.shape.stream
+                    else read_whole(await answer.read())
+                )
         except TimeoutError:
             return NoAnswer(f"no answer in {self._timeout:g} s", silent=True)
         except InvalidAnswerError as error:
@@ -55,7 +60,8 @@ class ApiClient:
     async def leave_when(
         self, place: Endpoint, request: Request, moment: Callable[[], Awaitable[bool]]
     ) -> SeenAnswer | NoAnswer | None:
-        """Send, and close the connection at a moment. Return None if the moment came before the answer.
+        """Send, and close the connection at a moment. Return None if the moment came before the
+        answer.
 
         `moment` returns whether the moment has come; with False the request is cancelled, too.
         """
@@ -63,13 +69,17 @@ class ApiClient:
         try:
             if await moment() and not sending.done():
                 return None
-            return sending.result() if sending.done() else NoAnswer("the moment to leave did not come")
+            return (
+                sending.result() if sending.done() else NoAnswer("the moment to leave did not come")
+            )
         finally:
             sending.cancel()
             await asyncio.wait({sending})
 
     async def leave_in_stream(self, place: Endpoint, request: Request) -> NoAnswer | None:
-        """Send a request for a stream, and close the connection at its first output. Return None if there was output."""
+        """Send a request for a stream, and close the connection at its first output. Return None if
+        there was output.
+        """
         stream = Stream()
         try:
             async with self._post(place, request) as answer:

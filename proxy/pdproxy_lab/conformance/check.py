@@ -17,7 +17,8 @@ def always(_bench: PairUnderTest) -> str | None:
 class Check:
     """One check. `run` returns what was seen if it passed, and raises a `VerdictError` if not.
 
-    `why_not(pair)` returns why it does not apply to this contract, None if it does. `takes(pair)`: seconds that it has to wait.
+    `why_not(pair)` returns why it does not apply to this contract, None if it does. `takes(pair)`:
+    seconds that it has to wait.
     """
 
     name: str

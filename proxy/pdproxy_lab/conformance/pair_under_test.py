@@ -1,6 +1,8 @@
-"""What checks work with: a proxy in front of one pair of engines, the same engines without it, and their own counters.
+"""What checks work with: a proxy in front of one pair of engines, the same engines without it, and
+their own counters.
 
-Owns how a prompt is sent through the pair and what is recorded about it. The checks decide whether that is right.
+Owns how a prompt is sent through the pair and what is recorded about it. The checks decide whether
+that is right.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class ReceivedTokens(msgspec.Struct, frozen=True):
 
 
 class SplitRequest(msgspec.Struct, frozen=True):
-    """A request that went through the proxy. `arrived` None: D was not asked, or its counters can't be read."""
+    """A request that went through the proxy. `arrived` None: D was not asked, or its counters can't
+    be read.
+    """
 
     request: Request
     answer: SeenAnswer
@@ -60,7 +64,9 @@ class SplitRequest(msgspec.Struct, frozen=True):
 
 
 class KvUsage(msgspec.Struct, frozen=True):
-    """The KV that both engines hold, as shares of their memory, and the number of leases that have expired at P."""
+    """The KV that both engines hold, as shares of their memory, and the number of leases that have
+    expired at P.
+    """
 
     prefill: float
     decode: float
@@ -97,9 +103,11 @@ class PairUnderTest:
 
     @property
     def able_alone(self) -> tuple[str, str] | None:
-        """The engine of the pair that may answer alone, by its URL and its name in reports, None if neither may.
+        """The engine of the pair that may answer alone, by its URL and its name in reports, None if
+        neither may.
 
-        Engines of some connectors die of a request that the other one takes no part in, or answer it wrongly.
+        Engines of some connectors die of a request that the other one takes no part in, or answer
+        it wrongly.
         """
         roles = self.contract.capabilities.alone_on
         if Role.DECODE.value in roles:
@@ -115,22 +123,35 @@ class PairUnderTest:
     @property
     def max_model_len(self) -> int | None:
         """The longest sequence that both accept."""
-        limits = [limit for limit in (self.prefill.max_model_len, self.decode.max_model_len) if limit is not None]
+        limits = [
+            limit
+            for limit in (self.prefill.max_model_len, self.decode.max_model_len)
+            if limit is not None
+        ]
         return min(limits, default=None)
 
     # -- requests
 
     def request(self, shape: Shape, text: Callable[[str], str] | None = None) -> Request:
-        """Return a new request. `text` makes its prompt from a mark; None: a prompt whose KV must move."""
+        """Return a new request. `text` makes its prompt from a mark; None: a prompt whose KV must
+        move.
+        """
         mark = self.mark()
-        prompt = requests.multi_block_text(mark, self.transfer_unit, self.max_model_len) if text is None else text(mark)
+        prompt = (
+            requests.multi_block_text(mark, self.transfer_unit, self.max_model_len)
+            if text is None
+            else text(mark)
+        )
         return requests.make_request(shape, self.model, prompt, mark)
 
-    async def split(self, request: Request, stand: Stand | None = None, alone_for: str | None = None) -> SplitRequest:
-        """Send a request through the proxy. `alone_for`: a reason for which one engine alone may serve it.
+    async def split(
+        self, request: Request, stand: Stand | None = None, alone_for: str | None = None
+    ) -> SplitRequest:
+        """Send a request through the proxy. `alone_for`: a reason for which one engine alone may
+        serve it.
 
-        A prompt whose first token can't be handed over (a part of a character) proves nothing: another prompt is sent, and the
-        result is about that one.
+        A prompt whose first token can't be handed over (a part of a character) proves nothing:
+        another prompt is sent, and the result is about that one.
 
         Raises:
             FailedError: it was not answered, or not by both engines.
@@ -142,7 +163,9 @@ class PairUnderTest:
             request = requests.with_mark(request, self.mark())
         raise NotJudgedError(f"P's first token can't be handed over, of {MAX_PROMPTS} prompts")
 
-    async def _split(self, request: Request, stand: Stand, alone_for: str | None) -> SplitRequest | None:
+    async def _split(
+        self, request: Request, stand: Stand, alone_for: str | None
+    ) -> SplitRequest | None:
         self.activity = f"a {request.shape.name} through the proxy"
         since, before = stand.tap.mark(), await self.scraped(self.decode.url)
         answer = await self.client.send(Endpoint(stand.url, stand.key), request)
@@ -151,7 +174,10 @@ class PairUnderTest:
             raise FailedError(f"a {what} through the proxy: {answer.text}")
         ended = await stand.tap.ended(request.request_id, self.options.settle)
         if ended is None:
-            raise FailedError(f"a {what} was answered, but has not ended in the proxy {self.options.settle:g} s later")
+            raise FailedError(
+                f"a {what} was answered, but has not ended in the proxy {self.options.settle:g} "
+                f"s later"
+            )
         if any(leg.why_alone == Alone.FIRST_TOKEN.value for leg in ended.legs):
             return None
         for leg in ended.legs:
@@ -174,7 +200,9 @@ class PairUnderTest:
         asked = requests.salted(request, self.mark())
         answer = await self.client.send(place, asked)
         if isinstance(answer, NoAnswer):
-            raise NotJudgedError(f"{place.url}, asked for the same without the proxy: {answer.text}")
+            raise NotJudgedError(
+                f"{place.url}, asked for the same without the proxy: {answer.text}"
+            )
         return answer
 
     # -- counters
@@ -186,13 +214,16 @@ class PairUnderTest:
     def due(self, prompt_tokens: int) -> int:
         """Return how many tokens of a prompt must not have been computed by D.
 
-        All whole transfer units, except the last one if there are several: some models compute a prompt's last tokens again.
+        All whole transfer units, except the last one if there are several: some models compute a
+        prompt's last tokens again.
         """
         whole = prompt_tokens // self.transfer_unit
         return (whole if whole <= 1 else whole - 1) * self.transfer_unit
 
     async def arrived(self, before: EngineMetrics | None, due: int) -> ReceivedTokens | None:
-        """Return what has arrived at D since a reading, once it is enough or `settle` is over. None: not counted."""
+        """Return what has arrived at D since a reading, once it is enough or `settle` is over.
+        None: not counted.
+        """
         if before is None or not before.by_source:
             return None
         end = time.monotonic() + self.options.settle
@@ -217,19 +248,23 @@ class PairUnderTest:
         end = time.monotonic() + self.options.settle
         while True:
             is_last = time.monotonic() >= end
-            prefill, decode = await asyncio.gather(self.scraped(self.prefill.url), self.scraped(self.decode.url))
+            prefill, decode = await asyncio.gather(
+                self.scraped(self.prefill.url), self.scraped(self.decode.url)
+            )
             if prefill is None or decode is None:
                 raise NotJudgedError("the engines' /metrics can't be read")
             if not prefill.busy and not decode.busy:
                 return KvUsage(prefill.kv_usage, decode.kv_usage, prefill.expired)
             if is_last:
                 raise NotJudgedError(
-                    "the engines have requests, from others or from a failed check: their KV comes and goes"
+                    "the engines have requests, from others or from a failed check: their KV "
+                    "comes and goes"
                 )
             await asyncio.sleep(self.options.poll)
 
     async def wait_released(self, before: KvUsage) -> str:
-        """Wait until the proxy has no work left and both engines hold no more KV than before. Return a report of it.
+        """Wait until the proxy has no work left and both engines hold no more KV than before.
+        Return a report of it.
 
         Raises:
             FailedError: they hold more, or only the end of a lease freed P's KV.
@@ -240,13 +275,17 @@ class PairUnderTest:
         timeout = deadlines.abandoned_prefill + deadlines.release
         while busy := self.stand.busy():
             if time.monotonic() - begun > timeout:
-                raise FailedError(f"the proxy still has work after {timeout:g} s: {', '.join(busy)}")
+                raise FailedError(
+                    f"the proxy still has work after {timeout:g} s: {', '.join(busy)}"
+                )
             await asyncio.sleep(self.options.poll)
         end = time.monotonic() + self.options.settle
         back: float | None = None
         while True:
             is_last = time.monotonic() >= end
-            prefill, decode = await asyncio.gather(self.scraped(self.prefill.url), self.scraped(self.decode.url))
+            prefill, decode = await asyncio.gather(
+                self.scraped(self.prefill.url), self.scraped(self.decode.url)
+            )
             now = time.monotonic()
             if prefill is not None and decode is not None:
                 # What P held before may be from a failed check, and its lease may end now.

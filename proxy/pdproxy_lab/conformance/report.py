@@ -12,7 +12,12 @@ from pdproxy_lab.conformance.results import VERDICTS, PairResults, Report, Resul
 
 FAILED = 1
 UNJUDGED = 3
-_MARKS: dict[Verdict, Mark] = {"passed": "good", "failed": "bad", "not_applicable": "note", "not_judged": "warning"}
+_MARKS: dict[Verdict, Mark] = {
+    "passed": "good",
+    "failed": "bad",
+    "not_applicable": "note",
+    "not_judged": "warning",
+}
 _VERDICT_TEXTS: dict[Verdict, str] = {
     "passed": "passed",
     "failed": "failed",
@@ -22,14 +27,20 @@ _VERDICT_TEXTS: dict[Verdict, str] = {
 
 
 def exit_code(*reports: Report) -> int:
-    """Return 0 if everything that applies has passed, 1 if something failed, 3 if something could only not be judged."""
-    failed, unjudged = (any(one.count(kind) for one in reports) for kind in ("failed", "not_judged"))
+    """Return 0 if everything that applies has passed, 1 if something failed, 3 if something could
+    only not be judged.
+    """
+    failed, unjudged = (
+        any(one.count(kind) for one in reports) for kind in ("failed", "not_judged")
+    )
     return FAILED if failed else UNJUDGED if unjudged else 0
 
 
 def verdict(report: Report) -> str:
     """Return the verdict in one line."""
-    counted = ", ".join(f"{count} {_VERDICT_TEXTS[kind]}" for kind in VERDICTS if (count := report.count(kind)))
+    counted = ", ".join(
+        f"{count} {_VERDICT_TEXTS[kind]}" for kind in VERDICTS if (count := report.count(kind))
+    )
     word = {0: "CONFORMS", FAILED: "DOES NOT CONFORM", UNJUDGED: "NOT PROVEN"}[exit_code(report)]
     return f"{word} to {report.connector}: {counted}"
 
@@ -59,7 +70,9 @@ def pools_as_text(reports: Mapping[str, Report], style: TextStyle) -> str:
 
 def pools_as_json(reports: Mapping[str, Report]) -> bytes:
     """Return the reports on several pools as one JSON object."""
-    pools = [{"name": name, "report": msgspec.Raw(as_json(report))} for name, report in reports.items()]
+    pools = [
+        {"name": name, "report": msgspec.Raw(as_json(report))} for name, report in reports.items()
+    ]
     return msgspec.json.format(
         msgspec.json.encode({"exit_code": exit_code(*reports.values()), "pools": pools}), indent=2
     )
@@ -80,5 +93,7 @@ def _result(result: Result, style: TextStyle) -> Iterator[str]:
 
 def _wrapped(text: str, first: str, width: int, others: str) -> Iterator[str]:
     """Wrap a text; `first` may contain colours, so its width is an argument."""
-    for number, line in enumerate(textwrap.wrap(text, WIDTH - width, break_long_words=False, break_on_hyphens=False)):
+    for number, line in enumerate(
+        textwrap.wrap(text, WIDTH - width, break_long_words=False, break_on_hyphens=False)
+    ):
         yield (others if number else first) + line

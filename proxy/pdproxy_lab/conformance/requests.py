@@ -1,7 +1,8 @@
 """Completions and chats that checks send. Pure; unique marks are passed in.
 
-All are greedy and of fixed length, so that two engines with the same weights generate the same. Prompts begin with a `mark` that
-no engine has seen, so its KV is not cached. The beginning of a chat's template may be.
+All are greedy and of fixed length, so that two engines with the same weights generate the same.
+Prompts begin with a `mark` that no engine has seen, so its KV is not cached. The beginning of a
+chat's template may be.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pdproxy.wire.request import Parsed, Route, parse
 LENGTH = 16
 """Tokens of an answer."""
 _LONG = 64
-"""A long prompt has at least three times as many tokens with any tokenizer, and some hundred with a byte-level one."""
+"""A long prompt has at least three times as many tokens with any tokenizer, and some hundred with a
+byte-level one.
+"""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +32,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Its name in a report."""
         kind = "chat" if self.route is Route.CHAT else "completion"
-        return f"{'streamed ' if self.stream else ''}{kind}{' of one token' if self.max_tokens == 1 else ''}"
+        return (
+            f"{'streamed ' if self.stream else ''}{kind}"
+            f"{' of one token' if self.max_tokens == 1 else ''}"
+        )
 
 
 COMPLETION = Shape()
@@ -39,7 +45,9 @@ CHAT_STREAM = Shape(route=Route.CHAT, stream=True)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to send. `mark` is unique and part of the prompt and of the request's id, so engines' logs show it."""
+    """A request to send. `mark` is unique and part of the prompt and of the request's id, so
+    engines' logs show it.
+    """
 
     shape: Shape
     body: bytes
@@ -73,12 +81,18 @@ def make_request(shape: Shape, model: str, text: str, mark: str) -> Request:
 
 def with_mark(request: Request, mark: str) -> Request:
     """Return the same request with another mark in its prompt."""
-    return Request(shape=request.shape, body=request.body.replace(request.mark.encode(), mark.encode()), mark=mark)
+    return Request(
+        shape=request.shape,
+        body=request.body.replace(request.mark.encode(), mark.encode()),
+        mark=mark,
+    )
 
 
 def salted(request: Request, salt: str) -> Request:
     """Return the same request with a salt, so that no cached KV is used, and with another id."""
-    return Request(shape=request.shape, body=with_field(request, "cache_salt", salt).body, mark=f"alone-{salt}")
+    return Request(
+        shape=request.shape, body=with_field(request, "cache_salt", salt).body, mark=f"alone-{salt}"
+    )
 
 
 def with_field(request: Request, name: str, value: object) -> Request:
@@ -100,18 +114,23 @@ def as_parsed(request: Request) -> Parsed:
 
 
 def multi_block_text(mark: str, transfer_unit: int, max_model_len: int | None) -> str:
-    """Return a text of several transfer units (tokens that move as one), or as long as certainly fits."""
+    """Return a text of several transfer units (tokens that move as one), or as long as certainly
+    fits.
+    """
     return prompts.counting(mark, transfer_unit, max_model_len)
 
 
 def long_text(mark: str, transfer_unit: int, max_model_len: int | None) -> str:
     """Return a text whose prefill takes a noticeable time.
 
-    It still fits into one step of an engine: ExampleConnector stores only the KV of the first step, and dies of the rest.
+    It still fits into one step of an engine: ExampleConnector stores only the KV of the first step,
+    and dies of the rest.
     """
     return multi_block_text(mark, max(transfer_unit, _LONG), max_model_len)
 
 
 def short_text(mark: str, block: int, size: int) -> str:
-    """Return a text of certainly less than `size` tokens, because it has less bytes; "" if there is none."""
+    """Return a text of certainly less than `size` tokens, because it has less bytes; "" if there is
+    none.
+    """
     return multi_block_text(mark, block, None)[: max(size - 3, 0)]

@@ -1,4 +1,6 @@
-"""The results of checks. A check returns a text if it passed and raises an exception if not. Owns the four verdicts."""
+"""The results of checks. A check returns a text if it passed and raises an exception if not. Owns
+the four verdicts.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class NotJudgedError(VerdictError):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One check of one pair. `does`: what was done; `says`: what was seen, or the reason for the verdict."""
+    """One check of one pair. `does`: what was done; `says`: what was seen, or the reason for the
+    verdict.
+    """
 
     name: str
     does: str

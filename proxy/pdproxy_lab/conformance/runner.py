@@ -1,4 +1,5 @@
-"""Runs all checks on each pair of engines, one after the other. Owns their deadlines and their order.
+"""Runs all checks on each pair of engines, one after the other. Owns their deadlines and their
+order.
 
 A failure of an engine is a result, not an error.
 """
@@ -40,7 +41,8 @@ def _mark() -> str:
 async def run_all(
     settings: Settings, options: ConformanceOptions, checks: Sequence[Check] = CHECKS
 ) -> dict[str, Report]:
-    """Test each pool that has a prefill engine, one after the other. Return the reports by the pools' names.
+    """Test each pool that has a prefill engine, one after the other. Return the reports by the
+    pools' names.
 
     `options.plain` is an engine of the first one. Raises as `run`.
     """
@@ -56,8 +58,11 @@ async def run_all(
     return found
 
 
-async def run(settings: Settings, options: ConformanceOptions, checks: Sequence[Check] = CHECKS) -> Report:
-    """Test the connector of the settings' only pool with its engines. `options.plain` is one of these, too.
+async def run(
+    settings: Settings, options: ConformanceOptions, checks: Sequence[Check] = CHECKS
+) -> Report:
+    """Test the connector of the settings' only pool with its engines. `options.plain` is one of
+    these, too.
 
     Raises:
         SettingsError: there is no pair, or the proxy can't be built or listen with these settings.
@@ -67,21 +72,27 @@ async def run(settings: Settings, options: ConformanceOptions, checks: Sequence[
     if not pairs:
         raise SettingsError(NO_PAIR)
     credentials = Credentials(settings)
-    http = HttpClient(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
-    client = ApiClient(options.timeout + 1)  # longer than a check's own deadline, whose report says more
+    http = HttpClient(
+        timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls
+    )
+    # longer than a check's own deadline, whose report says more
+    client = ApiClient(options.timeout + 1)
 
     def at(url: str) -> Endpoint:
         return Endpoint(url, credentials.engine_key(url), credentials.engine_tls(url))
 
     async def one(prefill: ConfiguredEngine, decode: ConfiguredEngine) -> PairResults:
-        # LMCache's sender dies of a request that names no receiver: a prefill engine must not generate alone.
+        # LMCache's sender dies of a request that names no receiver: a prefill engine must not
+        # generate alone.
         facts = await asyncio.gather(
             *(ask_engine(http, engine, _mark(), generates=False) for engine in (prefill, decode))
         )
         key = mint()
         narrowed = settings_for(settings, prefill, decode, key, notices=True)
         async with stand(narrowed, key) as running:
-            pair = PairUnderTest(running, facts[0], facts[1], settings, options, client, http, at, _mark)
+            pair = PairUnderTest(
+                running, facts[0], facts[1], settings, options, client, http, at, _mark
+            )
             pair.model = model_of(facts[0], facts[1])
             results = await _judge(pair, checks)
         return PairResults(prefill=prefill.url, decode=decode.url, results=results)
@@ -108,7 +119,9 @@ async def _judge(pair: PairUnderTest, checks: Sequence[Check]) -> list[Result]:
     for check in checks:
         if results and results[0].verdict != "passed":
             says = f"{results[0].name} has not passed"
-            results.append(Result(name=check.name, does=check.does, verdict="not_judged", says=says))
+            results.append(
+                Result(name=check.name, does=check.does, verdict="not_judged", says=says)
+            )
             continue
         results.append(await _run(pair, check))
     return results
@@ -130,7 +143,9 @@ async def _run(pair: PairUnderTest, check: Check) -> Result:
             return result("passed", await check.run(pair))
     except TimeoutError:
         return result(
-            "failed", f"not complete after {timeout:g} s (--timeout), while waiting for {pair.activity or 'its end'}"
+            "failed",
+            f"not complete after {timeout:g} s (--timeout), while waiting for "
+            f"{pair.activity or 'its end'}",
         )
     except VerdictError as error:
         return result(error.verdict, str(error))

@@ -1,4 +1,5 @@
-"""The proxy itself, on a port of the loopback, in front of one pair of engines: built and served as `pdproxy serve` does it.
+"""The proxy itself, on a port of the loopback, in front of one pair of engines: built and served as
+`pdproxy serve` does it.
 
 `settings_for` lists all that is changed in the operator's settings.
 """
@@ -40,32 +41,59 @@ class Stand:
     def busy(self) -> list[str]:
         """Return in words what has not ended yet."""
         proxy = self.proxy
-        found = [f"{engine.requests} legs to {engine.url}" for engine in proxy.ledger.engines if engine.requests]
-        found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
-        found += [f"{proxy.transfer.ready.waiting} waits for notices"] if proxy.transfer.ready.waiting else []
+        found = [
+            f"{engine.requests} legs to {engine.url}"
+            for engine in proxy.ledger.engines
+            if engine.requests
+        ]
+        found += [
+            f"{count} handles {state}"
+            for state, (count, _) in proxy.custodian.snapshot().items()
+            if count
+        ]
+        found += (
+            [f"{proxy.transfer.ready.waiting} waits for notices"]
+            if proxy.transfer.ready.waiting
+            else []
+        )
         return found
 
 
 def settings_for(
-    settings: Settings, prefill: ConfiguredEngine, decode: ConfiguredEngine, key: str, *, notices: bool
+    settings: Settings,
+    prefill: ConfiguredEngine,
+    decode: ConfiguredEngine,
+    key: str,
+    *,
+    notices: bool,
 ) -> Settings:
     """Return an operator's settings for a proxy of this kind.
 
-    One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), no breaker, no watch over engines that
-    stand still: a failed check must not exclude an engine from the next one. It listens on the loopback. With `notices` False it
-    receives no notice.
+    One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), no
+    breaker, no watch over engines that stand still: a failed check must not exclude an engine from
+    the next one. It listens on the loopback. With `notices` False it receives no notice.
     """
     # Each engine has one role here, and each prompt that can be split is.
     engines = (
         structs.replace(prefill, role="prefill", sources=(), serves_whole=False),
         structs.replace(decode, role="decode", sources=()),
     )
-    kv_ready = settings.kv_ready if notices else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
+    kv_ready = (
+        settings.kv_ready if notices else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
+    )
     return structs.replace(
         settings,
         listen=Listen(host=LOOPBACK),
         auth=structs.replace(settings.auth, api_keys=(key,), api_keys_file=None),
-        pools=(structs.replace(settings.pool, nodes=engines, policy=PoolPolicy(), pair_within=(), kv_ready_port=None),),
+        pools=(
+            structs.replace(
+                settings.pool,
+                nodes=engines,
+                policy=PoolPolicy(),
+                pair_within=(),
+                kv_ready_port=None,
+            ),
+        ),
         limits=structs.replace(settings.limits, breaker_failures=_NEVER),
         health=structs.replace(settings.health, stalled_after=0.0),
         kv_ready=kv_ready,
@@ -74,7 +102,9 @@ def settings_for(
 
 def with_wait(settings: Settings, seconds: float) -> Settings:
     """Return the settings with another limit of the wait for notices, in seconds."""
-    return structs.replace(settings, deadlines=structs.replace(settings.deadlines, kv_ready=seconds))
+    return structs.replace(
+        settings, deadlines=structs.replace(settings.deadlines, kv_ready=seconds)
+    )
 
 
 @asynccontextmanager

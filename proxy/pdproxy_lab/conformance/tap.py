@@ -59,7 +59,9 @@ class Tap:
         return len(self.log)
 
     def legs(self, since: int, url: str | None = None) -> list[TappedLeg]:
-        """Return the requests to engines (to one engine) since a place in the log, without those that only release a handle."""
+        """Return the requests to engines (to one engine) since a place in the log, without those
+        that only release a handle.
+        """
         legs = (entry for entry in self.log[since:] if isinstance(entry, TappedLeg))
         return [leg for leg in legs if not leg.release and url in (None, leg.url)]
 
@@ -68,11 +70,15 @@ class Tap:
         return [entry for entry in self.log[since:] if isinstance(entry, kind)]
 
     def place(self, wanted: Callable[[TappedLeg | Event], bool], since: int) -> int | None:
-        """Return the place of the first such entry since a place in the log, None if there is none."""
+        """Return the place of the first such entry since a place in the log, None if there is
+        none.
+        """
         return next((at for at, entry in self._since(since) if wanted(entry)), None)
 
     async def until(self, condition: Callable[[], object], within: float) -> bool:
-        """Wait until a condition holds that only changes with an entry, `within` seconds at most. Return whether it holds."""
+        """Wait until a condition holds that only changes with an entry, `within` seconds at most.
+        Return whether it holds.
+        """
         try:
             async with asyncio.timeout(within):
                 while not condition():
@@ -83,7 +89,9 @@ class Tap:
         return True
 
     async def ended(self, request_id: str, within: float) -> RequestEnded | None:
-        """Return the proxy's event at the end of a request; None if it has not ended `within` seconds from now."""
+        """Return the proxy's event at the end of a request; None if it has not ended `within`
+        seconds from now.
+        """
 
         def found() -> RequestEnded | None:
             events: Sequence[RequestEnded] = self.events(RequestEnded, 0)
@@ -97,10 +105,14 @@ class Tap:
 
 
 def _tapped(note: Callable[[TappedLeg], None]) -> type[EngineClient]:
-    """Return clients that have their requests noted as they are made, which is when there is a connection for them."""
+    """Return clients that have their requests noted as they are made, which is when there is a
+    connection for them.
+    """
 
     class TappedClient(EngineClient):
-        def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
+        def request(
+            self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes
+        ) -> Message:
             note(TappedLeg(self.url, path, headers, body))
             return super().request(path, headers, body)
 

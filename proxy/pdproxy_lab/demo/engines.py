@@ -16,7 +16,9 @@ from pdproxy_lab.sim.server import SimServer
 
 @dataclass(frozen=True, slots=True)
 class TrafficPace:
-    """The traffic for these engines: the number of people, and the seconds between an answer and the next question."""
+    """The traffic for these engines: the number of people, and the seconds between an answer and
+    the next question.
+    """
 
     people: int
     pause: float
@@ -57,7 +59,9 @@ class SimEngines:
 
     def __init__(self, options: DemoOptions) -> None:
         self.model = options.model or "sim"
-        self.description = f"{options.prefill} prefill and {options.decode} decode engines, simulated"
+        self.description = (
+            f"{options.prefill} prefill and {options.decode} decode engines, simulated"
+        )
         self.pace = TrafficPace(people=8, pause=1.5)
         self.places: list[ShownEngine] = []
         self._sims = [
@@ -77,7 +81,9 @@ class SimEngines:
             try:
                 await sim.start()
             except OSError as error:
-                raise DemoError(f"a simulated engine can't listen on 127.0.0.1: {error.strerror or error}") from error
+                raise DemoError(
+                    f"a simulated engine can't listen on 127.0.0.1: {error.strerror or error}"
+                ) from error
             role = sim.facts.role
             self.places.append(ShownEngine(str(counts.setdefault(role, 0)), role, sim.url))
             counts[role] += 1

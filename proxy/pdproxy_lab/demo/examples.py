@@ -18,7 +18,12 @@ def url_of(host: str, port: int) -> str:
 
 def curl(url: str, model: str) -> str:
     """Return a shell command of one line: a streamed chat."""
-    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "stream": True}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 64,
+        "stream": True,
+    }
     data = shlex.quote(json.dumps(body))
     return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {data}"
 
@@ -30,7 +35,10 @@ def snippet(url: str, model: str) -> str:
             "from openai import OpenAI",
             f'client = OpenAI(base_url="{url}/v1", api_key="none")',
             f"messages = [{{'role': 'user', 'content': {QUESTION!r}}}]",
-            f"chat = client.chat.completions.create(model={model!r}, messages=messages, max_tokens=64, stream=True)",
+            (
+                f"chat = client.chat.completions.create(model={model!r}, messages=messages, "
+                f"max_tokens=64, stream=True)"
+            ),
             "for chunk in chat:",
             '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
         )

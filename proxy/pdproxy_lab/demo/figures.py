@@ -52,7 +52,8 @@ class ShownEngine:
 class EngineFigures:
     """One engine. None: unknown, because its metrics (or the proxy's) could not be read.
 
-    `tokens_per_s` is prompt tokens for a prefill engine, generated ones for the others; `kv_usage` is 0 to 1.
+    `tokens_per_s` is prompt tokens for a prefill engine, generated ones for the others; `kv_usage`
+    is 0 to 1.
     """
 
     place: ShownEngine
@@ -73,7 +74,9 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class MovedKv:
-    """KV moved since the engines' start, and its current rate. `recomputed`: prompt tokens whose KV should have moved."""
+    """KV moved since the engines' start, and its current rate. `recomputed`: prompt tokens whose KV
+    should have moved.
+    """
 
     count: int
     size: float
@@ -85,7 +88,9 @@ class MovedKv:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Everything that the view shows at one time. `answers`: whether the proxy's metrics could be read."""
+    """Everything that the view shows at one time. `answers`: whether the proxy's metrics could be
+    read.
+    """
 
     elapsed: float
     answers: bool
@@ -126,7 +131,11 @@ class History:
         outcomes: Counter[str] = Counter()
         for labels, value in pages.values(page, "pdproxy_requests_total"):
             outcomes[labels["outcome"]] += int(value)
-        up = {labels["node"]: value > 0 for labels, value in pages.values(page, "pdproxy_node_up")} if answers else {}
+        up = (
+            {labels["node"]: value > 0 for labels, value in pages.values(page, "pdproxy_node_up")}
+            if answers
+            else {}
+        )
         nodes = [self._engine(place, now, up.get(place.url)) for place in self.places]
         return Figures(
             elapsed=now - (self._begun if self._begun is not None else now),
@@ -138,8 +147,12 @@ class History:
             requests_per_s=pages.rate(proxy, "pdproxy_requests_total"),
             ttft=_latency(proxy, "pdproxy_ttft_seconds"),
             itl=_latency(proxy, "pdproxy_itl_seconds"),
-            prompt_tokens_per_s=_sum(engine.tokens_per_s for engine in nodes if engine.place.role == "prefill"),
-            output_tokens_per_s=_sum(engine.tokens_per_s for engine in nodes if engine.place.role != "prefill"),
+            prompt_tokens_per_s=_sum(
+                engine.tokens_per_s for engine in nodes if engine.place.role == "prefill"
+            ),
+            output_tokens_per_s=_sum(
+                engine.tokens_per_s for engine in nodes if engine.place.role != "prefill"
+            ),
             transfers=self._transfers(page),
             # A copy: traffic goes on while figures are shown.
             traffic=traffic.copy() if traffic is not None else None,
@@ -151,7 +164,11 @@ class History:
             return EngineFigures(place, up, None, None, None, None)
         page = readings[-1].page
         usages = [value for _, value in pages.values(page, "vllm:kv_cache_usage_perc")]
-        counter = "vllm:prompt_tokens_total" if place.role == "prefill" else "vllm:generation_tokens_total"
+        counter = (
+            "vllm:prompt_tokens_total"
+            if place.role == "prefill"
+            else "vllm:generation_tokens_total"
+        )
         return EngineFigures(
             place,
             up,

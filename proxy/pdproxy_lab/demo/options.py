@@ -27,7 +27,9 @@ CANT_START = 2
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The command line of a demo. `seconds`: when it ends by itself; `wait`: seconds until engines must be ready."""
+    """The command line of a demo. `seconds`: when it ends by itself; `wait`: seconds until engines
+    must be ready.
+    """
 
     engine: EngineKind = "sim"
     prefill: int = 2

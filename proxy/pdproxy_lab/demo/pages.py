@@ -1,6 +1,7 @@
 """Reads `/metrics` pages, and computes the changes of counters and histograms between pages. Pure.
 
-Owns how a restarted counter is recognized, and how a quantile is read from buckets: both as Prometheus does it.
+Owns how a restarted counter is recognized, and how a quantile is read from buckets: both as
+Prometheus does it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Reading:
 def parse(text: str, names: Iterable[str]) -> Page:
     """Return the samples whose names begin with one of `names`.
 
-    An engine's page has several hundred samples and is read by the event loop that serves, so the others are dropped before
-    they are parsed.
+    An engine's page has several hundred samples and is read by the event loop that serves, so the
+    others are dropped before they are parsed.
 
     Raises:
         ValueError: the text is not a metrics page.
@@ -60,7 +61,9 @@ def total(page: Page, name: str, **labels: str) -> float:
 
 
 def increase(readings: Sequence[Reading], name: str, **labels: str) -> float:
-    """Return by how much counters grew over the readings. A counter that fell has restarted: it grew by its value."""
+    """Return by how much counters grew over the readings. A counter that fell has restarted: it
+    grew by its value.
+    """
     return sum(_increases(readings, name, labels).values())
 
 
@@ -71,7 +74,9 @@ def rate(readings: Sequence[Reading], name: str, **labels: str) -> float | None:
 
 
 def buckets(readings: Sequence[Reading], histogram: str) -> list[Bucket]:
-    """Return what a histogram observed over the readings, all its series together, by upper bound."""
+    """Return what a histogram observed over the readings, all its series together, by upper
+    bound.
+    """
     found: dict[float, float] = {}
     for series, grown in _increases(readings, f"{histogram}_bucket", {}).items():
         bound = float(dict(series)["le"])
@@ -80,7 +85,8 @@ def buckets(readings: Sequence[Reading], histogram: str) -> list[Bucket]:
 
 
 def quantile(found: Sequence[Bucket], q: float) -> float | None:
-    """Return the value below which the share `q` (0 to 1) lies, linear within its bucket; None: nothing was observed.
+    """Return the value below which the share `q` (0 to 1) lies, linear within its bucket; None:
+    nothing was observed.
 
     A value above the last finite bound is returned as that bound.
     """
@@ -97,7 +103,9 @@ def quantile(found: Sequence[Bucket], q: float) -> float | None:
     return below + (bound - below) * (rank - before) / (count - before)
 
 
-def _increases(readings: Sequence[Reading], name: str, labels: Mapping[str, str]) -> dict[Series, float]:
+def _increases(
+    readings: Sequence[Reading], name: str, labels: Mapping[str, str]
+) -> dict[Series, float]:
     found: dict[Series, float] = {}
     for one, other in pairwise(readings):
         before = one.page.get(name, {})

@@ -1,6 +1,8 @@
-"""The whole demo: engines, the proxy in front of them, traffic, a view; and the order in which they end.
+"""The whole demo: engines, the proxy in front of them, traffic, a view; and the order in which they
+end.
 
-Owns the signals and that order: traffic stops, the proxy drains, the engines stop. A second Ctrl-C cuts every wait short.
+Owns the signals and that order: traffic stops, the proxy drains, the engines stop. A second Ctrl-C
+cuts every wait short.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class _EndedError(Exception):
 
 
 def run(options: DemoOptions, say: Say) -> int:
-    """Run a demo until it is stopped. Return the exit code: 0, 1 if a part failed, 130 at a second Ctrl-C.
+    """Run a demo until it is stopped. Return the exit code: 0, 1 if a part failed, 130 at a second
+    Ctrl-C.
 
     Raises:
         DemoError: it can't run; the text says why.
@@ -67,7 +70,8 @@ def run(options: DemoOptions, say: Say) -> int:
         listener = listen(options.host, options.port)
     except OSError as error:
         raise DemoError(
-            f"can't listen on {options.host}:{options.port}: {error.strerror or error} (choose with --host and --port)",
+            f"can't listen on {options.host}:{options.port}: {error.strerror or error} (choose "
+            f"with --host and --port)",
             CANT_START,
         ) from error
     with listener:
@@ -77,7 +81,9 @@ def run(options: DemoOptions, say: Say) -> int:
 class _Demo:
     """One demo in its event loop."""
 
-    def __init__(self, options: DemoOptions, engines: Engines, listener: socket.socket, say: Say) -> None:
+    def __init__(
+        self, options: DemoOptions, engines: Engines, listener: socket.socket, say: Say
+    ) -> None:
         self._options = options
         self._engines = engines
         self._listener = listener
@@ -109,7 +115,9 @@ class _Demo:
             await self._unless_ended(self._until_ready(session))
             context = await self._context(session)
             taken = asyncio.get_running_loop().time() - begun
-            self._say(examples.greeting(self._url, self._engines.model, self._engines.description, taken))
+            self._say(
+                examples.greeting(self._url, self._engines.model, self._engines.description, taken)
+            )
             if not self._options.quiet:
                 pace = self._engines.pace
                 self._traffic = Traffic(
@@ -129,11 +137,19 @@ class _Demo:
         options = self._options
         settings = Settings(
             listen=Listen(host=options.host, port=self._listener.getsockname()[1], linger=0),
-            pools=(Pool(nodes=tuple(ConfiguredEngine(url=one.url, role=one.role) for one in self._engines.places)),),
+            pools=(
+                Pool(
+                    nodes=tuple(
+                        ConfiguredEngine(url=one.url, role=one.role) for one in self._engines.places
+                    )
+                ),
+            ),
             deadlines=Deadlines(drain=DRAIN),
             probes=Probes(interval=1.0),
         )
-        self._proxy = asyncio.create_task(serve(fit_files(settings), self._listener, self._proxy_ending), name="proxy")
+        self._proxy = asyncio.create_task(
+            serve(fit_files(settings), self._listener, self._proxy_ending), name="proxy"
+        )
 
     async def _until_ready(self, session: aiohttp.ClientSession) -> None:
         reason = "no answer"
@@ -184,11 +200,15 @@ class _Demo:
         return self._traffic.tally if self._traffic is not None else None
 
     async def _pause_until(self, moment: float) -> None:
-        """Wait for a time or for the end, whichever comes first; the proxy's own end is an error."""
+        """Wait for a time or for the end, whichever comes first; the proxy's own end is an
+        error.
+        """
         assert self._proxy is not None
         end_requested = asyncio.ensure_future(self._ending.requested.wait())
         left = max(0.0, moment - asyncio.get_running_loop().time())
-        await asyncio.wait({end_requested, self._proxy}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {end_requested, self._proxy}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+        )
         end_requested.cancel()
         if self._proxy.done():
             raise DemoError("the proxy ended unexpectedly")
@@ -202,7 +222,9 @@ class _Demo:
     # -- down
 
     async def _end(self) -> int:
-        """Stop what was started, in order, and return the exit code. Each step is short once `at_once` is set."""
+        """Stop what was started, in order, and return the exit code. Each step is short once
+        `at_once` is set.
+        """
         at_once = self._ending.at_once
         self._ending.requested.set()  # from now on a Ctrl-C is the second one
         if not self._options.quiet:
@@ -220,7 +242,9 @@ class _Demo:
         return INTERRUPTED if at_once.is_set() else code
 
     async def _unless_ended(self, what: Coroutine[Any, Any, _T]) -> _T:
-        """Return what a coroutine returns, or raise `_EndedError` when the end is requested first."""
+        """Return what a coroutine returns, or raise `_EndedError` when the end is requested
+        first.
+        """
         working = asyncio.ensure_future(what)
         end_requested = asyncio.ensure_future(self._ending.requested.wait())
         try:

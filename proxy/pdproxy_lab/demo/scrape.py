@@ -17,8 +17,13 @@ DEADLINE = 2.0
 async def scrape(
     session: aiohttp.ClientSession, proxy: str, places: Sequence[ShownEngine]
 ) -> tuple[Page | None, dict[str, Page | None]]:
-    """Return the proxy's page, and each engine's by URL; None if there was no valid answer in time."""
-    asked = [_page(session, proxy, PROXY_NAMES), *(_page(session, place.url, ENGINE_NAMES) for place in places)]
+    """Return the proxy's page, and each engine's by URL; None if there was no valid answer in
+    time.
+    """
+    asked = [
+        _page(session, proxy, PROXY_NAMES),
+        *(_page(session, place.url, ENGINE_NAMES) for place in places),
+    ]
     own, *engines = await asyncio.gather(*asked)
     return own, {place.url: page for place, page in zip(places, engines, strict=True)}
 

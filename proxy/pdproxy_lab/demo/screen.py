@@ -1,6 +1,7 @@
 """Shows figures once per second: a live view in a terminal, else one line each. Owns the terminal.
 
-It draws in a thread: a terminal that is stopped (Ctrl-S) must block neither the proxy nor its engines.
+It draws in a thread: a terminal that is stopped (Ctrl-S) must block neither the proxy nor its
+engines.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Screen:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             # Other output to the same terminal (warnings) is shown above the view.
             self._live = Live(
-                console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=sys.stderr.isatty()
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=sys.stderr.isatty(),
             )
 
     def __enter__(self) -> Self:
@@ -49,7 +53,10 @@ class Screen:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Restore it."""
         if self._live is not None:
@@ -74,14 +81,20 @@ def capture(path: Path, figures: Figures, title: str) -> None:
         OSError: it can't be written.
     """
     console = Console(
-        record=True, width=CAPTURE_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+        record=True,
+        width=CAPTURE_WIDTH,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
     )
     console.print(view.render(figures, title, width=CAPTURE_WIDTH, height=CAPTURE_HEIGHT))
     path.write_text(console.export_svg(title="pdproxy demo"))
 
 
 def log_to_stderr(level: int, write: Callable[[str], object] | None = None) -> None:
-    """Send the log lines of the proxy and of uvicorn to the current standard error, which a live view replaces."""
+    """Send the log lines of the proxy and of uvicorn to the current standard error, which a live
+    view replaces.
+    """
     handler = _ToStderr(write)
     handler.setFormatter(TextFormatter())
     for name in ("pdproxy", "uvicorn", "asyncio"):
@@ -98,5 +111,6 @@ class _ToStderr(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):  # standard error is closed: logging must not fail
+        # standard error is closed: logging must not fail
+        with contextlib.suppress(OSError, ValueError):
             (self._write or sys.stderr.write)(self.format(record) + "\n")

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Tally:
-    """Requests since the start. Each one is answered whole, fails with a reason, or is cut off at the end of the demo."""
+    """Requests since the start. Each one is answered whole, fails with a reason, or is cut off at
+    the end of the demo.
+    """
 
     sent: int = 0
     whole: int = 0

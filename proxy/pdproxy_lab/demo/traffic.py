@@ -1,7 +1,7 @@
 """The demo's own traffic: a few people who chat, each with random pauses, as clients of the proxy.
 
-Owns the tally. Every request has deadlines, every stream is read to its end and checked; an answer that
-is not whole is counted as failed, with the reason.
+Owns the tally. Every request has deadlines, every stream is read to its end and checked; an answer
+that is not whole is counted as failed, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ _TOPICS = (
     "Plan a walk of three days along a coast for people who dislike hills.",
     "Why is the sky blue at noon and red in the evening?",
 )
-_FOLLOW_UPS = ("Go on.", "Shorter, please.", "Why?", "Give an example.", "And what could go wrong with that?")
+_FOLLOW_UPS = (
+    "Go on.",
+    "Shorter, please.",
+    "Why?",
+    "Give an example.",
+    "And what could go wrong with that?",
+)
 
 
 class _Delta(msgspec.Struct):
@@ -58,8 +64,19 @@ class BrokenAnswerError(Exception):
 class Traffic:
     """`people` who chat with one server. Start it and stop it inside one event loop."""
 
-    def __init__(self, url: str, model: str, *, people: int, pause: float, context: int, chance: random.Random) -> None:
-        """Make them; `pause` seconds on average between an answer and the next question, `context` tokens fit."""
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        people: int,
+        pause: float,
+        context: int,
+        chance: random.Random,
+    ) -> None:
+        """Make them; `pause` seconds on average between an answer and the next question, `context`
+        tokens fit.
+        """
         self.tally = Tally()
         self._url, self._model = url, model
         self._people, self._pause, self._context = people, pause, context
@@ -71,7 +88,9 @@ class Traffic:
     def start(self) -> None:
         """Begin to chat."""
         timeout = aiohttp.ClientTimeout(total=TOTAL, sock_connect=5.0, sock_read=SILENCE)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        )
         for number in range(self._people):
             self._tasks.spawn(self._chat_on(self._session), f"person {number}")
 
@@ -97,7 +116,11 @@ class Traffic:
                 words = self._chance.choice(_FOLLOW_UPS if messages else _TOPICS)
                 messages.append({"role": "user", "content": words})
                 answer, used = await self._ask(session, messages, longest)
-                pause = self._chance.expovariate(1 / self._pause) if answer is not None else AFTER_FAILURE
+                pause = (
+                    self._chance.expovariate(1 / self._pause)
+                    if answer is not None
+                    else AFTER_FAILURE
+                )
                 going = await self._pauses(pause)
                 if answer is None or not going:
                     break
@@ -141,11 +164,14 @@ class Traffic:
         return None, 0
 
 
-async def read_chat(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[str, int]:
+async def read_chat(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> tuple[str, int]:
     """Return a streamed chat's text and its count of tokens.
 
     Raises:
-        BrokenAnswerError: an error status, an error event, or a stream that did not end as it should.
+        BrokenAnswerError: an error status, an error event, or a stream that did not end as it
+            should.
         TimeoutError, aiohttp.ClientError: the connection.
     """
     text: list[str] = []

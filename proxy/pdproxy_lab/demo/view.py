@@ -1,6 +1,7 @@
 """Renders the figures: a few tables for a terminal, one line otherwise. Pure.
 
-Owns layout and units. 80 columns are enough for everything; with few rows, engines are left out before totals.
+Owns layout and units. 80 columns are enough for everything; with few rows, engines are left out
+before totals.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def render(figures: Figures, title: str, *, width: int, height: int) -> Renderab
         parts.append(_engines(shown, wide=width >= WIDE))
     if left := figures.engines[len(shown) :]:
         up = sum(engine.up is True for engine in left)
-        parts.append(Text(f"and {len(left)} more, {up} up" if shown else f"{len(left)} engines, {up} up"))
+        parts.append(
+            Text(f"and {len(left)} more, {up} up" if shown else f"{len(left)} engines, {up} up")
+        )
     return Group(*parts, Text(), _totals(figures))
 
 
@@ -41,11 +44,16 @@ def line(figures: Figures) -> str:
     moved = figures.transfers
     parts = [
         f"{figures.elapsed:.0f} s",
-        f"engines {up}/{len(figures.engines)} up" if figures.answers else "the proxy's metrics don't answer",
+        f"engines {up}/{len(figures.engines)} up"
+        if figures.answers
+        else "the proxy's metrics don't answer",
         f"in flight {figures.inflight}",
         f"ok {figures.outcomes.get('ok', 0)}",
         f"failed {failed}",
-        f"tokens/s in {number(figures.prompt_tokens_per_s)} out {number(figures.output_tokens_per_s)}",
+        (
+            f"tokens/s in {number(figures.prompt_tokens_per_s)} out "
+            f"{number(figures.output_tokens_per_s)}"
+        ),
         f"TTFT p50/p99 {_pair(figures.ttft)}",
         f"ITL p50/p99 {_pair(figures.itl)}",
         f"KV {moved.count} moved {size(moved.size)}",
@@ -105,7 +113,9 @@ def _engines(engines: Sequence[EngineFigures], *, wide: bool) -> Table:
             number(engine.running),
             number(engine.waiting),
             _bar(engine.kv_usage, 20 if wide else 10),
-            Text(number(engine.tokens_per_s)).append(" in " if engine.place.role == "prefill" else " out", "dim"),
+            Text(number(engine.tokens_per_s)).append(
+                " in " if engine.place.role == "prefill" else " out", "dim"
+            ),
         )
     return table
 
@@ -127,7 +137,9 @@ def _bar(usage: float | None, cells: int) -> Text:
         return Text(_UNKNOWN)
     full = min(cells, round(usage * cells + 0.499)) if usage > 0 else 0
     style = "red" if usage > 0.9 else "cyan"
-    return Text("━" * full, style).append("─" * (cells - full), "dim").append(f" {100 * usage:5.1f}%")
+    return (
+        Text("━" * full, style).append("─" * (cells - full), "dim").append(f" {100 * usage:5.1f}%")
+    )
 
 
 def _totals(figures: Figures) -> Table:
@@ -138,17 +150,29 @@ def _totals(figures: Figures) -> Table:
     table.add_row("requests", _requests(figures))
     table.add_row("TTFT", _spread(figures.ttft).append(f"  over the last {WINDOW:.0f} s", "dim"))
     table.add_row("ITL", _spread(figures.itl))
-    table.add_row("tokens/s", f"{number(figures.prompt_tokens_per_s)} in, {number(figures.output_tokens_per_s)} out")
+    table.add_row(
+        "tokens/s",
+        f"{number(figures.prompt_tokens_per_s)} in, {number(figures.output_tokens_per_s)} out",
+    )
     kv = Text(f"{moved.count:,} transfers, {size(moved.size)}")
     if moved.bytes_per_s is not None:
         kv.append(f", {size(moved.bytes_per_s)}/s")
-    _trouble(kv, (("failed", moved.failed), ("expired", moved.expired), ("tokens recomputed", moved.recomputed)))
+    _trouble(
+        kv,
+        (
+            ("failed", moved.failed),
+            ("expired", moved.expired),
+            ("tokens recomputed", moved.recomputed),
+        ),
+    )
     table.add_row("KV moved", kv)
     if traffic is None:
         table.add_row("traffic", Text("yours alone", "dim"))
     else:
         sent = Text(f"{traffic.sent:,} of the demo's own sent, {traffic.whole:,} answered whole")
-        _trouble(sent, ((f"failed {reason}", count) for reason, count in traffic.failures.most_common(2)))
+        _trouble(
+            sent, ((f"failed {reason}", count) for reason, count in traffic.failures.most_common(2))
+        )
         table.add_row("traffic", sent)
     return table
 
@@ -158,8 +182,12 @@ def _requests(figures: Figures) -> Text:
     if figures.queued:
         text.append(f"{figures.queued} queued, ", "yellow")
     text.append(f"{figures.outcomes.get('ok', 0):,} ok", "green")
-    _trouble(text, ((name, count) for name, count in sorted(figures.outcomes.items()) if name != "ok"))
-    return text.append(f", {number(figures.requests_per_s)}/s" if figures.requests_per_s is not None else "")
+    _trouble(
+        text, ((name, count) for name, count in sorted(figures.outcomes.items()) if name != "ok")
+    )
+    return text.append(
+        f", {number(figures.requests_per_s)}/s" if figures.requests_per_s is not None else ""
+    )
 
 
 def _trouble(text: Text, found: Iterable[tuple[str, int]]) -> None:

@@ -30,7 +30,9 @@ class AtRate(msgspec.Struct, frozen=True, kw_only=True):
     goodput_per_gpu: float
     """Good requests per second."""
     headroom: float
-    """By which part the rate may grow until the SLO is no longer kept, to 1 %; below 0, it is too high."""
+    """By which part the rate may grow until the SLO is no longer kept, to 1 %; below 0, it is too
+    high.
+    """
     kept: bool
     """Whether so many requests are good as must be."""
 
@@ -53,7 +55,9 @@ class LimitReason(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hopeless(msgspec.Struct, frozen=True, kw_only=True):
-    """What plain engines are like at a low rate (requests per second), where nothing keeps the SLO."""
+    """What plain engines are like at a low rate (requests per second), where nothing keeps the
+    SLO.
+    """
 
     arrangement: Arrangement
     rate: float
@@ -73,7 +77,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the report needs. `other`: the best arrangement of the other kind, plain or split."""
+    """All that the report needs. `other`: the best arrangement of the other kind, plain or
+    split.
+    """
 
     question: Question
     result: Result
@@ -94,7 +100,9 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer(question: Question, result: Result, rate: float | None) -> PlanAnswer:
-    """Simulate what the report needs beside the search. `rate`: requests per second that were asked for; None: none."""
+    """Simulate what the report needs beside the search. `rate`: requests per second that were asked
+    for; None: none.
+    """
     best = result.best
     other = None if best is None else best_of(result.found, prefill=not best.arrangement.prefill)
     prober = CapacitySearch(question, work_of(question))
@@ -117,7 +125,9 @@ def _sizes(question: Question) -> Sizes:
     return Sizes(
         longest=max(call.prompt + call.output for call in calls),
         refused=sum(not shape.fits(call.prompt, call.output) for call in calls) / len(calls),
-        beyond=0.0 if most is None else sum(call.prompt + call.output > most for call in calls) / len(calls),
+        beyond=0.0
+        if most is None
+        else sum(call.prompt + call.output > most for call in calls) / len(calls),
     )
 
 
@@ -146,7 +156,9 @@ def _at_rate(prober: CapacitySearch, best: FoundArrangement, result: Result, rat
 
 
 def _reason(prober: CapacitySearch, found: FoundArrangement, level: Level) -> LimitReason:
-    run: Summary = prober.at(found.arrangement, Level(level.requests, 1, 1), found.rate * _BEYOND)[0]
+    run: Summary = prober.at(found.arrangement, Level(level.requests, 1, 1), found.rate * _BEYOND)[
+        0
+    ]
     return LimitReason(
         missed=_missed(run),
         busy={role: use.busy for role, use in run.roles.items()},
@@ -159,14 +171,20 @@ def as_json(found: PlanAnswer) -> dict[str, Any]:
     best, result = found.best, found.result
     return {
         "gpus": result.gpus,
-        "slo": {key: value for key, value in msgspec.structs.asdict(found.question.slo).items() if value is not None},
+        "slo": {
+            key: value
+            for key, value in msgspec.structs.asdict(found.question.slo).items()
+            if value is not None
+        },
         "share": found.question.share,
         "split": None if best is None else found.splits,
         "plan": None if best is None else _entry(best, result.gpus),
         "asked": None if found.asked is None else msgspec.structs.asdict(found.asked),
         "reason": None if found.reason is None else msgspec.structs.asdict(found.reason),
         "other_kind": None if found.other is None else _entry(found.other, result.gpus),
-        "other_reason": None if found.other_reason is None else msgspec.structs.asdict(found.other_reason),
+        "other_reason": None
+        if found.other_reason is None
+        else msgspec.structs.asdict(found.other_reason),
         "at_a_low_rate": None
         if found.hopeless is None
         else {"rate": found.hopeless.rate, "missed": found.hopeless.missed},

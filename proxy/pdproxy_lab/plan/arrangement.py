@@ -14,11 +14,14 @@ CHUNKS = (512, 1024, 2048, 4096, 8192)
 
 
 class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
-    """Either all engines plain, or prefill and decode engines, or all of role `any`, for placements.
+    """Either all engines plain, or prefill and decode engines, or all of role `any`, for
+    placements.
 
-    The proxy splits all prompts of a pool that has prefill and decode engines, unless its placement decides.
+    The proxy splits all prompts of a pool that has prefill and decode engines, unless its placement
+    decides.
 
-    `chunk`: vLLM's `--max-num-batched-tokens` of plain or decode engines; `prefill_chunk`: of prefill engines, 0 without them.
+    `chunk`: vLLM's `--max-num-batched-tokens` of plain or decode engines; `prefill_chunk`: of
+    prefill engines, 0 without them.
     """
 
     aggregated: int = 0
@@ -37,12 +40,16 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fleet(self) -> Fleet:
         """As `simulate` takes it."""
-        return Fleet(prefill=self.prefill, decode=self.decode, aggregated=self.aggregated, any=self.any)
+        return Fleet(
+            prefill=self.prefill, decode=self.decode, aggregated=self.aggregated, any=self.any
+        )
 
     def shapes(self, shape: Shape) -> dict[Role, Shape]:
         """Return the engines of each role, which but for the chunk size are as `shape`."""
         other = msgspec.structs.replace(shape, max_num_batched_tokens=self.chunk)
-        prefill = msgspec.structs.replace(shape, max_num_batched_tokens=self.prefill_chunk or self.chunk)
+        prefill = msgspec.structs.replace(
+            shape, max_num_batched_tokens=self.prefill_chunk or self.chunk
+        )
         return {role: prefill if role is Role.PREFILL else other for role in Role}
 
     @property
@@ -59,7 +66,9 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> tuple[int, int, int, str]:
-        """The order of arrangements that are equally good: plain ones first, then those with larger chunks."""
+        """The order of arrangements that are equally good: plain ones first, then those with larger
+        chunks.
+        """
         return (self.prefill, -self.prefill_chunk, -self.chunk, self.policy)
 
 
@@ -70,10 +79,14 @@ def plain(engines: int, chunk: int, policy: str) -> Arrangement:
 
 def split(prefill: int, decode: int, prefill_chunk: int, chunk: int, policy: str) -> Arrangement:
     """Return prefill and decode engines."""
-    return Arrangement(prefill=prefill, decode=decode, prefill_chunk=prefill_chunk, chunk=chunk, policy=policy)
+    return Arrangement(
+        prefill=prefill, decode=decode, prefill_chunk=prefill_chunk, chunk=chunk, policy=policy
+    )
 
 
-def everything(engines: int, chunks: Sequence[int], policies: Sequence[str]) -> Iterator[Arrangement]:
+def everything(
+    engines: int, chunks: Sequence[int], policies: Sequence[str]
+) -> Iterator[Arrangement]:
     """Yield all arrangements of so many engines."""
     for policy in policies:
         for chunk in chunks:
@@ -83,10 +96,14 @@ def everything(engines: int, chunks: Sequence[int], policies: Sequence[str]) -> 
                     yield split(prefill, engines - prefill, prefill_chunk, chunk, policy)
 
 
-def neighbours(one: Arrangement, chunks: Sequence[int], policies: Sequence[str]) -> Iterator[Arrangement]:
-    """Yield the arrangements that differ in one thing: the chunk size, an engine of another role, the policy.
+def neighbours(
+    one: Arrangement, chunks: Sequence[int], policies: Sequence[str]
+) -> Iterator[Arrangement]:
+    """Yield the arrangements that differ in one thing: the chunk size, an engine of another role,
+    the policy.
 
-    Of decode engines only the next chunk size, larger and smaller: they compute one token of each prompt.
+    Of decode engines only the next chunk size, larger and smaller: they compute one token of each
+    prompt.
     """
     replace = msgspec.structs.replace
     for policy in policies:
@@ -96,8 +113,12 @@ def neighbours(one: Arrangement, chunks: Sequence[int], policies: Sequence[str])
         if one.prefill and 1 <= one.prefill + more < one.engines:
             yield replace(one, prefill=one.prefill + more, decode=one.decode - more)
     if one.prefill:
-        yield from (replace(one, prefill_chunk=chunk) for chunk in chunks if chunk != one.prefill_chunk)
+        yield from (
+            replace(one, prefill_chunk=chunk) for chunk in chunks if chunk != one.prefill_chunk
+        )
         place = chunks.index(one.chunk)
-        yield from (replace(one, chunk=chunks[at]) for at in (place - 1, place + 1) if 0 <= at < len(chunks))
+        yield from (
+            replace(one, chunk=chunks[at]) for at in (place - 1, place + 1) if 0 <= at < len(chunks)
+        )
     else:
         yield from (replace(one, chunk=chunk) for chunk in chunks if chunk != one.chunk)

@@ -1,7 +1,8 @@
 """Rates that no arrangement can exceed for long, from the work of a request alone. Pure.
 
-Left out is all that would lower them: weights that are read again for each step, chunks that are not full, waiting, and what an
-engine's own cache does not find. So an arrangement whose bound is below another one's capacity needs no simulation.
+Left out is all that would lower them: weights that are read again for each step, chunks that are
+not full, waiting, and what an engine's own cache does not find. So an arrangement whose bound is
+below another one's capacity needs no simulation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     pull_s: float
     """What a decode engine's steps take longer because KV comes."""
     transfer_s: float
-    """How long its KV occupies the way into a decode engine; 0 if transfers don't wait for each other."""
+    """How long its KV occupies the way into a decode engine; 0 if transfers don't wait for each
+    other.
+    """
     output: float
     """Tokens of the answer."""
 
@@ -52,10 +55,14 @@ def work_of(question: Question) -> Work:
         new = call.prompt - known
         uncached += new
         output += call.output
-        tokens_s += new / hardware.prefill_tokens_per_s + attended(new, known) * hardware.attention_s
+        tokens_s += (
+            new / hardware.prefill_tokens_per_s + attended(new, known) * hardware.attention_s
+        )
         tokens_s += hardware.prompt_begin_s
         context = call.prompt + call.output / 2
-        decode_s += (call.output - 1) * (hardware.decode_step_per_seq_s + context * hardware.context_token_s)
+        decode_s += (call.output - 1) * (
+            hardware.decode_step_per_seq_s + context * hardware.context_token_s
+        )
         if hardware.transfers_in_line:
             transfer_s += hardware.transfer_s(new) * hardware.speed
     count, speed = len(calls), hardware.speed
@@ -64,7 +71,10 @@ def work_of(question: Question) -> Work:
         per_chunk_s=hardware.chunk_base_s / speed,
         tokens_s=tokens_s / count / speed,
         decode_s=decode_s / count / speed,
-        pull_s=(min(hardware.pull_s, hardware.further_pull_s) + uncached / count * hardware.pull_token_s) / speed,
+        pull_s=(
+            min(hardware.pull_s, hardware.further_pull_s) + uncached / count * hardware.pull_token_s
+        )
+        / speed,
         transfer_s=transfer_s / count / speed,
         output=output / count,
     )

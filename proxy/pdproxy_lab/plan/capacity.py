@@ -1,8 +1,10 @@
-"""The highest rate at which an arrangement keeps the SLO, by simulation. The same question gives the same answer.
+"""The highest rate at which an arrangement keeps the SLO, by simulation. The same question gives
+the same answer.
 
-Rates are those of a grid whose steps are 1 %. All arrangements get the same requests at a rate, and the same ones at another
-rate, further apart (common random numbers): so differences are those of the arrangements. It is taken for granted that what
-keeps the SLO at a rate keeps it at any lower one. A run ends as soon as it is known whether the share is reached.
+Rates are those of a grid whose steps are 1 %. All arrangements get the same requests at a rate, and
+the same ones at another rate, further apart (common random numbers): so differences are those of
+the arrangements. It is taken for granted that what keeps the SLO at a rate keeps it at any lower
+one. A run ends as soon as it is known whether the share is reached.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _ABOVE = 1.25
 
 
 class Level(msgspec.Struct, frozen=True):
-    """How exact capacities are: requests per run, runs with different seeds, and the distance of rates, in steps of the grid."""
+    """How exact capacities are: requests per run, runs with different seeds, and the distance of
+    rates, in steps of the grid.
+    """
 
     requests: int
     seeds: int
@@ -51,9 +55,13 @@ def place_of(rate: float) -> int:
 
 
 class CapacitySearch:
-    """Simulates arrangements, and remembers what it found. `placements`: what an arrangement's policy may name, too."""
+    """Simulates arrangements, and remembers what it found. `placements`: what an arrangement's
+    policy may name, too.
+    """
 
-    def __init__(self, question: Question, work: Work, placements: Mapping[str, MakePlacement] = _NONE) -> None:
+    def __init__(
+        self, question: Question, work: Work, placements: Mapping[str, MakePlacement] = _NONE
+    ) -> None:
         self.question, self.work, self._placements = question, work, placements
         self.runs = 0
         """Simulations so far."""
@@ -68,13 +76,17 @@ class CapacitySearch:
         return found
 
     def capacity(self, one: Arrangement, level: Level, guess: int | None = None) -> int | None:
-        """Return the place in the grid of the highest rate that it serves; None: it can't keep the SLO.
+        """Return the place in the grid of the highest rate that it serves; None: it can't keep the
+        SLO.
 
         `guess`: a place near it, which saves runs.
         """
         limit = bound(one, self.work)
         low, high = place_of(self.least(one)), place_of(limit * _ABOVE) + 1
-        place, width = min(max(place_of(limit * 0.6) if guess is None else guess, low), high - 1), level.step
+        place, width = (
+            min(max(place_of(limit * 0.6) if guess is None else guess, low), high - 1),
+            level.step,
+        )
         if self.passes(one, level, place):
             while (upper := min(place + width, high)) < high and self.passes(one, level, upper):
                 place, width = upper, 2 * width
@@ -97,11 +109,17 @@ class CapacitySearch:
         return bound(one, self.work) * _LEAST
 
     def at(self, one: Arrangement, level: Level, rate: float) -> list[Summary]:
-        """Return what the runs at a rate amount to: good requests by `all`, and by each limit of the SLO alone."""
+        """Return what the runs at a rate amount to: good requests by `all`, and by each limit of
+        the SLO alone.
+        """
         question, slo = self.question, self.question.slo
         limits = {name: getattr(slo, name) for name in ("ttft", "tpot", "gap", "e2e")}
         slos = [BenchSlo(name="all", **limits)]
-        slos += [BenchSlo(name=name, **{name: value}) for name, value in limits.items() if value is not None]
+        slos += [
+            BenchSlo(name=name, **{name: value})
+            for name, value in limits.items()
+            if value is not None
+        ]
         found = []
         for seed in range(level.seeds):
             cluster = self._cluster(one)
@@ -113,7 +131,9 @@ class CapacitySearch:
 
     def _simulate(self, one: Arrangement, level: Level, rate: float) -> bool:
         total = level.requests * level.seeds
-        count = _Count(self.question.slo, needed=math.ceil(total * self.question.share - 1e-9), total=total)
+        count = _Count(
+            self.question.slo, needed=math.ceil(total * self.question.share - 1e-9), total=total
+        )
         for seed in range(level.seeds):
             cluster = self._cluster(one)
             cluster.records = _Watched(count)
@@ -126,8 +146,12 @@ class CapacitySearch:
 
     def _cluster(self, one: Arrangement) -> Cluster:
         placement = self._placements.get(one.policy)
-        policies = {} if placement is not None else {Role.PREFILL: one.policy, Role.DECODE: one.policy}
-        return Cluster(one.fleet, self.question.hardware, one.shapes(self.question.shape), policies, placement)
+        policies = (
+            {} if placement is not None else {Role.PREFILL: one.policy, Role.DECODE: one.policy}
+        )
+        return Cluster(
+            one.fleet, self.question.hardware, one.shapes(self.question.shape), policies, placement
+        )
 
 
 class _DecidedError(Exception):

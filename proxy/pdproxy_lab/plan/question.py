@@ -23,7 +23,9 @@ _WAIT_S = 2.0
 
 
 class Drawn(msgspec.Struct, frozen=True, kw_only=True):
-    """Unique prompts with lengths from ranges. At another rate a seed has the same requests, nearer together or further apart."""
+    """Unique prompts with lengths from ranges. At another rate a seed has the same requests, nearer
+    together or further apart.
+    """
 
     inputs: Lengths
     outputs: Lengths
@@ -36,11 +38,15 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
     def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
         """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
         arrivals = Arrivals(kind=self.kind, rate=rate, burstiness=self.burstiness)
-        return Synthetic(arrivals=arrivals, inputs=self.inputs, outputs=self.outputs, requests=requests).calls(seed)
+        return Synthetic(
+            arrivals=arrivals, inputs=self.inputs, outputs=self.outputs, requests=requests
+        ).calls(seed)
 
 
 class Traced(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace's requests, from its beginning. Without `kind` its own times are stretched to the rate."""
+    """A trace's requests, from its beginning. Without `kind` its own times are stretched to the
+    rate.
+    """
 
     entries: Sequence[TraceEntry]
     kind: Kind | None = None
@@ -80,7 +86,9 @@ Demand = Drawn | Traced
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked. `share`: the part of all requests that must keep the SLO, above 0, at most 1."""
+    """What is asked. `share`: the part of all requests that must keep the SLO, above 0, at most
+    1.
+    """
 
     demand: Demand
     slo: BenchSlo
@@ -92,7 +100,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Ascending."""
     policies: tuple[str, ...]
     max_model_len: int | None = None
-    """The most tokens of a request for which the engine was measured; None: not known. Longer ones are simulated all the same."""
+    """The most tokens of a request for which the engine was measured; None: not known. Longer ones
+    are simulated all the same.
+    """
 
     def __post_init__(self) -> None:
         """Refuse what has no answer."""
@@ -100,10 +110,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("speed must be above 0: with 0 nothing takes time")
         if not self.hardware.step_s(0, 1):
             raise ValueError("a decode step must take time")
-        if all(limit is None for limit in (self.slo.ttft, self.slo.tpot, self.slo.gap, self.slo.e2e)):
+        if all(
+            limit is None for limit in (self.slo.ttft, self.slo.tpot, self.slo.gap, self.slo.e2e)
+        ):
             raise ValueError("the SLO has no limit")
         if not 0 < self.share <= 1:
-            raise ValueError(f"the share must be above 0 and at most 100 %, got {100 * self.share:g}")
+            raise ValueError(
+                f"the share must be above 0 and at most 100 %, got {100 * self.share:g}"
+            )
         if not self.chunks or list(self.chunks) != sorted(set(self.chunks)):
             raise ValueError("chunk sizes must ascend")
         if not self.policies:
@@ -115,7 +129,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steady(question: Question) -> Question:
-    """Return the question with a limit of TTFT, if the SLO has neither `ttft` nor `e2e`: a queue that grows would keep it.
+    """Return the question with a limit of TTFT, if the SLO has neither `ttft` nor `e2e`: a queue
+    that grows would keep it.
 
     The limit is 2 s, or twice what the longest prompt takes alone, if that is longer.
     """
@@ -126,4 +141,6 @@ def steady(question: Question) -> Question:
     alone = longest / hardware.prefill_tokens_per_s + attended(longest, 0) * hardware.attention_s
     limit = max(_WAIT_S, float(math.ceil(2 * alone / hardware.speed)))
     name = f"{slo.name}, and ttft={limit:g}s,"
-    return msgspec.structs.replace(question, slo=msgspec.structs.replace(slo, name=name, ttft=limit))
+    return msgspec.structs.replace(
+        question, slo=msgspec.structs.replace(slo, name=name, ttft=limit)
+    )

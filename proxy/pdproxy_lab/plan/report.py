@@ -29,10 +29,14 @@ def text(found: PlanAnswer) -> str:
 def _headline(one: Arrangement) -> str:
     if one.prefill:
         return (
-            f"Split: {_engines(one.prefill, 'prefill')} with {_FLAG} {one.prefill_chunk}, {_engines(one.decode, 'decode')}"
+            f"Split: {_engines(one.prefill, 'prefill')} with {_FLAG} {one.prefill_chunk}, "
+            f"{_engines(one.decode, 'decode')}"
             f" with {one.chunk}, policy {one.policy}."
         )
-    return f"Don't split: {_engines(one.aggregated, 'plain')} with {_FLAG} {one.chunk}, policy {one.policy}."
+    return (
+        f"Don't split: {_engines(one.aggregated, 'plain')} with {_FLAG} {one.chunk}, policy "
+        f"{one.policy}."
+    )
 
 
 def _engines(count: int, word: str) -> str:
@@ -44,22 +48,36 @@ def _slo(found: PlanAnswer) -> str:
 
 
 def _capacity(found: PlanAnswer, best: FoundArrangement) -> str:
-    return f"This keeps {_slo(found)} up to {_rate(best.rate)} req/s, {_rate(best.rate / found.result.gpus)} per GPU."
+    return (
+        f"This keeps {_slo(found)} up to {_rate(best.rate)} req/s, "
+        f"{_rate(best.rate / found.result.gpus)} per GPU."
+    )
 
 
 def _asked(found: PlanAnswer) -> list[str]:
     asked = found.asked
     if asked is None:
         return []
-    done = f"At {_rate(asked.rate)} req/s {100 * asked.share:.1f} % are good: {_rate(asked.goodput_per_gpu)} good req/s per GPU."
+    done = (
+        f"At {_rate(asked.rate)} req/s {100 * asked.share:.1f} % are good: "
+        f"{_rate(asked.goodput_per_gpu)} good req/s per GPU."
+    )
     if asked.kept:
         return [f"{done} Headroom: {100 * max(asked.headroom, 0.0):.0f} %."]
     if asked.headroom >= 0:
         return [
-            f"{done} That is too few, though higher rates keep the SLO: with this load, capacities are only about right."
+            (
+                f"{done} That is too few, though higher rates keep the SLO: with this load, "
+                f"capacities are only about right."
+            )
         ]
     less = f"{max(-100 * asked.headroom, 1.0):.0f} % less within the SLO"
-    return [f"{done} That is too much: {_gpus(found)} {'serves' if found.result.gpus == 1 else 'serve'} {less}."]
+    return [
+        (
+            f"{done} That is too much: {_gpus(found)} "
+            f"{'serves' if found.result.gpus == 1 else 'serve'} {less}."
+        )
+    ]
 
 
 def _hopeless(found: PlanAnswer) -> list[str]:
@@ -68,7 +86,9 @@ def _hopeless(found: PlanAnswer) -> list[str]:
     if low is None:
         return []
     parts = [
-        f"{100 * missed:.0f} % of the requests miss {_NAMES[name]}" for name, missed in low.missed.items() if missed > 0
+        f"{100 * missed:.0f} % of the requests miss {_NAMES[name]}"
+        for name, missed in low.missed.items()
+        if missed > 0
     ]
     one = f"{_engines(low.arrangement.aggregated, 'plain')} with {_FLAG} {low.arrangement.chunk}"
     return [f"Even at {_rate(low.rate)} req/s, with {one}, {', '.join(parts)}."] if parts else []
@@ -80,12 +100,14 @@ def _sizes(found: PlanAnswer) -> list[str]:
     lines = []
     if sizes.refused:
         lines.append(
-            f"{_part(sizes.refused)} of the requests do not fit into an engine's KV memory of {question.shape.kv_tokens} tokens:"
+            f"{_part(sizes.refused)} of the requests do not fit into an engine's KV memory of "
+            f"{question.shape.kv_tokens} tokens:"
             " each is a miss (--kv-tokens, --max-tokens)."
         )
     if sizes.beyond:
         lines.append(
-            f"{_part(sizes.beyond)} of the requests are longer than the profile's max_model_len of {question.max_model_len}"
+            f"{_part(sizes.beyond)} of the requests are longer than the profile's max_model_len "
+            f"of {question.max_model_len}"
             f" tokens, the longest has {sizes.longest}. They are simulated all the same."
         )
     return lines
@@ -104,7 +126,12 @@ def _why(found: PlanAnswer, best: FoundArrangement) -> list[str]:
     if other is None or reason is None:
         if found.result.gpus == 1:
             return ["Why: one GPU can't be split."]
-        return [f"Why: no {'plain' if best.arrangement.prefill else 'split'} arrangement keeps the SLO at any rate."]
+        return [
+            (
+                f"Why: no {'plain' if best.arrangement.prefill else 'split'} arrangement keeps the "
+                f"SLO at any rate."
+            )
+        ]
     name = (
         other.arrangement.name
         if other.arrangement.prefill
@@ -133,7 +160,10 @@ def _cause(reason: LimitReason) -> str:
     parts = []
     for role, busy in reason.busy.items():
         if role == "aggregated":
-            share = f": its engines are in steps with prefill for {100 * reason.with_prefill[role]:.0f} % of the time"
+            share = (
+                f": its engines are in steps with prefill for "
+                f"{100 * reason.with_prefill[role]:.0f} % of the time"
+            )
             return (
                 f"{share}, and each such step delays the tokens of all requests"
                 if reason.limit in ("tpot", "gap")
@@ -155,7 +185,14 @@ def _table(found: PlanAnswer, best: FoundArrangement) -> list[str]:
         this, about = one.arrangement, "" if one.exact else "~"
         share = f"{100 * one.rate / best.rate:.0f} %"
         rows.append(
-            (this.name, this.chunks, this.policy, about + _rate(one.rate), about + _rate(one.rate / gpus), share)
+            (
+                this.name,
+                this.chunks,
+                this.policy,
+                about + _rate(one.rate),
+                about + _rate(one.rate / gpus),
+                share,
+            )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -184,18 +221,30 @@ def _handoffs(found: PlanAnswer) -> list[str]:
     if not found.splits or hardware.handoff_overhead_s or hardware.pull_s or hardware.pull_token_s:
         return []
     return [
-        "The profile has no time for handoffs and for stalls by pulls. A profile of one engine alone lacks them, and so splits",
+        (
+            "The profile has no time for handoffs and for stalls by pulls. A profile of one engine "
+            "alone lacks them, and so splits"
+        ),
         "look better than they are: measure a pair (pdproxy calibrate --prefill URL --decode URL).",
     ]
 
 
 def _seqs(found: PlanAnswer) -> list[str]:
-    """Return which --max-num-seqs an engine needs: vLLM does not start with a lower --max-num-batched-tokens."""
-    one, seqs = found.best.arrangement if found.best is not None else None, found.question.shape.max_num_seqs
+    """Return which --max-num-seqs an engine needs: vLLM does not start with a lower
+    --max-num-batched-tokens.
+    """
+    one, seqs = (
+        found.best.arrangement if found.best is not None else None,
+        found.question.shape.max_num_seqs,
+    )
     chunks = () if one is None else (one.prefill_chunk or one.chunk, one.chunk)
     lower = sorted({chunk for chunk in chunks if chunk < seqs})
     values = " and ".join(str(chunk) for chunk in lower)
-    return [f"With {_FLAG} {values}, --max-num-seqs must be as low, or vLLM does not start."] if lower else []
+    return (
+        [f"With {_FLAG} {values}, --max-num-seqs must be as low, or vLLM does not start."]
+        if lower
+        else []
+    )
 
 
 def _rate(rate: float) -> str:

@@ -1,9 +1,10 @@
 """Finds the arrangement with the highest capacity, with few simulations. Deterministic.
 
-First with short runs: plain engines with each chunk size; then splits, from the number of prefill engines that the bounds say is
-best, one engine more or less as long as it gets better, with each chunk size of the prefill engines. Then with long runs: those
-that were nearly the best. From the best plain one and the best split one on, what differs in one thing is tried at a rate just
-above, until nothing is better. `exhaustive` tries all arrangements with long runs instead.
+First with short runs: plain engines with each chunk size; then splits, from the number of prefill
+engines that the bounds say is best, one engine more or less as long as it gets better, with each
+chunk size of the prefill engines. Then with long runs: those that were nearly the best. From the
+best plain one and the best split one on, what differs in one thing is tried at a rate just above,
+until nothing is better. `exhaustive` tries all arrangements with long runs instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _TRACE_REQUESTS = 6_000
 _RUN_S = 45.0
 """How long requests come in a long run, at the highest rate that any arrangement may serve."""
 _PER_TOKEN_S, _LONG = 0.03, 2000
-"""How much longer per token of the answers, up to so many tokens: until as many requests end as begin."""
+"""How much longer per token of the answers, up to so many tokens: until as many requests end as
+begin.
+"""
 _LEAST_REQUESTS = 800
 _CLOSE = 8
 """Steps of the grid below the best arrangement of short runs, within which long runs decide."""
@@ -38,7 +41,9 @@ _SLACK = 10
 
 
 class FoundArrangement(msgspec.Struct, frozen=True):
-    """An arrangement and the highest rate that it serves within the SLO, as a place in the grid; None: it never keeps it."""
+    """An arrangement and the highest rate that it serves within the SLO, as a place in the grid;
+    None: it never keeps it.
+    """
 
     arrangement: Arrangement
     place: int | None
@@ -57,7 +62,9 @@ class FoundArrangement(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found. `best`: None if nothing keeps the SLO. `found`: all whose capacity is known, the best one first."""
+    """What a search found. `best`: None if nothing keeps the SLO. `found`: all whose capacity is
+    known, the best one first.
+    """
 
     gpus: int
     best: FoundArrangement | None
@@ -87,13 +94,18 @@ def search(question: Question, gpus: int, *, requests: int | None = None, seeds:
     return _Search(question, gpus, requests, seeds).smart()
 
 
-def exhaustive(question: Question, gpus: int, *, requests: int | None = None, seeds: int = 3) -> Result:
+def exhaustive(
+    question: Question, gpus: int, *, requests: int | None = None, seeds: int = 3
+) -> Result:
     """Find it by trying all arrangements, with long runs."""
     return _Search(question, gpus, requests, seeds).everything()
 
 
-def gpus_for(question: Question, rate: float, *, requests: int | None = None, seeds: int = 3) -> Result:
-    """Find the smallest number of GPUs that serves a rate, and their best arrangement. `best` is None if nothing keeps the SLO.
+def gpus_for(
+    question: Question, rate: float, *, requests: int | None = None, seeds: int = 3
+) -> Result:
+    """Find the smallest number of GPUs that serves a rate, and their best arrangement. `best` is
+    None if nothing keeps the SLO.
 
     Raises:
         ValueError: it needs more than `MAX_GPUS`.
@@ -126,14 +138,19 @@ def gpus_for(question: Question, rate: float, *, requests: int | None = None, se
 
 def _enough(gpus: int, rate: float) -> None:
     if gpus > MAX_GPUS:
-        raise ValueError(f"{rate:g} requests per second need more than {MAX_GPUS} GPUs: plan for a part of them")
+        raise ValueError(
+            f"{rate:g} requests per second need more than {MAX_GPUS} GPUs: plan for a part of them"
+        )
 
 
 def _balanced(question: Question, gpus: int) -> list[Arrangement]:
     """Return an arrangement of each kind, whose bounds are the highest."""
     work, chunk, policy = work_of(question), question.chunks[-1], question.policies[0]
     splits = [split(n, gpus - n, chunk, chunk, policy) for n in range(1, gpus)]
-    return [plain(gpus, chunk, policy), *([max(splits, key=lambda one: bound(one, work))] if splits else [])]
+    return [
+        plain(gpus, chunk, policy),
+        *([max(splits, key=lambda one: bound(one, work))] if splits else []),
+    ]
 
 
 class _Search:
@@ -153,8 +170,13 @@ class _Search:
         if not ranked:
             return self._result()
         top = ranked[0].place or 0
-        close = [one for one in ranked if one.place is not None and one.place > top - _CLOSE][:_MAX_CLOSE]
-        kinds = [next((one for one in ranked if bool(one.arrangement.prefill) is kind), None) for kind in (False, True)]
+        close = [one for one in ranked if one.place is not None and one.place > top - _CLOSE][
+            :_MAX_CLOSE
+        ]
+        kinds = [
+            next((one for one in ranked if bool(one.arrangement.prefill) is kind), None)
+            for kind in (False, True)
+        ]
         best: dict[bool, FoundArrangement | None] = {}
         for one in dict.fromkeys([*(one for one in kinds if one is not None), *close]):
             kind = bool(one.arrangement.prefill)
@@ -193,11 +215,16 @@ class _Search:
             improved = best is not before
 
     def _walk(self, best: FoundArrangement, more: int) -> FoundArrangement:
-        """Go on with more or fewer prefill engines as long as it gets better; where it is as good, look one further."""
+        """Go on with more or fewer prefill engines as long as it gets better; where it is as good,
+        look one further.
+        """
         worse, one = 0, best.arrangement
         while worse < 2 and 1 <= one.prefill + more < self._gpus:
             one = msgspec.structs.replace(one, prefill=one.prefill + more, decode=one.decode - more)
-            if best.place is not None and place_of(bound(one, self._prober.work)) + _SLACK < best.place:
+            if (
+                best.place is not None
+                and place_of(bound(one, self._prober.work)) + _SLACK < best.place
+            ):
                 break
             found = self._short_run(one, best.place)
             if found.rank < best.rank:
@@ -210,7 +237,9 @@ class _Search:
         found = self._found.get(one)
         if found is None:
             self._searched.add(one)
-            found = self._found[one] = FoundArrangement(one, self._prober.capacity(one, self._short, guess), False)
+            found = self._found[one] = FoundArrangement(
+                one, self._prober.capacity(one, self._short, guess), False
+            )
         return found
 
     # -- long runs
@@ -219,7 +248,9 @@ class _Search:
         found = self._found.get(one)
         if found is None or not found.exact:
             self._searched.add(one)
-            found = self._found[one] = FoundArrangement(one, self._prober.capacity(one, self._long, guess), True)
+            found = self._found[one] = FoundArrangement(
+                one, self._prober.capacity(one, self._long, guess), True
+            )
         return found
 
     def _climb(self, best: FoundArrangement | None) -> None:
@@ -234,8 +265,12 @@ class _Search:
             if best is before:
                 return
 
-    def _raced(self, one: Arrangement, best: FoundArrangement | None, guess: int | None = None) -> FoundArrangement:
-        """Return the better one. The capacity of what is not better is not looked for: it is at most the best one's."""
+    def _raced(
+        self, one: Arrangement, best: FoundArrangement | None, guess: int | None = None
+    ) -> FoundArrangement:
+        """Return the better one. The capacity of what is not better is not looked for: it is at
+        most the best one's.
+        """
         self._searched.add(one)
         if best is None:
             return self._long_run(one, guess)
@@ -251,7 +286,11 @@ class _Search:
         exact = [one for one in found if one.exact and one.place is not None]
         best = exact[0] if exact else None
         whole = next((one for one in exact if not one.arrangement.prefill), None)
-        if best is not None and whole is not None and (best.place or 0) - (whole.place or 0) <= _WORTH:
+        if (
+            best is not None
+            and whole is not None
+            and (best.place or 0) - (whole.place or 0) <= _WORTH
+        ):
             best = whole
         return Result(
             gpus=self._gpus,
@@ -268,6 +307,10 @@ def _rank(one: FoundArrangement) -> tuple[float, bool, tuple[int, int, int, str]
 
 
 def best_of(found: Iterable[FoundArrangement], *, prefill: bool) -> FoundArrangement | None:
-    """Return the best plain arrangement of long runs, or the best split one; None: none keeps the SLO."""
+    """Return the best plain arrangement of long runs, or the best split one; None: none keeps the
+    SLO.
+    """
     known = (one for one in found if one.exact and one.place is not None)
-    return min((one for one in known if bool(one.arrangement.prefill) is prefill), key=_rank, default=None)
+    return min(
+        (one for one in known if bool(one.arrangement.prefill) is prefill), key=_rank, default=None
+    )

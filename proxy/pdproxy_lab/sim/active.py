@@ -71,14 +71,18 @@ class ActiveRequest:
 
     @property
     def cached_tokens(self) -> int:
-        """The usage's cached tokens: P's own hits if the handle has them, else all tokens that were not computed here."""
+        """The usage's cached tokens: P's own hits if the handle has them, else all tokens that were
+        not computed here.
+        """
         p_hits = (self.params or {}).get("remote_prefill_cached_tokens")
         if self.external and isinstance(p_hits, int):
             return p_hits
         return self.local + self.external
 
     def count_start(self, stats: Stats, queried: int, wanted: int, now: float) -> None:
-        """Count a request that is scheduled for the first time: `wanted` of `queried` tokens should come from elsewhere."""
+        """Count a request that is scheduled for the first time: `wanted` of `queried` tokens should
+        come from elsewhere.
+        """
         self.started = now
         stats.queue.observe(now - self.arrived)
         stats.prefix_cache_queries += self.prompt
@@ -87,7 +91,9 @@ class ActiveRequest:
         stats.external_prefix_cache_hits += wanted
 
     def count_token(self, stats: Stats, now: float) -> None:
-        """Count the token that was just generated; with the first one, the sources of the prompt's KV."""
+        """Count the token that was just generated; with the first one, the sources of the prompt's
+        KV.
+        """
         stats.generation_tokens += 1
         if self.last_token is None:
             stats.prompt_tokens += self.prompt
@@ -110,11 +116,23 @@ class Step:
     seconds: float
 
 
-def step_of(work: list[tuple[ActiveRequest, int]], pulls: Sequence[int], hardware: Hardware) -> Step:
-    """Return the step in which each request computes so many tokens, and KV transfers of `pulls` tokens begin."""
+def step_of(
+    work: list[tuple[ActiveRequest, int]], pulls: Sequence[int], hardware: Hardware
+) -> Step:
+    """Return the step in which each request computes so many tokens, and KV transfers of `pulls`
+    tokens begin.
+    """
     decoding = [sequence.computed for sequence, count in work if count == 1]
     chunks = [(count, sequence.computed) for sequence, count in work if count > 1]
-    tokens, pairs = sum(count for count, _ in chunks), sum(attended(count, before) for count, before in chunks)
-    begun = sum(count > 1 and sequence.computed == sequence.local + sequence.external for sequence, count in work)
-    seconds = hardware.step_s(tokens, len(decoding), sum(decoding), pairs, len(pulls), begun, sum(pulls))
+    tokens, pairs = (
+        sum(count for count, _ in chunks),
+        sum(attended(count, before) for count, before in chunks),
+    )
+    begun = sum(
+        count > 1 and sequence.computed == sequence.local + sequence.external
+        for sequence, count in work
+    )
+    seconds = hardware.step_s(
+        tokens, len(decoding), sum(decoding), pairs, len(pulls), begun, sum(pulls)
+    )
     return Step(work, seconds)

@@ -1,4 +1,5 @@
-"""The admin port of a simulated engine: arm faults, simulate signals, read the engine's state. It is not part of vLLM's API.
+"""The admin port of a simulated engine: arm faults, simulate signals, read the engine's state. It
+is not part of vLLM's API.
 
 It has its own listener, so an engine that is frozen or killed can be restarted through it.
 """
@@ -80,7 +81,9 @@ def _json(body: object, status: int = 200) -> Response:
 
 
 def _shown(armed: Armed) -> dict[str, Any]:
-    fault = {key: value for key, value in msgspec.to_builtins(armed.fault).items() if value is not None}
+    fault = {
+        key: value for key, value in msgspec.to_builtins(armed.fault).items() if value is not None
+    }
     return {"id": armed.number, **fault, "left": armed.left, "fired": armed.fired}
 
 
@@ -107,18 +110,25 @@ class _Admin:
                 Route("/faults", self._disarm_all, methods=["DELETE"]),
                 Route("/faults/{number:int}", self._disarm, methods=["DELETE"]),
                 Route("/state", self._state, methods=["GET"]),
-                *(Route(f"/{name}", self._act, methods=["POST"], name=name) for name in self._actions),
+                *(
+                    Route(f"/{name}", self._act, methods=["POST"], name=name)
+                    for name in self._actions
+                ),
             ],
             exception_handlers={HTTPException: self._refused},
         )
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _json({"error": f"{request.method} {request.url.path}: {error.detail}"}, error.status_code)
+        return _json(
+            {"error": f"{request.method} {request.url.path}: {error.detail}"}, error.status_code
+        )
 
     async def _list(self, request: Request) -> Response:
         book = self._sim.faults
-        return _json({"armed": [_shown(one) for one in book.armed.values()], "happened": dict(book.happened)})
+        return _json(
+            {"armed": [_shown(one) for one in book.armed.values()], "happened": dict(book.happened)}
+        )
 
     async def _arm(self, request: Request) -> Response:
         try:

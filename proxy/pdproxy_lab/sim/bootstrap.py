@@ -1,7 +1,9 @@
-"""The bootstrap server of a simulated prefill engine with Mooncake: which workers it has, over HTTP.
+"""The bootstrap server of a simulated prefill engine with Mooncake: which workers it has, over
+HTTP.
 
-Owns the registrations and the port. As in vLLM 0.32.0 (`mooncake/mooncake_utils.py`), `/query` answers with what is registered by
-now: nothing or a part while the engine starts. A worker that registers twice must name the same address.
+Owns the registrations and the port. As in vLLM 0.32.0 (`mooncake/mooncake_utils.py`), `/query`
+answers with what is registered by now: nothing or a part while the engine starts. A worker that
+registers twice must name the same address.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Registration(BaseModel):
 
 
 Workers = dict[int, dict[str, Any]]
-"""By data-parallel rank: `engine_id`, and `worker_addr` by tensor-parallel and pipeline-parallel rank."""
+"""By data-parallel rank: `engine_id`, and `worker_addr` by tensor-parallel and pipeline-parallel
+rank.
+"""
 
 
 class Bootstrap:
@@ -63,7 +67,9 @@ class Bootstrap:
             proxy_headers=False,
         )
         self._config.load()
-        self._listener = network.listener(host, port, lambda: HttpToolsProtocol(self._config, self._state, {}))
+        self._listener = network.listener(
+            host, port, lambda: HttpToolsProtocol(self._config, self._state, {})
+        )
 
     @property
     def url(self) -> str:
@@ -112,13 +118,17 @@ class Bootstrap:
         """
         rank = self.workers.setdefault(one.dp_rank, {"engine_id": one.engine_id, "worker_addr": {}})
         if rank["engine_id"] != one.engine_id:
-            text = f"Engine ID mismatch for dp_rank={one.dp_rank}: expected {rank['engine_id']}, got {one.engine_id}"
+            text = (
+                f"Engine ID mismatch for dp_rank={one.dp_rank}: expected {rank['engine_id']}, "
+                f"got {one.engine_id}"
+            )
             raise HTTPException(400, text)
         known = rank["worker_addr"].setdefault(one.tp_rank, {})
         if known.setdefault(one.pp_rank, one.addr) != one.addr:
             raise HTTPException(
                 400,
-                f"Worker with dp_rank={one.dp_rank}, tp_rank={one.tp_rank}, pp_rank={one.pp_rank} is already registered at "
+                f"Worker with dp_rank={one.dp_rank}, tp_rank={one.tp_rank}, "
+                f"pp_rank={one.pp_rank} is already registered at "
                 f"{known[one.pp_rank]}, but still want to register at {one.addr}",
             )
 
@@ -134,7 +144,8 @@ class Bootstrap:
 
 
 async def query(address: str, deadline: float) -> dict[str, str]:
-    """Return the address of a worker by engine id, as a decode engine learns it. `deadline`: seconds for each of three attempts.
+    """Return the address of a worker by engine id, as a decode engine learns it. `deadline`:
+    seconds for each of three attempts.
 
     Raises:
         LinkError: the server is not there, or its answer can't be read.
@@ -154,7 +165,8 @@ async def query(address: str, deadline: float) -> dict[str, str]:
     try:
         ranks: Workers = msgspec.json.decode(body, type=dict[int, dict[str, Any]])
         return {
-            one["engine_id"]: next(iter(next(iter(one["worker_addr"].values())).values())) for one in ranks.values()
+            one["engine_id"]: next(iter(next(iter(one["worker_addr"].values())).values()))
+            for one in ranks.values()
         }
     except (msgspec.MsgspecError, LookupError, StopIteration, AttributeError, TypeError) as error:
         raise SideChannelError(f"not what a bootstrap server answers: {error}") from error

@@ -1,4 +1,6 @@
-"""LMCache's view of a prompt: chunks of tokens, each named by a hash of all tokens up to its end, and their pages. Pure."""
+"""LMCache's view of a prompt: chunks of tokens, each named by a hash of all tokens up to its end,
+and their pages. Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The interface between the engine's core and a KV connector, in the order in which the core calls it. Pure.
+"""The interface between the engine's core and a KV connector, in the order in which the core calls
+it. Pure.
 
-It follows vLLM's `KVConnectorBase_V1`; `Connector` itself does nothing. There is one file per connector: `nixl`, `lmcache_pd`,
-`lmcache_mp`, `shared`, `kvstore_keys`, `cpu`; `connectors` lists them. What happens outside of the core (a transfer, a notice to
-the proxy) is in `outbox` as commands; the driver carries them out and reports the results.
+It follows vLLM's `KVConnectorBase_V1`; `Connector` itself does nothing. There is one file per
+connector: `nixl`, `lmcache_pd`, `lmcache_mp`, `shared`, `kvstore_keys`, `cpu`; `connectors` lists
+them. What happens outside of the core (a transfer, a notice to the proxy) is in `outbox` as
+commands; the driver carries them out and reports the results.
 """
 
 from __future__ import annotations
@@ -44,12 +46,18 @@ class Connector:
     """One engine's connector. This one moves no KV and ignores all `kv_transfer_params`."""
 
     keeps_aborted_loads = True
-    """Whether a request that is aborted while its KV is on its way keeps its blocks until that has come."""
+    """Whether a request that is aborted while its KV is on its way keeps its blocks until that has
+    come.
+    """
     lost_loads_kill = True
-    """Whether the core dies when a request whose KV can never come is aborted. If not, its blocks are lost."""
+    """Whether the core dies when a request whose KV can never come is aborted. If not, its blocks
+    are lost.
+    """
 
     pulls_in_step = False
-    """Whether a step begins the transfers of the requests scheduled in it, and waits until they have begun."""
+    """Whether a step begins the transfers of the requests scheduled in it, and waits until they
+    have begun.
+    """
 
     def __init__(self) -> None:
         self.outbox: deque[Any] = deque()
@@ -78,14 +86,16 @@ class Connector:
         """The scheduler has the request."""
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens beyond `one.computed` come from elsewhere, and whether they come later, by a command.
+        """Return how many tokens beyond `one.computed` come from elsewhere, and whether they come
+        later, by a command.
 
         What does not come later is there already: `load` loads it in the same step.
         """
         return 0, False
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """Take note of the blocks for a request that is scheduled for the first time; return whether its KV can come at all.
+        """Take note of the blocks for a request that is scheduled for the first time; return
+        whether its KV can come at all.
 
         Raises:
             EngineDeadError: its parameters kill a real scheduler.
@@ -93,7 +103,8 @@ class Connector:
         return True
 
     def load(self, one: ActiveRequest, tokens: int) -> None:
-        """Write the KV of `tokens` tokens behind `one.computed` into its blocks, in the step that schedules it.
+        """Write the KV of `tokens` tokens behind `one.computed` into its blocks, in the step that
+        schedules it.
 
         Raises:
             EngineDeadError: the KV that `wanted` returned is not there.
@@ -110,8 +121,11 @@ class Connector:
 
     # -- its end
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the connector keeps its blocks from now on, and the answer's `kv_transfer_params`.
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether the connector keeps its blocks from now on, and the answer's
+        `kv_transfer_params`.
 
         Raises:
             EngineDeadError: a real scheduler dies of it.
@@ -153,7 +167,9 @@ class Connector:
         return 0
 
     def awaited(self, now: float) -> dict[str, float]:
-        """Return D's requests whose blocks only a push frees, aborted ones too: request id to seconds since it was registered."""
+        """Return D's requests whose blocks only a push frees, aborted ones too: request id to
+        seconds since it was registered.
+        """
         return {}
 
     def registrations(self) -> list[str]:

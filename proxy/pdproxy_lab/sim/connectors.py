@@ -1,4 +1,6 @@
-"""All connectors. Pure. A new one is one file, one line here and its name in `SimFacts.connector`."""
+"""All connectors. Pure. A new one is one file, one line here and its name in
+`SimFacts.connector`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from pdproxy_lab.sim.storage import Storage
 
 
 def connector_of(
-    facts: SimFacts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats, storage: Storage
+    facts: SimFacts,
+    engine_id: str,
+    side_channel_port: int,
+    pool: BlockPool,
+    stats: Stats,
+    storage: Storage,
 ) -> Connector:
     """Return the connector of one engine; it may share `storage` with other engines."""
     match facts.connector:

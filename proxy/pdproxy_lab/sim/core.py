@@ -1,9 +1,11 @@
-"""The engine's core: continuous batching over queues and KV blocks, one step after the other. Pure: time is passed in.
+"""The engine's core: continuous batching over queues and KV blocks, one step after the other. Pure:
+time is passed in.
 
-Owns the queues, the requests in them and their blocks. A driver calls `begin`, waits for the step's seconds, calls `finish`
-and delivers the outputs; commands to other engines and the proxy are in `commands`. The same core runs behind HTTP in real time
-and without it in virtual time. Scheduling follows vLLM's v1 scheduler: running requests first, then waiting ones, a token budget
-per step, prompts in chunks, and the youngest request is preempted when blocks run out.
+Owns the queues, the requests in them and their blocks. A driver calls `begin`, waits for the step's
+seconds, calls `finish` and delivers the outputs; commands to other engines and the proxy are in
+`commands`. The same core runs behind HTTP in real time and without it in virtual time. Scheduling
+follows vLLM's v1 scheduler: running requests first, then waiting ones, a token budget per step,
+prompts in chunks, and the youngest request is preempted when blocks run out.
 """
 
 from __future__ import annotations
@@ -46,7 +48,12 @@ class Core:
         self.pool = BlockPool(facts.num_gpu_blocks, facts.block_size)
         self.kv_events = log_of(facts, self.pool)
         self.connector = connector_of(
-            facts, engine_id, side_channel_port, self.pool, stats, MemoryStorage() if storage is None else storage
+            facts,
+            engine_id,
+            side_channel_port,
+            self.pool,
+            stats,
+            MemoryStorage() if storage is None else storage,
         )
         self._language = Language(facts.eos_every, thinks=facts.reasoning_parser != "none")
         self._seed = mix(crc32(facts.model.encode()), facts.weights)
@@ -64,7 +71,9 @@ class Core:
         """Queue a request."""
         sampling, params, chance = request.sampling, request.kv_transfer_params, None
         if sampling.temperature > 0:
-            chance = random.Random(self._chance.getrandbits(64) if sampling.seed is None else mix(sampling.seed, 3))
+            chance = random.Random(
+                self._chance.getrandbits(64) if sampling.seed is None else mix(sampling.seed, 3)
+            )
         sequence = ActiveRequest(
             request=request,
             attention=Attention(self.pool, self._seed),
@@ -104,7 +113,12 @@ class Core:
         """Whether a step would do something."""
         if self.connector.blocked:
             return False
-        return bool(self._running or self._waiting or self._outputs or (self._loads and self.connector.waits_for_step))
+        return bool(
+            self._running
+            or self._waiting
+            or self._outputs
+            or (self._loads and self.connector.waits_for_step)
+        )
 
     def begin(self, now: float) -> Step | None:
         """Return the next step; None: nothing can be computed."""
@@ -148,8 +162,12 @@ class Core:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _schedule_waiting(self, work: list[tuple[ActiveRequest, int]], budget: int, now: float) -> bool:
-        """Add the requests that may begin. Return False if the whole engine has to wait for one's KV."""
+    def _schedule_waiting(
+        self, work: list[tuple[ActiveRequest, int]], budget: int, now: float
+    ) -> bool:
+        """Add the requests that may begin. Return False if the whole engine has to wait for one's
+        KV.
+        """
         while self._waiting and budget and len(self._running) < self.facts.max_num_seqs:
             sequence = self._waiting.first
             wanted, later = 0, False
@@ -166,7 +184,9 @@ class Core:
             known = sequence.computed + wanted
             count = min(len(sequence.tokens) - known, budget)
             upto = known if later else known + count
-            if not fits_whole(sequence, self._running if later else (), self.pool) or not self._grow(sequence, upto):
+            if not fits_whole(
+                sequence, self._running if later else (), self.pool
+            ) or not self._grow(sequence, upto):
                 if not had_blocks:
                     self._unmatch(sequence)
                 break
@@ -195,10 +215,13 @@ class Core:
         return True
 
     def _match(self, sequence: ActiveRequest) -> tuple[int, bool]:
-        """Look for the prompt's KV here, then elsewhere. Return how many tokens come from elsewhere, and whether later."""
+        """Look for the prompt's KV here, then elsewhere. Return how many tokens come from
+        elsewhere, and whether later.
+        """
         facts = self.facts
         sequence.attention.reset()
-        computes_all = sequence.request.sampling.prompt_logprobs is not None  # vLLM's skip_reading_prefix_cache
+        # vLLM's skip_reading_prefix_cache
+        computes_all = sequence.request.sampling.prompt_logprobs is not None
         if facts.enable_prefix_caching and not computes_all:
             block_keys(sequence.keys, sequence.tokens, facts.block_size, sequence.salt)
             limit = (len(sequence.tokens) - 1) // facts.block_size
@@ -208,7 +231,11 @@ class Core:
             sequence.blocks = found
             sequence.computed = sequence.local = len(found) * facts.block_size
             sequence.remembered = len(found)
-        return (0, False) if sequence.scheduled_before or computes_all else self.connector.wanted(sequence)
+        return (
+            (0, False)
+            if sequence.scheduled_before or computes_all
+            else self.connector.wanted(sequence)
+        )
 
     def _unmatch(self, sequence: ActiveRequest) -> None:
         self.pool.release(sequence.blocks)
@@ -248,7 +275,9 @@ class Core:
         draw = sequence.chance.getrandbits(64) if sequence.chance is not None else 0
         recent = sequence.tokens[-3:]
         language = self._language.behind(sequence.thoughts)
-        token = language.next_token(state, sequence.generated, sequence.request.sampling, draw, recent)
+        token = language.next_token(
+            state, sequence.generated, sequence.request.sampling, draw, recent
+        )
         sequence.tokens.append(token.id)
         sequence.generated.append(token.id)
         sequence.count_token(self.stats, now)
@@ -260,7 +289,9 @@ class Core:
         if full <= sequence.remembered or not self.facts.enable_prefix_caching:
             return
         block_keys(sequence.keys, sequence.tokens, self.facts.block_size, sequence.salt)
-        self.pool.remember(sequence.blocks[sequence.remembered : full], sequence.keys[sequence.remembered : full])
+        self.pool.remember(
+            sequence.blocks[sequence.remembered : full], sequence.keys[sequence.remembered : full]
+        )
         self.kv_events.stored(sequence, sequence.remembered, full)
         sequence.remembered = full
 
@@ -274,7 +305,9 @@ class Core:
             num_cache_creation_tokens=max(in_cache - sequence.local - sequence.external, 0),
         )
         if first and sampling.prompt_logprobs is not None:
-            output.prompt_logprobs = self._language.prompt_scores(self._seed, request.prompt, sampling.prompt_logprobs)
+            output.prompt_logprobs = self._language.prompt_scores(
+                self._seed, request.prompt, sampling.prompt_logprobs
+            )
         made = len(sequence.generated)
         if made >= sampling.min_tokens and token.id == EOS and not sampling.ignore_eos:
             output.finish_reason = "stop"
@@ -317,7 +350,9 @@ class Core:
             self.pool.pages[block] = page
         self._arrived(sequence, pull.request_id, pull.tokens, sequence.local + pull.tokens)
 
-    def _arrived(self, sequence: ActiveRequest, request_id: str, tokens: int, computed: int) -> None:
+    def _arrived(
+        self, sequence: ActiveRequest, request_id: str, tokens: int, computed: int
+    ) -> None:
         self.connector.arrived(request_id)
         if sequence.state is RequestState.ENDED:
             self.pool.release(sequence.blocks)
@@ -330,7 +365,9 @@ class Core:
         self._waiting.put_back(sequence)
 
     def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
-        """Store whole blocks that were pushed for a waiting request. A request that has ended is ignored."""
+        """Store whole blocks that were pushed for a waiting request. A request that has ended is
+        ignored.
+        """
         if (sequence := self._loads.get(request_id)) is None:
             return
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
@@ -358,7 +395,9 @@ class Core:
         self._update_gauges()
 
     def _read_failed(self, sequence: ActiveRequest, now: float) -> None:
-        """Its KV could not be read before its first step: fail it or compute it here, depending on the policy."""
+        """Its KV could not be read before its first step: fail it or compute it here, depending on
+        the policy.
+        """
         self.connector.broken.discard(sequence.request.id)
         self.stats.failed_transfers += 1
         self._unmatch(sequence)
@@ -367,7 +406,9 @@ class Core:
             sequence.count_start(self.stats, sequence.prompt, 0, now)
         else:
             self._end(sequence, "error", now)
-            self._outputs.append(EngineOutput(request_id=sequence.request.id, finish_reason="error"))
+            self._outputs.append(
+                EngineOutput(request_id=sequence.request.id, finish_reason="error")
+            )
 
     def written_by_peer(self, request_id: str, tokens: int) -> None:
         """The KV of a waiting request is in its blocks."""
@@ -396,5 +437,8 @@ class Core:
 
     def _update_gauges(self) -> None:
         self.stats.running = len(self._running)
-        self.stats.waiting, self.stats.deferred = len(self._waiting) + len(self._loads), len(self._loads)
+        self.stats.waiting, self.stats.deferred = (
+            len(self._waiting) + len(self._loads),
+            len(self._loads),
+        )
         self.stats.kv_cache_usage = self.pool.usage

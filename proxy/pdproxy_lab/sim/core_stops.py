@@ -18,10 +18,12 @@ class Ports(Protocol):
 
 
 class CoreStops:
-    """The cores of an engine's data-parallel ranks, which are stopped and go on, as by SIGSTOP and SIGCONT.
+    """The cores of an engine's data-parallel ranks, which are stopped and go on, as by SIGSTOP and
+    SIGCONT.
 
-    What the API server sends to a stopped core waits in its socket. So it does not change the core's counters either. `ports`:
-    those of the engine; `own`: those of each rank's core, where ranks have their own.
+    What the API server sends to a stopped core waits in its socket. So it does not change the
+    core's counters either. `ports`: those of the engine; `own`: those of each rank's core, where
+    ranks have their own.
     """
 
     def __init__(self, ranks: int, ports: Sequence[Ports], own: Sequence[Ports]) -> None:

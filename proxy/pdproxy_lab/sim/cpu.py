@@ -1,14 +1,19 @@
-"""The `CPUConnector` of vLLM's pull request 18332 (contract `cpu`): P pushes into D's memory on the host. Pure.
+"""The `CPUConnector` of vLLM's pull request 18332 (contract `cpu`): P pushes into D's memory on the
+host. Pure.
 
-Owns what P has sent and D's buffer. The rules are those of its `cpu_connector.py` and `nixl_cpu_utils.py`:
+Owns what P has sent and D's buffer. The rules are those of its `cpu_connector.py` and
+`nixl_cpu_utils.py`:
 
-- P pushes the KV of each step of each request to the one address in its own configuration, whatever the request says. Its
-  answer is `{prefill_request_id}`. P keeps no blocks; if its buffer is full, or D never listened, its whole engine waits.
-- D takes pushes only in its steps: not while it has no request at all. Parts are placed in the order in which they came.
-- D loads whole blocks, once as many tokens are here as the prompt has. It finds its own request by P's id: both must have the
-  same id. An id that never comes, or comes twice, is awaited for ever.
-- What D loads is freed. Anything else stays until D ends: KV of a request that never came, of a prompt under a block or found
-  in D's prefix cache, of a prefill that was aborted or made more than one token.
+- P pushes the KV of each step of each request to the one address in its own configuration, whatever
+  the request says. Its answer is `{prefill_request_id}`. P keeps no blocks; if its buffer is full,
+  or D never listened, its whole engine waits.
+- D takes pushes only in its steps: not while it has no request at all. Parts are placed in the
+  order in which they came.
+- D loads whole blocks, once as many tokens are here as the prompt has. It finds its own request by
+  P's id: both must have the same id. An id that never comes, or comes twice, is awaited for ever.
+- What D loads is freed. Anything else stays until D ends: KV of a request that never came, of a
+  prompt under a block or found in D's prefix cache, of a prefill that was aborted or made more than
+  one token.
 - A part that is larger than the whole buffer kills D.
 """
 
@@ -31,12 +36,16 @@ _SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 def base_id(request_id: str) -> str:
-    """Return the id that a request had in the vLLM of the pull request: without the random suffix of later versions."""
+    """Return the id that a request had in the vLLM of the pull request: without the random suffix
+    of later versions.
+    """
     return _SUFFIX.sub("", request_id)
 
 
 class KvPart(msgspec.Struct, frozen=True):
-    """KV of the tokens `start` to `stop` of a prompt that has `total` tokens. `size` is in bytes."""
+    """KV of the tokens `start` to `stop` of a prompt that has `total` tokens. `size` is in
+    bytes.
+    """
 
     request: str
     start: int
@@ -47,11 +56,15 @@ class KvPart(msgspec.Struct, frozen=True):
 
 
 class FindReceiver(msgspec.Struct, frozen=True):
-    """Ask for the engine's id at the configured address, until one listens. The answer goes to `CpuConnector.found`."""
+    """Ask for the engine's id at the configured address, until one listens. The answer goes to
+    `CpuConnector.found`.
+    """
 
 
 class SendPart(msgspec.Struct, frozen=True):
-    """Send a part to the engine of the handshake, once D has space. The result goes to `CpuConnector.sent`."""
+    """Send a part to the engine of the handshake, once D has space. The result goes to
+    `CpuConnector.sent`.
+    """
 
     engine_id: str
     part: KvPart
@@ -66,7 +79,9 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class _Pushed(msgspec.Struct):
-    """What D has of one prefill. `over`: it was reported to a request that had left, and will not be reported again."""
+    """What D has of one prefill. `over`: it was reported to a request that had left, and will not
+    be reported again.
+    """
 
     total: int
     tokens: int = 0
@@ -128,7 +143,9 @@ class CpuConnector(Connector):
             self.outbox.append(FindReceiver())
         self._finding.append(part)
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
         """P names the request, whatever its parameters are. No blocks are kept."""
         self._saved.pop(one.request.id, None)
         self._waiting.pop(base_id(one.request.id), None)
@@ -141,14 +158,18 @@ class CpuConnector(Connector):
         self._finding.clear()
 
     def sent(self, part: KvPart, *, whole: bool) -> None:
-        """Take the result of a transfer. After a failed one nothing is freed: the task is asked for its state for ever."""
+        """Take the result of a transfer. After a failed one nothing is freed: the task is asked for
+        its state for ever.
+        """
         if whole:
             self.sending -= part.size
 
     # -- D
 
     def offer(self, part: KvPart, taken: Callable[[], None]) -> None:
-        """Queue a part that P wants to send. It waits for a step with space; then `taken` is called."""
+        """Queue a part that P wants to send. It waits for a step with space; then `taken` is
+        called.
+        """
         self._offers.append((part, taken))
 
     @property
@@ -181,7 +202,9 @@ class CpuConnector(Connector):
         self._look(part.request)
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens in whole blocks should come: those of the id that the request names."""
+        """Return how many tokens in whole blocks should come: those of the id that the request
+        names.
+        """
         if self._produces:
             return 0, False
         size = self._pool.block_size
@@ -204,7 +227,9 @@ class CpuConnector(Connector):
         self._waiting.pop(base_id(request_id), None)
 
     def arrived(self, request_id: str) -> None:
-        """A request no longer waits. If what it waits for comes later, it is reported to nobody, and stays."""
+        """A request no longer waits. If what it waits for comes later, it is reported to nobody,
+        and stays.
+        """
         self._waiting.pop(base_id(request_id), None)
 
     def _look(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """The sockets of contract `cpu`: P's handshake and its pushes, and the one port on which D listens.
 
-Real engines do the same with ZMQ and NIXL. As they do, P waits until D listens, and waits for ever for an answer that is lost.
+Real engines do the same with ZMQ and NIXL. As they do, P waits until D listens, and waits for ever
+for an answer that is lost.
 """
 
 from __future__ import annotations
@@ -46,10 +47,16 @@ async def _ask(host: str, port: int, question: _Question) -> str:
 
 
 class CpuLink:
-    """P's connections, and D's `port`. `connector` returns the running core's; `changed` is called when the core has work."""
+    """P's connections, and D's `port`. `connector` returns the running core's; `changed` is called
+    when the core has work.
+    """
 
     def __init__(
-        self, facts: SimFacts, connector: Callable[[], CpuConnector], changed: Callable[[], None], port: EnginePort
+        self,
+        facts: SimFacts,
+        connector: Callable[[], CpuConnector],
+        changed: Callable[[], None],
+        port: EnginePort,
     ) -> None:
         self._facts, self._connector, self._changed = facts, connector, changed
         self._reserved = port
@@ -62,7 +69,8 @@ class CpuLink:
         """The port on which it listens, 0 before it does."""
 
     async def open(self, engine_id: str) -> None:
-        """Listen, if the engine is a D with this connector; on the same port as before if it has listened.
+        """Listen, if the engine is a D with this connector; on the same port as before if it has
+        listened.
 
         Raises:
             OSError: the port is taken.
@@ -70,7 +78,9 @@ class CpuLink:
         if self._facts.connector != "cpu" or self._facts.role != "decode":
             return
         self._engine_id = engine_id
-        self._server = await self._reserved.listen(self._accepted, self._facts.cpu.cpu_host, self._facts.cpu.cpu_port)
+        self._server = await self._reserved.listen(
+            self._accepted, self._facts.cpu.cpu_host, self._facts.cpu.cpu_port
+        )
         self.port = self._reserved.number
 
     async def close(self) -> None:
@@ -99,20 +109,26 @@ class CpuLink:
                 case FindReceiver():
                     self._connector().found(await self._find())
                 case SendPart():
-                    await asyncio.sleep(self._facts.hardware.transfer_s(command.part.stop - command.part.start))
+                    await asyncio.sleep(
+                        self._facts.hardware.transfer_s(command.part.stop - command.part.start)
+                    )
                     self._connector().sent(command.part, whole=await self._send(command))
 
     async def _find(self) -> str:
         """Return the id of the engine that listens at the configured address, once there is one."""
         while True:
-            with contextlib.suppress(OSError, EOFError, OverflowError, SideChannelError, msgspec.MsgspecError):
+            with contextlib.suppress(
+                OSError, EOFError, OverflowError, SideChannelError, msgspec.MsgspecError
+            ):
                 return await self._asked(_Question())
             await asyncio.sleep(_PAUSE)
 
     async def _send(self, command: SendPart) -> bool:
         """Return whether the engine of the handshake has taken a part. It may take any time."""
         try:
-            return await self._asked(_Question(command.engine_id, command.part)) == command.engine_id
+            return (
+                await self._asked(_Question(command.engine_id, command.part)) == command.engine_id
+            )
         except (OSError, EOFError, OverflowError, SideChannelError, msgspec.MsgspecError):
             return False
 
@@ -124,7 +140,9 @@ class CpuLink:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError):
+        with contextlib.suppress(
+            OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError
+        ):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             if question.part is not None and question.engine_id == self._engine_id:

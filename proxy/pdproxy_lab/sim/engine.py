@@ -1,7 +1,8 @@
-"""The engine in real time: the event loop steps the core, requests use async generators, other engines use sockets.
+"""The engine in real time: the event loop steps the core, requests use async generators, other
+engines use sockets.
 
-Owns the core, the task that steps it, and its connector's sockets. The API server calls `generate`; faults call the methods
-under "faults".
+Owns the core, the task that steps it, and its connector's sockets. The API server calls `generate`;
+faults call the methods under "faults".
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from pdproxy_lab.sim.storage import Storage
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 
 _MAX_LAG = 0.05
-"""Seconds. A step that begins less late than this ends at its planned time, so that the loop's lag does not add up."""
+"""Seconds. A step that begins less late than this ends at its planned time, so that the loop's lag
+does not add up.
+"""
 
 
 class SimEngine:
@@ -51,9 +54,11 @@ class SimEngine:
         storage: Storage | None = None,
         network: Network | None = None,
     ) -> None:
-        """Make an engine; `chance` seeds all draws (sampling without a seed, ids); None: different in each run.
+        """Make an engine; `chance` seeds all draws (sampling without a seed, ids); None: different
+        in each run.
 
-        `storage`: where a connector shares KV within this process, else `shared_storage_path`. `network`: of its ports.
+        `storage`: where a connector shares KV within this process, else `shared_storage_path`.
+        `network`: of its ports.
         """
         self.network = network or Sockets()
         self.facts = facts
@@ -84,8 +89,16 @@ class SimEngine:
         self.http_address = ""
         """Where its API listens, `host:port`."""
         self.kv_events = KvEventPublishers(facts)
-        self._ports = (*(link.side for link in self._links), self._receiving, self._cpu_link, self.link, self.kv_events)
-        self.stops = CoreStops(facts.data_parallel_size, self._ports, [link.side for link in self._links])
+        self._ports = (
+            *(link.side for link in self._links),
+            self._receiving,
+            self._cpu_link,
+            self.link,
+            self.kv_events,
+        )
+        self.stops = CoreStops(
+            facts.data_parallel_size, self._ports, [link.side for link in self._links]
+        )
         self._storage = storage
         self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
@@ -118,7 +131,9 @@ class SimEngine:
         self._sending = Sending()
         self.kv_events.open()
         self.notice_sender.open(self.facts.tensor_parallel_size)
-        self._cores = [await self._core_of(rank, made) for rank in range(self.facts.data_parallel_size)]
+        self._cores = [
+            await self._core_of(rank, made) for rank in range(self.facts.data_parallel_size)
+        ]
         for core in self._cores:
             self._tasks.spawn(self._run(core), "steps")
 
@@ -131,9 +146,13 @@ class SimEngine:
         return []
 
     async def _core_of(self, rank: int, agent: str) -> Core:
-        """Make the core of a data-parallel rank: with its own id, side channel, memory and counters."""
+        """Make the core of a data-parallel rank: with its own id, side channel, memory and
+        counters.
+        """
         facts, port = self.facts, 0
-        engine_id = self.engine_id if facts.data_parallel_size == 1 else f"{self.engine_id}_dp{rank}"
+        engine_id = (
+            self.engine_id if facts.data_parallel_size == 1 else f"{self.engine_id}_dp{rank}"
+        )
         if self._links:
             port = facts.side_channel_port and facts.side_channel_port + rank
             port = await self._links[rank].open(engine_id, agent, port)
@@ -193,9 +212,11 @@ class SimEngine:
         return f"{self._chance.getrandbits(32):08x}"
 
     def reject(self, kv_transfer_params: dict[str, Any], rank: int | None = None) -> None:
-        """Clean up after a request with a KV handle that the API server refused: the connector releases P's blocks.
+        """Clean up after a request with a KV handle that the API server refused: the connector
+        releases P's blocks.
 
-        A rank that does not exist is logged by vLLM, and nothing is released; one below 0 counts from the last.
+        A rank that does not exist is logged by vLLM, and nothing is released; one below 0 counts
+        from the last.
         """
         count = len(self._cores)
         if count < 2:
@@ -217,7 +238,9 @@ class SimEngine:
         self.wake()
 
     def freeze(self, rank: int | None = None) -> None:
-        """Stop the core of a data-parallel rank (None: of all) and its side channel; sockets stay open, as by SIGSTOP."""
+        """Stop the core of a data-parallel rank (None: of all) and its side channel; sockets stay
+        open, as by SIGSTOP.
+        """
         self.stops.freeze(rank)
 
     def thaw(self, rank: int | None = None) -> None:
@@ -239,33 +262,47 @@ class SimEngine:
         return count
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix caches, as vLLM's route of this name does. Return whether that was possible: no request may run."""
+        """Empty the prefix caches, as vLLM's route of this name does. Return whether that was
+        possible: no request may run.
+        """
         return False not in [core.pool.reset() for core in self._cores]
 
     def fail_loads(self, count: int = 1) -> None:
-        """Let the next `count` KV transfers that this engine begins fail: pulls, registrations, pushes."""
+        """Let the next `count` KV transfers that this engine begins fail: pulls, registrations,
+        pushes.
+        """
         self._failing_loads += count
 
     async def restart(self) -> None:
-        """Start again with a new engine id and empty memory; running requests get `EngineDeadError`."""
+        """Start again with a new engine id and empty memory; running requests get
+        `EngineDeadError`.
+        """
         await self.stop()
         await self.start()
 
     @property
     def contacted(self) -> frozenset[str] | None:
-        """Ids of the engines with which this run has made a handshake; None if the connector has none, or the core is dead."""
+        """Ids of the engines with which this run has made a handshake; None if the connector has
+        none, or the core is dead.
+        """
         core = self._core
         return None if core is None else core.connector.contacted
 
     @property
     def handles(self) -> dict[str, float]:
         """P's handles that have not ended: request id to seconds left of the lease."""
-        return dict(chain.from_iterable(core.connector.leases(self._now()).items() for core in self._cores))
+        return dict(
+            chain.from_iterable(core.connector.leases(self._now()).items() for core in self._cores)
+        )
 
     @property
     def awaited(self) -> dict[str, float]:
-        """D's requests whose blocks only a push frees, aborted ones too: request id to seconds since it was registered."""
-        return dict(chain.from_iterable(core.connector.awaited(self._now()).items() for core in self._cores))
+        """D's requests whose blocks only a push frees, aborted ones too: request id to seconds
+        since it was registered.
+        """
+        return dict(
+            chain.from_iterable(core.connector.awaited(self._now()).items() for core in self._cores)
+        )
 
     @property
     def registrations(self) -> list[str]:
@@ -306,7 +343,9 @@ class SimEngine:
         return self._cores[0] if self._cores else None
 
     def _core_for(self, rank: int | None) -> Core:
-        """Return the core of a rank, by default of the one with the fewest requests; ties go round, as in vLLM."""
+        """Return the core of a rank, by default of the one with the fewest requests; ties go round,
+        as in vLLM.
+        """
         self._live_core()
         if rank is not None:
             return self._cores[rank]
@@ -346,7 +385,8 @@ class SimEngine:
                 planned = 0.0  # what comes next begins when it comes, however soon
                 continue
             planned = (planned if now - planned < _MAX_LAG else now) + step.seconds
-            await asyncio.sleep(max(planned - now, 0.0))  # a step that takes no time still lets other tasks run
+            # a step that takes no time still lets other tasks run
+            await asyncio.sleep(max(planned - now, 0.0))
             await self.stops.going(rank)
             try:
                 outputs = core.finish(step, self._now())

@@ -18,7 +18,11 @@ def error_event(
     *,
     compact: bool = False,
 ) -> bytes:
-    """Return the event that reports a stream's failure, with spaces in its JSON, as vLLM writes it. `compact`: without spaces."""
+    """Return the event that reports a stream's failure, with spaces in its JSON, as vLLM writes it.
+    `compact`: without spaces.
+    """
     separators = (",", ":") if compact else None
     body = error_body(message, kind, status, param)
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=separators).encode() + b"\n\n"
+    return (
+        b"data: " + json.dumps(body, ensure_ascii=False, separators=separators).encode() + b"\n\n"
+    )

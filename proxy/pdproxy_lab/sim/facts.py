@@ -48,14 +48,20 @@ class LMCacheFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pd_allocation_timeout_sec: float = math.inf
     """D: how long a push waits for space (`async`)."""
     skip_last_n_tokens: int = 0
-    """D: how many of a prompt's last tokens are not looked up. With P's first token it must be 1, to find unfilled chunks."""
+    """D: how many of a prompt's last tokens are not looked up. With P's first token it must be 1,
+    to find unfilled chunks.
+    """
     discard_partial_chunks: bool = False
-    """P: push only full chunks. PD always enables `save_unfull_chunk`, so this option is needed for that."""
+    """P: push only full chunks. PD always enables `save_unfull_chunk`, so this option is needed for
+    that.
+    """
     save_only_first_rank: bool = False
     """As with MLA."""
     notice_type: Literal["ProxyNotif", "NixlProxyNotif", "untagged"] = "ProxyNotif"
     degraded: bool = False
-    """LMCache failed to start: the engine is healthy, stores nothing, loads nothing and sends no notices."""
+    """LMCache failed to start: the engine is healthy, stores nothing, loads nothing and sends no
+    notices.
+    """
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -70,7 +76,9 @@ class LMCacheFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CpuBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `kv_connector_extra_config` of the connector `cpu`: where P pushes to and D listens, and the size of their buffers."""
+    """The `kv_connector_extra_config` of the connector `cpu`: where P pushes to and D listens, and
+    the size of their buffers.
+    """
 
     cpu_host: str = "127.0.0.1"
     cpu_port: int = 0
@@ -92,16 +100,22 @@ class CpuBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class MooncakeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Mooncake's configuration: vLLM's environment variables, and `num_workers` of its `kv_connector_extra_config`."""
+    """Mooncake's configuration: vLLM's environment variables, and `num_workers` of its
+    `kv_connector_extra_config`.
+    """
 
     bootstrap_port: int = 8998
     """P: of its bootstrap server, `VLLM_MOONCAKE_BOOTSTRAP_PORT`; 0: any free one."""
     abort_request_timeout: float = 480.0
-    """`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: P's lease, and how long it lets a D wait for a prompt that it does not have."""
+    """`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: P's lease, and how long it lets a D wait for a prompt
+    that it does not have.
+    """
     connector_timeout: float = 30.0
     """D: for one question to a bootstrap server, `VLLM_MOONCAKE_CONNECTOR_TIMEOUT`."""
     num_workers: int = 10
-    """P: half the number of questions that it handles at once. One that waits for its prompt counts; others queue behind it."""
+    """P: half the number of questions that it handles at once. One that waits for its prompt
+    counts; others queue behind it.
+    """
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -121,7 +135,9 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     publisher: Literal["null", "zmq"] | None = None
     """None: zmq if events are enabled."""
     endpoint: str = "tcp://*:5557"
-    """A host that is a wildcard is bound, any other is connected to; further ranks take the ports after it."""
+    """A host that is a wildcard is bound, any other is connected to; further ranks take the ports
+    after it.
+    """
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
     """Messages that a replay can have again."""
@@ -133,7 +149,9 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         """Fill in the publisher; refuse invalid values."""
         if self.publisher is None:
-            msgspec.structs.force_setattr(self, "publisher", "zmq" if self.enable_kv_cache_events else "null")
+            msgspec.structs.force_setattr(
+                self, "publisher", "zmq" if self.enable_kv_cache_events else "null"
+            )
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -178,38 +196,56 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     runtime_lora: bool = False
     """LoRA adapters can be loaded and unloaded while it runs."""
     reasoning_parser: Literal["none", "deepseek_r1"] = "none"
-    """Separates thoughts from a chat's content. With a parser, the model ends its thoughts with `</think>`."""
+    """Separates thoughts from a chat's content. With a parser, the model ends its thoughts with
+    `</think>`.
+    """
     api_key: str | None = None
     eos_every: int = 97
     """The average number of tokens before the end token; 0: never."""
     connector: ConnectorName = "nixl"
     engine_id: str | None = None
-    """nixl-push, mooncake: the id that other engines know it by, as in `--kv-transfer-config`; None: a new one at each start."""
+    """nixl-push, mooncake: the id that other engines know it by, as in `--kv-transfer-config`;
+    None: a new one at each start.
+    """
     kv_role: KVRole | None = None
-    """None: from role and connector. It affects only metrics: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
+    """None: from role and connector. It affects only metrics: `vllm:num_requests_kv_fetch_by_stage`
+    is a consumer's.
+    """
     tensor_parallel_size: int = 1
     """The number of workers, each of which sends notices."""
     data_parallel_size: int = 1
-    """The number of ranks behind one port, each with its own id for other engines, side channel, memory and counters."""
+    """The number of ranks behind one port, each with its own id for other engines, side channel,
+    memory and counters.
+    """
     notify: str | None = None
-    """Where notices go: a ZMQ PULL socket `tcp://HOST:PORT` (lmcache-pd; nixl, as with the notifier), a URL (lmcache-mp)."""
+    """Where notices go: a ZMQ PULL socket `tcp://HOST:PORT` (lmcache-pd; nixl, as with the
+    notifier), a URL (lmcache-mp).
+    """
     shared_storage_path: str = ""
-    """shared, lmcache-mp, kvstore-keys: the folder that engines share; empty: this engine's own memory."""
+    """shared, lmcache-mp, kvstore-keys: the folder that engines share; empty: this engine's own
+    memory.
+    """
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     kv_lease_duration: float = 30.0
     heartbeat_interval: float = 5.0
     handshake_timeout: float = 5.0
     bidirectional_kv_xfer: bool = False
-    """Whether D keeps the KV of its answers for the next turn, and P pulls it (nixl). Each engine has its own setting."""
+    """Whether D keeps the KV of its answers for the next turn, and P pulls it (nixl). Each engine
+    has its own setting.
+    """
     decoder_kv_blocks_ttl: float = 480.0
     kv_recompute_threshold: int = 64
     """P computes fewer tokens itself, rather than pull them from D."""
     side_channel_host: str = "127.0.0.1"
-    """The address in P's handles, on which the engine listens; on loopback if the machine does not have it."""
+    """The address in P's handles, on which the engine listens; on loopback if the machine does not
+    have it.
+    """
     side_channel_port: int = 0
     """0: any free port."""
     register: str | None = None
-    """p2p-nccl, moriio: where it registers, a ZMQ ROUTER socket `tcp://HOST:PORT`; None: it doesn't."""
+    """p2p-nccl, moriio: where it registers, a ZMQ ROUTER socket `tcp://HOST:PORT`; None: it
+    doesn't.
+    """
     registered_as: str = ""
     """The HTTP address that it registers; empty: where it listens."""
     registration_interval: float = 3.0
@@ -221,7 +257,9 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     defer_timeout: float = 60.0
     """moriio: seconds that P keeps blocks that nobody takes."""
     randomize_request_ids: bool = True
-    """p2p-nccl: False is VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, without which the engines know a request by different ids."""
+    """p2p-nccl: False is VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, without which the engines know a
+    request by different ids.
+    """
     kv_events: KvEventsConfig | None = None
     """What it publishes of its KV blocks; None: nothing."""
     hardware: Hardware = Hardware()
@@ -256,7 +294,8 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("model must not be empty")
         if (self.num_gpu_blocks - 1) * self.block_size < self.max_model_len:
             raise ValueError(
-                f"num_gpu_blocks = {self.num_gpu_blocks} blocks of {self.block_size} tokens hold less than one request"
+                f"num_gpu_blocks = {self.num_gpu_blocks} blocks of {self.block_size} tokens hold "
+                f"less than one request"
                 f" of max_model_len = {self.max_model_len}"
             )
         self._check_connector()
@@ -264,47 +303,77 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def _check_connector(self) -> None:
         if not 0 <= self.kv_port <= 65535:
             raise ValueError(f"kv_port must be 0 to 65535, got {self.kv_port}")
-        if self.register is not None and not (self.registers and self.register.startswith("tcp://")):
+        if self.register is not None and not (
+            self.registers and self.register.startswith("tcp://")
+        ):
             wanted = (
-                "must begin with tcp://" if self.registers else f"must be left out with connector = {self.connector}"
+                "must begin with tcp://"
+                if self.registers
+                else f"must be left out with connector = {self.connector}"
             )
             raise ValueError(f"register {wanted}, got {self.register!r}")
         if self.registers and self.data_parallel_size > 1:
             raise ValueError(f"data_parallel_size must be 1 with connector = {self.connector}")
         if self.registers and self.role == "aggregated":
-            raise ValueError(f"role must be prefill or decode with connector = {self.connector}, got aggregated")
-        scheme = {"nixl": "tcp://", "lmcache-pd": "tcp://", "lmcache-mp": "http://"}.get(self.connector)
+            raise ValueError(
+                f"role must be prefill or decode with connector = {self.connector}, got aggregated"
+            )
+        scheme = {"nixl": "tcp://", "lmcache-pd": "tcp://", "lmcache-mp": "http://"}.get(
+            self.connector
+        )
         if self.notify is not None and (scheme is None or not self.notify.startswith(scheme)):
-            wanted = f"must begin with {scheme}" if scheme else f"must be left out with connector = {self.connector}"
+            wanted = (
+                f"must begin with {scheme}"
+                if scheme
+                else f"must be left out with connector = {self.connector}"
+            )
             raise ValueError(f"notify {wanted}, got {self.notify!r}")
         if self.data_parallel_size > 1 and self.connector == "lmcache-pd":
-            raise ValueError(f"data_parallel_size must be 1 with connector = lmcache-pd, got {self.data_parallel_size}")
+            raise ValueError(
+                f"data_parallel_size must be 1 with connector = lmcache-pd, got "
+                f"{self.data_parallel_size}"
+            )
         if self.side_channel_port + self.data_parallel_size > 65536:
-            raise ValueError(f"side_channel_port must leave one port per rank, got {self.side_channel_port}")
+            raise ValueError(
+                f"side_channel_port must leave one port per rank, got {self.side_channel_port}"
+            )
         if self.engine_id is not None and self.connector not in ("nixl-push", "mooncake"):
-            raise ValueError(f"engine_id must be left out with connector = {self.connector}, got {self.engine_id!r}")
+            raise ValueError(
+                f"engine_id must be left out with connector = {self.connector}, got "
+                f"{self.engine_id!r}"
+            )
         if self.engine_id == "":
             raise ValueError("engine_id must not be empty")
         if self.connector.startswith("lmcache") and self.lmcache.chunk_size % self.block_size:
             raise ValueError(
-                f"chunk_size must be a multiple of block_size = {self.block_size}, got {self.lmcache.chunk_size}"
+                f"chunk_size must be a multiple of block_size = {self.block_size}, got "
+                f"{self.lmcache.chunk_size}"
             )
         if self.role == "any" and self.connector not in _ANY:
-            raise ValueError(f"role must not be any with connector = {self.connector}: its engines have one role")
+            raise ValueError(
+                f"role must not be any with connector = {self.connector}: its engines have one role"
+            )
         if self.connector == "cpu" and self.role == "aggregated":
             raise ValueError("role must be prefill or decode with connector = cpu, got aggregated")
         if self.connector == "cpu" and self.role == "prefill" and not self.cpu.cpu_port:
-            raise ValueError("cpu_port must be given: a prefill engine pushes to this port of its decode engine")
+            raise ValueError(
+                "cpu_port must be given: a prefill engine pushes to this port of its decode engine"
+            )
         if self.connector != "lmcache-pd":
             return
         if self.role == "aggregated":
-            raise ValueError("role must be prefill or decode with connector = lmcache-pd, got aggregated")
+            raise ValueError(
+                "role must be prefill or decode with connector = lmcache-pd, got aggregated"
+            )
         if self.role == "prefill" and self.notify is None:
             raise ValueError(
-                "notify must be given: LMCache's sender does not start without pd_proxy_host and pd_proxy_port"
+                "notify must be given: LMCache's sender does not start without pd_proxy_host and "
+                "pd_proxy_port"
             )
         if not self.pd_buffer_chunks:
-            raise ValueError(f"pd_buffer_size must hold a chunk at least, got {self.lmcache.pd_buffer_size}")
+            raise ValueError(
+                f"pd_buffer_size must hold a chunk at least, got {self.lmcache.pd_buffer_size}"
+            )
 
     @property
     def has_nixl(self) -> bool:
@@ -324,7 +393,9 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def pd_buffer_chunks(self) -> int:
         """Chunks that the PD buffer of one rank holds."""
-        per_chunk = max(self.hardware.kv_bytes_per_token // self.pd_ranks, 1) * self.lmcache.chunk_size
+        per_chunk = (
+            max(self.hardware.kv_bytes_per_token // self.pd_ranks, 1) * self.lmcache.chunk_size
+        )
         return self.lmcache.pd_buffer_size // per_chunk
 
     @property

@@ -1,8 +1,10 @@
-"""The ASGI application in front of the API server's: it records each request and carries out the faults that are due.
+"""The ASGI application in front of the API server's: it records each request and carries out the
+faults that are due.
 
-Each message of an answer passes here before uvicorn makes bytes of it. At each moment of the request the book of faults is
-asked. A fault changes how the rest is written, acts on the engine, or takes the answer over: then the application's own
-messages are dropped, and the fault sends something else.
+Each message of an answer passes here before uvicorn makes bytes of it. At each moment of the
+request the book of faults is asked. A fault changes how the rest is written, acts on the engine, or
+takes the answer over: then the application's own messages are dropped, and the fault sends
+something else.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class FaultMiddleware:
         body = await _read(receive)
         if body is None:
             return
-        headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+        headers = [
+            (name.decode("latin-1").lower(), value.decode("latin-1"))
+            for name, value in scope["headers"]
+        ]
         request = Request(scope["method"], scope["path"], headers, body, connection.number)
         self._host.journal.note(request)
         if request.defect is not None:
@@ -151,7 +156,9 @@ class HandledRequest:
         """Whether a good answer has a handle. Some engines give one to every request."""
         facts = self.engine.facts
         always = facts.connector == "cpu" and facts.role == "prefill"
-        return self._request.wants_handle or (always and self._request.generating and not self._request.stream)
+        return self._request.wants_handle or (
+            always and self._request.generating and not self._request.stream
+        )
 
     def ended(self) -> None:
         """Record that the engine ends the answer: the client has not left."""
@@ -180,7 +187,9 @@ class HandledRequest:
         if self.writer.style.delay:
             await self._sleep(self.writer.style.delay)
         watcher.set(self._occurs)
-        work = asyncio.create_task(self._serve(), name=f"{self._request.method} {self._request.path}")
+        work = asyncio.create_task(
+            self._serve(), name=f"{self._request.method} {self._request.path}"
+        )
         try:
             waited: set[asyncio.Future[Any]] = {work, self._taken}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -208,11 +217,18 @@ class HandledRequest:
         if not work.done():
             work.cancel()
             await asyncio.wait({work}, timeout=_CANCEL_TIMEOUT)
-        if work.done() and not work.cancelled() and (error := work.exception()) is not None and self._taken.done():
+        if (
+            work.done()
+            and not work.cancelled()
+            and (error := work.exception()) is not None
+            and self._taken.done()
+        ):
             logger.debug("dropped with its answer: %r", error)
 
     async def _follow(self, script: Any) -> None:
-        reply = ScriptedReply(self._host.engine, self._request, self._connection, self._serve_for_script)
+        reply = ScriptedReply(
+            self._host.engine, self._request, self._connection, self._serve_for_script
+        )
         self._scripted = asyncio.ensure_future(script(reply))
         try:
             await self._scripted
@@ -234,7 +250,8 @@ class HandledRequest:
             return {"type": "http.request", "body": self._request.body, "more_body": False}
         message = await self._receive_more()
         if message["type"] == "http.disconnect" and not self._gone.is_set():
-            # uvicorn sends it also when the answer is complete: the application must not end before the last write.
+            # uvicorn sends it also when the answer is complete: the application must not end before
+            # the last write.
             await self.writer.idle()
         return message
 
@@ -277,7 +294,10 @@ class HandledRequest:
             return
         if message["type"] == "http.response.start":
             self.start = message
-            kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
+            kind = next(
+                (value for name, value in message["headers"] if name.lower() == b"content-type"),
+                b"",
+            )
             self._sse = kind.startswith(b"text/event-stream")
             if self._sse:
                 await self._begin()

@@ -1,4 +1,5 @@
-"""Records the requests that an engine received, and whether their clients left; tests wait for the next one.
+"""Records the requests that an engine received, and whether their clients left; tests wait for the
+next one.
 
 Bounded in memory. Generating requests, releases of handles and all others are in separate lists.
 """
@@ -21,7 +22,9 @@ _SHOWN = 120
 
 @dataclass(eq=False)
 class Request:
-    """What an engine received. `left` is set when the client closed the connection before the answer was over."""
+    """What an engine received. `left` is set when the client closed the connection before the
+    answer was over.
+    """
 
     method: str
     path: str
@@ -39,7 +42,9 @@ class Request:
     json: dict[str, Any] = field(init=False)
     """The body as JSON; empty if it is not an object."""
     defect: str | None = field(init=False, default=None)
-    """What is wrong with the body, with its end: it is announced as JSON and is none, or its `kv_transfer_params` are empty."""
+    """What is wrong with the body, with its end: it is announced as JSON and is none, or its
+    `kv_transfer_params` are empty.
+    """
 
     def __post_init__(self) -> None:
         """Read the body."""

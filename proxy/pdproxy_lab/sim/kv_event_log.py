@@ -1,7 +1,8 @@
 """The KV events of one core: what vLLM's `BlockPool` puts into its queue, in the same order. Pure.
 
-Owns the events of the current step, and which hash each block has. Two blocks with the same content have the same hash: vLLM
-announces both, and reports the hash as removed when one of them is reused, although the other one is still there.
+Owns the events of the current step, and which hash each block has. Two blocks with the same content
+have the same hash: vLLM announces both, and reports the hash as removed when one of them is reused,
+although the other one is still there.
 """
 
 from __future__ import annotations
@@ -87,7 +88,12 @@ class EngineEventLog:
     def _taken(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             if (found := self._hash_of.pop(block, None)) is not None:
-                event = {"type": "BlockRemoved", "block_hashes": [found], "medium": "GPU", "group_idx": GROUP}
+                event = {
+                    "type": "BlockRemoved",
+                    "block_hashes": [found],
+                    "medium": "GPU",
+                    "group_idx": GROUP,
+                }
                 self._events.append(event)
 
     def _moved(self, block: int, other: int) -> None:
@@ -114,4 +120,8 @@ def block_hash(key: int) -> int:
 
 def log_of(facts: SimFacts, pool: BlockPool) -> KvEventLog:
     """Return the log of an engine's core."""
-    return EngineEventLog(pool) if facts.kv_events is not None and facts.kv_events.publishes else NoLog()
+    return (
+        EngineEventLog(pool)
+        if facts.kv_events is not None and facts.kv_events.publishes
+        else NoLog()
+    )

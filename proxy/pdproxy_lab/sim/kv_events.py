@@ -1,7 +1,9 @@
-"""What a simulated engine publishes of its KV blocks: ZMQ PUB for the events, ROUTER for replays, as vLLM's `ZmqEventPublisher`.
+"""What a simulated engine publishes of its KV blocks: ZMQ PUB for the events, ROUTER for replays,
+as vLLM's `ZmqEventPublisher`.
 
-Owns the sockets of all data-parallel ranks, their sequence numbers, from 0 at each start, and the messages that a replay can have
-again. Unlike vLLM, a replay is answered at once, not between two messages. pyzmq is imported only if events are published.
+Owns the sockets of all data-parallel ranks, their sequence numbers, from 0 at each start, and the
+messages that a replay can have again. Unlike vLLM, a replay is answered at once, not between two
+messages. pyzmq is imported only if events are published.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ END = (-1).to_bytes(8, "big", signed=True)
 _ANY_PORT = "tcp://*:0"
 _encode = msgspec.msgpack.Encoder().encode
 Faults = Callable[[Moment, int], Iterable[Occurrence]]
-"""Called with a moment (`kv_events`, `kv_replay`) and the rank; returns the faults that happen then."""
+"""Called with a moment (`kv_events`, `kv_replay`) and the rank; returns the faults that happen
+then.
+"""
 
 
 class Publisher:
@@ -80,7 +84,9 @@ class Publisher:
         return socket.getsockopt_string(self._zmq.LAST_ENDPOINT) if any_port else endpoint
 
     def publish(self, events: Sequence[dict[str, Any]]) -> None:
-        """Publish the events of a step. A subscriber whose queue is full (`hwm`) does not get them."""
+        """Publish the events of a step. A subscriber whose queue is full (`hwm`) does not get
+        them.
+        """
         payload = _encode([time.time(), events, self._rank])
         delivery = self._delivery("kv_events")
         if delivery.copies:
@@ -109,7 +115,9 @@ class Publisher:
             client, start = frames[0], int.from_bytes(frames[2], "big")
             for number, payload in self._buffer:
                 if number >= start:
-                    self._router.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
+                    self._router.send_multipart(
+                        (client, b"", self._topic, number.to_bytes(8, "big"), payload)
+                    )
                     self.counts["replayed"] += 1
             self._router.send_multipart((client, b"", b"", END, b""))
 
@@ -146,7 +154,9 @@ class KvEventPublishers:
         if self._config is None or not self._config.publishes:
             return
         for rank in range(self._ranks):
-            self.ranks.append(Publisher(self._config, rank, self._host, lambda *now: self.faults(*now)))
+            self.ranks.append(
+                Publisher(self._config, rank, self._host, lambda *now: self.faults(*now))
+            )
 
     @property
     def sources(self) -> dict[int, KvEventsConfig]:
@@ -181,4 +191,8 @@ class KvEventPublishers:
 def _offset(endpoint: str, rank: int) -> str:
     """Return the endpoint of a rank, as vLLM does: its port is as far behind the first one's."""
     place, _, port = endpoint.rpartition(":")
-    return endpoint if not rank or not endpoint.startswith("tcp") or port == "0" else f"{place}:{int(port) + rank}"
+    return (
+        endpoint
+        if not rank or not endpoint.startswith("tcp") or port == "0"
+        else f"{place}:{int(port) + rank}"
+    )

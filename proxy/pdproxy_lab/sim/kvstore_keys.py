@@ -1,13 +1,19 @@
-"""A KV store under keys that requests bring (contract `kvstore-keys`), as the `KVStoreConnector` of vLLM PR 12957 does it. Pure.
+"""A KV store under keys that requests bring (contract `kvstore-keys`), as the `KVStoreConnector` of
+vLLM PR 12957 does it. Pure.
 
 Owns its rules, none of which checks the content under a key:
 
-- P stores a prompt under the first of `kvcache_store_keys`, when all of it is computed; D looks under the first of
-  `kvcache_load_keys`. Nothing is ever removed; a later store under the same key replaces the earlier one.
-- Nothing there, or `prefix_prompt_ids` of another length than the prompt: D computes the prompt itself and reports nothing.
-- Something there: D uses it as the prompt's KV. With that of a shorter or another prompt its text is wrong.
-- An empty list of keys, or keys without `prefix_prompt_ids`: a real engine's process dies of the index, or of a tensor made of None.
-- Params with another field, or a list that isn't flat, are refused by the API server, with a message that names the field.
+- P stores a prompt under the first of `kvcache_store_keys`, when all of it is computed; D looks
+  under the first of `kvcache_load_keys`. Nothing is ever removed; a later store under the same key
+  replaces the earlier one.
+- Nothing there, or `prefix_prompt_ids` of another length than the prompt: D computes the prompt
+  itself and reports nothing.
+- Something there: D uses it as the prompt's KV. With that of a shorter or another prompt its text
+  is wrong.
+- An empty list of keys, or keys without `prefix_prompt_ids`: a real engine's process dies of the
+  index, or of a tensor made of None.
+- Params with another field, or a list that isn't flat, are refused by the API server, with a
+  message that names the field.
 """
 
 from __future__ import annotations
@@ -33,13 +39,19 @@ class KVStoreKeys(Connector):
 
     def __init__(self, facts: SimFacts, pool: BlockPool, storage: Storage) -> None:
         super().__init__()
-        usual = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both", "any": "kv_both"}
+        usual = {
+            "prefill": "kv_producer",
+            "decode": "kv_consumer",
+            "aggregated": "kv_both",
+            "any": "kv_both",
+        }
         role = facts.kv_role or usual[facts.role]
         self._stores, self._loads = role != "kv_consumer", role != "kv_producer"
         self._pool, self._storage = pool, storage
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens the store has beyond those that are here; the last one is computed here in any case.
+        """Return how many tokens the store has beyond those that are here; the last one is computed
+        here in any case.
 
         Raises:
             EngineDeadError: the keys, or the ids that belong to them, can't be used.
@@ -84,12 +96,16 @@ class KVStoreKeys(Connector):
 
 
 def refusal(params: dict[str, Any] | None) -> str | None:
-    """Return the API server's message for `kv_transfer_params` that it refuses, None if it accepts them."""
+    """Return the API server's message for `kv_transfer_params` that it refuses, None if it accepts
+    them.
+    """
     if params is None:
         return None
     for name, (kind, words) in _KINDS.items():
         value = params.get(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(one, kind) for one in value)):
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(one, kind) for one in value)
+        ):
             return f"{name}: {value} should be a list of {words} or None."
     unknown = [name for name in params if name not in _KINDS]
     return f"Unexpected keyword argument '{unknown[0]}'" if unknown else None

@@ -1,7 +1,7 @@
 """The model: which token follows, given what attention reads from the KV cache. Pure.
 
-Owns the rule that makes wrong KV visible: a token depends only on the digest of all KV in the request's blocks and on the
-sampling parameters. Wrong KV gives wrong text.
+Owns the rule that makes wrong KV visible: a token depends only on the digest of all KV in the
+request's blocks and on the sampling parameters. Wrong KV gives wrong text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def fold(digest: int, token: int) -> int:
 
 
 class Language:
-    """Draws tokens. `eos_every`: average number of tokens before the end; 0: never. `thinks`: thoughts come first."""
+    """Draws tokens. `eos_every`: average number of tokens before the end; 0: never. `thinks`:
+    thoughts come first.
+    """
 
     def __init__(self, eos_every: int, *, thinks: bool = False, begun: int = 0) -> None:
         self._eos_every = eos_every
@@ -63,8 +65,14 @@ class Language:
         self._behind_thoughts = Language(eos_every) if self._others else self
 
     def thoughts_begun(self, prompt: Sequence[int]) -> int | None:
-        """Return how many tokens of thoughts a prompt ends with, `_MIN_THOUGHTS` at most; None if it ends behind thoughts."""
-        if not self._thinks or next((one for one in reversed(prompt) if one in (THINK, THINK_END)), None) == THINK_END:
+        """Return how many tokens of thoughts a prompt ends with, `_MIN_THOUGHTS` at most; None if
+        it ends behind thoughts.
+        """
+        if (
+            not self._thinks
+            or next((one for one in reversed(prompt) if one in (THINK, THINK_END)), None)
+            == THINK_END
+        ):
             return None
         since = next((back for back, token in enumerate(reversed(prompt)) if token == IM_START), 0)
         begins = len(prompt) - since
@@ -73,11 +81,23 @@ class Language:
         return min(since - len(_ROLE), _MIN_THOUGHTS)
 
     def behind(self, thoughts: int | None) -> Language:
-        """Return what draws the tokens behind a prompt with so many thoughts, as of `thoughts_begun`."""
-        return self._behind_thoughts if thoughts is None else self._others[thoughts - 1] if thoughts else self
+        """Return what draws the tokens behind a prompt with so many thoughts, as of
+        `thoughts_begun`.
+        """
+        return (
+            self._behind_thoughts
+            if thoughts is None
+            else self._others[thoughts - 1]
+            if thoughts
+            else self
+        )
 
-    def prompt_scores(self, seed: int, prompt: Sequence[int], top: int) -> tuple[tuple[Candidate, ...] | None, ...]:
-        """Return the `top` candidates for each token of a prompt, None for the first. `seed`: the digest before it."""
+    def prompt_scores(
+        self, seed: int, prompt: Sequence[int], top: int
+    ) -> tuple[tuple[Candidate, ...] | None, ...]:
+        """Return the `top` candidates for each token of a prompt, None for the first. `seed`: the
+        digest before it.
+        """
         entries: list[tuple[Candidate, ...] | None] = [None]
         state = seed
         for before, token in pairwise(prompt):
@@ -86,29 +106,45 @@ class Language:
         return tuple(entries)
 
     def next_token(
-        self, state: int, generated: Sequence[int], sampling: SamplingParams, draw: int, recent: Sequence[int] = ()
+        self,
+        state: int,
+        generated: Sequence[int],
+        sampling: SamplingParams,
+        draw: int,
+        recent: Sequence[int] = (),
     ) -> Token:
         """Return the token that follows.
 
         Args:
             state: the digest of all KV of the request.
             generated: the tokens made so far.
-            recent: the last three tokens of the prompt and the generated ones, to complete a character that was begun.
+            recent: the last three tokens of the prompt and the generated ones, to complete a
+                character that was begun.
             sampling: how to choose.
             draw: 64 random bits for this token; unused at temperature 0.
         """
         budget = sampling.thinking_token_budget
-        if self._thinks and budget is not None and len(generated) >= budget and THINK_END not in generated:
+        if (
+            self._thinks
+            and budget is not None
+            and len(generated) >= budget
+            and THINK_END not in generated
+        ):
             return self._token(state, generated, recent, sampling, THINK_END, 1, -0.01)
         if sampling.grammar is not None:
             allowed = self._allowed(sampling.grammar, generated)
             if allowed is not None:
                 pick = draw if sampling.temperature > 0 else mix(state, 1)
-                return self._token(state, generated, recent, sampling, allowed[pick % len(allowed)], 1, -0.05)
+                return self._token(
+                    state, generated, recent, sampling, allowed[pick % len(allowed)], 1, -0.05
+                )
         skip = 0
         if sampling.temperature > 0:
             skip = min(
-                int(-math.log(1.0 - (draw % (1 << 53)) / (1 << 53)) * min(sampling.temperature, 4.0)), _CHOICES - 1
+                int(
+                    -math.log(1.0 - (draw % (1 << 53)) / (1 << 53)) * min(sampling.temperature, 4.0)
+                ),
+                _CHOICES - 1,
             )
         forced = [token for token, bias in sampling.logit_bias.items() if bias >= _STRONG_BIAS]
         if forced:
@@ -134,7 +170,9 @@ class Language:
         return grammar.allowed(generated[list(generated).index(THINK_END) + 1 :])
 
     def score(self, state: int, token: int, top: int) -> tuple[Candidate, ...]:
-        """Return a prompt token's own probability, then the likeliest ones: an entry of `prompt_logprobs`."""
+        """Return a prompt token's own probability, then the likeliest ones: an entry of
+        `prompt_logprobs`.
+        """
         found = zip(self._candidates(state, (), ()), range(max(top, 0)), strict=False)
         likeliest = [candidate for candidate, _ in found]
         own = next((candidate for candidate in likeliest if candidate.token == token), None)
@@ -155,14 +193,18 @@ class Language:
     ) -> Token:
         if sampling.logprobs is None:
             return Token(token)
-        found = zip(self._candidates(state, generated, recent), range(sampling.logprobs), strict=False)
+        found = zip(
+            self._candidates(state, generated, recent), range(sampling.logprobs), strict=False
+        )
         return Token(token, logprob, rank, tuple(candidate for candidate, _ in found))
 
     def _thoughts_end(self, bits: int, generated: Sequence[int]) -> bool:
         enough = self._begun + len(generated) >= _MIN_THOUGHTS and bits % _MORE_THOUGHTS == 0
         return enough and THINK_END not in generated
 
-    def _candidates(self, state: int, generated: Sequence[int], recent: Sequence[int]) -> Iterator[Candidate]:
+    def _candidates(
+        self, state: int, generated: Sequence[int], recent: Sequence[int]
+    ) -> Iterator[Candidate]:
         """Yield distinct tokens, likeliest first."""
         missing = _missing_bytes(recent)
         seen: set[int] = set()
@@ -173,7 +215,8 @@ class Language:
             number += 1
             if missing:
                 token = FIRST_BYTE + (0x9F if recent[-1] == FIRST_BYTE + 0xF0 else 0x80 + bits % 64)
-                if token in seen:  # all continuations were used, or there is only one: any token may follow
+                # all continuations were used, or there is only one: any token may follow
+                if token in seen:
                     missing = 0 if number > 256 or recent[-1] == FIRST_BYTE + 0xF0 else missing
                     continue
             elif number == 1 and self._thinks and self._thoughts_end(bits, generated):
@@ -214,6 +257,10 @@ def _banned(generated: Sequence[int], sampling: SamplingParams) -> set[int]:
         begin = word[:-1]
         if not begin or tuple(generated[-len(begin) :]) == begin:
             banned.add(word[-1])
-    if sampling.repetition_penalty > 1 or sampling.presence_penalty > 0 or sampling.frequency_penalty > 0:
+    if (
+        sampling.repetition_penalty > 1
+        or sampling.presence_penalty > 0
+        or sampling.frequency_penalty > 0
+    ):
         banned.update(token for token in generated if token >= FIRST_PIECE)
     return banned

@@ -1,7 +1,7 @@
 """A listening port that can close and open again, and stop accepting connections without closing.
 
-Owns the sockets. The port stays reserved while it is closed: a socket that is bound and doesn't listen keeps other processes
-from getting it, and the kernel refuses connections to it.
+Owns the sockets. The port stays reserved while it is closed: a socket that is bound and doesn't
+listen keeps other processes from getting it, and the kernel refuses connections to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ class Listener:
     """One port. `factory` makes the protocol of each connection; `tls` None: plain TCP."""
 
     def __init__(
-        self, host: str, port: int, factory: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        port: int,
+        factory: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._tls = tls
         self.host, self.port = host, port
@@ -33,7 +37,11 @@ class Listener:
     def url(self) -> str:
         """Where it listens."""
         scheme = "http" if self._tls is None else "https"
-        return f"{scheme}://[{self.host}]:{self.port}" if ":" in self.host else f"{scheme}://{self.host}:{self.port}"
+        return (
+            f"{scheme}://[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"{scheme}://{self.host}:{self.port}"
+        )
 
     @property
     def listening(self) -> bool:
@@ -41,10 +49,12 @@ class Listener:
         return self._socket is not None
 
     def open(self) -> None:
-        """Listen, on the same port as before if there was one. Connections wait in the backlog until `accept`.
+        """Listen, on the same port as before if there was one. Connections wait in the backlog
+        until `accept`.
 
         Raises:
-            OSError: the port is taken, or the address does not belong to this machine. `filename` is the address.
+            OSError: the port is taken, or the address does not belong to this machine. `filename`
+                is the address.
         """
         try:
             self._open()
@@ -65,13 +75,16 @@ class Listener:
             self._socket = made
 
     def _bound(self) -> socket.socket:
-        return bound(socket.AF_INET6 if ":" in self.host else socket.AF_INET, (self.host, self.port))
+        return bound(
+            socket.AF_INET6 if ":" in self.host else socket.AF_INET, (self.host, self.port)
+        )
 
     async def accept(self) -> None:
         """Accept connections."""
         if self._socket is not None and self._server is None:
             loop = asyncio.get_running_loop()
-            # A duplicate: asyncio closes the socket that it gets, and the port must stay open in `stop_accepting`.
+            # A duplicate: asyncio closes the socket that it gets, and the port must stay open in
+            # `stop_accepting`.
             self._server = await loop.create_server(
                 self._factory, sock=self._socket.dup(), backlog=_BACKLOG, ssl=self._tls
             )

@@ -1,8 +1,10 @@
-"""LMCache in a server of its own (contract `lmcache-mp`), as 0.5.6 does it: P and D share its storage. Pure.
+"""LMCache in a server of its own (contract `lmcache-mp`), as 0.5.6 does it: P and D share its
+storage. Pure.
 
-Owns the rules. Every engine stores the full chunks of its prompts; every engine finds them for prompts with the same beginning.
-`kv_transfer_params` have no effect. Each rank reports each request that ended, however it ended and however little was stored,
-after its answer; requests that end in one step are in one report. Without a healthy server there are no reports.
+Owns the rules. Every engine stores the full chunks of its prompts; every engine finds them for
+prompts with the same beginning. `kv_transfer_params` have no effect. Each rank reports each request
+that ended, however it ended and however little was stored, after its answer; requests that end in
+one step are in one report. Without a healthy server there are no reports.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class LMCacheMP(Connector):
         self._ended: list[str] = []
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens the server has beyond those that are here; the last token is always computed."""
+        """Return how many tokens the server has beyond those that are here; the last token is
+        always computed.
+        """
         if self._facts.lmcache.degraded:
             return 0, False
         found = 0
@@ -46,7 +50,9 @@ class LMCacheMP(Connector):
                 write(one, chunk, pages, self._pool)
 
     def stepped(self, one: ActiveRequest, *, first: bool, now: float) -> None:
-        """Store the chunks of the prompt that are full now (`save_decode_cache` is off by default)."""
+        """Store the chunks of the prompt that are full now (`save_decode_cache` is off by
+        default).
+        """
         before, upto = self._stored.get(one.request.id, 0), min(one.computed, one.prompt)
         if self._facts.lmcache.degraded or upto - before < self._facts.lmcache.chunk_size:
             return
@@ -55,8 +61,12 @@ class LMCacheMP(Connector):
                 self._storage.put(chunk.key, read(one, chunk, self._pool))
             self._stored[one.request.id] = chunk.end
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Report the request with the next step; put what was found into the answer if the request asks for it."""
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Report the request with the next step; put what was found into the answer if the request
+        asks for it.
+        """
         self._stored.pop(one.request.id, None)
         found = self._found.pop(one.request.id, 0)
         self._ended.append(one.request.id)

@@ -1,14 +1,18 @@
-"""LMCache's prefill-decode transfer (contract `lmcache-pd`) as in its 0.5.6: P pushes chunks into D's buffer. Pure.
+"""LMCache's prefill-decode transfer (contract `lmcache-pd`) as in its 0.5.6: P pushes chunks into
+D's buffer. Pure.
 
-Owns what P has pushed, the receivers that it waits for, and D's buffers, one per rank. As in real ones, these kill the engine:
+Owns what P has pushed, the receivers that it waits for, and D's buffers, one per rank. As in real
+ones, these kill the engine:
 
 - `disagg_spec` without one of its keys, or with fewer ports than P has ranks;
-- a request to P without a `disagg_spec`, unless `lmcache.skip_save` is in the parameters (`async`, the default; `sync` just does
-  not push it);
-- `ret_first_tok` in the parameters of a request that ends before its first token: an abort of P's leg.
+- a request to P without a `disagg_spec`, unless `lmcache.skip_save` is in the parameters (`async`,
+  the default; `sync` just does not push it);
+- `ret_first_tok` in the parameters of a request that ends before its first token: an abort of P's
+  leg.
 
-As with the real one, P's whole engine waits without a limit for an unknown D that does not listen, and with `sync` for space in
-D's buffer. A notice is sent once all is written. If a write fails or space is refused, none is sent, and P's answer is the same.
+As with the real one, P's whole engine waits without a limit for an unknown D that does not listen,
+and with `sync` for space in D's buffer. A notice is sent once all is written. If a write fails or
+space is refused, none is sent, and P's answer is the same.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ class ReceivingRank(msgspec.Struct, frozen=True):
 
 
 class ReceiverHandshake(msgspec.Struct, frozen=True):
-    """Ask for the engine's id at the init port, until one listens. The answer goes to `LMCachePD.receiver_found`."""
+    """Ask for the engine's id at the init port, until one listens. The answer goes to
+    `LMCachePD.receiver_found`.
+    """
 
     receiver: ReceivingRank
 
@@ -49,7 +55,9 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Write(msgspec.Struct, frozen=True):
-    """Write chunks into the memory of the engine of the handshake. The result goes to `LMCachePD.written`."""
+    """Write chunks into the memory of the engine of the handshake. The result goes to
+    `LMCachePD.written`.
+    """
 
     receiver: ReceivingRank
     engine_id: str
@@ -90,7 +98,9 @@ class LMCachePD(Connector):
         super().__init__()
         self._facts, self._config, self._pool = facts, facts.lmcache, pool
         self._sync = facts.lmcache.pd_backend_mode == "sync"
-        self.buffers = [PDBuffer(facts.lmcache, facts.pd_buffer_chunks) for _ in range(facts.pd_ranks)]
+        self.buffers = [
+            PDBuffer(facts.lmcache, facts.pd_buffer_chunks) for _ in range(facts.pd_ranks)
+        ]
         """D's, one per rank that pushes."""
         self._sending: dict[str, _Sending] = {}
         self._known: dict[tuple[str, int], str] = {}
@@ -135,8 +145,11 @@ class LMCachePD(Connector):
         self._sending[one.request.id] = _Sending(spec)
         return True
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Put the first token into the answer if the request has `ret_first_tok`, whatever its value.
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Put the first token into the answer if the request has `ret_first_tok`, whatever its
+        value.
 
         Raises:
             EngineDeadError: there is none.
@@ -165,9 +178,15 @@ class LMCachePD(Connector):
         if sending.spec is None and self._need_not_be_saved(one, sending):
             return
         last = one.computed >= one.prompt
-        upto = one.computed if last and not self._config.discard_partial_chunks else one.computed // size * size
+        upto = (
+            one.computed
+            if last and not self._config.discard_partial_chunks
+            else one.computed // size * size
+        )
         # Workers in processes of their own get a fresh copy of the request's state with each step.
-        skip = min(sending.saved, sending.transferred) if self._facts.tensor_parallel_size == 1 else 0
+        skip = (
+            min(sending.saved, sending.transferred) if self._facts.tensor_parallel_size == 1 else 0
+        )
         if sending.spec is None:
             skip = sending.saved
         sending.saved = upto
@@ -231,7 +250,9 @@ class LMCachePD(Connector):
         if not self._sync:
             self._of(receiver, batch).keys.extend(batch.keys)
         wanted = [
-            (key, pages) for key, pages in zip(batch.keys, batch.pages, strict=True) if key not in allocation.present
+            (key, pages)
+            for key, pages in zip(batch.keys, batch.pages, strict=True)
+            if key not in allocation.present
         ]
         if not wanted:
             self._done(receiver, batch)
@@ -277,7 +298,9 @@ class LMCachePD(Connector):
     # -- D
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens all ranks' buffers hold beyond those that are here; the last token is always computed."""
+        """Return how many tokens all ranks' buffers hold beyond those that are here; the last token
+        is always computed.
+        """
         if self._facts.role == "prefill" or self._config.degraded:
             return 0, False
         skip, found = self._config.skip_last_n_tokens, []
@@ -290,7 +313,9 @@ class LMCachePD(Connector):
         return max(hit - one.computed - (hit == one.prompt), 0), False
 
     def load(self, one: ActiveRequest, tokens: int) -> None:
-        """Take the chunks out of the buffers; chunks that this engine already has stay in the buffers."""
+        """Take the chunks out of the buffers; chunks that this engine already has stay in the
+        buffers.
+        """
         size = self._config.chunk_size
         for chunk in self._found.pop(one.request.id, []):
             if chunk.start < one.computed // size * size:

@@ -1,11 +1,13 @@
-"""An engine's KV memory: pages that hold what was written last by any request, and the pool that allocates them. Pure.
+"""An engine's KV memory: pages that hold what was written last by any request, and the pool that
+allocates them. Pure.
 
-Owns the pages, their reference counts and the prefix cache. A freed page keeps its content until it is written again, as on a
-GPU: a reader with an old block id gets what is there now. This causes the silently wrong answers of a real engine,
-and of the simulator.
+Owns the pages, their reference counts and the prefix cache. A freed page keeps its content until it
+is written again, as on a GPU: a reader with an old block id gets what is there now. This causes the
+silently wrong answers of a real engine, and of the simulator.
 
-A real engine under load writes freed blocks again at once. A simulated one does so with the blocks that another engine knows
-(`lend`): when they are freed, their ids get the content of another prompt. The prefix cache keeps its pages under other ids.
+A real engine under load writes freed blocks again at once. A simulated one does so with the blocks
+that another engine knows (`lend`): when they are freed, their ids get the content of another
+prompt. The prefix cache keeps its pages under other ids.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ _UNWRITTEN = -2
 
 
 class BlockPool:
-    """Blocks 1 to n - 1 (0 is vLLM's null block). Blocks are reused in the order in which they were freed."""
+    """Blocks 1 to n - 1 (0 is vLLM's null block). Blocks are reused in the order in which they were
+    freed.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.pages: list[Page] = [EMPTY] * num_blocks
         self._references = [0] * num_blocks
         self._fresh = 1
-        """This block and those behind it were never taken. They are free, and come before all in `_free`."""
+        """This block and those behind it were never taken. They are free, and come before all in
+        `_free`.
+        """
         self._free: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, int] = {}
         self._cached: dict[int, int] = {}
@@ -54,7 +60,9 @@ class BlockPool:
         return len(self.pages) - self._fresh + len(self._free)
 
     def find(self, keys: Sequence[int], limit: int) -> list[int]:
-        """Return the blocks that hold a prefix, at most `limit`. They are not held yet: see `hold`."""
+        """Return the blocks that hold a prefix, at most `limit`. They are not held yet: see
+        `hold`.
+        """
         found = []
         for key in keys[:limit]:
             block = self._cached.get(key)
@@ -64,7 +72,9 @@ class BlockPool:
         return found
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks are free now (holding them takes from what is available)."""
+        """Return how many of these blocks are free now (holding them takes from what is
+        available).
+        """
         return sum(not self._references[block] for block in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -75,7 +85,9 @@ class BlockPool:
             self._references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks; the caller has checked that there are enough. Their content stays until it is overwritten."""
+        """Take free blocks; the caller has checked that there are enough. Their content stays until
+        it is overwritten.
+        """
         taken = []
         for _ in range(count):
             block = self._oldest()
@@ -98,11 +110,15 @@ class BlockPool:
         return block
 
     def lend(self, blocks: Iterable[int]) -> None:
-        """Take note that another engine knows the ids of these blocks: they are written again as soon as they are free."""
+        """Take note that another engine knows the ids of these blocks: they are written again as
+        soon as they are free.
+        """
         self._lent.update(blocks)
 
     def unlend(self, blocks: Iterable[int]) -> None:
-        """Let these blocks keep their content when they are freed, as on an engine without other work."""
+        """Let these blocks keep their content when they are freed, as on an engine without other
+        work.
+        """
         self._lent.difference_update(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -127,7 +143,9 @@ class BlockPool:
                 self.pages[block] = (mix(self._strangers, 5), ())
 
     def _exchange(self, block: int, other: int) -> None:
-        """Exchange two free blocks in the prefix cache, with their pages; they are the last ones to be reused."""
+        """Exchange two free blocks in the prefix cache, with their pages; they are the last ones to
+        be reused.
+        """
         self.pages[block], self.pages[other] = self.pages[other], self.pages[block]
         key, other_key = self._key_of.pop(block), self._key_of.pop(other, None)
         self._key_of[other], self._cached[key] = key, other
@@ -137,7 +155,9 @@ class BlockPool:
         self.on_move(block, other)
 
     def remember(self, blocks: Sequence[int], keys: Sequence[int]) -> None:
-        """Put full blocks into the prefix cache under the hashes of their tokens (not of their content)."""
+        """Put full blocks into the prefix cache under the hashes of their tokens (not of their
+        content).
+        """
         for block, key in zip(blocks, keys, strict=True):
             if key not in self._cached and block not in self._key_of:
                 self._cached[key] = block
@@ -158,9 +178,11 @@ class BlockPool:
 
 
 class Attention:
-    """What one request's attention reads: the digest of all positions before `_position`, folded token by token.
+    """What one request's attention reads: the digest of all positions before `_position`, folded
+    token by token.
 
-    A page that another request wrote after another text changes the digest, because its writer had read something else before it.
+    A page that another request wrote after another text changes the digest, because its writer had
+    read something else before it.
     """
 
     def __init__(self, pool: BlockPool, seed: int) -> None:
@@ -173,7 +195,9 @@ class Attention:
         self._digest, self._position = self._seed, 0
 
     def write(self, blocks: Sequence[int], tokens: Sequence[int], start: int, end: int) -> int:
-        """Compute the KV of tokens[start:end] into the pages; return the digest of all positions up to `end`."""
+        """Compute the KV of tokens[start:end] into the pages; return the digest of all positions up
+        to `end`.
+        """
         size, pages = self._pool.block_size, self._pool.pages
         digest, place = self._read_to(blocks, start), start
         while place < end:
@@ -204,7 +228,9 @@ class Attention:
 
 
 def _exactly(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
-    return tokens[:count] if len(tokens) >= count else tokens + (_UNWRITTEN,) * (count - len(tokens))
+    return (
+        tokens[:count] if len(tokens) >= count else tokens + (_UNWRITTEN,) * (count - len(tokens))
+    )
 
 
 def block_keys(known: list[int], tokens: Sequence[int], block_size: int, salt: int) -> list[int]:

@@ -1,19 +1,25 @@
-"""Mooncake from the engine's side, without sockets: P's blocks under transfer ids, and what D asks for. Pure.
+"""Mooncake from the engine's side, without sockets: P's blocks under transfer ids, and what D asks
+for. Pure.
 
-Owns P's transfers and D's addresses of prefill workers. What is to be asked is in `outbox` as commands; the driver carries them
-out and reports the results. The rules are those of vLLM 0.32.0 (`mooncake/mooncake_connector.py`):
+Owns P's transfers and D's addresses of prefill workers. What is to be asked is in `outbox` as
+commands; the driver carries them out and reports the results. The rules are those of vLLM 0.32.0
+(`mooncake/mooncake_connector.py`):
 
-- P keeps blocks only of a request that ended by length, under its `transfer_id`, until D has asked for them, or for
-  `abort_request_timeout`. Without a `transfer_id` it keeps nothing. Its answers carry no `kv_transfer_params`.
-- D may ask before P has the request: P's rank then waits, for `abort_request_timeout`. A request of P that ends otherwise is
-  removed with its transfer: who waits for it goes on waiting, also if the same id is prefilled again.
-- D needs all of `remote_engine_id`, `remote_bootstrap_addr` and `transfer_id`. Without one of them it moves nothing, and the
-  request waits for ever; its blocks are never freed.
-- A D request that is refused, or aborted before it was scheduled, asks for no blocks, which frees P's. If the first two keys
-  are missing then, the core dies.
+- P keeps blocks only of a request that ended by length, under its `transfer_id`, until D has asked
+  for them, or for `abort_request_timeout`. Without a `transfer_id` it keeps nothing. Its answers
+  carry no `kv_transfer_params`.
+- D may ask before P has the request: P's rank then waits, for `abort_request_timeout`. A request of
+  P that ends otherwise is removed with its transfer: who waits for it goes on waiting, also if the
+  same id is prefilled again.
+- D needs all of `remote_engine_id`, `remote_bootstrap_addr` and `transfer_id`. Without one of them
+  it moves nothing, and the request waits for ever; its blocks are never freed.
+- A D request that is refused, or aborted before it was scheduled, asks for no blocks, which frees
+  P's. If the first two keys are missing then, the core dies.
 - A producer with `do_remote_prefill` and a consumer with `do_remote_decode` die.
-- P handles twice `num_workers` questions at once, and one that waits for its prompt counts. All others queue behind them.
-- P never compares tokens. With fewer blocks than D asks for the load fails; with more, D gets the last ones.
+- P handles twice `num_workers` questions at once, and one that waits for its prompt counts. All
+  others queue behind them.
+- P never compares tokens. With fewer blocks than D asks for the load fails; with more, D gets the
+  last ones.
 """
 
 from __future__ import annotations
@@ -37,7 +43,9 @@ LONGER_THAN_PREFILL = 60.0
 
 
 class Receive(msgspec.Struct, frozen=True):
-    """Ask P for a transfer's last `blocks` blocks; 0: only free them. Answered by `Core.loaded` or `Core.load_failed`."""
+    """Ask P for a transfer's last `blocks` blocks; 0: only free them. Answered by `Core.loaded` or
+    `Core.load_failed`.
+    """
 
     request_id: str
     transfer_id: str
@@ -48,7 +56,9 @@ class Receive(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct):
-    """P's blocks for one `transfer_id`. `request_id` is empty until P's request has ended by length."""
+    """P's blocks for one `transfer_id`. `request_id` is empty until P's request has ended by
+    length.
+    """
 
     request_id: str = ""
     blocks: list[int] = []
@@ -87,17 +97,23 @@ class Mooncake(Connector):
         self._busy = 0
         self._numbers = itertools.count()
         self.workers: dict[str, str] = {}
-        """D: the address of a prefill engine's worker by its engine id, once a bootstrap server has named it. Never forgotten."""
+        """D: the address of a prefill engine's worker by its engine id, once a bootstrap server has
+        named it. Never forgotten.
+        """
 
     # -- P
 
     def asked(self, transfer_id: str, blocks: int, now: float, given: Given) -> None:
-        """A D asks for a transfer's last blocks (0: for none, which frees them). It is given them once they are there."""
+        """A D asks for a transfer's last blocks (0: for none, which frees them). It is given them
+        once they are there.
+        """
         self._behind.append(_Ask(transfer_id, Transfer(), blocks, now, given))
         self._begin(now)
 
     def _begin(self, now: float) -> None:
-        """Process the questions for which workers are free. One that waits for its prompt keeps its worker."""
+        """Process the questions for which workers are free. One that waits for its prompt keeps its
+        worker.
+        """
         while self._behind and self._busy < 2 * self._facts.mooncake.num_workers:
             ask = self._behind.popleft()
             self._busy += 1
@@ -116,7 +132,8 @@ class Mooncake(Connector):
     def _give(self, ask: _Ask, now: float) -> None:
         found = ask.transfer.blocks
         if len(found) < ask.blocks:
-            self._refuse(ask, now)  # "P num blocks less than D": they stay, until the lease ends or another D asks
+            # "P num blocks less than D": they stay, until the lease ends or another D asks
+            self._refuse(ask, now)
             return
         ask.transfer.sending += 1
         ask.given(tuple(self._pool.pages[block] for block in found[len(found) - ask.blocks :]))
@@ -138,8 +155,11 @@ class Mooncake(Connector):
         else:
             self._stats.failed_transfers += 1
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a prefill that ended by length; forget the transfer of one that ended otherwise.
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a prefill that ended by length; forget the transfer of one that ended
+        otherwise.
 
         Raises:
             EngineDeadError: this engine is a consumer.
@@ -162,7 +182,8 @@ class Mooncake(Connector):
         self._pool.release(one.blocks[len(blocks) :])
         self._pool.lend(blocks)
         transfer = self.transfers.get(transfer_id)
-        if transfer is None:  # another request with this id has ended: vLLM's rank fails here, and the blocks are lost
+        # another request with this id has ended: vLLM's rank fails here, and the blocks are lost
+        if transfer is None:
             return True, None
         transfer.request_id, transfer.blocks, transfer.ready = one.request.id, list(blocks), True
         transfer.expires = now + self._facts.mooncake.abort_request_timeout
@@ -186,7 +207,8 @@ class Mooncake(Connector):
         return tokens, tokens > 0
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """P: expect the transfer. D: ask for a scheduled request's KV. Return whether it can come at all.
+        """P: expect the transfer. D: ask for a scheduled request's KV. Return whether it can come
+        at all.
 
         Raises:
             EngineDeadError: the engine's role is the other one.
@@ -198,9 +220,14 @@ class Mooncake(Connector):
             if self._facts.mooncake_role == "kv_producer":
                 raise EngineDeadError
             params["do_remote_prefill"] = False  # one transfer per request
-            if not all(key in params for key in ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")):
+            if not all(
+                key in params
+                for key in ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+            ):
                 return False
-            self.outbox.append(_receive(one.request.id, params, new_blocks if tokens else 0, tokens))
+            self.outbox.append(
+                _receive(one.request.id, params, new_blocks if tokens else 0, tokens)
+            )
         elif params.get("do_remote_decode"):
             if self._facts.mooncake_role == "kv_consumer":
                 raise EngineDeadError
@@ -209,7 +236,8 @@ class Mooncake(Connector):
         return True
 
     def dropped(self, request_id: str, params: dict[str, Any] | None) -> None:
-        """A request ended before it was scheduled, or was refused: ask P for no blocks, so that it frees them.
+        """A request ended before it was scheduled, or was refused: ask P for no blocks, so that it
+        frees them.
 
         Raises:
             EngineDeadError: this engine is a producer, or the params do not say where P is.
@@ -230,8 +258,12 @@ class Mooncake(Connector):
     # -- time
 
     def tick(self, now: float) -> None:
-        """Free blocks for which no D has asked in time, and refuse those who have waited too long."""
-        expired = [name for name, one in self.transfers.items() if one.expires <= now and not one.sending]
+        """Free blocks for which no D has asked in time, and refuse those who have waited too
+        long.
+        """
+        expired = [
+            name for name, one in self.transfers.items() if one.expires <= now and not one.sending
+        ]
         for name in expired:
             self._pool.release(self.transfers.pop(name).blocks)
             self._stats.kv_expired += 1
@@ -251,7 +283,9 @@ class Mooncake(Connector):
         return {name: one.expires - now for name, one in self.transfers.items() if one.ready}
 
     def end_leases(self, now: float) -> int:
-        """End the lease of every transfer now, also of those that D waits for; return how many there were."""
+        """End the lease of every transfer now, also of those that D waits for; return how many
+        there were.
+        """
         ready = [one for one in self.transfers.values() if one.ready]
         for one in ready:
             self._pool.unlend(one.blocks)  # as `Nixl.end_leases`

@@ -1,7 +1,9 @@
-"""The sockets between simulated engines with Mooncake: a prefill worker's port, and a decode engine that asks there.
+"""The sockets between simulated engines with Mooncake: a prefill worker's port, and a decode engine
+that asks there.
 
-Owns P's listening socket. Real engines ask over ZMQ, and P writes the KV into D's memory. What is simulated: a worker has another
-port in each run; ZMQ never reports that nobody listens, so a D waits until its own deadline, which is longer than P's.
+Owns P's listening socket. Real engines ask over ZMQ, and P writes the KV into D's memory. What is
+simulated: a worker has another port in each run; ZMQ never reports that nobody listens, so a D
+waits until its own deadline, which is longer than P's.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 
 
 class RankPort:
-    """P's side. `connector` returns the running core's; `changed` is called when the core has work; `delay(blocks)`: seconds that
-    the transfer of so many blocks takes. `bootstrap`: a server that shares its fate, None if there is none."""
+    """P's side. `connector` returns the running core's; `changed` is called when the core has work;
+    `delay(blocks)`: seconds that the transfer of so many blocks takes. `bootstrap`: a server that
+    shares its fate, None if there is none.
+    """
 
     def __init__(
         self,
@@ -102,20 +106,27 @@ class RankPort:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError):
+        with contextlib.suppress(
+            OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError
+        ):
             asked = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             connector = self._connector()
-            found: asyncio.Future[tuple[Page, ...] | None] = asyncio.get_running_loop().create_future()
+            found: asyncio.Future[tuple[Page, ...] | None] = (
+                asyncio.get_running_loop().create_future()
+            )
             now = asyncio.get_running_loop().time()
-            connector.asked(asked.transfer_id, asked.blocks, now, lambda pages: _resolve(found, pages))
+            connector.asked(
+                asked.transfer_id, asked.blocks, now, lambda pages: _resolve(found, pages)
+            )
             self._changed()
             pages = await found
             whole = False
             try:
                 if pages:
                     await asyncio.sleep(self._delay(len(pages)))
-                # What only frees the blocks moves nothing: it does not matter whether D is still there.
+                # What only frees the blocks moves nothing: it does not matter whether D is still
+                # there.
                 if not pages or not reader.at_eof():
                     send_frame(writer, _Reply(pages))
                     await writer.drain()
@@ -127,7 +138,9 @@ class RankPort:
                     self._changed()
 
 
-def _resolve(found: asyncio.Future[tuple[Page, ...] | None], pages: tuple[Page, ...] | None) -> None:
+def _resolve(
+    found: asyncio.Future[tuple[Page, ...] | None], pages: tuple[Page, ...] | None
+) -> None:
     if not found.done():
         found.set_result(pages)
 
@@ -141,7 +154,9 @@ async def ask(address: str, receive: Receive, deadline: float) -> tuple[Page, ..
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
         async with asyncio.timeout(deadline):
-            reply = await _until_answered(host, int(port), _Question(receive.transfer_id, receive.blocks))
+            reply = await _until_answered(
+                host, int(port), _Question(receive.transfer_id, receive.blocks)
+            )
     except TimeoutError:
         raise SideChannelError("Resource temporarily unavailable") from None
     except ValueError as error:
@@ -169,17 +184,22 @@ async def _until_answered(host: str, port: int, question: _Question) -> _Reply:
 
 
 class MooncakeLink:
-    """The link of one core: `open`, `attach`, then commands. `bootstrap`: its engine's server, None for a consumer."""
+    """The link of one core: `open`, `attach`, then commands. `bootstrap`: its engine's server, None
+    for a consumer.
+    """
 
     def __init__(self, driver: Driver, rank: int, bootstrap: Bootstrap | None) -> None:
         self._driver, self._facts = driver, driver.facts
         self._rank, self._bootstrap = rank, bootstrap
         self._core: Core | None = None
-        self.side = RankPort(self._live, driver.wake, self._sending_s, bootstrap if rank == 0 else None)
+        self.side = RankPort(
+            self._live, driver.wake, self._sending_s, bootstrap if rank == 0 else None
+        )
         """The port of a prefill worker. That of a consumer does not listen."""
 
     async def open(self, engine_id: str, agent: str, port: int) -> int:
-        """Listen as a prefill worker on any free port, and register it for all tensor-parallel ranks. Return the port, 0: none.
+        """Listen as a prefill worker on any free port, and register it for all tensor-parallel
+        ranks. Return the port, 0: none.
 
         Raises:
             OSError: the address does not belong to this machine.
@@ -190,7 +210,13 @@ class MooncakeLink:
         await self.side.open(self._facts.side_channel_host)
         for rank in range(self._facts.tensor_parallel_size):
             self._bootstrap.register(
-                Registration(engine_id=engine_id, dp_rank=self._rank, tp_rank=rank, pp_rank=0, addr=self.side.address)
+                Registration(
+                    engine_id=engine_id,
+                    dp_rank=self._rank,
+                    tp_rank=rank,
+                    pp_rank=0,
+                    addr=self.side.address,
+                )
             )
         return self.side.port
 

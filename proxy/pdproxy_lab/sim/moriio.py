@@ -1,23 +1,33 @@
-"""MoRIIO (contract `moriio`) as in vLLM 0.32.0: D reads P's blocks (READ), or P writes into D's (WRITE). Pure.
+"""MoRIIO (contract `moriio`) as in vLLM 0.32.0: D reads P's blocks (READ), or P writes into D's
+(WRITE). Pure.
 
-Owns P's blocks that D has not taken, and what D is waiting for. The rules are those of `moriio_connector.py` and its parts; those
-for parameters are in `moriio_params`:
+Owns P's blocks that D has not taken, and what D is waiting for. The rules are those of
+`moriio_connector.py` and its parts; those for parameters are in `moriio_params`:
 
-- P keeps blocks of a request with `do_remote_decode` that ended by length, until D reports that it has read, until P has written,
-  or for `defer_timeout`. A report that comes before the request's end counts, too. A transfer that is over is never written.
-- WRITE: P's core dies of a request without `remote_engine_id` or `remote_block_ids` (null is enough), and of one that names no
-  decode engine. D reports its blocks to the prefill engine in the request's id (or in its parameters; its core dies if there is
-  neither), and waits without a limit. P writes to the decode engine in its own request's id. With more blocks than D has, P
-  writes nothing, and D waits on. What did not end by length is written all the same, whatever its blocks hold by then.
-- WRITE: a D that is aborted while it waits never frees its blocks. It forgets the transfer at once (`request_finished` unmaps
-  it), so the report that P has written (`get_finished` looks for the transfer) finds no request.
-- READ: D takes all tokens but the last of any request as transferred. Without parameters nothing is read: the answer comes from
-  what the blocks hold. Its whole engine waits for a read. Blocks are paired with P's last ones; with two more than P's its core
-  dies; one more is for the token that it computes itself.
-- A D that drops or refuses a request before it is scheduled reports to P that its blocks may be freed.
-- A prompt with `do_remote_decode` on a D that ends by length keeps its blocks for ever: nothing looks for a timeout there.
-- A message that an engine's listener does not expect (D's empty list of blocks; any for the other role) ends the listener.
-- An engine keeps what it learned at its first contact: it can't transfer with the next process at the same address.
+- P keeps blocks of a request with `do_remote_decode` that ended by length, until D reports that it
+  has read, until P has written, or for `defer_timeout`. A report that comes before the request's
+  end counts, too. A transfer that is over is never written.
+- WRITE: P's core dies of a request without `remote_engine_id` or `remote_block_ids` (null is
+  enough), and of one that names no decode engine. D reports its blocks to the prefill engine in the
+  request's id (or in its parameters; its core dies if there is neither), and waits without a limit.
+  P writes to the decode engine in its own request's id. With more blocks than D has, P writes
+  nothing, and D waits on. What did not end by length is written all the same, whatever its blocks
+  hold by then.
+- WRITE: a D that is aborted while it waits never frees its blocks. It forgets the transfer at once
+  (`request_finished` unmaps it), so the report that P has written (`get_finished` looks for the
+  transfer) finds no request.
+- READ: D takes all tokens but the last of any request as transferred. Without parameters nothing is
+  read: the answer comes from what the blocks hold. Its whole engine waits for a read. Blocks are
+  paired with P's last ones; with two more than P's its core dies; one more is for the token that it
+  computes itself.
+- A D that drops or refuses a request before it is scheduled reports to P that its blocks may be
+  freed.
+- A prompt with `do_remote_decode` on a D that ends by length keeps its blocks for ever: nothing
+  looks for a timeout there.
+- A message that an engine's listener does not expect (D's empty list of blocks; any for the other
+  role) ends the listener.
+- An engine keeps what it learned at its first contact: it can't transfer with the next process at
+  the same address.
 """
 
 from __future__ import annotations
@@ -39,7 +49,9 @@ _MAX_TERMINAL = 4096
 
 
 class Read(PeerCommand, frozen=True):
-    """Read blocks of P. The result goes to `Moriio.was_read`; P is told that its blocks may be freed."""
+    """Read blocks of P. The result goes to `Moriio.was_read`; P is told that its blocks may be
+    freed.
+    """
 
     place: MessageAddress
     request_id: str
@@ -49,7 +61,9 @@ class Read(PeerCommand, frozen=True):
 
 
 class Report(PeerCommand, frozen=True):
-    """Report to P: D's blocks are ready to be written ("blocks"), or P's may be freed ("release"). There is no answer."""
+    """Report to P: D's blocks are ready to be written ("blocks"), or P's may be freed ("release").
+    There is no answer.
+    """
 
     place: MessageAddress
     kind: str
@@ -124,7 +138,9 @@ class Moriio(Connector):
 
     def next_timer(self) -> float | None:
         """Return when the next transfer is over that nobody has taken."""
-        times = [one.expires for one in self.held.values()] + [one.expires for one in self._to_write.values()]
+        times = [one.expires for one in self.held.values()] + [
+            one.expires for one in self._to_write.values()
+        ]
         return min((time for time in times if time < math.inf), default=None)
 
     def tick(self, now: float) -> None:
@@ -139,7 +155,9 @@ class Moriio(Connector):
         return {name: held.expires - now for name, held in self.held.items()}
 
     def end_leases(self, now: float) -> int:
-        """Free all kept blocks, which keep their content (see `Nixl.end_leases`); return how many transfers had some."""
+        """Free all kept blocks, which keep their content (see `Nixl.end_leases`); return how many
+        transfers had some.
+        """
         count = len(self.held)
         for name, held in list(self.held.items()):
             self._pool.unlend(held.blocks)
@@ -147,7 +165,8 @@ class Moriio(Connector):
         return count
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """WRITE: report D's blocks to P. READ: report to P that nothing has to be read, if all of it is here already.
+        """WRITE: report D's blocks to P. READ: report to P that nothing has to be read, if all of
+        it is here already.
 
         Raises:
             EngineDeadError: nothing names P, or a parameter is missing.
@@ -191,7 +210,9 @@ class Moriio(Connector):
             self._pool.lend(blocks)
             self._write_if_known(name)
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Keep the blocks of a prefill that ended by length, and return what D needs."""
         params, name = one.params, self._name(one)
         if not self._produces:
@@ -224,7 +245,9 @@ class Moriio(Connector):
 
     def pages_at(self, blocks: Sequence[int]) -> tuple[Page, ...]:
         """Return what blocks hold now."""
-        return tuple(self._pool.pages[block] for block in blocks if 0 <= block < len(self._pool.pages))
+        return tuple(
+            self._pool.pages[block] for block in blocks if 0 <= block < len(self._pool.pages)
+        )
 
     def reported(self, kind: str, name: str, blocks: Sequence[int]) -> None:
         """Take a decode engine's report."""
@@ -293,8 +316,13 @@ class Moriio(Connector):
         return max(missing - 1, 0), False
 
     def _paired(self, one: ActiveRequest) -> tuple[int, ...]:
-        """Return those of P's blocks that are read into the first blocks of a request (`_align_read_blocks`)."""
-        groups, mine = (one.params or {})["remote_block_ids"], -(-one.prompt // self._facts.block_size)
+        """Return those of P's blocks that are read into the first blocks of a request
+        (`_align_read_blocks`).
+        """
+        groups, mine = (
+            (one.params or {})["remote_block_ids"],
+            -(-one.prompt // self._facts.block_size),
+        )
         try:
             (group,) = groups
             theirs = tuple(int(block) for block in group)
@@ -315,7 +343,9 @@ class Moriio(Connector):
             self._pages[request_id] = tuple(pages)
 
     def load(self, one: ActiveRequest, tokens: int) -> None:
-        """Copy the pages that were read. A request that had nothing read uses what its blocks hold."""
+        """Copy the pages that were read. A request that had nothing read uses what its blocks
+        hold.
+        """
         for block, page in zip(one.blocks, self._pages.pop(one.request.id, ()), strict=False):
             self._pool.pages[block] = page
 
@@ -337,7 +367,8 @@ class Moriio(Connector):
             self.outbox.append(Written(*found))
 
     def dropped(self, request_id: str, params: dict[str, Any] | None) -> None:
-        """Report to P that its blocks may be freed: a request ended before it was scheduled, or was refused.
+        """Report to P that its blocks may be freed: a request ended before it was scheduled, or was
+        refused.
 
         Raises:
             EngineDeadError: READ, and nothing names P, or a parameter is missing.

@@ -1,8 +1,9 @@
 """What MoRIIO reads of a request: where the other engine is, and what kills an engine. Pure.
 
-Source: vLLM 0.32.0, `moriio_common.py` (`MoRIIOConnectorMetadata.add_new_req`, `parse_moriio_zmq_address`) and
-`moriio_connector.py` (`update_state_after_alloc`, `_release_write_prefill_blocks`). `remote_hosts` (ranks of one engine on
-several machines) is not read.
+Source: vLLM 0.32.0, `moriio_common.py` (`MoRIIOConnectorMetadata.add_new_req`,
+`parse_moriio_zmq_address`) and `moriio_connector.py` (`update_state_after_alloc`,
+`_release_write_prefill_blocks`). `remote_hosts` (ranks of one engine on several machines) is not
+read.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ def prefill_in(request_id: str) -> MessageAddress | None:
     return _place(_PREFILL.search(request_id))
 
 
-def peer(request_id: str, params: dict[str, Any], *, decode: bool = False, ranked: bool = False) -> MessageAddress:
-    """Return the prefill engine of a request, or with `decode` its decode engine, as vLLM's scheduler gives it to its workers.
+def peer(
+    request_id: str, params: dict[str, Any], *, decode: bool = False, ranked: bool = False
+) -> MessageAddress:
+    """Return the prefill engine of a request, or with `decode` its decode engine, as vLLM's
+    scheduler gives it to its workers.
 
-    `ranked`: the place of the data-parallel rank that the parameters name, as D's ranks calculate it.
+    `ranked`: the place of the data-parallel rank that the parameters name, as D's ranks calculate
+    it.
 
     Raises:
-        EngineDeadError: a parameter is missing, or is no number where one is needed; the core dies of it.
+        EngineDeadError: a parameter is missing, or is no number where one is needed; the core dies
+            of it.
     """
     try:
         for name in ("transfer_id", "remote_block_ids", "remote_engine_id"):
@@ -49,16 +55,23 @@ def peer(request_id: str, params: dict[str, Any], *, decode: bool = False, ranke
         found = _place((_DECODE if decode else _PREFILL).search(request_id))
         if found is None:
             int(params["remote_handshake_port"])
-            found = MessageAddress(str(params["remote_host"] or _none()), int(params["remote_notify_port"]))
+            found = MessageAddress(
+                str(params["remote_host"] or _none()), int(params["remote_notify_port"])
+            )
         int(params.get("remote_dp_size_local", params.get("remote_dp_size", 1)))
         size = int(params.get("remote_tp_size") or params.get("tp_size") or 0)
-        return MessageAddress(found.host, found.port + int(params.get("remote_dp_rank", 0)) * size) if ranked else found
+        return (
+            MessageAddress(found.host, found.port + int(params.get("remote_dp_rank", 0)) * size)
+            if ranked
+            else found
+        )
     except _UNREADABLE as error:
         raise EngineDeadError from error
 
 
 def reported_to(request_id: str, params: dict[str, Any]) -> MessageAddress | None:
-    """WRITE: return the prefill engine to which D reports its blocks; None: D is not the one that reports, and nobody does.
+    """WRITE: return the prefill engine to which D reports its blocks; None: D is not the one that
+    reports, and nobody does.
 
     Raises:
         EngineDeadError: nothing names it, or a parameter is no number where one is needed.
@@ -73,7 +86,8 @@ def reported_to(request_id: str, params: dict[str, Any]) -> MessageAddress | Non
         found = prefill_in(request_id)
         if found is None:
             found = MessageAddress(
-                params.get("remote_host") or _none(), int(params.get("remote_notify_port") or 0) or _none()
+                params.get("remote_host") or _none(),
+                int(params.get("remote_notify_port") or 0) or _none(),
             )
         local = _number(params.get("remote_dp_size_local"))
         return MessageAddress(found.host, found.port + (rank % local if local else rank))
@@ -82,7 +96,8 @@ def reported_to(request_id: str, params: dict[str, Any]) -> MessageAddress | Non
 
 
 def released_at(request_id: str, params: dict[str, Any]) -> MessageAddress | None:
-    """WRITE: return the prefill engine to which D reports that it drops a request; None: nothing names it.
+    """WRITE: return the prefill engine to which D reports that it drops a request; None: nothing
+    names it.
 
     Raises:
         EngineDeadError: a parameter is no number where one is needed.

@@ -1,4 +1,6 @@
-"""Where a simulated engine's ports are: on this machine's sockets, or in a network that exists only in memory."""
+"""Where a simulated engine's ports are: on this machine's sockets, or in a network that exists only
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ class EnginePort(Protocol):
         """The reserved port, 0 before the first `listen`."""
 
     async def listen(
-        self, accepted: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None], host: str, port: int
+        self,
+        accepted: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
+        host: str,
+        port: int,
     ) -> asyncio.AbstractServer:
         """Listen on the reserved port, or reserve `port` (0: any free one)."""
 
@@ -61,9 +66,15 @@ class Network(Protocol):
     """Makes ports."""
 
     def listener(
-        self, host: str, port: int, factory: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        port: int,
+        factory: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
     ) -> PortListener:
-        """Return a port for HTTP, which is closed. `factory` makes the protocol of each connection."""
+        """Return a port for HTTP, which is closed. `factory` makes the protocol of each
+        connection.
+        """
 
     def reserved_port(self) -> EnginePort:
         """Return a port for other engines."""
@@ -73,7 +84,11 @@ class Sockets:
     """The network of this machine."""
 
     def listener(
-        self, host: str, port: int, factory: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        port: int,
+        factory: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
     ) -> PortListener:
         """Return a port for HTTP, which is closed."""
         return Listener(host, port, factory, tls)

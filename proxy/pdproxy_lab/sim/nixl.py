@@ -1,11 +1,13 @@
-"""NIXL (pull) from the engine's side, without sockets: handles and leases of P; handshakes, pulls and notices of D. Pure.
+"""NIXL (pull) from the engine's side, without sockets: handles and leases of P; handshakes, pulls
+and notices of D. Pure.
 
-Owns the handles and what is known of other engines. What is to be sent is in `outbox` as commands; the driver carries them out
-and reports the results. The rules, and the cases in which the real connector kills its core or reports nothing, are those of
-vLLM 0.32.0.
+Owns the handles and what is known of other engines. What is to be sent is in `outbox` as commands;
+the driver carries them out and reports the results. The rules, and the cases in which the real
+connector kills its core or reports nothing, are those of vLLM 0.32.0.
 
-With `bidirectional_kv_xfer`, D keeps a finished request's blocks, too, and P pulls them for the conversation's next turn. P
-compares no tokens, and D no readers: what the blocks hold when they are read is what P computes with.
+With `bidirectional_kv_xfer`, D keeps a finished request's blocks, too, and P pulls them for the
+conversation's next turn. P compares no tokens, and D no readers: what the blocks hold when they are
+read is what P computes with.
 """
 
 from __future__ import annotations
@@ -43,9 +45,13 @@ class Greeting(msgspec.Struct, frozen=True):
 
     engine_id: str
     agent: str = ""
-    """Another one in each run of an engine, also where `engine_id` is fixed: what is known of a run is of no use for the next."""
+    """Another one in each run of an engine, also where `engine_id` is fixed: what is known of a run
+    is of no use for the next.
+    """
     mode: str = "pull"
-    """Part of vLLM's compatibility hash: engines that pull and engines that push refuse each other."""
+    """Part of vLLM's compatibility hash: engines that pull and engines that push refuse each
+    other.
+    """
 
 
 class Handshake(msgspec.Struct, frozen=True):
@@ -54,11 +60,15 @@ class Handshake(msgspec.Struct, frozen=True):
     peer: SideChannelPeer
     tp_size: int = 1
     pp_size: int = 1
-    """How many workers the peer has, in its own words or in the request's: one that does not exist kills the peer's listener."""
+    """How many workers the peer has, in its own words or in the request's: one that does not exist
+    kills the peer's listener.
+    """
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Read pages of a peer's memory. The result goes to `Core.loaded`, which releases them at P, or `Core.load_failed`."""
+    """Read pages of a peer's memory. The result goes to `Core.loaded`, which releases them at P, or
+    `Core.load_failed`.
+    """
 
     request_id: str
     peer: SideChannelPeer
@@ -66,11 +76,15 @@ class Pull(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
     tokens: int
     expires: float | None = None
-    """When the peer frees them, if its handle states it. The peer's clock is this engine's: both are on one machine."""
+    """When the peer frees them, if its handle states it. The peer's clock is this engine's: both
+    are on one machine.
+    """
 
 
 class PeerNotice(msgspec.Struct, frozen=True):
-    """Tell a peer that requests' KV is no longer needed (`release`) or still needed (`heartbeat`)."""
+    """Tell a peer that requests' KV is no longer needed (`release`) or still needed
+    (`heartbeat`).
+    """
 
     peer: SideChannelPeer
     kind: str
@@ -94,7 +108,9 @@ def peer_of(params: dict[str, Any]) -> SideChannelPeer | None:
     """Return where a handle's KV is; None if keys are missing."""
     if _lacks_keys(params):
         return None
-    return SideChannelPeer(str(params["remote_host"]), int(params["remote_port"] or 0), str(params["remote_engine_id"]))
+    return SideChannelPeer(
+        str(params["remote_host"]), int(params["remote_port"] or 0), str(params["remote_engine_id"])
+    )
 
 
 class Nixl(Connector):
@@ -103,13 +119,17 @@ class Nixl(Connector):
     mode = "pull"
     """vLLM's `transfer_mode`."""
 
-    def __init__(self, facts: SimFacts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
+    def __init__(
+        self, facts: SimFacts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats
+    ) -> None:
         super().__init__()
         self._facts, self._pool, self._stats = facts, pool, stats
         self._engine_id, self._port = engine_id, side_channel_port
         self.pulls_in_step = self.mode == "pull"
         self.held: dict[str, _Held] = {}
-        """Handles by request id, with their blocks and when the lease ends. D's have no heartbeat that renews them."""
+        """Handles by request id, with their blocks and when the lease ends. D's have no heartbeat
+        that renews them.
+        """
         self._known: set[SideChannelPeer] = set()
         self._handshakes: dict[SideChannelPeer, list[Pull | PeerNotice]] = {}
         self._after_handshake: deque[Command] = deque()
@@ -126,8 +146,12 @@ class Nixl(Connector):
 
     # -- requests that end with blocks that wait for another engine
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a prefill for D, and, if transfers go both ways, those of a finished answer for P."""
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a prefill for D, and, if transfers go both ways, those of a finished
+        answer for P.
+        """
         if not one.params:
             return False, None
         of_decode = not one.params.get("do_remote_decode")
@@ -148,7 +172,9 @@ class Nixl(Connector):
         self._notifier.ready(one, handle, now)
         return True, handle
 
-    def finished(self, request_id: str, blocks: Sequence[int], length: int, now: float) -> dict[str, Any]:
+    def finished(
+        self, request_id: str, blocks: Sequence[int], length: int, now: float
+    ) -> dict[str, Any]:
         """Keep a prefilled request's blocks for its lease and return its handle."""
         self.held[request_id] = _Held(list(blocks), now + self._facts.kv_lease_duration)
         self._pool.lend(blocks)
@@ -179,8 +205,8 @@ class Nixl(Connector):
     def greet(self, agent: str, tp_size: int, pp_size: int) -> Greeting | None:
         """Answer a handshake with all workers of this engine; None: nobody answers.
 
-        vLLM's listener dies of a worker that does not exist (KeyError in its thread), and then answers nobody any more. Without
-        workers, vLLM fails before it asks.
+        vLLM's listener dies of a worker that does not exist (KeyError in its thread), and then
+        answers nobody any more. Without workers, vLLM fails before it asks.
         """
         if min(tp_size, pp_size) < 1:
             return Greeting("")
@@ -215,7 +241,8 @@ class Nixl(Connector):
     # -- requests whose KV comes from another engine
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens of a prompt should come from another engine, beyond those computed here.
+        """Return how many tokens of a prompt should come from another engine, beyond those computed
+        here.
 
         P counts a handle of D whether or not it is set up to pull, as vLLM does.
         """
@@ -226,12 +253,17 @@ class Nixl(Connector):
         if not of_decode or not params.get("remote_block_ids") or _lacks_keys(params):
             return 0, False
         tokens = min(params.get("remote_num_tokens") or 0, one.prompt) - one.computed
-        return (tokens, True) if tokens > 0 and tokens >= self._facts.kv_recompute_threshold else (0, False)
+        return (
+            (tokens, True)
+            if tokens > 0 and tokens >= self._facts.kv_recompute_threshold
+            else (0, False)
+        )
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
         """Ask for a scheduled request's KV. Return whether it can come.
 
-        If not, the request waits forever: keys of P's handle are missing, or P is given one of D and is not set up for it.
+        If not, the request waits forever: keys of P's handle are missing, or P is given one of D
+        and is not set up for it.
 
         Raises:
             EngineDeadError: more blocks are needed than the handle has.
@@ -257,9 +289,13 @@ class Nixl(Connector):
         if not of_decode:
             self._notifier.pulling(one, params, tokens)
         if tokens:
-            blocks = tuple(remote[len(remote) - new_blocks :])  # blocks are paired from the end, whatever they hold
+            # blocks are paired from the end, whatever they hold
+            blocks = tuple(remote[len(remote) - new_blocks :])
             expires = params.get("remote_blocks_expiry_time")
-            self._contact(peer, Pull(request_id, peer, str(params["remote_request_id"]), blocks, tokens, expires))
+            self._contact(
+                peer,
+                Pull(request_id, peer, str(params["remote_request_id"]), blocks, tokens, expires),
+            )
         else:  # all of it is here, or too little is there: the other engine can free it at once
             self._contact(peer, PeerNotice(peer, "release", (str(params["remote_request_id"]),)))
         return True
@@ -339,7 +375,8 @@ class Nixl(Connector):
     def end_leases(self, now: float) -> int:
         """End the lease of every handle now; return how many there were.
 
-        No real engine does so before the time, so no proxy can know of it: the blocks keep their content.
+        No real engine does so before the time, so no proxy can know of it: the blocks keep their
+        content.
         """
         count = len(self.held)
         for one in self.held.values():
@@ -349,19 +386,25 @@ class Nixl(Connector):
         return count
 
     def flush(self) -> None:
-        """Send what has waited for a handshake: vLLM does so in a step, and an idle engine has no steps."""
+        """Send what has waited for a handshake: vLLM does so in a step, and an idle engine has no
+        steps.
+        """
         self.outbox.extend(self._after_handshake)
         self._after_handshake.clear()
 
     def handshaken(self, peer: SideChannelPeer, found: Greeting | None) -> list[str]:
-        """Take the answer to a handshake; None: no engine answered. Return the requests whose KV can't come."""
+        """Take the answer to a handshake; None: no engine answered. Return the requests whose KV
+        can't come.
+        """
         waiting = self._handshakes.pop(peer, [])
         if found is not None and (found.engine_id, found.mode) == (peer.engine_id, self.mode):
             self._known.add(peer)
             self._after_handshake.extend(waiting)
             return []
         self._stats.failed_transfers += 1  # once, whatever waits for it
-        self._stats.failed_notifications += sum(isinstance(command, PeerNotice) for command in waiting)
+        self._stats.failed_notifications += sum(
+            isinstance(command, PeerNotice) for command in waiting
+        )
         return [command.request_id for command in waiting if isinstance(command, Pull)]
 
     @property

@@ -1,6 +1,8 @@
-"""NIXL in real time: what one engine core's connector sends to other engines, and what it answers them.
+"""NIXL in real time: what one engine core's connector sends to other engines, and what it answers
+them.
 
-Owns the side channel of one data-parallel rank. A command is carried out in a task of its own; its result goes to the core.
+Owns the side channel of one data-parallel rank. A command is carried out in a task of its own; its
+result goes to the core.
 """
 
 from __future__ import annotations
@@ -101,12 +103,14 @@ class NixlLink:
             self._driver.wake()
 
     def registered(self, registration: PushRegistration, reached: int) -> None:
-        """P: take a registration, and push at once what waits for it, also while a step with other prompts is under way.
+        """P: take a registration, and push at once what waits for it, also while a step with other
+        prompts is under way.
 
-        vLLM 0.32.0: while finished prompts wait for a registration, the thread "nixl-push-writer" looks for notices each
-        millisecond and posts the write itself (`nixl/push_worker.py`: `_push_writer_loop`, `_handle_push_reg_notif`,
-        `_do_start_push_kv`). A prompt that ends after its registration is pushed from the next step's `start_load_kv`, before
-        that step computes.
+        vLLM 0.32.0: while finished prompts wait for a registration, the thread "nixl-push-writer"
+        looks for notices each millisecond and posts the write itself (`nixl/push_worker.py`:
+        `_push_writer_loop`, `_handle_push_reg_notif`, `_do_start_push_kv`). A prompt that ends
+        after its registration is pushed from the next step's `start_load_kv`, before that step
+        computes.
 
         Raises:
             EngineDeadError: the core has died.
@@ -132,7 +136,9 @@ class NixlLink:
         """Carry a command out and report its result to the core."""
         match command:
             case Handshake():
-                core.handshaken(command.peer, await greeting_of(command, self._facts.handshake_timeout), _now())
+                core.handshaken(
+                    command.peer, await greeting_of(command, self._facts.handshake_timeout), _now()
+                )
             case Pull():
                 await self._pull(core, command)
             case Register():
@@ -203,7 +209,8 @@ def pusher(core: Core) -> NixlPush:
 
 
 def take_push(core: Core, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
-    """Write pages into a core's blocks, whoever has these by now, for a request that waits for them.
+    """Write pages into a core's blocks, whoever has these by now, for a request that waits for
+    them.
 
     Raises:
         IndexError, ValueError: there are no such blocks.

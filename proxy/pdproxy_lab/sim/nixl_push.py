@@ -1,9 +1,12 @@
-"""NIXL (push) from the engine's side, without sockets: P writes its KV into blocks that D has registered. Pure.
+"""NIXL (push) from the engine's side, without sockets: P writes its KV into blocks that D has
+registered. Pure.
 
-D registers the blocks of a scheduled request at P and waits. P writes a finished prompt's KV into the blocks of a registration
-whose request id is the same but for the random digits, and is free when the write is done. Nothing else ends the wait of a
-registered D: its watchdog (`push_registration_timeout`) only logs, an abort keeps the blocks until the push comes, a failed write
-is not repeated. The rules are those of vLLM 0.32.0 (`nixl/push_scheduler.py`, `push_worker.py`).
+D registers the blocks of a scheduled request at P and waits. P writes a finished prompt's KV into
+the blocks of a registration whose request id is the same but for the random digits, and is free
+when the write is done. Nothing else ends the wait of a registered D: its watchdog
+(`push_registration_timeout`) only logs, an abort keeps the blocks until the push comes, a failed
+write is not repeated. The rules are those of vLLM 0.32.0 (`nixl/push_scheduler.py`,
+`push_worker.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,15 @@ import msgspec
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool
-from pdproxy_lab.sim.nixl import Greeting, Handshake, Nixl, PeerNotice, SideChannelPeer, _Held, peer_of
+from pdproxy_lab.sim.nixl import (
+    Greeting,
+    Handshake,
+    Nixl,
+    PeerNotice,
+    SideChannelPeer,
+    _Held,
+    peer_of,
+)
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.stats import Stats
 
@@ -52,7 +63,9 @@ class Register(msgspec.Struct, frozen=True):
 
 
 class Push(msgspec.Struct, frozen=True):
-    """Write blocks into those of a peer, which is then told the id of its request. The result goes to `NixlPush.pushed`."""
+    """Write blocks into those of a peer, which is then told the id of its request. The result goes
+    to `NixlPush.pushed`.
+    """
 
     request_id: str
     """P's own."""
@@ -70,7 +83,9 @@ class ExpectedPush(msgspec.Struct, frozen=True):
     tokens: int
     since: float
     stages: int
-    """How many of P's stages must report: the request's own `pp_size`, which no stage of a single one fulfils."""
+    """How many of P's stages must report: the request's own `pp_size`, which no stage of a single
+    one fulfils.
+    """
 
 
 class _Met(msgspec.Struct, frozen=True):
@@ -85,7 +100,9 @@ def base_id(request_id: str) -> str:
 
 
 def _taken(request_id: str, among: dict[str, _Found]) -> tuple[str, _Found] | None:
-    """Remove and return the entry of a request: of the same id, else the oldest whose id differs only in the random digits."""
+    """Remove and return the entry of a request: of the same id, else the oldest whose id differs
+    only in the random digits.
+    """
     if request_id in among:
         return request_id, among.pop(request_id)
     base = base_id(request_id)
@@ -98,24 +115,33 @@ class NixlPush(Nixl):
 
     mode = "push"
 
-    def __init__(self, facts: SimFacts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
+    def __init__(
+        self, facts: SimFacts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats
+    ) -> None:
         super().__init__(facts, engine_id, side_channel_port, pool, stats)
         self.finished_blocks: dict[str, tuple[int, ...]] = {}
         """P: prompts without a registration, by request id; none outlives its lease."""
         self.registered: dict[str, tuple[PushRegistration, int]] = {}
-        """P: registrations without a prompt, by D's request id. Nothing removes them but a prompt."""
+        """P: registrations without a prompt, by D's request id. Nothing removes them but a
+        prompt.
+        """
         self.expected: dict[str, ExpectedPush] = {}
         """D: requests that wait for a push, aborted ones too."""
         self._met: dict[str, _Met] = {}
         """Where an engine was met, and in which run: by engine id alone, for good."""
         self._meeting: dict[str, list[Register | Push]] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
-        """The tensor and pipeline parallelism of an engine, in the words of the request that it was met for."""
+        """The tensor and pipeline parallelism of an engine, in the words of the request that it was
+        met for.
+        """
 
     # -- P
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a prefill for its lease, unless it was aborted, and push them if D has registered.
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a prefill for its lease, unless it was aborted, and push them if D has
+        registered.
 
         Raises:
             EngineDeadError: a D that never registered has a handle without the keys.
@@ -159,10 +185,13 @@ class NixlPush(Nixl):
         else:
             self._begin(*found, registration, reached)
 
-    def _begin(self, request_id: str, blocks: tuple[int, ...], registration: PushRegistration, reached: int) -> None:
+    def _begin(
+        self, request_id: str, blocks: tuple[int, ...], registration: PushRegistration, reached: int
+    ) -> None:
         """Push what D has not found in its own cache: the end of the prompt.
 
-        Where not all of P's ranks know of D, and where D has more blocks than P, nothing is pushed: both keep their blocks.
+        Where not all of P's ranks know of D, and where D has more blocks than P, nothing is pushed:
+        both keep their blocks.
         """
         count = len(registration.blocks)
         if reached < self._facts.tensor_parallel_size or count > len(blocks):
@@ -187,7 +216,9 @@ class NixlPush(Nixl):
         super().expire(now)
         for request_id in before - self.held.keys():  # vLLM evicts both under P's id
             self.registered.pop(request_id, None)
-        self.finished_blocks = {name: one for name, one in self.finished_blocks.items() if name in self.held}
+        self.finished_blocks = {
+            name: one for name, one in self.finished_blocks.items() if name in self.held
+        }
 
     def registrations(self) -> list[str]:
         """Return D's request ids for which P has nothing to push yet."""
@@ -198,10 +229,15 @@ class NixlPush(Nixl):
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
         """Return how many tokens of a prompt should come from P, beyond those computed here."""
         tokens = one.prompt - one.computed
-        return (tokens, True) if one.params and one.params.get("do_remote_prefill") and tokens > 0 else (0, False)
+        return (
+            (tokens, True)
+            if one.params and one.params.get("do_remote_prefill") and tokens > 0
+            else (0, False)
+        )
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """Register the blocks of a scheduled request; without tokens to wait for, nothing is sent and P is not told.
+        """Register the blocks of a scheduled request; without tokens to wait for, nothing is sent
+        and P is not told.
 
         Raises:
             EngineDeadError: keys of the handle are missing.
@@ -226,7 +262,9 @@ class NixlPush(Nixl):
         return True
 
     def landed(self, request_id: str) -> ExpectedPush | None:
-        """A push for a request is over. Return what waited for it; None: nothing, or something that needs more than it."""
+        """A push for a request is over. Return what waited for it; None: nothing, or something that
+        needs more than it.
+        """
         found = self.expected.get(request_id)
         if found is None:
             self._stats.late_notifications += 1
@@ -244,7 +282,8 @@ class NixlPush(Nixl):
         del self.expected[request_id]
 
     def dropped(self, request_id: str, params: dict[str, Any] | None) -> None:
-        """A request ended before it was registered, or was refused. P is not told: its blocks wait for the end of the lease.
+        """A request ended before it was registered, or was refused. P is not told: its blocks wait
+        for the end of the lease.
 
         Raises:
             EngineDeadError: keys of the handle are missing.
@@ -256,17 +295,28 @@ class NixlPush(Nixl):
                 raise EngineDeadError
 
     def awaited(self, now: float) -> dict[str, float]:
-        """Return the requests whose blocks only a push frees: request id to seconds since it was registered."""
+        """Return the requests whose blocks only a push frees: request id to seconds since it was
+        registered.
+        """
         return {request_id: now - one.since for request_id, one in self.expected.items()}
 
     def queued(self, one: ActiveRequest) -> None:
-        """Renew the lease of `remote_request_id`, in case that it is P's own id, until the KV is here."""
+        """Renew the lease of `remote_request_id`, in case that it is P's own id, until the KV is
+        here.
+        """
         params = one.params
-        if params and params.get("do_remote_prefill") and all(params.get(key) is not None for key in _KEYS):
+        if (
+            params
+            and params.get("do_remote_prefill")
+            and all(params.get(key) is not None for key in _KEYS)
+        ):
             peer = self._peer_in(params)
             self._heartbeats[one.request.id] = (peer, str(params["remote_request_id"]))
             if peer.engine_id not in self._meeting:
-                self._sizes[peer.engine_id] = (_number(params["tp_size"]), _number(params.get("pp_size", 1)))
+                self._sizes[peer.engine_id] = (
+                    _number(params["tp_size"]),
+                    _number(params.get("pp_size", 1)),
+                )
 
     def send_heartbeats(self, now: float) -> None:
         """Send heartbeats if they are due, or first meet the engine."""
@@ -278,7 +328,9 @@ class NixlPush(Nixl):
             peers.setdefault(peer, []).append(remote_id)
         for peer, ids in peers.items():
             if peer.engine_id in self._met:
-                self.outbox.append(PeerNotice(self._met[peer.engine_id].peer, "heartbeat", tuple(ids)))
+                self.outbox.append(
+                    PeerNotice(self._met[peer.engine_id].peer, "heartbeat", tuple(ids))
+                )
             else:
                 self._meet(peer, *self._sizes[peer.engine_id])
 
@@ -291,8 +343,16 @@ class NixlPush(Nixl):
 
     # -- other engines
 
-    def _meet(self, peer: SideChannelPeer, tp_size: int, pp_size: int, command: Register | Push | None = None) -> None:
-        """Carry a command out, after a handshake if the engine was never met; then its address no longer matters."""
+    def _meet(
+        self,
+        peer: SideChannelPeer,
+        tp_size: int,
+        pp_size: int,
+        command: Register | Push | None = None,
+    ) -> None:
+        """Carry a command out, after a handshake if the engine was never met; then its address no
+        longer matters.
+        """
         name = peer.engine_id
         if name not in self._met and name not in self._meeting:
             self._meeting[name] = []
@@ -308,15 +368,19 @@ class NixlPush(Nixl):
     def _send(self, command: Register | Push) -> None:
         met = self._met[command.peer.engine_id]
         if isinstance(command, Register):
-            found = msgspec.structs.replace(command, peer=met.peer, agent=met.agent, reached=met.workers)
+            found = msgspec.structs.replace(
+                command, peer=met.peer, agent=met.agent, reached=met.workers
+            )
             self.outbox.append(found)
         else:
             self.outbox.append(msgspec.structs.replace(command, peer=met.peer, agent=met.agent))
 
     def handshaken(self, peer: SideChannelPeer, found: Greeting | None) -> list[str]:
-        """Take the answer to a handshake; None: no engine answered. Return the requests of D whose KV can't come.
+        """Take the answer to a handshake; None: no engine answered. Return the requests of D whose
+        KV can't come.
 
-        What P wanted to push is lost: D waits for ever, and P's blocks wait for the end of the lease.
+        What P wanted to push is lost: D waits for ever, and P's blocks wait for the end of the
+        lease.
         """
         waiting = self._meeting.pop(peer.engine_id, [])
         if found is None or (found.engine_id, found.mode) != (peer.engine_id, self.mode):

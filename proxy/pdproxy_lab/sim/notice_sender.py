@@ -1,6 +1,8 @@
-"""Sends the notices of a simulated engine to the proxy: ZMQ PUSH with one socket per worker, or HTTP POST.
+"""Sends the notices of a simulated engine to the proxy: ZMQ PUSH with one socket per worker, or
+HTTP POST.
 
-Owns the sockets. Without an address nothing is sent; pyzmq is imported only if the address needs it.
+Owns the sockets. Without an address nothing is sent; pyzmq is imported only if the address needs
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class NoticeSender:
     """The sender of one engine."""
 
     def __init__(self, address: str | None, *, keeps: bool) -> None:
-        """Make one; `keeps`: notices wait for a proxy that does not listen (LMCache), else they are dropped (the notifier)."""
+        """Make one; `keeps`: notices wait for a proxy that does not listen (LMCache), else they are
+        dropped (the notifier).
+        """
         self._address, self._keeps = address, keeps
         self._post = address is not None and address.startswith("http://")
         self._context: Any = None
@@ -113,7 +117,8 @@ class NoticeSender:
     async def _posted(self, url: str, payload: bytes) -> None:
         parts = urlsplit(url)
         head = (
-            f"POST {parts.path or '/'} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
+            f"POST {parts.path or '/'} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: "
+            f"application/json\r\n"
             f"content-length: {len(payload)}\r\nconnection: close\r\n\r\n"
         )
         try:

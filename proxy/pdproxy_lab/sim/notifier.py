@@ -1,7 +1,8 @@
-"""The notices that `pdproxy_nixl.py`, the notifier inside vLLM, sends to the proxy about NIXL's KV, as commands. Pure.
+"""The notices that `pdproxy_nixl.py`, the notifier inside vLLM, sends to the proxy about NIXL's KV,
+as commands. Pure.
 
-Owns the messages' fields: their names are the notifier's, their values what a real engine's scheduler knows. The sender adds the
-clocks (`t`, `wall`). Engines without `notify` send nothing.
+Owns the messages' fields: their names are the notifier's, their values what a real engine's
+scheduler knows. The sender adds the clocks (`t`, `wall`). Engines without `notify` send nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from pdproxy_lab.sim.connector import ProxyNotice
 from pdproxy_lab.sim.facts import SimFacts
 
 TYPE = "PdproxyKV"
-_INTERNAL = re.compile(r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL)
+_INTERNAL = re.compile(
+    r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL
+)
 _STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
 
 
 def external(internal_id: str) -> str:
-    """Return the X-Request-Id in one of vLLM's internal ids; an id of another form is returned as it is."""
+    """Return the X-Request-Id in one of vLLM's internal ids; an id of another form is returned as
+    it is.
+    """
     found = _INTERNAL.fullmatch(internal_id)
     return (found["completion"] or found["chat"]) if found else internal_id
 
@@ -66,7 +71,9 @@ class Notifier:
 
     def prefill_failed(self, one: ActiveRequest, reason: str) -> None:
         """P: a prefill ended, and no blocks wait."""
-        self._send("failed", "P", one.request.id, one.request.id, reason=_STATUS.get(reason, reason))
+        self._send(
+            "failed", "P", one.request.id, one.request.id, reason=_STATUS.get(reason, reason)
+        )
 
     def kept(self, one: ActiveRequest, handle: dict[str, Any], now: float) -> None:
         """D: an answer ended, and its blocks wait for the conversation's next turn."""
@@ -82,12 +89,18 @@ class Notifier:
         workers = self._facts.tensor_parallel_size
         reason = f"{workers} worker(s)" if event == "expired" else None
         remote = self._remotes.pop(internal, internal)
-        self._send(event, "D" if by_decode else "P", internal, remote, seconds=seconds, reason=reason)
+        self._send(
+            event, "D" if by_decode else "P", internal, remote, seconds=seconds, reason=reason
+        )
 
     def pulling(self, one: ActiveRequest, params: dict[str, Any], tokens: int) -> None:
-        """D: blocks were allocated for a request. Its KV will be pulled unless all of it is here already."""
+        """D: blocks were allocated for a request. Its KV will be pulled unless all of it is here
+        already.
+        """
         blocks = sum(map(len, params["remote_block_ids"]))
-        self._pulling[one.request.id] = _Pulling(str(params["remote_request_id"]), tokens, one.local, blocks)
+        self._pulling[one.request.id] = _Pulling(
+            str(params["remote_request_id"]), tokens, one.local, blocks
+        )
         if not tokens:
             self.pulled("loaded", one.request.id)
 
@@ -96,10 +109,17 @@ class Notifier:
         pull = self._pulling.pop(internal, None)
         if pull is None:
             return
-        fields: dict[str, Any] = {"tokens": pull.tokens, "cached": pull.cached, "blocks": pull.blocks}
+        fields: dict[str, Any] = {
+            "tokens": pull.tokens,
+            "cached": pull.cached,
+            "blocks": pull.blocks,
+        }
         if event == "loaded" and pull.tokens:
             hardware = self._facts.hardware
-            fields |= {"bytes": pull.tokens * hardware.kv_bytes_per_token, "seconds": hardware.transfer_s(pull.tokens)}
+            fields |= {
+                "bytes": pull.tokens * hardware.kv_bytes_per_token,
+                "seconds": hardware.transfer_s(pull.tokens),
+            }
         self._send(event, "D", internal, pull.remote, **fields)
 
     def _send(self, event: str, role: str, internal: str, remote: str, **more: Any) -> None:

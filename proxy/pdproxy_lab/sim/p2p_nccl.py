@@ -1,12 +1,17 @@
-"""P2P NCCL (contract `p2p-nccl`) as in vLLM 0.23: P sends each prompt's KV into D's buffer, by the request's internal id. Pure.
+"""P2P NCCL (contract `p2p-nccl`) as in vLLM 0.23: P sends each prompt's KV into D's buffer, by the
+request's internal id. Pure.
 
-Owns D's buffer, and what P is sending. The rules are those of `p2p_nccl_connector.py` and `p2p_nccl_engine.py`:
+Owns D's buffer, and what P is sending. The rules are those of `p2p_nccl_connector.py` and
+`p2p_nccl_engine.py`:
 
-- Any request whose id names no engines kills P once its prompt is computed, and D if more than one prompt token is missing there.
+- Any request whose id names no engines kills P once its prompt is computed, and D if more than one
+  prompt token is missing there.
 - A second token kills P.
-- D takes the whole prompt but its last token as transferred. Its whole engine waits without a limit for KV that is not there.
+- D takes the whole prompt but its last token as transferred. Its whole engine waits without a limit
+  for KV that is not there.
 - P's whole engine waits without a limit for a D that does not listen, or does not answer.
-- D drops the KV of a request that ends, and nothing else. KV of another length than the prompt's kills D if it is longer.
+- D drops the KV of a request that ends, and nothing else. KV of another length than the prompt's
+  kills D if it is longer.
 - Unless `randomize_request_ids` is off, the two engines' internal ids differ, and D waits for ever.
 """
 
@@ -64,7 +69,8 @@ class P2pNccl(Connector):
         """Send the KV of a prompt that is computed.
 
         Raises:
-            EngineDeadError: the id names no decode engine, or this is not the step of the first token.
+            EngineDeadError: the id names no decode engine, or this is not the step of the first
+                token.
         """
         if not self._produces:
             return
@@ -78,7 +84,9 @@ class P2pNccl(Connector):
         blocks = one.blocks[: -(-one.prompt // self._facts.block_size)]
         pages = tuple(self._pool.pages[block] for block in blocks)
         self._sending += 1
-        self.outbox.append(Put(place[1], int(place[2]), self.key(one.request.id), pages, one.prompt))
+        self.outbox.append(
+            Put(place[1], int(place[2]), self.key(one.request.id), pages, one.prompt)
+        )
 
     def sent(self) -> None:
         """D has the KV."""
@@ -117,7 +125,9 @@ class P2pNccl(Connector):
         for block, page in zip(one.blocks, pages, strict=False):
             self._pool.pages[block] = page
 
-    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
+    def ended(
+        self, one: ActiveRequest, reason: str, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Drop the request's KV."""
         self.buffer.pop(self.key(one.request.id), None)
         return False, None

@@ -1,13 +1,17 @@
-"""The PD buffer of one rank of a decode engine with LMCache: chunks that were pushed and not read yet. Pure.
+"""The PD buffer of one rank of a decode engine with LMCache: chunks that were pushed and not read
+yet. Pure.
 
-Owns the chunks, their reference counts and the pushes that wait for space. The rules are those of LMCache 0.5.6's PD backends:
+Owns the chunks, their reference counts and the pushes that wait for space. The rules are those of
+LMCache 0.5.6's PD backends:
 
-- A chunk is in the buffer as soon as its space is allocated, before its KV is written: a lookup then finds it, and a read gets
-  whatever is there.
-- Each push of a chunk adds a reference, each read removes one. A chunk that is pushed and never read stays.
-- A full buffer makes pushes wait. `sync`: one at a time, all others behind it, without a limit. `async`: a request's first push
-  reserves space for all of its chunks, until its last push has been allocated. A push is refused if its request can never fit,
-  after `pd_allocation_timeout_sec`, or if its request pushes more chunks than it announced.
+- A chunk is in the buffer as soon as its space is allocated, before its KV is written: a lookup
+  then finds it, and a read gets whatever is there.
+- Each push of a chunk adds a reference, each read removes one. A chunk that is pushed and never
+  read stays.
+- A full buffer makes pushes wait. `sync`: one at a time, all others behind it, without a limit.
+  `async`: a request's first push reserves space for all of its chunks, until its last push has been
+  allocated. A push is refused if its request can never fit, after `pd_allocation_timeout_sec`, or
+  if its request pushes more chunks than it announced.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ class ChunkBatch(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """The answer to a batch: refused, or allocated; chunks that are `present` need not be written."""
+    """The answer to a batch: refused, or allocated; chunks that are `present` need not be
+    written.
+    """
 
     refused: bool = False
     present: tuple[str, ...] = ()

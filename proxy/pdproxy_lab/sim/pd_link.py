@@ -1,7 +1,7 @@
 """The sockets of LMCache's prefill-decode transfer: handshakes, space for chunks, and their KV.
 
-Owns D's listening sockets, two per rank, and P's short connections. Real engines do the same with ZMQ and RDMA. As they do, P
-waits until D listens, and waits forever for an answer that is lost.
+Owns D's listening sockets, two per rank, and P's short connections. Real engines do the same with
+ZMQ and RDMA. As they do, P waits until D listens, and waits forever for an answer that is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, ReceivingRank, Write
+from pdproxy_lab.sim.lmcache_pd import (
+    Cancel,
+    LMCachePD,
+    Offer,
+    ReceiverHandshake,
+    ReceivingRank,
+    Write,
+)
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.pd_buffer import Allocation, ChunkBatch
 from pdproxy_lab.sim.reserved_port import ReservedPort
@@ -52,7 +59,10 @@ class Sending:
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
 
     async def perform(
-        self, connector: LMCachePD, command: ReceiverHandshake | Offer | Write | Cancel, hardware: Hardware
+        self,
+        connector: LMCachePD,
+        command: ReceiverHandshake | Offer | Write | Cancel,
+        hardware: Hardware,
     ) -> None:
         """Carry out a command, and report its result to the connector."""
         match command:
@@ -68,10 +78,14 @@ class Sending:
 
     async def handshake(self, receiver: ReceivingRank) -> str:
         """Return the id of the engine at a receiver's init port, once there is one."""
-        return (await _ask_until_connected(receiver.host, receiver.init_port, _Question("handshake"))).engine_id
+        return (
+            await _ask_until_connected(receiver.host, receiver.init_port, _Question("handshake"))
+        ).engine_id
 
     async def offer(self, receiver: ReceivingRank, batch: ChunkBatch) -> Allocation:
-        """Return the allocation of a batch, once there is one. P asks each receiver one question at a time."""
+        """Return the allocation of a batch, once there is one. P asks each receiver one question at
+        a time.
+        """
         async with self._locks.setdefault((receiver.host, receiver.alloc_port), asyncio.Lock()):
             question = _Question("offer", batch=msgspec.structs.replace(batch, pages=()))
             reply = await _ask_until_connected(receiver.host, receiver.alloc_port, question)
@@ -91,7 +105,9 @@ class Sending:
     async def cancel(self, cancel: Cancel) -> None:
         """Cancel the push of chunks."""
         question = _Question("cancel", request=cancel.request, keys=cancel.keys)
-        with contextlib.suppress(OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
+        with contextlib.suppress(
+            OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError
+        ):
             await _ask_once(cancel.receiver.host, cancel.receiver.alloc_port, question)
 
 
@@ -127,7 +143,9 @@ async def _ask_once(host: str, port: int, question: _Question) -> _Reply:
 
 
 class Receiving:
-    """D's side: two ports per rank. `connector` returns the running core's; `changed` is called when the core has work."""
+    """D's side: two ports per rank. `connector` returns the running core's; `changed` is called
+    when the core has work.
+    """
 
     def __init__(self, connector: Callable[[], LMCachePD], changed: Callable[[], None]) -> None:
         self._connector, self._changed = connector, changed
@@ -140,14 +158,19 @@ class Receiving:
         self.init_ports: list[int] = []
         self.alloc_ports: list[int] = []
 
-    async def open(self, engine_id: str, host: str, ranks: int, init_port: int, alloc_port: int) -> None:
-        """Listen on `ranks` ports from each of the two upwards; on the same ports as before if it has listened.
+    async def open(
+        self, engine_id: str, host: str, ranks: int, init_port: int, alloc_port: int
+    ) -> None:
+        """Listen on `ranks` ports from each of the two upwards; on the same ports as before if it
+        has listened.
 
         Raises:
             OSError: one of them is taken.
         """
         self._engine_id = engine_id
-        wanted = [port + rank if port else 0 for port in (init_port, alloc_port) for rank in range(ranks)]
+        wanted = [
+            port + rank if port else 0 for port in (init_port, alloc_port) for rank in range(ranks)
+        ]
         self._reserved = self._reserved or [ReservedPort() for _ in wanted]
         for place, port in enumerate(wanted):
             accepted = partial(self._accepted, place % ranks, place >= ranks)
@@ -175,11 +198,15 @@ class Receiving:
         """Answer again, also what was asked while frozen."""
         self._awake.set()
 
-    def _accepted(self, rank: int, alloc: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accepted(
+        self, rank: int, alloc: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = self._answering.spawn(self._answer(rank, alloc, reader, writer), "PD link")
         task.add_done_callback(lambda _: writer.close())
 
-    async def _answer(self, rank: int, alloc: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, rank: int, alloc: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
@@ -193,7 +220,9 @@ class Receiving:
         allocation: Allocation | None = None
         if question.batch is not None:
             found: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
-            buffer.offer(question.batch, now, lambda one: None if found.done() else found.set_result(one))
+            buffer.offer(
+                question.batch, now, lambda one: None if found.done() else found.set_result(one)
+            )
             self._changed()
             allocation = await found
         elif question.kind == "write" and question.engine_id == self._engine_id:
@@ -203,7 +232,9 @@ class Receiving:
         return allocation
 
 
-def spec(host: str, init_ports: Sequence[int], alloc_ports: Sequence[int], req_id: str) -> dict[str, object]:
+def spec(
+    host: str, init_ports: Sequence[int], alloc_ports: Sequence[int], req_id: str
+) -> dict[str, object]:
     """Return the `disagg_spec` of a receiver."""
     return {
         "req_id": req_id,

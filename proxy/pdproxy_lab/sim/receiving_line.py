@@ -1,4 +1,5 @@
-"""KV transfers to one engine: how long the posting and the moving take, one behind the other where the hardware has it so. Pure.
+"""KV transfers to one engine: how long the posting and the moving take, one behind the other where
+the hardware has it so. Pure.
 
 Owns until when the engine's step posts transfers, and until when its link is in use.
 """
@@ -8,11 +9,15 @@ from __future__ import annotations
 from pdproxy.engine_model.hardware import Hardware
 
 _TIE = 1e-9
-"""Seconds. A pull that begins as the one before is posted is the first of a step: sums of floats may differ in the last bit."""
+"""Seconds. A pull that begins as the one before is posted is the first of a step: sums of floats
+may differ in the last bit.
+"""
 
 
 class ReceivingLine:
-    """The transfers to one engine. A step posts them in turn (`Hardware.pull_s`); then they move."""
+    """The transfers to one engine. A step posts them in turn (`Hardware.pull_s`); then they
+    move.
+    """
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware

@@ -1,6 +1,8 @@
-"""What engines that register send: heartbeats to the proxy over ZMQ, and KV and reports to each other, here over TCP.
+"""What engines that register send: heartbeats to the proxy over ZMQ, and KV and reports to each
+other, here over TCP.
 
-Owns one engine's listening socket, its short connections to others, and its heartbeats. pyzmq is imported only if it registers.
+Owns one engine's listening socket, its short connections to others, and its heartbeats. pyzmq is
+imported only if it registers.
 """
 
 from __future__ import annotations
@@ -46,9 +48,13 @@ _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 
 
 class RegisteredLink:
-    """The link of one engine. `connector` returns the running core's; `changed` is called when the core has work."""
+    """The link of one engine. `connector` returns the running core's; `changed` is called when the
+    core has work.
+    """
 
-    def __init__(self, facts: SimFacts, connector: Callable[[], Connector], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, facts: SimFacts, connector: Callable[[], Connector], changed: Callable[[], None]
+    ) -> None:
         self._reserved = ReservedPort()
         self._facts, self._connector, self._changed = facts, connector, changed
         self._server: asyncio.Server | None = None
@@ -81,11 +87,16 @@ class RegisteredLink:
             "zmq_address": self.zmq_address,
         }
         if facts.connector == "moriio":
-            message |= {"dp_size": 1, "tp_size": facts.tensor_parallel_size, "transfer_mode": facts.transfer_mode}
+            message |= {
+                "dp_size": 1,
+                "tp_size": facts.tensor_parallel_size,
+                "transfer_mode": facts.transfer_mode,
+            }
         return message
 
     async def open(self, run: str, http_address: str) -> None:
-        """Listen, on the same port as before unless `port` was set to 0 since, and begin to register.
+        """Listen, on the same port as before unless `port` was set to 0 since, and begin to
+        register.
 
         Raises:
             OSError: the port is taken.
@@ -94,7 +105,9 @@ class RegisteredLink:
         if not self.port:
             self._reserved.release()
         facts = self._facts
-        self._server = await self._reserved.listen(self._accepted, facts.side_channel_host, facts.kv_port)
+        self._server = await self._reserved.listen(
+            self._accepted, facts.side_channel_host, facts.kv_port
+        )
         self.port = self._reserved.number
         if facts.register is not None:
             self._tasks.spawn(self._register(facts.register, http_address), "heartbeats")
@@ -116,7 +129,9 @@ class RegisteredLink:
         self._reserved.release()
 
     def freeze(self) -> None:
-        """Accept connections and questions, answer none. MoRIIO's heartbeats come from another process: they go on."""
+        """Accept connections and questions, answer none. MoRIIO's heartbeats come from another
+        process: they go on.
+        """
         self._awake.clear()
 
     def thaw(self) -> None:
@@ -169,16 +184,26 @@ class RegisteredLink:
             case Read():
                 assert isinstance(connector, Moriio)
                 await asyncio.sleep(self._facts.hardware.transfer_s(command.tokens))
-                reply = await self._with_met(command.place, _Question("read", blocks=command.blocks))
+                reply = await self._with_met(
+                    command.place, _Question("read", blocks=command.blocks)
+                )
                 connector.was_read(command.request_id, None if reply is None else reply.pages)
                 await self._sent(command.place, _Question("release", command.transfer_id))
             case Report():
-                kind: Literal["release", "blocks"] = "release" if command.kind == "release" else "blocks"
-                await self._sent(command.place, _Question(kind, command.transfer_id, blocks=command.blocks))
+                kind: Literal["release", "blocks"] = (
+                    "release" if command.kind == "release" else "blocks"
+                )
+                await self._sent(
+                    command.place, _Question(kind, command.transfer_id, blocks=command.blocks)
+                )
             case WriteBlocks():
                 assert isinstance(connector, Moriio)
-                await asyncio.sleep(self._facts.hardware.transfer_s(len(command.pages) * self._facts.block_size))
-                question = _Question("write", command.transfer_id, blocks=command.blocks, pages=command.pages)
+                await asyncio.sleep(
+                    self._facts.hardware.transfer_s(len(command.pages) * self._facts.block_size)
+                )
+                question = _Question(
+                    "write", command.transfer_id, blocks=command.blocks, pages=command.pages
+                )
                 await self._with_met(command.place, question)
                 connector.wrote(command.transfer_id)
             case Written():
@@ -196,7 +221,9 @@ class RegisteredLink:
 
     @staticmethod
     async def _sent(place: MessageAddress, question: _Question) -> None:
-        with contextlib.suppress(OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
+        with contextlib.suppress(
+            OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError
+        ):
             await _ask(place, question)
 
     # -- from other engines
@@ -206,7 +233,9 @@ class RegisteredLink:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError):
+        with contextlib.suppress(
+            OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError
+        ):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             send_frame(writer, self._done(question))

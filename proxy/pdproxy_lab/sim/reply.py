@@ -1,4 +1,5 @@
-"""What a script can do with one request's answer: write to the raw connection, and have the engine answer.
+"""What a script can do with one request's answer: write to the raw connection, and have the engine
+answer.
 
 A script is an async function of a `ScriptedReply`. It is cancelled when the client leaves.
 """
@@ -19,7 +20,11 @@ class ScriptedReply:
     """One answer. Nothing is checked: what a script writes is what the client gets."""
 
     def __init__(
-        self, engine: SimEngine, request: Request, connection: RequestConnection, serve: Callable[[], Awaitable[None]]
+        self,
+        engine: SimEngine,
+        request: Request,
+        connection: RequestConnection,
+        serve: Callable[[], Awaitable[None]],
     ) -> None:
         self.engine = engine
         self.request = request
@@ -27,7 +32,9 @@ class ScriptedReply:
         self._serve = serve
 
     async def serve(self) -> None:
-        """Let the engine answer as if there were no script. Nothing must have been written before."""
+        """Let the engine answer as if there were no script. Nothing must have been written
+        before.
+        """
         await self._serve()
 
     async def raw(self, data: bytes) -> None:
@@ -35,18 +42,25 @@ class ScriptedReply:
         self._connection.wire.write(data)
         await self._connection.drain()
 
-    async def whole(self, body: bytes, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> None:
+    async def whole(
+        self, body: bytes, status: int = 200, headers: Sequence[tuple[str, str]] = ()
+    ) -> None:
         """Write a complete answer with a length; JSON unless `headers` has another type."""
         named = list(headers)
         if not any(name.lower() == "content-type" for name, _ in named):
             named.insert(0, ("content-type", "application/json"))
         lines = "".join(f"{name}: {value}\r\n" for name, value in named)
-        head = f"HTTP/1.1 {status} X\r\nserver: uvicorn\r\n{lines}content-length: {len(body)}\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} X\r\nserver: uvicorn\r\n{lines}content-length: {len(body)}\r\n\r\n"
+        )
         await self.raw(head.encode("latin-1") + body)
 
     async def start(self, kind: str = "text/event-stream; charset=utf-8") -> None:
         """Write the head of a stream."""
-        head = f"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = (
+            f"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: {kind}\r\ntransfer-encoding: "
+            f"chunked\r\n\r\n"
+        )
         await self.raw(head.encode("latin-1"))
 
     async def piece(self, data: bytes) -> None:

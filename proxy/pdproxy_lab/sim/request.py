@@ -1,7 +1,7 @@
 """The inputs and outputs of the engine's core, for one prompt and one choice.
 
-The API server makes one `EngineRequest` for each prompt and each of its n choices; the core knows no HTTP, no text and
-no stop strings. Pure values.
+The API server makes one `EngineRequest` for each prompt and each of its n choices; the core knows
+no HTTP, no text and no stop strings. Pure values.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Grammar(Protocol):
-    """A structured output: which tokens may come next. `binds_thoughts`: also while the model thinks."""
+    """A structured output: which tokens may come next. `binds_thoughts`: also while the model
+    thinks.
+    """
 
     binds_thoughts: bool
 
     def allowed(self, generated: Sequence[int]) -> Sequence[int] | None:
-        """Return the ids that may follow; None: any. The end token is among them where the output may end."""
+        """Return the ids that may follow; None: any. The end token is among them where the output
+        may end.
+        """
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
@@ -51,13 +55,17 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     """One prompt, one choice."""
 
     id: str
-    """vLLM's internal id, such as `cmpl-899d00b0959a2d34-0-9cc849e2`: unique for each engine run."""
+    """vLLM's internal id, such as `cmpl-899d00b0959a2d34-0-9cc849e2`: unique for each engine
+    run.
+    """
     prompt: tuple[int, ...]
     sampling: SamplingParams
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
     kv_cache_report_mode: str = "incremental"
-    """`full`: blocks of the prefix cache that it begins with are announced again (of `vllm_xargs`)."""
+    """`full`: blocks of the prefix cache that it begins with are announced again (of
+    `vllm_xargs`).
+    """
     priority: int = 0
     data_parallel_rank: int | None = None
     """The rank that must run it; None: any."""
@@ -96,15 +104,21 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     """P's handle, with the last output."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in this engine's prefix cache (with a handle: in P's, if the handle has it)."""
+    """Prompt tokens found in this engine's prefix cache (with a handle: in P's, if the handle has
+    it).
+    """
     num_cache_creation_tokens: int = 0
     """Prompt tokens that were computed here and are now in this engine's prefix cache."""
     prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
-    """With the first output if asked for: one entry per prompt token, None for the first, its own token first in each."""
+    """With the first output if asked for: one entry per prompt token, None for the first, its own
+    token first in each.
+    """
 
 
 class EngineDeadError(Exception):
     """The core has died: every request on it fails, and no new one is accepted."""
 
     def __init__(self) -> None:
-        super().__init__("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+        super().__init__(
+            "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        )

@@ -1,7 +1,8 @@
-"""A port that stays this engine's while nobody listens on it: between the end of one run of the engine and the start of the next.
+"""A port that stays this engine's while nobody listens on it: between the end of one run of the
+engine and the start of the next.
 
-A socket that is bound and does not listen keeps the system from giving the port to another process, also as the port of a
-connection. The kernel refuses connections to it.
+A socket that is bound and does not listen keeps the system from giving the port to another process,
+also as the port of a connection. The kernel refuses connections to it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ class ReservedPort:
         return int(self._reserving.getsockname()[1]) if self._reserving is not None else 0
 
     async def listen(
-        self, accepted: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None], host: str, port: int
+        self,
+        accepted: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
+        host: str,
+        port: int,
     ) -> asyncio.Server:
-        """Listen on the reserved port, or reserve `port` (0: any free one) of `host`'s first address.
+        """Listen on the reserved port, or reserve `port` (0: any free one) of `host`'s first
+        address.
 
         Raises:
-            OSError: the port is taken, or the address is unknown or does not belong to this machine. `filename` is the address.
+            OSError: the port is taken, or the address is unknown or does not belong to this
+                machine. `filename` is the address.
         """
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         try:
@@ -47,14 +53,17 @@ class ReservedPort:
             raise OSError(error.errno, error.strerror, f"{host}:{self.number or port}") from None
 
     def release(self) -> None:
-        """Let others have the port, once nobody listens on it. `listen` may then reserve another."""
+        """Let others have the port, once nobody listens on it. `listen` may then reserve
+        another.
+        """
         if self._reserving is not None:
             self._reserving.close()
             self._reserving = None
 
 
 def bound(family: int, address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket with this address that does not listen; other such sockets may have the same one.
+    """Return a socket with this address that does not listen; other such sockets may have the same
+    one.
 
     Raises:
         OSError: the port is taken, or the address does not belong to this machine.

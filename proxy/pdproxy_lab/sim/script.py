@@ -1,4 +1,6 @@
-"""Scripts: answers that a test writes in place of the engine. Owns which script answers which request."""
+"""Scripts: answers that a test writes in place of the engine. Owns which script answers which
+request.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from pdproxy_lab.sim.reply import Script
 
 
 class Scripts:
-    """Scripts that wait for their request. Requests that release a handle (`max_tokens: 0`) use up none of `next`."""
+    """Scripts that wait for their request. Requests that release a handle (`max_tokens: 0`) use up
+    none of `next`.
+    """
 
     def __init__(self) -> None:
         self.next: deque[Script] = deque()

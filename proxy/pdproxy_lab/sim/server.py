@@ -1,7 +1,9 @@
-"""One simulated engine behind HTTP, in the running event loop: the engine, its port, its faults, its states.
+"""One simulated engine behind HTTP, in the running event loop: the engine, its port, its faults,
+its states.
 
-Owns the state of the simulated process: what happens when it is killed, stopped, terminated or restarted. It takes no signals.
-uvicorn's protocol serves the application; uvicorn's server class is not used.
+Owns the state of the simulated process: what happens when it is killed, stopped, terminated or
+restarted. It takes no signals. uvicorn's protocol serves the application; uvicorn's server class is
+not used.
 """
 
 from __future__ import annotations
@@ -67,11 +69,12 @@ class Faults(FaultBook):
 class SimServer:
     """One simulated engine on a port: `async with SimServer(facts) as sim`, or `start` and `stop`.
 
-    `port` 0 is any free one; `admin_port` None is none. `faults` are armed from the start. `chance` seeds all draws, those of
-    the engine (None: different in each run) and those of faults. `make_app` makes the application; None: vLLM's API.
-    `keep_alive`: seconds that an idle connection is kept. `tls`: the context of its connections, None: plain HTTP.
-    `storage`: what it shares with other engines of this process (`shared`, `lmcache-mp`); None: the facts' folder, if any.
-    `network`: where its ports are; None: on this machine, as the admin port always is.
+    `port` 0 is any free one; `admin_port` None is none. `faults` are armed from the start. `chance`
+    seeds all draws, those of the engine (None: different in each run) and those of faults.
+    `make_app` makes the application; None: vLLM's API. `keep_alive`: seconds that an idle
+    connection is kept. `tls`: the context of its connections, None: plain HTTP. `storage`: what it
+    shares with other engines of this process (`shared`, `lmcache-mp`); None: the facts' folder, if
+    any. `network`: where its ports are; None: on this machine, as the admin port always is.
     """
 
     def __init__(
@@ -91,8 +94,12 @@ class SimServer:
     ) -> None:
         self.facts = facts if facts is not None else SimFacts()
         self.engine = WatchedEngine(self.facts, chance=chance, storage=storage, network=network)
-        self.engine.notice_sender.faults = lambda rank: self.faults.due("notice", Situation(rank=rank))
-        self.engine.kv_events.faults = lambda moment, rank: self.faults.due(moment, Situation(rank=rank))
+        self.engine.notice_sender.faults = lambda rank: self.faults.due(
+            "notice", Situation(rank=rank)
+        )
+        self.engine.kv_events.faults = lambda moment, rank: self.faults.due(
+            moment, Situation(rank=rank)
+        )
         self.faults = Faults(chance or 0)
         self.scripts = self.faults.scripts
         self.journal = Journal()
@@ -171,7 +178,10 @@ class SimServer:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Stop."""
         await self.stop()
@@ -231,7 +241,8 @@ class SimServer:
             await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT)
 
     async def restart(self, down: float = 0.0) -> None:
-        """Kill it and start it again on the same port: a new engine id, empty memory; the port refuses for `down` seconds.
+        """Kill it and start it again on the same port: a new engine id, empty memory; the port
+        refuses for `down` seconds.
 
         Raises:
             OSError: another process has the port by now.
@@ -244,7 +255,8 @@ class SimServer:
             await self._come_up()
 
     async def restart_api(self, down: float = 0.0) -> None:
-        """Kill the API server alone and start it again after `down` seconds: all connections end, the port refuses meanwhile.
+        """Kill the API server alone and start it again after `down` seconds: all connections end,
+        the port refuses meanwhile.
 
         The engine core lives on, and goes on with KV that it has begun to read.
         """
@@ -291,12 +303,15 @@ class SimServer:
             await self._listener.accept()
 
     async def freeze_core(self) -> None:
-        """SIGSTOP of the engine core alone: the API server answers what it can answer without it."""
+        """SIGSTOP of the engine core alone: the API server answers what it can answer without
+        it.
+        """
         self.freeze_core_now(0.0, None)
 
     def freeze_core_now(self, seconds: float, rank: int | None) -> None:
-        """Freeze the engine core, or that of one rank; thaw after some seconds, 0: only by `thaw_core`. A rank that is not there
-        is not stopped."""
+        """Freeze the engine core, or that of one rank; thaw after some seconds, 0: only by
+        `thaw_core`. A rank that is not there is not stopped.
+        """
         if self.life != "up" or (rank is not None and rank >= self.facts.data_parallel_size):
             return
         self.engine.freeze(rank)
@@ -311,7 +326,9 @@ class SimServer:
             self.engine.thaw()
 
     async def terminate(self) -> None:
-        """SIGTERM: the port refuses, idle connections are closed, open answers send nothing more and stay open."""
+        """SIGTERM: the port refuses, idle connections are closed, open answers send nothing more
+        and stay open.
+        """
         async with self._changing:
             if self.life not in ("up", "frozen"):
                 return

@@ -1,14 +1,18 @@
-"""Storage that engines share (contract `shared`), as vLLM's `ExampleConnector` does it, with its errors. Pure.
+"""Storage that engines share (contract `shared`), as vLLM's `ExampleConnector` does it, with its
+errors. Pure.
 
 Owns the rules of 0.32.0, none of which uses `kv_transfer_params`:
 
-- A prompt that is not found is stored in its first step, without its last block, filled or not:
-  `(n - 1) // block_size` blocks. Nothing is ever evicted, and the key is the token ids alone: not the model, not the salt.
-- It is found if its first `(n - 2) // block_size` blocks were stored as a whole prompt: a longer prompt's prefix is not enough.
-- Lookup and load round differently. With n = 1 more than whole blocks, one block fewer is looked for than is loaded: such
-  a prompt never finds itself; if the shorter one is there, the load reads a missing file and the engine dies.
-- A prompt of more tokens than `max_num_batched_tokens` is stored as far as its first step went, under the whole prompt's key:
-  an engine that loads it dies of the shapes.
+- A prompt that is not found is stored in its first step, without its last block, filled or not: `(n
+  - 1) // block_size` blocks. Nothing is ever evicted, and the key is the token ids alone: not the
+  model, not the salt.
+- It is found if its first `(n - 2) // block_size` blocks were stored as a whole prompt: a longer
+  prompt's prefix is not enough.
+- Lookup and load round differently. With n = 1 more than whole blocks, one block fewer is looked
+  for than is loaded: such a prompt never finds itself; if the shorter one is there, the load reads
+  a missing file and the engine dies.
+- A prompt of more tokens than `max_num_batched_tokens` is stored as far as its first step went,
+  under the whole prompt's key: an engine that loads it dies of the shapes.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ class SharedStorage(Connector):
         self._storage.put(self._key(prompt, self._floor(one.prompt)), pages)
 
     def _blocks(self, one: ActiveRequest) -> int:
-        """Return how many blocks of it are stored or loaded: those that it has, except the last one of the prompt."""
+        """Return how many blocks of it are stored or loaded: those that it has, except the last one
+        of the prompt.
+        """
         return min(self._floor(one.prompt) // self._size, len(one.blocks))
 
     def _floor(self, tokens: int) -> int:

@@ -1,7 +1,9 @@
-"""NIXL's side channel between engine processes: engine ids, reading pages, notices. Msgpack in frames with a length, over TCP.
+"""NIXL's side channel between engine processes: engine ids, reading pages, notices. Msgpack in
+frames with a length, over TCP.
 
-Owns the listening socket of one engine and the short connections to others. Real engines do the same with ZMQ and RDMA. What
-is simulated: which engine can be reached, which one answers, and what is in the pages when they are read.
+Owns the listening socket of one engine and the short connections to others. Real engines do the
+same with ZMQ and RDMA. What is simulated: which engine can be reached, which one answers, and what
+is in the pages when they are read.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from pdproxy_lab.sim.request import EngineDeadError
 _MAX_FRAME = 1 << 28
 _HEADER = 4
 _NOTICE_DEADLINE = 10.0
-"""Seconds. Real notices are never answered; here the deadline is long, so that a busy machine does not lose them."""
+"""Seconds. Real notices are never answered; here the deadline is long, so that a busy machine does
+not lose them.
+"""
 
 
 class _Question(msgspec.Struct, omit_defaults=True):
@@ -114,7 +118,8 @@ async def greeting_of(handshake: Handshake, deadline: float) -> Greeting | None:
 
 
 async def read_pages(peer: SideChannelPeer, blocks: Sequence[int]) -> list[Page]:
-    """Read pages of a peer's memory. A frozen peer never answers, and there is no deadline: as in vLLM.
+    """Read pages of a peer's memory. A frozen peer never answers, and there is no deadline: as in
+    vLLM.
 
     Raises:
         LinkError: the peer is down, or another engine listens there now.
@@ -140,19 +145,24 @@ async def send_notice(peer: SideChannelPeer, kind: str, request_ids: Sequence[st
 
 
 async def send_registration(command: Register) -> None:
-    """Send a registration. A frozen peer takes it when it goes on, and there is no deadline: as in vLLM.
+    """Send a registration. A frozen peer takes it when it goes on, and there is no deadline: as in
+    vLLM.
 
     Raises:
         LinkError: the peer is down, or another one by now.
     """
     question = _Question(
-        command.peer.engine_id, command.agent, registration=command.registration, reached=command.reached
+        command.peer.engine_id,
+        command.agent,
+        registration=command.registration,
+        reached=command.reached,
     )
     _check(command.peer, await _ask(command.peer, question))
 
 
 async def write_pages(push: Push, pages: Sequence[Page]) -> None:
-    """Write pages into a peer's memory and tell it. A frozen peer takes them when it goes on, and there is no deadline.
+    """Write pages into a peer's memory and tell it. A frozen peer takes them when it goes on, and
+    there is no deadline.
 
     Raises:
         LinkError: the peer is down, or another one by now.
@@ -223,7 +233,8 @@ class SideChannel:
             )  # since Python 3.13, for such an address
             if not nameless and error.errno != errno.EADDRNOTAVAIL:
                 raise
-            # Not an address of this machine: handles then name a wrong address, as with a real misconfigured engine.
+            # Not an address of this machine: handles then name a wrong address, as with a real
+            # misconfigured engine.
             self._server = await self._reserved.listen(self._accepted, "127.0.0.1", port)
         self.port = self._reserved.number
 
@@ -248,7 +259,8 @@ class SideChannel:
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._answering.spawn(self._answer(reader, writer), "side channel")
-        # Not in the task itself: a task that is cancelled before its first step does not run at all.
+        # Not in the task itself: a task that is cancelled before its first step does not run at
+        # all.
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,6 @@
-"""Since which version of vLLM engines do what. Where no rule here says otherwise, the simulator does as 0.32.0 does."""
+"""Since which version of vLLM engines do what. Where no rule here says otherwise, the simulator
+does as 0.32.0 does.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,32 @@ _NUMBER = re.compile(r"\d+")
 def v033(version: str) -> bool:
     """Return whether a version has what 0.33.0 has changed.
 
-    - Choices have `weight_versions`. Events have `kv_transfer_params`: those of a choice's last event are a handle.
+    - Choices have `weight_versions`. Events have `kv_transfer_params`: those of a choice's last
+      event are a handle.
     - A NIXL handle has `remote_registration_generation`.
-    - A Responses stream that is cut by its length ends with `response.incomplete`, and so does its last item.
-    - The error of a dead core has another text, and so has that of an empty list of prompts. Errors in a chat's stream have no
-      spaces in their JSON.
+    - A Responses stream that is cut by its length ends with `response.incomplete`, and so does its
+      last item.
+    - The error of a dead core has another text, and so has that of an empty list of prompts. Errors
+      in a chat's stream have no spaces in their JSON.
     - Errors of messages have Anthropic's types.
     """
     return tuple(int(part) for part in _NUMBER.findall(version)[:2]) >= (0, 33)
 
 
 def weight_versions(version: str) -> dict[str, None]:
-    """Return what a choice has of the versions of weights that sampled it, unless they are asked for."""
+    """Return what a choice has of the versions of weights that sampled it, unless they are asked
+    for.
+    """
     return {"weight_versions": None} if v033(version) else {}
 
 
 def dead_message(version: str) -> str:
     """Return the message with which an engine whose core has died answers."""
-    return "The server had an error while processing your request." if v033(version) else str(EngineDeadError())
+    return (
+        "The server had an error while processing your request."
+        if v033(version)
+        else str(EngineDeadError())
+    )
 
 
 def message_error(version: str, kind: str, status: int) -> str:
@@ -50,5 +60,7 @@ def message_error(version: str, kind: str, status: int) -> str:
 
 
 def registration(version: str) -> dict[str, int]:
-    """Return what a NIXL handle says of the engine's KV memory: how often it was registered. An engine that slept counts on."""
+    """Return what a NIXL handle says of the engine's KV memory: how often it was registered. An
+    engine that slept counts on.
+    """
     return {"remote_registration_generation": 1} if v033(version) else {}

@@ -1,4 +1,6 @@
-"""Classifies the events of a simulated engine's stream by patterns, for the moments of faults. Pure."""
+"""Classifies the events of a simulated engine's stream by patterns, for the moments of faults.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def events_of(data: bytes) -> list[bytes]:
 
 
 def classify(event: bytes) -> Event:
-    """Return the kind of an event. No text in JSON can match these patterns, since its quotes are escaped."""
+    """Return the kind of an event. No text in JSON can match these patterns, since its quotes are
+    escaped.
+    """
     if event.startswith(b"data: [DONE]"):
         return Event.DONE
     if b'"choices":[{' not in event:

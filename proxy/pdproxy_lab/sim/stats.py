@@ -1,4 +1,6 @@
-"""The counters of an engine, which alone writes them. `/metrics` prints these under vLLM's names."""
+"""The counters of an engine, which alone writes them. `/metrics` prints these under vLLM's
+names.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,74 @@ from dataclasses import dataclass, field
 
 # The bounds of vLLM 0.32.0.
 TTFT_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(
+        0.001,
+        0.005,
+        0.01,
+        0.02,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        2.5,
+        5.0,
+        7.5,
+        10.0,
+        20.0,
+        40.0,
+        80.0,
+    ),
     *(160.0, 640.0, 2560.0),
 )
 ITL_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(
+        0.01,
+        0.025,
+        0.05,
+        0.075,
+        0.1,
+        0.15,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.75,
+        1.0,
+        2.5,
+        5.0,
+        7.5,
+        10.0,
+        20.0,
+        40.0,
+        80.0,
+    ),
 )
 REQUEST_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(
+        0.3,
+        0.5,
+        0.8,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        5.0,
+        10.0,
+        15.0,
+        20.0,
+        30.0,
+        40.0,
+        50.0,
+        60.0,
+        120.0,
+        240.0,
+        480.0,
+        960.0,
+    ),
     *(1920.0, 7680.0),
 )
 TRANSFER_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
@@ -62,7 +124,9 @@ class Stats:
     failed_transfers: int = 0
     failed_notifications: int = 0
     failed_receives: int = 0
-    """Mooncake: what a decode engine did not get, also answers to questions that only free blocks."""
+    """Mooncake: what a decode engine did not get, also answers to questions that only free
+    blocks.
+    """
     late_notifications: int = 0
     """Releases of a handle that had ended."""
     transfers: Histogram = field(default_factory=lambda: Histogram(TRANSFER_BUCKETS))

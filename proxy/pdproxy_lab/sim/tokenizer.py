@@ -1,8 +1,9 @@
 """The built-in tokenizer: reversible, no files, fast enough for prompts of a megabyte.
 
-Ids 0 to 7 are special, the next 256 are single bytes, the rest are frequent English and code words, each with and without a
-leading space. A word that is not among them is cut into the longest pieces that are, and the remainder goes byte by byte;
-so characters outside ASCII are several tokens, as with any byte-level BPE.
+Ids 0 to 7 are special, the next 256 are single bytes, the rest are frequent English and code words,
+each with and without a leading space. A word that is not among them is cut into the longest pieces
+that are, and the remainder goes byte by byte; so characters outside ASCII are several tokens, as
+with any byte-level BPE.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from functools import lru_cache
 from pdproxy_lab.sim.vocabulary import BREAKS, WORDS
 
 BOS, EOS, IM_START, IM_END = 0, 1, 2, 3
-SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+SPECIAL = (
+    "<|bos|>",
+    "<|eos|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+)
 THINK, THINK_END = SPECIAL.index("<think>"), SPECIAL.index("</think>")
 TOOL_CALL = SPECIAL.index("<tool_call>")
 FIRST_BYTE = len(SPECIAL)
@@ -31,7 +41,10 @@ def _pieces() -> tuple[bytes, ...]:
 
 
 PIECES = _pieces()
-WITH_SPACE = range(FIRST_PIECE, FIRST_PIECE + sum(piece[:1] == b" " and piece.strip().isalpha() for piece in PIECES))
+WITH_SPACE = range(
+    FIRST_PIECE,
+    FIRST_PIECE + sum(piece[:1] == b" " and piece.strip().isalpha() for piece in PIECES),
+)
 """The ids of the words with a leading space: what running text is made of."""
 _IDS = {piece: FIRST_PIECE + number for number, piece in enumerate(PIECES)}
 _LONGEST = max(map(len, PIECES))
@@ -77,20 +90,26 @@ class BuiltInTokenizer:
                 ids.append(SPECIAL.index(stretch))
             else:
                 for part in _SPLIT.findall(stretch):
-                    ids.extend(_encode_part(part) if len(part) <= 64 else _encode_part.__wrapped__(part))
+                    ids.extend(
+                        _encode_part(part) if len(part) <= 64 else _encode_part.__wrapped__(part)
+                    )
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary are skipped."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary
+        are skipped.
+        """
         first = THINK if skip_special_tokens else 0
-        return b"".join(VOCABULARY[token] for token in ids if first <= token < self.vocab_size).decode(
-            "utf-8", "replace"
-        )
+        return b"".join(
+            VOCABULARY[token] for token in ids if first <= token < self.vocab_size
+        ).decode("utf-8", "replace")
 
     def piece(self, token: int) -> bytes:
         """Return a token's own bytes (a special token's: its name)."""
         return VOCABULARY[token]
 
     def is_special(self, token: int) -> bool:
-        """Return whether an id is left out of text. The marks of thinking and of calls are not, as in most real vocabularies."""
+        """Return whether an id is left out of text. The marks of thinking and of calls are not, as
+        in most real vocabularies.
+        """
         return token < THINK

@@ -1,7 +1,9 @@
-"""A simulated engine's HTTP connections: uvicorn's protocol class, with a transport that can hold back what is written.
+"""A simulated engine's HTTP connections: uvicorn's protocol class, with a transport that can hold
+back what is written.
 
-Owns what happens to a whole connection: held (a stopped process), its input ignored, reset, closed. What happens to one answer is
-decided in `pdproxy_lab.sim.fault_middleware`, which gets the connection from the request's ASGI scope.
+Owns what happens to a whole connection: held (a stopped process), its input ignored, reset, closed.
+What happens to one answer is decided in `pdproxy_lab.sim.fault_middleware`, which gets the
+connection from the request's ASGI scope.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Resets(Protocol):
 
 
 class Wire(asyncio.Transport):
-    """The transport that uvicorn sees. Writes and closes go to the real one, or wait while it is held."""
+    """The transport that uvicorn sees. Writes and closes go to the real one, or wait while it is
+    held.
+    """
 
     def __init__(self, real: asyncio.Transport) -> None:
         super().__init__()
@@ -97,7 +101,9 @@ class Wire(asyncio.Transport):
             self._rendered = None
 
     def hold(self) -> None:
-        """Write nothing and read nothing until `release`; that the client leaves is not noticed either."""
+        """Write nothing and read nothing until `release`; that the client leaves is not noticed
+        either.
+        """
         if self._held is None and not self._real.is_closing():
             self._held = []
             self._real.pause_reading()
@@ -233,7 +239,9 @@ class RequestConnection:
             self._cycle.on_response()
 
     def answered(self) -> None:
-        """Mark an answer that was not written by uvicorn as complete: the connection waits for its next request."""
+        """Mark an answer that was not written by uvicorn as complete: the connection waits for its
+        next request.
+        """
         if not self._cycle.response_complete:
             self._cycle.response_started = self._cycle.response_complete = True
             self._cycle.message_event.set()

@@ -1,4 +1,5 @@
-"""Engines in virtual time: the same cores, their steps and transfers in one heap of events, no sockets and no waiting.
+"""Engines in virtual time: the same cores, their steps and transfers in one heap of events, no
+sockets and no waiting.
 
 Owns the clock. A run takes only its computing time, and equal inputs give equal runs.
 """
@@ -17,7 +18,14 @@ from pdproxy_lab.sim.connector import PeerCommand, ProxyNotice
 from pdproxy_lab.sim.core import Core
 from pdproxy_lab.sim.cpu import CpuConnector, FindReceiver, Received, SendPart
 from pdproxy_lab.sim.facts import SimFacts
-from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, ReceivingRank, Write
+from pdproxy_lab.sim.lmcache_pd import (
+    Cancel,
+    LMCachePD,
+    Offer,
+    ReceiverHandshake,
+    ReceivingRank,
+    Write,
+)
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.mooncake import LONGER_THAN_PREFILL, Mooncake, Receive
 from pdproxy_lab.sim.nixl import Greeting, Handshake, PeerNotice, Pull, SideChannelPeer
@@ -107,7 +115,9 @@ class VirtualCluster:
         raise RuntimeError(f"more than {max_events} events")
 
     def _turn(self, engine: VirtualEngine) -> None:
-        """Begin a step if none is running; carry out the engine's commands, and plan when it must be woken."""
+        """Begin a step if none is running; carry out the engine's commands, and plan when it must
+        be woken.
+        """
         if engine.dead:
             return
         if engine.step is None:
@@ -191,7 +201,9 @@ class VirtualCluster:
                     peer.core.nixl.notified(command.kind, command.request_ids, self.now)
                     self.at(self.now, lambda: self._turn(peer))
 
-    def _handshaken(self, engine: VirtualEngine, peer: SideChannelPeer, found: Greeting | None) -> None:
+    def _handshaken(
+        self, engine: VirtualEngine, peer: SideChannelPeer, found: Greeting | None
+    ) -> None:
         engine.core.handshaken(peer, found, self.now)
         self._turn(engine)
 
@@ -206,10 +218,13 @@ class VirtualCluster:
         self._turn(engine)
 
     def _listening(self, peer: SideChannelPeer) -> VirtualEngine | None:
-        engines: Iterable[VirtualEngine] = self.engines[peer.port - 1 : peer.port] if peer.port > 0 else ()
+        engines: Iterable[VirtualEngine] = (
+            self.engines[peer.port - 1 : peer.port] if peer.port > 0 else ()
+        )
         return next((engine for engine in engines if not engine.dead), None)
 
-    # -- Mooncake: `bootstrap` of a request is the number of an engine, which is up as long as the cluster
+    # -- Mooncake: `bootstrap` of a request is the number of an engine, which is up as long as the
+    # cluster
 
     def _receive(self, engine: VirtualEngine, command: Receive) -> None:
         mine = _mooncake(engine)
@@ -234,14 +249,20 @@ class VirtualCluster:
         self.at(self.now, lambda: self._turn(peer))
 
     def _given(
-        self, engine: VirtualEngine, peer: VirtualEngine, command: Receive, pages: tuple[Page, ...] | None
+        self,
+        engine: VirtualEngine,
+        peer: VirtualEngine,
+        command: Receive,
+        pages: tuple[Page, ...] | None,
     ) -> None:
         if pages is not None and not peer.dead:
             _mooncake(peer).sent(command.transfer_id, self.now, whole=not (engine.dead and pages))
             self._turn(peer)
         self._sent(engine, command, pages)
 
-    def _sent(self, engine: VirtualEngine, command: Receive, pages: tuple[Page, ...] | None) -> None:
+    def _sent(
+        self, engine: VirtualEngine, command: Receive, pages: tuple[Page, ...] | None
+    ) -> None:
         if engine.dead:
             return
         engine.stats.failed_receives += pages is None
@@ -261,7 +282,10 @@ class VirtualCluster:
 
     def _arrived(self, engine: VirtualEngine, command: Register | Push) -> None:
         peer = self._listening(command.peer)
-        here = peer is not None and (peer.core.engine_id, peer.core.agent) == (command.peer.engine_id, command.agent)
+        here = peer is not None and (peer.core.engine_id, peer.core.agent) == (
+            command.peer.engine_id,
+            command.agent,
+        )
         if engine.dead:
             return
         if isinstance(command, Push):
@@ -270,7 +294,9 @@ class VirtualCluster:
                 take_push(peer.core, command.remote_request_id, command.remote_blocks, pages)
                 tokens = len(command.blocks) * engine.facts.block_size
                 engine.stats.transfers.observe(engine.facts.hardware.transfer_s(tokens))
-                engine.stats.transferred_bytes.observe(tokens * engine.facts.hardware.kv_bytes_per_token)
+                engine.stats.transferred_bytes.observe(
+                    tokens * engine.facts.hardware.kv_bytes_per_token
+                )
             pusher(engine.core).pushed(command, whole=here)
         elif peer is not None and here:
             pusher(peer.core).take(command.registration, command.reached)
@@ -280,7 +306,9 @@ class VirtualCluster:
         if peer is not None:
             self._turn(peer)
 
-    def _push_chunks(self, engine: VirtualEngine, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
+    def _push_chunks(
+        self, engine: VirtualEngine, command: ReceiverHandshake | Offer | Write | Cancel
+    ) -> None:
         found = self._receiving(command.receiver)
         if found is None:
             return  # here an engine that waits for a receiver waits forever
@@ -290,14 +318,17 @@ class VirtualCluster:
             case ReceiverHandshake():
                 self.at(
                     self.now,
-                    lambda: self._after(engine, lambda: mine.receiver_found(command.receiver, peer.core.engine_id)),
+                    lambda: self._after(
+                        engine, lambda: mine.receiver_found(command.receiver, peer.core.engine_id)
+                    ),
                 )
             case Offer():
                 buffer.offer(
                     command.batch,
                     self.now,
                     lambda allocation: self.at(
-                        self.now, lambda: self._after(engine, lambda: mine.offered(command, allocation))
+                        self.now,
+                        lambda: self._after(engine, lambda: mine.offered(command, allocation)),
                     ),
                 )
                 self.at(self.now, lambda: self._turn(peer))
@@ -314,7 +345,9 @@ class VirtualCluster:
 
     # -- parts that are pushed to host memory
 
-    def _push_part(self, engine: VirtualEngine, command: FindReceiver | SendPart | Received) -> None:
+    def _push_part(
+        self, engine: VirtualEngine, command: FindReceiver | SendPart | Received
+    ) -> None:
         if isinstance(command, Received):
             engine.core.received(command.request_id, command.pages, command.tokens)
             self.at(self.now, lambda: self._turn(engine))
@@ -323,11 +356,16 @@ class VirtualCluster:
         peer = next((one for one in self.engines if _listens(one, engine.facts.cpu.cpu_port)), None)
         match command:
             case FindReceiver() if peer is not None:
-                self.at(self.now, lambda: self._after(engine, lambda: mine.found(peer.core.engine_id)))
+                self.at(
+                    self.now, lambda: self._after(engine, lambda: mine.found(peer.core.engine_id))
+                )
             case SendPart() if peer is not None and peer.core.engine_id == command.engine_id:
 
                 def taken() -> None:
-                    self.at(self.now, lambda: self._after(engine, lambda: mine.sent(command.part, whole=True)))
+                    self.at(
+                        self.now,
+                        lambda: self._after(engine, lambda: mine.sent(command.part, whole=True)),
+                    )
 
                 def offered() -> None:
                     _cpu(peer).offer(command.part, taken)
@@ -344,19 +382,35 @@ class VirtualCluster:
             self._turn(engine)
 
     def _receiving(self, receiver: ReceivingRank) -> tuple[VirtualEngine, LMCachePD] | None:
-        """Return the engine with the receiver's ports: those of its facts, none of which may be 0."""
+        """Return the engine with the receiver's ports: those of its facts, none of which may be
+        0.
+        """
         for engine in self.engines:
             facts, place = engine.facts, receiver.rank
-            ports = (facts.lmcache.pd_peer_init_port + place, facts.lmcache.pd_peer_alloc_port + place)
-            pushed_to = facts.connector == "lmcache-pd" and facts.role == "decode" and not engine.dead
-            if pushed_to and ports == (receiver.init_port, receiver.alloc_port) and place < facts.pd_ranks:
+            ports = (
+                facts.lmcache.pd_peer_init_port + place,
+                facts.lmcache.pd_peer_alloc_port + place,
+            )
+            pushed_to = (
+                facts.connector == "lmcache-pd" and facts.role == "decode" and not engine.dead
+            )
+            if (
+                pushed_to
+                and ports == (receiver.init_port, receiver.alloc_port)
+                and place < facts.pd_ranks
+            ):
                 return engine, _pd(engine)
         return None
 
 
 def _listens(engine: VirtualEngine, port: int) -> bool:
     facts = engine.facts
-    return facts.connector == "cpu" and facts.role == "decode" and facts.cpu.cpu_port == port and not engine.dead
+    return (
+        facts.connector == "cpu"
+        and facts.role == "decode"
+        and facts.cpu.cpu_port == port
+        and not engine.dead
+    )
 
 
 def _cpu(engine: VirtualEngine) -> CpuConnector:

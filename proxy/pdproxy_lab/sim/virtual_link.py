@@ -1,4 +1,6 @@
-"""What engines that register send each other, in virtual time: see `registered_link` for the same over sockets."""
+"""What engines that register send each other, in virtual time: see `registered_link` for the same
+over sockets.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,17 @@ def perform(
     later: Callable[[float, Callable[[], None]], None],
     turn: Callable[[_E], None],
 ) -> None:
-    """Carry out a command. `later(seconds, what)` calls something at a time from now; `turn` lets an engine go on."""
+    """Carry out a command. `later(seconds, what)` calls something at a time from now; `turn` lets
+    an engine go on.
+    """
     mine = engine.core.connector
 
     def at(place: MessageAddress) -> _E | None:
-        found = engines[place.port - 1] if 0 < place.port <= len(engines) and place.host == HOST else None
+        found = (
+            engines[place.port - 1]
+            if 0 < place.port <= len(engines) and place.host == HOST
+            else None
+        )
         return None if found is None or found.dead else found
 
     def after(seconds: float, what: Callable[[], None], *also: _E | None) -> None:
@@ -99,7 +107,9 @@ def perform(
                     peer.core.connector.written(transfer_id, blocks, pages)
                 mine.wrote(transfer_id)
 
-            after(engine.facts.hardware.transfer_s(len(pages) * engine.facts.block_size), write, peer)
+            after(
+                engine.facts.hardware.transfer_s(len(pages) * engine.facts.block_size), write, peer
+            )
         case Written(request_id, tokens):
             engine.core.written_by_peer(request_id, tokens)
             later(0.0, lambda: turn(engine))

@@ -1,4 +1,6 @@
-"""The requests that wait for a step, in vLLM's order: first those that hold KV blocks because their KV came from elsewhere."""
+"""The requests that wait for a step, in vLLM's order: first those that hold KV blocks because their
+KV came from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pdproxy_lab.sim.memory import BlockPool
 
 
 class WaitingRequests:
-    """Two queues. One that holds blocks never waits behind one that needs some: both could wait for ever."""
+    """Two queues. One that holds blocks never waits behind one that needs some: both could wait for
+    ever.
+    """
 
     def __init__(self) -> None:
         self._with_blocks: deque[ActiveRequest] = deque()
@@ -28,7 +32,9 @@ class WaitingRequests:
         queue.insert(place, sequence)
 
     def put_back(self, sequence: ActiveRequest) -> None:
-        """Queue a request that was scheduled before: before all others, or behind those that hold blocks if it holds some."""
+        """Queue a request that was scheduled before: before all others, or behind those that hold
+        blocks if it holds some.
+        """
         if sequence.blocks:
             self._with_blocks.append(sequence)
         else:
@@ -50,9 +56,14 @@ class WaitingRequests:
 
 
 def fits_whole(sequence: ActiveRequest, running: Iterable[ActiveRequest], pool: BlockPool) -> bool:
-    """Return whether a waiting request may begin: all of it must fit (vLLM's `scheduler_reserve_full_isl`, on by default).
+    """Return whether a waiting request may begin: all of it must fit (vLLM's
+    `scheduler_reserve_full_isl`, on by default).
 
-    `running`: requests whose missing blocks stay free. A request whose KV comes from elsewhere can't be preempted meanwhile.
+    `running`: requests whose missing blocks stay free. A request whose KV comes from elsewhere
+    can't be preempted meanwhile.
     """
     size = pool.block_size
-    return sequence.blocks_missing(size) + sum(other.blocks_missing(size) for other in running) <= pool.available
+    return (
+        sequence.blocks_missing(size) + sum(other.blocks_missing(size) for other in running)
+        <= pool.available
+    )

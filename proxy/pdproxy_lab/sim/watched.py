@@ -1,4 +1,5 @@
-"""The engine with callbacks for two moments: a request was queued, and the transfer of its KV begins.
+"""The engine with callbacks for two moments: a request was queued, and the transfer of its KV
+begins.
 
 Owns the link between the engine's requests and the HTTP requests that they came from.
 """
@@ -23,11 +24,15 @@ from pdproxy_lab.sim.storage import Storage
 
 Watcher = Callable[[Moment], object]
 watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-"""Called at the moments of requests that the current task, or a task started by it, sends to an engine."""
+"""Called at the moments of requests that the current task, or a task started by it, sends to an
+engine.
+"""
 
 
 class WatchedEngine(SimEngine):
-    """An engine that calls watchers at its requests' `prefilling` and, for decode, `handed_over`."""
+    """An engine that calls watchers at its requests' `prefilling` and, for decode,
+    `handed_over`.
+    """
 
     def __init__(
         self,

@@ -29,6 +29,10 @@ PLAIN = WriteStyle()
 def cut(data: bytes, cuts: int, chance: random.Random) -> list[bytes]:
     """Cut data at `cuts` random places, or everywhere (0)."""
     most = len(data) - 1
-    places = range(1, most + 1) if not cuts or cuts >= most else sorted(chance.sample(range(1, most + 1), cuts))
+    places = (
+        range(1, most + 1)
+        if not cuts or cuts >= most
+        else sorted(chance.sample(range(1, most + 1), cuts))
+    )
     edges = [0, *places, len(data)]
     return [data[start:end] for start, end in pairwise(edges) if end > start]

@@ -1,6 +1,8 @@
-"""Writes one answer's bytes in its style: as uvicorn does, slowly, cut into pieces, or several chunks at once.
+"""Writes one answer's bytes in its style: as uvicorn does, slowly, cut into pieces, or several
+chunks at once.
 
-Owns the bytes between uvicorn and the socket. uvicorn still makes them, so they are right in every style.
+Owns the bytes between uvicorn and the socket. uvicorn still makes them, so they are right in every
+style.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Writer:
         self.head_out = self.head_out or starts
 
     async def rendered(self, message: Message) -> tuple[bytes, bool]:
-        """Return the bytes that uvicorn makes of a message, and whether it closes the connection after them."""
+        """Return the bytes that uvicorn makes of a message, and whether it closes the connection
+        after them.
+        """
         with self._connection.rendering() as rendered:
             await self._send(message)
         return rendered.data, rendered.closes
@@ -74,7 +78,11 @@ class Writer:
 
     async def _put(self, data: bytes) -> None:
         style = self.style
-        pieces = [data] if style.cuts is None else cut(data, style.cuts, style.chance or random.Random(0))
+        pieces = (
+            [data]
+            if style.cuts is None
+            else cut(data, style.cuts, style.chance or random.Random(0))
+        )
         if style.delay:
             await sleep(style.delay)
         for number, piece in enumerate(pieces):

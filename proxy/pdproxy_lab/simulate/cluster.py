@@ -1,7 +1,9 @@
-"""Engines behind the proxy's scheduling, in virtual time: the ledger and its policies choose, as they do for requests over HTTP.
+"""Engines behind the proxy's scheduling, in virtual time: the ledger and its policies choose, as
+they do for requests over HTTP.
 
-A request takes the steps that `serving.dispatch` has for it with contract `nixl` and order `sequential`: both engines are leased
-when it comes, the prefill lease is closed when the decode engine is asked, the decode lease at the end. Engines don't fail here.
+A request takes the steps that `serving.dispatch` has for it with contract `nixl` and order
+`sequential`: both engines are leased when it comes, the prefill lease is closed when the decode
+engine is asked, the decode lease at the end. Engines don't fail here.
 """
 
 from __future__ import annotations
@@ -41,9 +43,22 @@ class NoProgressError(ValueError):
 
 
 class Call:
-    """A client's request: when it is due, in seconds, its tokens, and the keys of its prompt's whole units."""
+    """A client's request: when it is due, in seconds, its tokens, and the keys of its prompt's
+    whole units.
+    """
 
-    __slots__ = ("due", "keys", "lease", "ledger", "number", "output", "prefill", "prefill_lease", "prompt", "session")
+    __slots__ = (
+        "due",
+        "keys",
+        "lease",
+        "ledger",
+        "number",
+        "output",
+        "prefill",
+        "prefill_lease",
+        "prompt",
+        "session",
+    )
     ledger: Ledger
     """That of the proxy that serves it."""
 
@@ -56,7 +71,13 @@ class Call:
         keys: Sequence[int] = (),
         session: str | None = None,
     ) -> None:
-        self.number, self.due, self.prompt, self.output, self.keys = number, due, prompt, output, keys
+        self.number, self.due, self.prompt, self.output, self.keys = (
+            number,
+            due,
+            prompt,
+            output,
+            keys,
+        )
         self.session = session
         self.lease: Lease | None = None
         self.prefill_lease: Lease | None = None
@@ -66,8 +87,9 @@ class Call:
 class Cluster:
     """A fleet in virtual time (seconds from 0). `shapes`: what the engines of a role are. Run once.
 
-    `policies`: by role, names or what makes them; those that ask what engines have in their caches know it exactly. `placement`
-    makes what decides for each request whether it is split, from the cluster; None: all are split that can be.
+    `policies`: by role, names or what makes them; those that ask what engines have in their caches
+    know it exactly. `placement` makes what decides for each request whether it is split, from the
+    cluster; None: all are split that can be.
     """
 
     def __init__(
@@ -94,13 +116,21 @@ class Cluster:
             Role.AGGREGATED: fleet.aggregated,
             Role.ANY: fleet.any,
         }
-        specs = [EngineSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
+        specs = [
+            EngineSpec(f"{role.value}-{i}", role)
+            for role, count in counts.items()
+            for i in range(count)
+        ]
         self.engines = {
-            spec.url: ModelledEngine(hardware, shapes[spec.role], self._at, self, self.itl) for spec in specs
+            spec.url: ModelledEngine(hardware, shapes[spec.role], self._at, self, self.itl)
+            for spec in specs
         }
         self.roles = {spec.url: spec.role for spec in specs}
         self.memories = EngineMemories(
-            {url: (engine.memory, shapes[self.roles[url]].unit_tokens) for url, engine in self.engines.items()}
+            {
+                url: (engine.memory, shapes[self.roles[url]].unit_tokens)
+                for url, engine in self.engines.items()
+            }
         )
         self.specs, self._policies = specs, policies
         self._make_placement, self._placed = placement, placement is not None
@@ -117,7 +147,10 @@ class Cluster:
         return LedgerOptions(
             breaker_failures=3,
             breaker_cooldown=10.0,
-            policies={role: POLICIES[one] if isinstance(one, str) else one for role, one in self._policies.items()},
+            policies={
+                role: POLICIES[one] if isinstance(one, str) else one
+                for role, one in self._policies.items()
+            },
             chance=Random(seed).random,
             cached=cached or self.memories.cached,
             placement=None if self._make_placement is None else self._make_placement(self),
@@ -135,7 +168,9 @@ class Cluster:
         return self.ledger
 
     def run(self, calls: Iterable[Call]) -> RequestTimes:
-        """Serve all calls, which are in the order in which they are due. Return what was measured."""
+        """Serve all calls, which are in the order in which they are due. Return what was
+        measured.
+        """
         self._calls = iter(calls)
         self._next_call()
         heap = self._heap
@@ -144,7 +179,8 @@ class Cluster:
             self.events += 1
             if self.events - self._progress > _NO_PROGRESS:
                 raise NoProgressError(
-                    f"no request came or ended in {_NO_PROGRESS} steps: --kv-tokens is too low for this load"
+                    f"no request came or ended in {_NO_PROGRESS} steps: --kv-tokens is too low "
+                    f"for this load"
                 )
             what(argument, self.now)
         return self.records
@@ -189,7 +225,9 @@ class Cluster:
         call.lease = leases[-1]
         if len(leases) > 1:
             call.prefill_lease = leases[0]
-        if not self._fits(call.lease, call) or (call.prefill_lease and not self._fits(call.prefill_lease, call)):
+        if not self._fits(call.lease, call) or (
+            call.prefill_lease and not self._fits(call.prefill_lease, call)
+        ):
             self._refused(call, now)
             return
         before = self.hardware.before_engine_s
@@ -222,7 +260,9 @@ class Cluster:
 
     def _alone(self, call: Call, now: float) -> None:
         assert call.lease is not None
-        self.engines[call.lease.engine.url].submit(Work(call, call.prompt, call.output, call.keys), now)
+        self.engines[call.lease.engine.url].submit(
+            Work(call, call.prompt, call.output, call.keys), now
+        )
 
     def _decode(self, call: Call, now: float) -> None:
         assert call.lease is not None

@@ -1,14 +1,18 @@
-"""A virtual engine whose costs don't grow with tokens: one step is O(1), and equal decode steps are passed in one event. Pure.
+"""A virtual engine whose costs don't grow with tokens: one step is O(1), and equal decode steps are
+passed in one event. Pure.
 
-It schedules as `sim.core` does, whose rules are those of vLLM's v1 scheduler: running requests first, then waiting ones that
-hold blocks, then others that fit whole, a token budget per step, prompts in chunks, the youngest request is preempted when blocks
-run out. All prompts but one that are being
-computed are whole in a step, since the one that is cut takes the rest of the budget. So the state is: the requests that decode
-(their number, the sum of their contexts), at most one prompt that is cut, and those that wait.
+It schedules as `sim.core` does, whose rules are those of vLLM's v1 scheduler: running requests
+first, then waiting ones that hold blocks, then others that fit whole, a token budget per step,
+prompts in chunks, the youngest request is preempted when blocks run out. All prompts but one that
+are being
+computed are whole in a step, since the one that is cut takes the rest of the budget. So the state
+is: the requests that decode (their number, the sum of their contexts), at most one prompt that is
+cut, and those that wait.
 
-Decode steps are passed until the next request ends, and their time is the sum of an arithmetic series, since a step's time is
-linear in the context. Something that comes in between ends the run at the end of the step that is under way. A request's last
-step is known when it begins to decode; a heap has them. Its worst gap is found in `gaps.WorstGaps`.
+Decode steps are passed until the next request ends, and their time is the sum of an arithmetic
+series, since a step's time is linear in the context. Something that comes in between ends the run
+at the end of the step that is under way. A request's last step is known when it begins to decode; a
+heap has them. Its worst gap is found in `gaps.WorstGaps`.
 """
 
 from __future__ import annotations
@@ -28,8 +32,16 @@ from pdproxy_lab.simulate.work import At, Listener, Work
 class ModelledEngine:
     """One engine. `at` is how it plans its next event."""
 
-    def __init__(self, hardware: Hardware, shape: Shape, at: At, listener: Listener, itl: Histogram) -> None:
-        self._hardware, self._shape, self._at, self._listener, self._itl = hardware, shape, at, listener, itl
+    def __init__(
+        self, hardware: Hardware, shape: Shape, at: At, listener: Listener, itl: Histogram
+    ) -> None:
+        self._hardware, self._shape, self._at, self._listener, self._itl = (
+            hardware,
+            shape,
+            at,
+            listener,
+            itl,
+        )
         self.memory = KVMemory(shape.blocks, shape.unit_tokens // shape.block_size)
         self._line = ReceivingLine(hardware)
         self._budget = shape.max_num_batched_tokens
@@ -55,8 +67,8 @@ class ModelledEngine:
         """Prompts that the step begins to compute."""
         self._gaps = WorstGaps()
         self._tickets = 0
-        # The run of steps that is under way: its number of steps (0: none), its start, the first step's time, and how much
-        # longer each further one is.
+        # The run of steps that is under way: its number of steps (0: none), its start, the first
+        # step's time, and how much longer each further one is.
         self.steps = 0
         """Steps that have ended."""
         self._planned = 0
@@ -82,9 +94,17 @@ class ModelledEngine:
 
     @property
     def requests(self) -> int:
-        """Its requests, as vLLM reports them: those that run, and those that wait, for KV included."""
+        """Its requests, as vLLM reports them: those that run, and those that wait, for KV
+        included.
+        """
         computing = len(self._chunks) or int(self._partial is not None)
-        return len(self._waiting) + len(self._loaded_waiting) + self._loading + len(self._decoding) + computing
+        return (
+            len(self._waiting)
+            + len(self._loaded_waiting)
+            + self._loading
+            + len(self._decoding)
+            + computing
+        )
 
     @property
     def idle(self) -> bool:
@@ -101,7 +121,9 @@ class ModelledEngine:
         """End the run of steps with the step that is under way."""
         elapsed, first, increment = now - self._start, self._first, self._increment
         slope = first - increment / 2
-        count = max(math.ceil(2 * elapsed / (slope + math.sqrt(slope * slope + 2 * increment * elapsed))), 1)
+        count = max(
+            math.ceil(2 * elapsed / (slope + math.sqrt(slope * slope + 2 * increment * elapsed))), 1
+        )
         while self._after(count) < elapsed:
             count += 1
         while count > 1 and self._after(count - 1) >= elapsed:
@@ -180,8 +202,8 @@ class ModelledEngine:
                 later = work.pulls
             count = min(length - known, budget)
             has = self._blocks(work.prompt if work.loaded else known)
-            # The whole request must fit: vLLM's `scheduler_reserve_full_isl`. One whose KV comes can't be preempted meanwhile, so
-            # what the prompt that is cut still needs stays free.
+            # The whole request must fit: vLLM's `scheduler_reserve_full_isl`. One whose KV comes
+            # can't be preempted meanwhile, so what the prompt that is cut still needs stays free.
             whole = self._blocks(length) - has + unused + (self._reserved() if later else 0)
             if whole > memory.available:
                 break
@@ -216,7 +238,9 @@ class ModelledEngine:
         return self._blocks(work.length) - self._blocks(work.computed + count)
 
     def _plan(self, decoding: int, now: float, *, single: bool) -> None:
-        """Plan the end of the steps that begin now. `single`: only one, since a request that waits may begin after it."""
+        """Plan the end of the steps that begin now. `single`: only one, since a request that waits
+        may begin after it.
+        """
         context, hardware, pulls = self._context, self._hardware, self._pulls
         self._start, self._increment, count = now, 0.0, 1
         if self._chunks or pulls:
@@ -228,7 +252,9 @@ class ModelledEngine:
                 else:
                     prefill += tokens
                     pairs += attended(tokens, work.computed)
-            seconds = hardware.step_s(prefill, decoding, context, pairs, pulls, self._begun, self._pulled_tokens)
+            seconds = hardware.step_s(
+                prefill, decoding, context, pairs, pulls, self._begun, self._pulled_tokens
+            )
             self._pulls = self._begun = self._pulled_tokens = 0
             if not self._chunks and not decoding and not seconds:
                 return
@@ -250,7 +276,9 @@ class ModelledEngine:
         self._at(now + seconds, self._finish, self._version)
 
     def _until_next(self, decoding: int) -> int:
-        """Return for how many steps nothing changes: until a request ends, or until blocks may run out."""
+        """Return for how many steps nothing changes: until a request ends, or until blocks may run
+        out.
+        """
         ends = self._ends
         while ends[0][2].ticket != ends[0][1]:
             heappop(ends)
@@ -314,7 +342,9 @@ class ModelledEngine:
         """Return how many blocks the decoding requests need in `count` steps from `step` on."""
         size = self._shape.block_size
         cycles, rest = divmod(count, size)
-        return cycles * decoding + sum(self._due[place % size] for place in range(step, step + rest))
+        return cycles * decoding + sum(
+            self._due[place % size] for place in range(step, step + rest)
+        )
 
     def _leave(self, work: Work) -> int:
         """A request decodes no longer. Return how many tokens it has."""
@@ -368,7 +398,9 @@ class ModelledEngine:
         work.units = max(work.units, full)
 
     def _loaded(self, work: Work, now: float) -> None:
-        """The KV of a request's prompt is here. The last token is computed again, for its output."""
+        """The KV of a request's prompt is here. The last token is computed again, for its
+        output.
+        """
         work.computed = work.prompt
         self._remember(work)
         work.computed -= 1

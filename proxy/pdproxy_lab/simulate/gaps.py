@@ -1,4 +1,6 @@
-"""Gaps between tokens, without work per token: the worst gap of each request, and a histogram of all gaps. Pure."""
+"""Gaps between tokens, without work per token: the worst gap of each request, and a histogram of
+all gaps. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _MAX_SIZE = 1024
 
 
 class WorstGaps:
-    """The longest step since any step. Holds only steps after which no step was as long: their durations descend."""
+    """The longest step since any step. Holds only steps after which no step was as long: their
+    durations descend.
+    """
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -23,7 +27,9 @@ class WorstGaps:
         return len(self._steps)
 
     def add(self, step: int, seconds: float) -> None:
-        """Add the last step, by its number, or several steps of which the last one was the longest."""
+        """Add the last step, by its number, or several steps of which the last one was the
+        longest.
+        """
         durations, steps = self._seconds, self._steps
         while durations and durations[-1] <= seconds:
             durations.pop()
@@ -32,7 +38,9 @@ class WorstGaps:
         steps.append(step)
 
     def worst_after(self, step: int) -> float:
-        """Return how long the longest step was whose number is above `step`; 0 if there was none."""
+        """Return how long the longest step was whose number is above `step`; 0 if there was
+        none.
+        """
         place = bisect_right(self._steps, step)
         return self._seconds[place] if place < len(self._steps) else 0.0
 
@@ -61,7 +69,9 @@ class Histogram:
         self.counts[index] = self.counts.get(index, 0) + count
 
     def add_rising(self, first: float, increment: float, steps: int, count: int) -> None:
-        """Count `steps` durations, `count` times each: the first, and each further one longer by `increment`."""
+        """Count `steps` durations, `count` times each: the first, and each further one longer by
+        `increment`.
+        """
         counts, done = self.counts, 0
         last = _class_of(first + increment * (steps - 1))
         while done < steps:
@@ -69,7 +79,10 @@ class Histogram:
             if index >= last:
                 upto = steps
             else:
-                upto = min(steps, max(done, int((math.exp((index + 1) * _LOG_STEP) - first) / increment)) + 1)
+                upto = min(
+                    steps,
+                    max(done, int((math.exp((index + 1) * _LOG_STEP) - first) / increment)) + 1,
+                )
             counts[index] = counts.get(index, 0) + (upto - done) * count
             done = upto
 
@@ -83,7 +96,10 @@ class Histogram:
         total = self.total
         if not total:
             return None
-        found = [(math.exp((index + 0.5) * _LOG_STEP), count) for index, count in sorted(self.counts.items())]
+        found = [
+            (math.exp((index + 0.5) * _LOG_STEP), count)
+            for index, count in sorted(self.counts.items())
+        ]
         mean = math.fsum(seconds * count for seconds, count in found) / total
         variance = math.fsum((seconds - mean) ** 2 * count for seconds, count in found) / total
         percentiles: dict[int, float | None] = {}
@@ -96,7 +112,13 @@ class Histogram:
                     value = seconds
                     break
             percentiles[percent] = value if total >= needed(percent) else None
-        return Spread(count=total, mean=mean, std=math.sqrt(variance), largest=found[-1][0], percentiles=percentiles)
+        return Spread(
+            count=total,
+            mean=mean,
+            std=math.sqrt(variance),
+            largest=found[-1][0],
+            percentiles=percentiles,
+        )
 
 
 def _class_of(seconds: float) -> int:

@@ -1,4 +1,6 @@
-"""The requests of a simulated run: those of `pdproxy bench`, or a trace that is repeated as often as needed. Pure."""
+"""The requests of a simulated run: those of `pdproxy bench`, or a trace that is repeated as often
+as needed. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from pdproxy_lab.simulate.cluster import Call
 
 
 class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
-    """Unique prompts with lengths that are drawn evenly from ranges. Either `duration` (seconds) or `requests` is given."""
+    """Unique prompts with lengths that are drawn evenly from ranges. Either `duration` (seconds) or
+    `requests` is given.
+    """
 
     arrivals: Arrivals
     inputs: Lengths
@@ -32,15 +36,18 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
         times = self.arrivals.times(seed, duration=self.duration, requests=self.requests)
         chance = random.Random(f"{seed}:lengths")
         return (
-            Call(number, time, self.inputs.draw(chance), self.outputs.draw(chance)) for number, time in enumerate(times)
+            Call(number, time, self.inputs.draw(chance), self.outputs.draw(chance))
+            for number, time in enumerate(times)
         )
 
 
 class TraceReplay(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace, from its beginning. Where its requests don't suffice, it comes again, with other prompts of the same structure.
+    """A trace, from its beginning. Where its requests don't suffice, it comes again, with other
+    prompts of the same structure.
 
-    `scale`: how many times faster than in the trace they come. With `arrivals` they come as these say, in the trace's order.
-    `duration`: in seconds; `requests`: how many; with both None the trace once.
+    `scale`: how many times faster than in the trace they come. With `arrivals` they come as these
+    say, in the trace's order. `duration`: in seconds; `requests`: how many; with both None the
+    trace once.
     """
 
     entries: Sequence[TraceEntry]
@@ -55,7 +62,11 @@ class TraceReplay(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: they are too many.
         """
-        count = self.requests if self.requests is not None or self.duration is not None else len(self.entries)
+        count = (
+            self.requests
+            if self.requests is not None or self.duration is not None
+            else len(self.entries)
+        )
         if self.arrivals is None:
             times = self._own_times()
         elif self.duration is not None:
@@ -66,7 +77,9 @@ class TraceReplay(msgspec.Struct, frozen=True, kw_only=True):
 
     def _calls(self, times: Iterator[float], count: int | None) -> Iterator[Call]:
         entries = self.entries
-        ids = 1 + max((max(entry.hash_ids, default=0) for entry in entries if entry.hash_ids), default=0)
+        ids = 1 + max(
+            (max(entry.hash_ids, default=0) for entry in entries if entry.hash_ids), default=0
+        )
         for number, time in enumerate(times):
             if number == count or (self.duration is not None and time >= self.duration):
                 return
@@ -79,7 +92,9 @@ class TraceReplay(msgspec.Struct, frozen=True, kw_only=True):
             yield Call(number, time, entry.input_tokens, entry.output_tokens, keys)
 
     def _own_times(self) -> Iterator[float]:
-        """Return the trace's times, again and again: its last request and the next first one are a mean gap apart."""
+        """Return the trace's times, again and again: its last request and the next first one are a
+        mean gap apart.
+        """
         first, last = self.entries[0].time, self.entries[-1].time
         length = (last - first) * len(self.entries) / max(len(self.entries) - 1, 1) or 1.0
         for turn, entries in enumerate(repeat(self.entries)):

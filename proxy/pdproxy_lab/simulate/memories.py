@@ -1,4 +1,6 @@
-"""What the virtual engines have in their prefix caches: as an index of exact KV events would know it, or one of routing. Pure."""
+"""What the virtual engines have in their prefix caches: as an index of exact KV events would know
+it, or one of routing. Pure.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class EngineMemories:
 
 
 class RoutedMemories:
-    """What one proxy has sent there. `sizes`: by URL, the tokens that an engine holds, and those of a unit of it."""
+    """What one proxy has sent there. `sizes`: by URL, the tokens that an engine holds, and those of
+    a unit of it.
+    """
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         self._index = RoutedIndex(1)

@@ -1,7 +1,9 @@
-"""An engine's KV memory as numbers: blocks in use, and the prefix cache of whole units of a prompt. Pure.
+"""An engine's KV memory as numbers: blocks in use, and the prefix cache of whole units of a prompt.
+Pure.
 
-A unit is a part of a prompt with a key; equal keys are equal tokens behind equal tokens. As in vLLM, blocks that nobody uses
-keep their content until they are taken again, in the order in which they were released.
+A unit is a part of a prompt with a key; equal keys are equal tokens behind equal tokens. As in
+vLLM, blocks that nobody uses keep their content until they are taken again, in the order in which
+they were released.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class KVMemory:
         self._used: dict[int, int] = {}
         """The number of users of each cached unit that is in use."""
         self._idle: OrderedDict[int, int] = OrderedDict()
-        """Blocks of what was released, oldest first: by the key of a unit, or below 0 what has no key."""
+        """Blocks of what was released, oldest first: by the key of a unit, or below 0 what has no
+        key.
+        """
         self._released = 0
 
     def has(self, key: int) -> bool:
@@ -32,7 +36,9 @@ class KVMemory:
         return key in self._idle or key in self._used
 
     def find(self, keys: Sequence[int], limit: int) -> tuple[int, int]:
-        """Return how many units at the beginning are cached, at most `limit`, and how many available blocks they have."""
+        """Return how many units at the beginning are cached, at most `limit`, and how many
+        available blocks they have.
+        """
         used, idle, found, unused = self._used, self._idle, 0, 0
         for key in keys[:limit]:
             if key in idle:
@@ -53,7 +59,9 @@ class KVMemory:
                 used[key] += 1
 
     def take(self, count: int) -> None:
-        """Take so many blocks; the caller has checked that they are available. What they held is forgotten."""
+        """Take so many blocks; the caller has checked that they are available. What they held is
+        forgotten.
+        """
         self.available -= count
         if self.available < self.least_available:
             self.least_available = self.available
@@ -68,14 +76,18 @@ class KVMemory:
         self._fresh = fresh
 
     def remember(self, key: int) -> bool:
-        """Put a unit that was computed into the cache. Return whether it is this one: another one with its key may be there."""
+        """Put a unit that was computed into the cache. Return whether it is this one: another one
+        with its key may be there.
+        """
         if key in self._used or key in self._idle:
             return False
         self._used[key] = 1
         return True
 
     def release(self, blocks: int, held: Sequence[int]) -> None:
-        """Release a request's blocks, of which the units `held` are cached. The last ones are reused first."""
+        """Release a request's blocks, of which the units `held` are cached. The last ones are
+        reused first.
+        """
         used, idle = self._used, self._idle
         own = blocks - len(held) * self._unit_blocks
         self.available += own

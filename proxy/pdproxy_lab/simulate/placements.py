@@ -1,4 +1,6 @@
-"""Placements in virtual time: `auto` with what the virtual engines hold, and the fixed rules that it is compared with."""
+"""Placements in virtual time: `auto` with what the virtual engines hold, and the fixed rules that
+it is compared with.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ def bounds_of(slo: bench.BenchSlo | None = None) -> Slo:
 
 
 def auto(
-    slo: Slo, *, hardware: Hardware | None = None, prefixes: bool = True, replicas: int | None = None
+    slo: Slo,
+    *,
+    hardware: Hardware | None = None,
+    prefixes: bool = True,
+    replicas: int | None = None,
 ) -> MakePlacement:
-    """Return what makes the placement `auto`. `hardware`: what it believes the engines to be; None: what they are.
+    """Return what makes the placement `auto`. `hardware`: what it believes the engines to be; None:
+    what they are.
 
-    `prefixes`: whether it knows what is in their caches. `replicas`: as how many proxies it chooses, None if it is
-    alone.
+    `prefixes`: whether it knows what is in their caches. `replicas`: as how many proxies it
+    chooses, None if it is alone.
     """
 
     numbers = count()
@@ -56,10 +63,11 @@ def auto(
 
 
 class Hybrid(Placement):
-    """Splits a prompt unless it is short or the prefill engines are busy; then the decode engine with the fewest requests
-    serves it whole.
+    """Splits a prompt unless it is short or the prefill engines are busy; then the decode engine
+    with the fewest requests serves it whole.
 
-    `legs`: as many requests at the least loaded prefill engine are too many; `tokens`: prompts that are not longer are short.
+    `legs`: as many requests at the least loaded prefill engine are too many; `tokens`: prompts that
+    are not longer are short.
     """
 
     def __init__(self, *, legs: int | None = None, tokens: int = 0) -> None:

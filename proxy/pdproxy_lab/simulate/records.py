@@ -7,7 +7,9 @@ from array import array
 
 
 class RequestTimes:
-    """The times of all requests, by their numbers, which ascend from 0. Seconds from the start of the run; NaN: none."""
+    """The times of all requests, by their numbers, which ascend from 0. Seconds from the start of
+    the run; NaN: none.
+    """
 
     def __init__(self) -> None:
         self.due = array("d")
@@ -36,5 +38,7 @@ class RequestTimes:
         self.refusals += 1
 
     def ended(self, number: int, first: float, last: float, worst_gap: float) -> None:
-        """Note a whole answer: when the client had its first and its last token, and the worst gap between two."""
+        """Note a whole answer: when the client had its first and its last token, and the worst gap
+        between two.
+        """
         self.first[number], self.last[number], self.worst_gap[number] = first, last, worst_gap

@@ -1,4 +1,6 @@
-"""Several proxies in front of one fleet, in virtual time: each has a ledger of its own, and reads what engines report."""
+"""Several proxies in front of one fleet, in virtual time: each has a ledger of its own, and reads
+what engines report.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ SAMPLE_S = 0.25
 class Replicas(msgspec.Struct, frozen=True, kw_only=True):
     """The proxies. `told`: as how many each chooses; 1: as if it were alone, without reports.
 
-    `scrape_s`: seconds between two reports of an engine to one of them. `by_session`: the balancer gives the requests of a
-    session to one of them; otherwise chance decides. `events`: each knows what is in all engines' caches; otherwise only what it
-    has sent there itself. `direct`: the part of the requests that comes to the first `direct_to` engines past all of them.
+    `scrape_s`: seconds between two reports of an engine to one of them. `by_session`: the balancer
+    gives the requests of a session to one of them; otherwise chance decides. `events`: each knows
+    what is in all engines' caches; otherwise only what it has sent there itself. `direct`: the part
+    of the requests that comes to the first `direct_to` engines past all of them.
     """
 
     count: int = 1
@@ -60,7 +63,9 @@ class ReplicatedCluster(Cluster):
         self._routed: dict[int, RoutedMemories] = {}
         """What each proxy has sent where, by the identity of its ledger."""
         self.samples: list[tuple[float, float]] = []
-        """While requests come: the largest number of requests of an engine that answers clients, and the mean one."""
+        """While requests come: the largest number of requests of an engine that answers clients,
+        and the mean one.
+        """
         self.ledgers = [self._make(number) for number in range(replicas.count)]
         for url in list(self.engines)[replicas.direct_to :]:
             self.ledger.mark_draining(url, "others' clients don't use it")
@@ -72,7 +77,8 @@ class ReplicatedCluster(Cluster):
         routed: RoutedMemories | None = None
         if not replicas.events:
             units = {
-                url: (self.shapes[role].kv_tokens, self.shapes[role].unit_tokens) for url, role in self.roles.items()
+                url: (self.shapes[role].kv_tokens, self.shapes[role].unit_tokens)
+                for url, role in self.roles.items()
             }
             routed = RoutedMemories(units)
             cached = routed.cached
@@ -82,7 +88,12 @@ class ReplicatedCluster(Cluster):
             ledger = self.all_up(Ledger(self.specs, options))
         else:
             ledger = self.all_up(
-                ReplicaLedger(self.specs, options, replicas=replicas.told, max_age=lambda: 3 * replicas.scrape_s)
+                ReplicaLedger(
+                    self.specs,
+                    options,
+                    replicas=replicas.told,
+                    max_age=lambda: 3 * replicas.scrape_s,
+                )
             )
             # Each proxy was started at another time. It asks all engines at once.
             self._at(self._chance.random() * replicas.scrape_s, self._scraped, ledger)
@@ -101,7 +112,11 @@ class ReplicatedCluster(Cluster):
         replicas = self._replicas
         if replicas.direct and self._chance.random() < replicas.direct:
             return self.ledger
-        chance = Random(call.session) if replicas.by_session and call.session is not None else self._chance
+        chance = (
+            Random(call.session)
+            if replicas.by_session and call.session is not None
+            else self._chance
+        )
         return self.ledgers[chance.randrange(replicas.count)]
 
     def _arrived(self, call: Call, now: float) -> None:
@@ -116,7 +131,11 @@ class ReplicatedCluster(Cluster):
         self._again(self._replicas.scrape_s, self._scraped, ledger)
 
     def _sampled(self, _: None, now: float) -> None:
-        counts = [engine.requests for url, engine in self.engines.items() if self.roles[url] is not Role.PREFILL]
+        counts = [
+            engine.requests
+            for url, engine in self.engines.items()
+            if self.roles[url] is not Role.PREFILL
+        ]
         self.samples.append((max(counts), sum(counts) / len(counts)))
         self._again(SAMPLE_S, self._sampled, None)
 

@@ -21,9 +21,11 @@ from pdproxy_lab.simulate.summary import Record, Summary, record_of, summarise
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated. `shapes`: the engines of each role; `policies`: the names of scheduling policies by role.
+    """What is simulated. `shapes`: the engines of each role; `policies`: the names of scheduling
+    policies by role.
 
-    `placement`: makes what decides for each request whether it is split, and where it runs; None: nothing does.
+    `placement`: makes what decides for each request whether it is split, and where it runs; None:
+    nothing does.
     """
 
     fleet: Fleet
@@ -51,14 +53,22 @@ def run(simulation: Simulation, seed: int) -> Summary:
         ValueError: the load has too many requests.
     """
     cluster = Cluster(
-        simulation.fleet, simulation.hardware, simulation.shapes, simulation.policies, simulation.placement
+        simulation.fleet,
+        simulation.hardware,
+        simulation.shapes,
+        simulation.policies,
+        simulation.placement,
     )
     cluster.run(simulation.load.calls(seed))
     return summarise(cluster, simulation.slos)
 
 
 def run_all(
-    simulation: Simulation, name: str, seeds: range, asked: Record, done: Callable[[Record], None] = lambda _: None
+    simulation: Simulation,
+    name: str,
+    seeds: range,
+    asked: Record,
+    done: Callable[[Record], None] = lambda _: None,
 ) -> list[Record]:
     """Run several seeds; `done` gets each record as soon as it is there."""
     records = []
@@ -77,7 +87,9 @@ def text(records: Sequence[Record]) -> str:
 
 def _per_engine(records: Sequence[Record]) -> list[Row]:
     ours = [record["pdproxy"] for record in records]
-    rows = [_row("throughput per engine", "req/s", 3, [one["throughput_per_engine"] for one in ours])]
+    rows = [
+        _row("throughput per engine", "req/s", 3, [one["throughput_per_engine"] for one in ours])
+    ]
     for place, slo in enumerate(ours[0]["slos"]):
         values = [one["slos"][place]["goodput_per_engine"] for one in ours]
         rows.append(_row(f"good per engine: {slo['name']}", "req/s", 3, values))
@@ -90,9 +102,20 @@ def _uses(records: Sequence[Record]) -> list[Row]:
         uses: list[dict[str, Any]] = [record["pdproxy"]["roles"][role] for record in records]
         name = f"{use['engines']} {role}"
         rows.append(_row(f"{name}: busy", "%", 1, [100 * one["busy"] for one in uses]))
-        rows.append(_row(f"{name}: in steps with prefill", "%", 1, [100 * one["with_prefill"] for one in uses]))
-        rows.append(_row(f"{name}: most KV memory in use", "%", 1, [100 * one["kv_peak"] for one in uses]))
-        rows.append(_row(f"{name}: prompt tokens from the cache", "%", 1, [_cached(one) for one in uses]))
+        rows.append(
+            _row(
+                f"{name}: in steps with prefill",
+                "%",
+                1,
+                [100 * one["with_prefill"] for one in uses],
+            )
+        )
+        rows.append(
+            _row(f"{name}: most KV memory in use", "%", 1, [100 * one["kv_peak"] for one in uses])
+        )
+        rows.append(
+            _row(f"{name}: prompt tokens from the cache", "%", 1, [_cached(one) for one in uses])
+        )
         if any(one["preemptions"] for one in uses):
             rows.append(_row(f"{name}: preemptions", "", 0, [one["preemptions"] for one in uses]))
     return rows

@@ -1,4 +1,6 @@
-"""What the simulated engines are: how many of which role, and what an operator sets with vLLM's flags."""
+"""What the simulated engines are: how many of which role, and what an operator sets with vLLM's
+flags.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a simulated run amounts to, and its record with the keys of vLLM's serving benchmark, for `bench --compare`. Pure."""
+"""What a simulated run amounts to, and its record with the keys of vLLM's serving benchmark, for
+`bench --compare`. Pure.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def _roles(cluster: Cluster, seconds: float) -> dict[str, RoleUse]:
             engines=len(engines),
             busy=sum(engine.busy_s for engine in engines) / time,
             with_prefill=sum(engine.prefill_s for engine in engines) / time,
-            kv_peak=max(1 - engine.memory.least_available / engine.memory.blocks for engine in engines),
+            kv_peak=max(
+                1 - engine.memory.least_available / engine.memory.blocks for engine in engines
+            ),
             prompt_tokens=sum(engine.prefill_tokens for engine in engines),
             cached_tokens=sum(engine.cached_tokens for engine in engines),
             output_tokens=sum(engine.decode_tokens for engine in engines),
@@ -118,7 +122,9 @@ def _roles(cluster: Cluster, seconds: float) -> dict[str, RoleUse]:
     return found
 
 
-def record_of(summary: Summary, name: str, seed: int, slos: Sequence[BenchSlo], asked: Record) -> Record:
+def record_of(
+    summary: Summary, name: str, seed: int, slos: Sequence[BenchSlo], asked: Record
+) -> Record:
     """Return the record of one run. `asked`: what was simulated, as it goes into the record."""
     first = summary.good[slos[0].name] if slos else None
     failed = summary.requests - summary.completed
@@ -136,7 +142,12 @@ def record_of(summary: Summary, name: str, seed: int, slos: Sequence[BenchSlo], 
         "output_throughput": summary.per_s(summary.output_tokens),
         "total_token_throughput": summary.per_s(summary.input_tokens + summary.output_tokens),
     }
-    for key, spread in (("ttft", summary.ttft), ("tpot", summary.tpot), ("itl", summary.itl), ("e2el", summary.e2e)):
+    for key, spread in (
+        ("ttft", summary.ttft),
+        ("tpot", summary.tpot),
+        ("itl", summary.itl),
+        ("e2el", summary.e2e),
+    ):
         record |= _spread(key, spread)
     record["pdproxy"] = {
         "name": name,
@@ -148,7 +159,11 @@ def record_of(summary: Summary, name: str, seed: int, slos: Sequence[BenchSlo], 
         **_spread("gap", summary.gap),
         "slos": [
             {
-                **{key: value for key, value in msgspec.structs.asdict(slo).items() if value is not None},
+                **{
+                    key: value
+                    for key, value in msgspec.structs.asdict(slo).items()
+                    if value is not None
+                },
                 "good": summary.good[slo.name],
                 "goodput": summary.per_s(summary.good[slo.name]),
                 "goodput_per_engine": summary.per_s(summary.good[slo.name]) / summary.engines,
@@ -159,7 +174,8 @@ def record_of(summary: Summary, name: str, seed: int, slos: Sequence[BenchSlo], 
         "roles": {role: msgspec.structs.asdict(use) for role, use in summary.roles.items()},
         "errors": {"too long for the KV memory": failed} if failed else {},
         "remarks": [
-            f"no request went to the {use.engines} {role} engines: a pool with prefill and decode engines splits all prompts"
+            f"no request went to the {use.engines} {role} engines: a pool with prefill and "
+            f"decode engines splits all prompts"
             for role, use in summary.roles.items()
             if not use.busy and summary.completed
         ],

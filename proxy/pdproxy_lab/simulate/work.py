@@ -10,7 +10,9 @@ At = Callable[[float, Callable[[Any, float], None], Any], None]
 
 
 class Work:
-    """A request at one engine. `keys`: of the whole units of its prompt; `pulls`: its KV comes from another engine."""
+    """A request at one engine. `keys`: of the whole units of its prompt; `pulls`: its KV comes from
+    another engine.
+    """
 
     __slots__ = (
         "_blocks",
@@ -34,8 +36,16 @@ class Work:
         "worst_s",
     )
 
-    def __init__(self, call: Any, prompt: int, output: int, keys: Sequence[int], *, pulls: bool = False) -> None:
-        self.call, self.prompt, self.output, self.keys, self.pulls = call, prompt, output, keys, pulls
+    def __init__(
+        self, call: Any, prompt: int, output: int, keys: Sequence[int], *, pulls: bool = False
+    ) -> None:
+        self.call, self.prompt, self.output, self.keys, self.pulls = (
+            call,
+            prompt,
+            output,
+            keys,
+            pulls,
+        )
         self.made = 0
         """Tokens of the answer."""
         self.computed = 0
@@ -47,7 +57,9 @@ class Work:
         self.units = 0
         """Units of its prompt that were found or computed."""
         self.joined = self.base = self.slot = self.end_step = 0
-        """Decoding: the step before its first one, the tokens that it had then, when it needs blocks, its last step."""
+        """Decoding: the step before its first one, the tokens that it had then, when it needs
+        blocks, its last step.
+        """
         self.ticket = -1
         self.first_at: float | None = None
         self.last_at = 0.0
@@ -70,4 +82,6 @@ class Listener(Protocol):
         """A request has its first token. Not of one that was preempted."""
 
     def ended(self, work: Work, now: float) -> bool:
-        """A request has all its tokens. Return whether its blocks are kept until `Engine.release`."""
+        """A request has all its tokens. Return whether its blocks are kept until
+        `Engine.release`.
+        """

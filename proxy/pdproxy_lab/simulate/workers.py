@@ -1,4 +1,6 @@
-"""Several workers of one proxy in front of one fleet, in virtual time: each has a ledger of its own, on shared memory."""
+"""Several workers of one proxy in front of one fleet, in virtual time: each has a ledger of its
+own, on shared memory.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ from pdproxy_lab.simulate.records import RequestTimes
 from pdproxy_lab.simulate.shape import Fleet, Shape
 
 LOOK_S = 0.25
-"""Seconds between two looks of a worker at what is shared (`app.share.REFRESH_EVERY`), and between two samples."""
+"""Seconds between two looks of a worker at what is shared (`app.share.REFRESH_EVERY`), and between
+two samples.
+"""
 CONNECTIONS = 64
 """Of the clients. Each stays with its worker."""
 _SLOTS = 512
 
 
 def auto(slo: Slo, workers: int, *, leader: int = 0) -> MakePlacement:
-    """Return what makes the placement `auto` of each of so many workers, in their order. `leader`: who judges for all."""
+    """Return what makes the placement `auto` of each of so many workers, in their order. `leader`:
+    who judges for all.
+    """
     memory, numbers = AutoMemory(workers, _SLOTS), count()
 
     def make(cluster: Cluster) -> WorkerAuto:
@@ -41,7 +47,9 @@ def auto(slo: Slo, workers: int, *, leader: int = 0) -> MakePlacement:
             return cluster.hardware, cluster.shapes[engine.role].max_num_batched_tokens
 
         share = memory.of(number, lambda: number == leader)
-        return WorkerAuto(AutoOptions(times_of=times_of, slo=slo, cached=cluster.memories.cached), share)
+        return WorkerAuto(
+            AutoOptions(times_of=times_of, slo=slo, cached=cluster.memories.cached), share
+        )
 
     return make
 
@@ -62,11 +70,15 @@ class WorkersCluster(Cluster):
     ) -> None:
         self._chance = Random(f"{seed}:connections")
         self._loads = SharedTable(workers, _SLOTS, worker_ledger.MEASURES)
-        self._breakers = SharedTable(workers, _SLOTS, worker_breakers.MEASURES, worker_breakers.KEPT)
+        self._breakers = SharedTable(
+            workers, _SLOTS, worker_breakers.MEASURES, worker_breakers.KEPT
+        )
         self._numbers = count()
         self._last_due = 0.0
         self.samples: list[tuple[float, float]] = []
-        """While requests come: the largest number of requests of an engine that answers clients, and the mean one."""
+        """While requests come: the largest number of requests of an engine that answers clients,
+        and the mean one.
+        """
         super().__init__(fleet, hardware, shapes, policies, placement)
         self.ledgers = [self.ledger, *(self.make_ledger() for _ in range(workers - 1))]
         self._of_connection = [self.ledgers[number % workers] for number in range(CONNECTIONS)]
@@ -99,7 +111,11 @@ class WorkersCluster(Cluster):
             self._at(now + LOOK_S, self._looked, ledger)
 
     def _sampled(self, _: None, now: float) -> None:
-        counts = [engine.requests for url, engine in self.engines.items() if self.roles[url] is not Role.PREFILL]
+        counts = [
+            engine.requests
+            for url, engine in self.engines.items()
+            if self.roles[url] is not Role.PREFILL
+        ]
         self.samples.append((max(counts), sum(counts) / len(counts)))
         if now < self._last_due:
             self._at(now + LOOK_S, self._sampled, None)

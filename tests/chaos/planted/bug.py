@@ -41,21 +41,30 @@ class Change:
         """
         places = [place.span() for place in _without_spaces(self.old).finditer(text)]
         if len(places) != 1:
-            raise GoneError(f"{self.path} has {len(places)} times the text {self.old.strip()[:80]!r}")
+            raise GoneError(
+                f"{self.path} has {len(places)} times the text {self.old.strip()[:80]!r}"
+            )
         ((start, stop),) = places
         return text[:start] + self.new.strip() + text[stop:]
 
 
 def _without_spaces(text: str) -> re.Pattern[str]:
-    """Return a pattern for the tokens of a text with any spaces between them; the last one of a list may have a comma."""
+    """Return a pattern for the tokens of a text with any spaces between them; the last one of a
+    list may have a comma.
+    """
     tokens = _TOKEN.findall(text)
     ends = [r",?\s*" * (token in _CLOSES) + re.escape(token) for token in tokens]
-    return re.compile(r"(?<!\w)" * tokens[0].isidentifier() + r"\s*".join(ends) + r"(?!\w)" * tokens[-1].isidentifier())
+    return re.compile(
+        r"(?<!\w)" * tokens[0].isidentifier()
+        + r"\s*".join(ends)
+        + r"(?!\w)" * tokens[-1].isidentifier()
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """One bug: what is wrong, the changes that make it so, and the rules of chaos of which at least one must be broken by it.
+    """One bug: what is wrong, the changes that make it so, and the rules of chaos of which at least
+    one must be broken by it.
 
     `options`: those of chaos (`Options`) without which it can't show.
     """
@@ -80,5 +89,11 @@ class Bug:
 
 
 def copy_package(folder: Path) -> Path:
-    """Copy the package into a folder, which then stands in front of it on PYTHONPATH. Return the copy."""
-    return Path(shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")))
+    """Copy the package into a folder, which then stands in front of it on PYTHONPATH. Return the
+    copy.
+    """
+    return Path(
+        shutil.copytree(
+            PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    )

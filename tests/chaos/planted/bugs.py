@@ -1,4 +1,6 @@
-"""The bugs by their names. None of them is in the product: `tests.chaos.planted.hunt` applies them to a copy."""
+"""The bugs by their names. None of them is in the product: `tests.chaos.planted.hunt` applies them
+to a copy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "body_kept": Bug(
-        what="the bytes of a body that was no longer needed before its request's end are not given back",
+        what="the bytes of a body that was no longer needed before its request's end are not "
+        "given back",
         rules=(
             "bytes are given back",
             "gauges go back to 0",
@@ -28,7 +31,8 @@ BUGS: Mapping[str, Bug] = {
             Change(
                 "web/cycle.py",
                 (
-                    '        """Release the request\'s body: no engine needs it any more."""\n        self._forget_body()\n'
+                    '        """Release the request\'s body: no engine needs it any more."""\n   '
+                    "     self._forget_body()\n"
                 ),
                 (
                     '        """Release the request\'s body: no engine needs it any more."""\n'
@@ -38,7 +42,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "breaker_never_closes": Bug(
-        what="an engine whose breaker was open gets one request at a time for ever, however good they are",
+        what="an engine whose breaker was open gets one request at a time for ever, however good "
+        "they are",
         rules=("each engine is in use again",),
         changes=(
             Change(
@@ -63,7 +68,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "connection_reused_too_early": Bug(
-        what="a leg that is closed leaves its connection to the next request while the engine still answers on it",
+        what="a leg that is closed leaves its connection to the next request while the engine "
+        "still answers on it",
         rules=(
             "an answer is wrong",
             "no error is logged",
@@ -121,7 +127,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "emptied_handle_written": Bug(
-        what="a handle that has ended before its decode engine is asked is sent nevertheless, without its params",
+        what="a handle that has ended before its decode engine is asked is sent nevertheless, "
+        "without its params",
         rules=("each body is JSON",),
         changes=(
             Change(
@@ -134,7 +141,9 @@ BUGS: Mapping[str, Bug] = {
         lease, expired =""",
             ),
             Change(
-                "transfer/contract.py", '    if not value:\n        raise ValueError("an empty text is no JSON")\n', ""
+                "transfer/contract.py",
+                '    if not value:\n        raise ValueError("an empty text is no JSON")\n',
+                "",
             ),
         ),
         options={"notices": "notifier"},
@@ -148,7 +157,8 @@ BUGS: Mapping[str, Bug] = {
         changes=(
             Change(
                 "scheduling/ledger.py",
-                "        engine.evidence, engine.down_because, engine.probed = evidence, None, True\n",
+                "        engine.evidence, engine.down_because, engine.probed = evidence, None, "
+                "True\n",
                 """\
         if not was_down or engine.evidence is None:
             engine.down_because = None
@@ -166,7 +176,8 @@ BUGS: Mapping[str, Bug] = {
         changes=(
             Change(
                 "serving/dispatch/resources.py",
-                "            self.transfers.failed(one.prefill, one.decode, first=one.first, at=one.at)\n",
+                "            self.transfers.failed(one.prefill, one.decode, first=one.first, "
+                "at=one.at)\n",
                 "            pass\n",
             ),
         ),
@@ -186,7 +197,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "handle_sent_twice": Bug(
-        what="behind a kept connection that has closed, the decode leg is sent again as it was: the KV may have been read",
+        what="behind a kept connection that has closed, the decode leg is sent again as it was: "
+        "the KV may have been read",
         rules=("an answer is wrong", "without faults each request is right"),
         changes=(
             Change(
@@ -199,7 +211,8 @@ BUGS: Mapping[str, Bug] = {
             ),
             Change(
                 "serving/kv/custody.py",
-                "if not isinstance(handle, Handle) or self.how is not None or self.state is CustodyState.RELEASING:",
+                "if not isinstance(handle, Handle) or self.how is not None or self.state is "
+                "CustodyState.RELEASING:",
                 "if not isinstance(handle, Handle):",
             ),
             Change(
@@ -235,7 +248,7 @@ BUGS: Mapping[str, Bug] = {
 """,
                 """\
         self.state, self.how, self.on_gone = None if how is not End.LOADED else self.state, how, None
-""",
+""",  # noqa: E501
             ),
             Change(
                 "serving/kv/custody.py",
@@ -256,7 +269,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "kv_fault_never_over": Bug(
-        what="an engine that could load no KV gets one prompt at a time for ever, whatever it loads",
+        what="an engine that could load no KV gets one prompt at a time for ever, whatever it "
+        "loads",
         rules=("each engine is in use again",),
         changes=(
             Change(
@@ -267,7 +281,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "lease_closed_twice": Bug(
-        what="an attempt closes the leases that its legs have closed, and the ledger does not see that",
+        what="an attempt closes the leases that its legs have closed, and the ledger does not see "
+        "that",
         rules=("leases end",),
         changes=(
             Change(
@@ -332,7 +347,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "prefill_not_adopted": Bug(
-        what="the answer to a prefill whose client has left is not awaited: nobody releases the KV that it names",
+        what="the answer to a prefill whose client has left is not awaited: nobody releases the "
+        "KV that it names",
         rules=("without faults KV is released",),
         changes=(
             Change(
@@ -397,7 +413,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "stale_run_number": Bug(
-        what="the number of an engine's run stays when it is started again: what its run before had counts as the new one's",
+        what="the number of an engine's run stays when it is started again: what its run before "
+        "had counts as the new one's",
         rules=("engines that have met have moved KV",),
         changes=(
             Change(
@@ -427,7 +444,8 @@ BUGS: Mapping[str, Bug] = {
         ),
     ),
     "token_lost": Bug(
-        what="what the engine that goes on has sent before its stream flows does not reach the client",
+        what="what the engine that goes on has sent before its stream flows does not reach the "
+        "client",
         rules=("an answer is wrong",),
         changes=(
             Change(

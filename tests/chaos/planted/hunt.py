@@ -26,7 +26,8 @@ _TAIL = 300
 
 @dataclass(slots=True)
 class Hunt:
-    """What came of the seeds that were run with one bug, or with none. `caught`: the last seed broke a rule that the bug names.
+    """What came of the seeds that were run with one bug, or with none. `caught`: the last seed
+    broke a rule that the bug names.
 
     `others`: findings of other rules, with their seeds.
     """
@@ -42,7 +43,9 @@ class Hunt:
 
     @property
     def good(self) -> bool:
-        """Whether this is as it should be: the bug was caught; or there is none, and nothing was found."""
+        """Whether this is as it should be: the bug was caught; or there is none, and nothing was
+        found.
+        """
         return self.caught if self.what else not self.others
 
     def line(self) -> str:
@@ -75,7 +78,9 @@ def hunt(name: str, bug: Bug | None, seeds: Sequence[int], options: Options) -> 
             result = run_seed(package, msgspec.structs.replace(options, seed=seed))
             found.seeds.append(seed)
             found.cpu += result.cpu
-            wanted = [one.rule for one in result.findings if bug is not None and one.rule in bug.rules]
+            wanted = [
+                one.rule for one in result.findings if bug is not None and one.rule in bug.rules
+            ]
             if wanted:
                 found.caught, found.rules = True, list(dict.fromkeys(wanted))
                 break
@@ -89,7 +94,8 @@ def run_seed(package: Path, options: Options) -> Result:
     Raises:
         RuntimeError: there is no result.
     """
-    path = os.pathsep.join(map(str, (package.parent, ROOT, ROOT / "proxy")))  # the copy stands before the package
+    # the copy stands before the package
+    path = os.pathsep.join(map(str, (package.parent, ROOT, ROOT / "proxy")))
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos.child"],
         input=msgspec.json.encode(options),
@@ -103,10 +109,16 @@ def run_seed(package: Path, options: Options) -> Result:
         return msgspec.json.decode(done.stdout, type=Result)
     except msgspec.DecodeError:
         said = done.stderr.decode(errors="replace")[-_TAIL:]
-        raise RuntimeError(f"seed {options.seed} ended with exit code {done.returncode}: {said}") from None
+        raise RuntimeError(
+            f"seed {options.seed} ended with exit code {done.returncode}: {said}"
+        ) from None
 
 
-def hunts(bugs: Sequence[tuple[str, Bug | None, Sequence[int]]], options: Options, jobs: int) -> Iterator[Hunt]:
-    """Hunt several bugs with the seeds of each, so many at once, and yield what came of each in their order. Raises as `hunt`."""
+def hunts(
+    bugs: Sequence[tuple[str, Bug | None, Sequence[int]]], options: Options, jobs: int
+) -> Iterator[Hunt]:
+    """Hunt several bugs with the seeds of each, so many at once, and yield what came of each in
+    their order. Raises as `hunt`.
+    """
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(lambda one: hunt(one[0], one[1], one[2], options), bugs)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class VirtualConnector(aiohttp.BaseConnector):
-    """Connects by the running loop's `create_connection`, as aiohttp's connector for Unix sockets does by its own call.
+    """Connects by the running loop's `create_connection`, as aiohttp's connector for Unix sockets
+    does by its own call.
 
     No connection is kept: aiohttp measures their age by the machine's clock.
     """

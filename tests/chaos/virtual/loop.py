@@ -1,7 +1,8 @@
-"""An event loop whose time is virtual: where nothing is to be done now, the clock moves to the next timer at once.
+"""An event loop whose time is virtual: where nothing is to be done now, the clock moves to the next
+timer at once.
 
-Owns the clock. Connections are those of a `VirtualNetwork`: no sockets, no threads, no processes. Callbacks run in the order of
-asyncio's own loop, so equal inputs give equal runs.
+Owns the clock. Connections are those of a `VirtualNetwork`: no sockets, no threads, no processes.
+Callbacks run in the order of asyncio's own loop, so equal inputs give equal runs.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from tests.chaos.virtual.network import VirtualNetwork
 from tests.chaos.virtual.transport import VirtualTransport
 
 BEGIN = 1000.0
-"""Seconds that the clock shows at first: code that subtracts a duration from the time gets no negative numbers."""
+"""Seconds that the clock shows at first: code that subtracts a duration from the time gets no
+negative numbers.
+"""
 TURN = 1e-6
-"""Seconds that a turn of the loop takes. Code that waits until a time and then misses it by a rounding error goes on."""
+"""Seconds that a turn of the loop takes. Code that waits until a time and then misses it by a
+rounding error goes on.
+"""
 MAX_TURNS = 200_000
-"""Turns of the loop in a row of which none waits for a timer: more of them are work without an end."""
+"""Turns of the loop in a row of which none waits for a timer: more of them are work without an
+end.
+"""
 
 
 class StuckError(Exception):
@@ -143,7 +150,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # -- threads
 
-    def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """Call the function at once; return its result or exception as a future that is done."""
         done = self.create_future()
         try:

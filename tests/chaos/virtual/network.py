@@ -1,7 +1,8 @@
 """The network of a virtual loop: hosts, ports, links, and the connections between them.
 
-Owns who listens where. A connection's host is that of the code which opens it, by the context variable `HOST`. Links may be cut
-in one direction or in both; connections through them hang, as they do where packets are lost.
+Owns who listens where. A connection's host is that of the code which opens it, by the context
+variable `HOST`. Links may be cut in one direction or in both; connections through them hang, as
+they do where packets are lost.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Listening:
         self._waiting: list[VirtualTransport] = []
 
     def accept(self, factory: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Accept connections, those that wait first. Their protocols are called in a copy of the caller's context."""
+        """Accept connections, those that wait first. Their protocols are called in a copy of the
+        caller's context.
+        """
         self._factory, self._context = factory, copy_context()
         waiting, self._waiting = self._waiting, []
         for transport in waiting:
@@ -83,7 +86,9 @@ class Listening:
 
 
 class VirtualNetwork:
-    """One network. `delivered` is told of each piece of data that arrives; `names` are hosts' names and their addresses."""
+    """One network. `delivered` is told of each piece of data that arrives; `names` are hosts' names
+    and their addresses.
+    """
 
     loop: asyncio.AbstractEventLoop
 
@@ -100,7 +105,9 @@ class VirtualNetwork:
         self._port = _FIRST_PORT
 
     def __repr__(self) -> str:
-        return f"<VirtualNetwork {len(self._listening)} listeners, {len(self._open)} open transports>"
+        return (
+            f"<VirtualNetwork {len(self._listening)} listeners, {len(self._open)} open transports>"
+        )
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Belong to a loop."""
@@ -168,7 +175,8 @@ class VirtualNetwork:
     async def connect(
         self, host: str, port: int, *, source: str | None = None, window: int = WINDOW
     ) -> VirtualTransport:
-        """Return a connection, still without a protocol. `window`: bytes that may be on the way to the caller.
+        """Return a connection, still without a protocol. `window`: bytes that may be on the way to
+        the caller.
 
         Raises:
             ConnectionRefusedError: nothing listens there.
@@ -227,7 +235,11 @@ class VirtualNetwork:
         return made[0]
 
     def _made(
-        self, link: Link, context: Context, window: int, names: tuple[tuple[str, int], tuple[str, int]]
+        self,
+        link: Link,
+        context: Context,
+        window: int,
+        names: tuple[tuple[str, int], tuple[str, int]],
     ) -> VirtualTransport:
         self._count += 1
         made = VirtualTransport(self, self._count, link, context, window, names)

@@ -1,4 +1,6 @@
-"""Notices of engines on their way through a virtual network, in place of ZMQ: where a link is down they wait."""
+"""Notices of engines on their way through a virtual network, in place of ZMQ: where a link is down
+they wait.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.chaos.virtual.transport import Link
 
 
 class VirtualNotices(NoticeSender):
-    """The sender of an engine. `arrived` gets each notice in `there`, `link` later, and what is no notice, too."""
+    """The sender of an engine. `arrived` gets each notice in `there`, `link` later, and what is no
+    notice, too.
+    """
 
     def __init__(self, link: Link, arrived: Callable[[bytes], None], there: Context) -> None:
         super().__init__("virtual", keeps=False)

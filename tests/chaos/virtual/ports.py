@@ -17,7 +17,11 @@ class VirtualPorts:
         self._network = network
 
     def listener(
-        self, host: str, port: int, factory: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        port: int,
+        factory: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
     ) -> PortListener:
         """Return a port for HTTP, which is closed.
 
@@ -34,7 +38,9 @@ class VirtualPorts:
 
 
 class _Listener:
-    def __init__(self, network: VirtualNetwork, host: str, port: int, factory: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, network: VirtualNetwork, host: str, port: int, factory: Callable[[], asyncio.Protocol]
+    ) -> None:
         self._network = network
         self.host, self.port = host, port
         self._factory = factory
@@ -87,7 +93,10 @@ class _ReservedPort:
         self.number = 0
 
     async def listen(
-        self, accepted: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None], host: str, port: int
+        self,
+        accepted: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
+        host: str,
+        port: int,
     ) -> asyncio.AbstractServer:
         """Listen on the reserved port, or reserve `port` (0: any free one).
 

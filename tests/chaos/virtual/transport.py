@@ -1,7 +1,8 @@
 """Connections in memory: pairs of asyncio transports with latency, windows, half close and reset.
 
-Owns the bytes on their way. A `Link` is the way from one host to another; what a link that is down got is delivered once it is up
-again, as TCP does. What a transport does when follows asyncio's transport on sockets and Linux's TCP.
+Owns the bytes on their way. A `Link` is the way from one host to another; what a link that is down
+got is delivered once it is up again, as TCP does. What a transport does when follows asyncio's
+transport on sockets and Linux's TCP.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from contextvars import Context
 from typing import Any, Protocol
 
 WINDOW = 64 << 10
-"""Bytes that a direction holds between one side's write and the other's read, unless a connection has its own number."""
+"""Bytes that a direction holds between one side's write and the other's read, unless a connection
+has its own number.
+"""
 MAX_READ = 256 << 10
 """Bytes of one read, as in asyncio."""
 _HIGH = 64 << 10
@@ -23,7 +26,9 @@ _HIGH = 64 << 10
 
 
 class Link:
-    """The way from one host to another. `latency`: seconds; `down`: nothing arrives until `up` is called."""
+    """The way from one host to another. `latency`: seconds; `down`: nothing arrives until `up` is
+    called.
+    """
 
     def __init__(self, latency: float) -> None:
         self.latency = latency
@@ -68,7 +73,9 @@ class Carrier(Protocol):
 
 
 class VirtualTransport(asyncio.Transport):
-    """One side of a connection. `peer` is the other one; `link` leads there; the protocol's calls are made in `context`."""
+    """One side of a connection. `peer` is the other one; `link` leads there; the protocol's calls
+    are made in `context`.
+    """
 
     peer: VirtualTransport
 
@@ -81,7 +88,9 @@ class VirtualTransport(asyncio.Transport):
         window: int,
         names: tuple[tuple[str, int], tuple[str, int]],
     ) -> None:
-        """Make one. `window`: bytes that may be on the way to the peer; `names`: the own address and the peer's."""
+        """Make one. `window`: bytes that may be on the way to the peer; `names`: the own address
+        and the peer's.
+        """
         super().__init__({"sockname": names[0], "peername": names[1]})
         self.number = number
         self._network = network
@@ -170,7 +179,9 @@ class VirtualTransport(asyncio.Transport):
         return self._unsent_bytes
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Set from how many waiting bytes on the protocol is paused, and from how few on it goes on."""
+        """Set from how many waiting bytes on the protocol is paused, and from how few on it goes
+        on.
+        """
         self._high = _HIGH if high is None else high
         self._low = self._high // 4 if low is None else low
 
@@ -180,7 +191,12 @@ class VirtualTransport(asyncio.Transport):
 
     def _send(self) -> None:
         """Send what there is room for; then the end, if it is due."""
-        if self._arrived and isinstance(last := self._arrived[-1], _End) and last.error is not None and self._unsent:
+        if (
+            self._arrived
+            and isinstance(last := self._arrived[-1], _End)
+            and last.error is not None
+            and self._unsent
+        ):
             self._force_close(last.error)  # a reset that nobody has read: the write fails
             return
         while self._unsent and (room := self._window - self._on_the_way) > 0:
@@ -346,7 +362,9 @@ class VirtualTransport(asyncio.Transport):
             self._loop.call_soon(self._lose, error, context=self.context)
 
     def _lose(self, error: Exception | None) -> None:
-        """Close the socket, and tell the protocol. Bytes that nobody has read turn the FIN into an RST."""
+        """Close the socket, and tell the protocol. Bytes that nobody has read turn the FIN into an
+        RST.
+        """
         self._gone = True
         unread = any(isinstance(what, bytes) for what in self._arrived)
         self._arrived.clear()

@@ -1,11 +1,14 @@
-"""Copies KV between LMCache's chunks and vLLM's blocks on a CPU. Imported only in the engines' environment.
+"""Copies KV between LMCache's chunks and vLLM's blocks on a CPU. Imported only in the engines'
+environment.
 
-LMCache 0.5.6 copies KV between vLLM's blocks and its own chunks with code for each accelerator, and has none for CPUs: there it
-starts and answers, but never stores or sends anything. This module is that code in plain torch; nothing else is changed.
+LMCache 0.5.6 copies KV between vLLM's blocks and its own chunks with code for each accelerator, and
+has none for CPUs: there it starts and answers, but never stores or sends anything. This module is
+that code in plain torch; nothing else is changed.
 
-A chunk is [keys or values, layer, token, heads x head size]. vLLM declares each layer as [block, head, token, 2 x head size],
-but its CPU attention stores, for each block and head, all keys with one column per token, and then all values with one row per
-token (vLLM 0.32.0 on x86-64, `cpu_attn_reshape_and_cache`). Only this layout separates the last tokens of a block correctly.
+A chunk is [keys or values, layer, token, heads x head size]. vLLM declares each layer as [block,
+head, token, 2 x head size], but its CPU attention stores, for each block and head, all keys with
+one column per token, and then all values with one row per token (vLLM 0.32.0 on x86-64,
+`cpu_attn_reshape_and_cache`). Only this layout separates the last tokens of a block correctly.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,17 +22,25 @@ from lmcache.v1.memory_management import MemoryFormat
 
 
 def keys_and_values(layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of one layer: keys as [block, head, head size, token], values as [block, head, token, head size]."""
+    """Return views of one layer: keys as [block, head, head size, token], values as [block, head,
+    token, head size].
+    """
     blocks, heads, tokens, both = layer.shape
     parts = layer.view(blocks, heads, 2, -1)
-    return parts[:, :, 0].unflatten(-1, (both // 2, tokens)), parts[:, :, 1].unflatten(-1, (tokens, both // 2))
+    return parts[:, :, 0].unflatten(-1, (both // 2, tokens)), parts[:, :, 1].unflatten(
+        -1, (tokens, both // 2)
+    )
 
 
 class CpuConnector(MockGPUConnector):
     """Copies tokens [start, end) of a request from vLLM's blocks to a chunk, and back."""
 
-    def _places(self, start: int, end: int, given: dict[str, Any]) -> Iterator[tuple[int, torch.Tensor, Any, Any]]:
-        """Yield for each layer: its number, keys or values as [block, head, token, head size], the tokens' blocks and offsets."""
+    def _places(
+        self, start: int, end: int, given: dict[str, Any]
+    ) -> Iterator[tuple[int, torch.Tensor, Any, Any]]:
+        """Yield for each layer: its number, keys or values as [block, head, token, head size], the
+        tokens' blocks and offsets.
+        """
         layers = given.get("kvcaches") or self.kvcaches
         slots = given["slot_mapping"][start:end].to("cpu", torch.long)
         for number, layer in enumerate(layers):
@@ -47,7 +58,9 @@ class CpuConnector(MockGPUConnector):
     def to_gpu(self, memory_obj: Any, start: int, end: int, **given: Any) -> None:
         """Fill vLLM's blocks from a chunk."""
         for at, (number, place, blocks, offsets) in enumerate(self._places(start, end, given)):
-            place[blocks, :, offsets] = memory_obj.tensor[at % 2, number].unflatten(-1, (place.shape[1], -1))
+            place[blocks, :, offsets] = memory_obj.tensor[at % 2, number].unflatten(
+                -1, (place.shape[1], -1)
+            )
 
     def batched_from_gpu(
         self, memory_objs: Sequence[Any], starts: Sequence[int], ends: Sequence[int], **given: Any
@@ -78,5 +91,7 @@ def _create_for_cpu(config: Any, metadata: Any, engine: Any, layout_hints: Any =
 
 
 def supply() -> None:
-    """Replace LMCache's function. LMCache imports the name when it makes an engine, so it gets this one."""
+    """Replace LMCache's function. LMCache imports the name when it makes an engine, so it gets this
+    one.
+    """
     lmcache_connectors.CreateGPUConnector = _create_for_cpu

@@ -1,7 +1,8 @@
-"""LMCache's connector for engines on a CPU; loaded by `kv_connector_module_path`, only in the engines' environment.
+"""LMCache's connector for engines on a CPU; loaded by `kv_connector_module_path`, only in the
+engines' environment.
 
-It imports LMCache in its constructor and not before: LMCache imports numba, and vLLM inspects every module while it installs
-its CPU kernels, and fails on one of numba's modules.
+It imports LMCache in its constructor and not before: LMCache imports numba, and vLLM inspects every
+module while it installs its CPU kernels, and fails on one of numba's modules.
 """
 
 from typing import Any

@@ -1,4 +1,6 @@
-"""What an input costs in numbers that are the same on every machine: for tests, which look at no clock."""
+"""What an input costs in numbers that are the same on every machine: for tests, which look at no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from tests.fuzz.cost.recipes import Recipe
 SIZE = 128 * KIB
 """Bytes of an input whose steps are counted."""
 LARGE = MIB
-"""Bytes of one whose memory is: `free` must not hide what a byte takes. Where it would hide that of a MiB, too, SIZE shows as
-much; the search takes larger inputs."""
+"""Bytes of one whose memory is: `free` must not hide what a byte takes. Where it would hide that of
+a MiB, too, SIZE shows as much; the search takes larger inputs.
+"""
 
 
 def over(path: Path, one: Recipe) -> str | None:

@@ -1,4 +1,6 @@
-"""Inputs that are over a bound today, by path. Whoever mends one takes it out: an input that passes here fails the test."""
+"""Inputs that are over a bound today, by path. Whoever mends one takes it out: an input that passes
+here fails the test.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What one input costs on one path: CPU time and the longest turn of the event loop, memory, and steps of Python.
+"""What one input costs on one path: CPU time and the longest turn of the event loop, memory, and
+steps of Python.
 
-Time is the thread's own CPU time, so that a busy machine, and work that another process or thread does, do not count. A turn is
-what the event loop does without looking at its sockets: as long as that lasts, nobody else is served.
+Time is the thread's own CPU time, so that a busy machine, and work that another process or thread
+does, do not count. A turn is what the event loop does without looking at its sockets: as long as
+that lasts, nobody else is served.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ from types import CodeType, FrameType
 from typing import Any
 
 Run = Callable[[bytes], Awaitable[int | None]]
-"""Makes an input ready, which does not count; what is returned reads it as the proxy would. That may return how many bytes it
-has written for others (a log line)."""
+"""Makes an input ready, which does not count; what is returned reads it as the proxy would. That
+may return how many bytes it has written for others (a log line).
+"""
 
 NOMINAL_NS = 5.0
-"""What the yardstick costs per byte on the machine for which bounds are stated (a core of a server of 2023, Python 3.11)."""
-_YARD = json.dumps({"items": [{"name": "x" * 20, "value": number} for number in range(1500)]}).encode()
+"""What the yardstick costs per byte on the machine for which bounds are stated (a core of a server
+of 2023, Python 3.11).
+"""
+_YARD = json.dumps(
+    {"items": [{"name": "x" * 20, "value": number} for number in range(1500)]}
+).encode()
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -44,7 +51,9 @@ class Loop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one input: CPU seconds in all and of the longest turn, bytes of memory at the worst moment, bytes written for others."""
+    """Of one input: CPU seconds in all and of the longest turn, bytes of memory at the worst
+    moment, bytes written for others.
+    """
 
     size: int
     seconds: float
@@ -72,8 +81,12 @@ def _once(reading: Awaitable[int | None]) -> tuple[float, float, int]:
         loop.close()
 
 
-def measured(run: Run, data: bytes, times: int = 5, *, best: bool = False, memory: bool = True) -> Cost:
-    """Return what an input costs: the median of so many runs, or the `best` of them (noise only adds), and the traced memory."""
+def measured(
+    run: Run, data: bytes, times: int = 5, *, best: bool = False, memory: bool = True
+) -> Cost:
+    """Return what an input costs: the median of so many runs, or the `best` of them (noise only
+    adds), and the traced memory.
+    """
     runs = []
     for _ in range(times):
         reading = run(data)
@@ -85,7 +98,9 @@ def measured(run: Run, data: bytes, times: int = 5, *, best: bool = False, memor
 
 
 def traced(run: Run, data: bytes) -> tuple[int, int]:
-    """Return the most bytes that were allocated at once, beside the input, and how many were written for others."""
+    """Return the most bytes that were allocated at once, beside the input, and how many were
+    written for others.
+    """
     reading = run(data)
     gc.collect(0)
     tracemalloc.start()
@@ -99,7 +114,9 @@ def traced(run: Run, data: bytes) -> tuple[int, int]:
 
 
 def steps(run: Run, data: bytes) -> int:
-    """Count the lines of Python that are executed, and the calls into C. The same in every run, on every machine."""
+    """Count the lines of Python that are executed, and the calls into C. The same in every run, on
+    every machine.
+    """
     count = 0
     theirs: set[CodeType] = set()
 

@@ -1,8 +1,9 @@
 """The paths on which bytes of a client or an engine are read, each with what it may cost.
 
-A path reads an input as the proxy does, and lets the event loop turn wherever the proxy lets it. What works in another process
-does not count, since its caller awaits it: a body that a reader process reads has its answer before anything is measured. What
-reader processes do are paths of their own (`READER`), with bounds of their own. Only this file knows the names of the proxy's
+A path reads an input as the proxy does, and lets the event loop turn wherever the proxy lets it.
+What works in another process does not count, since its caller awaits it: a body that a reader
+process reads has its answer before anything is measured. What reader processes do are paths of
+their own (`READER`), with bounds of their own. Only this file knows the names of the proxy's
 functions.
 """
 
@@ -116,7 +117,9 @@ def generating(route: Route) -> Run:
 
 
 def _read(
-    route: Route, then: Callable[[Parsed], int | None], refused: Callable[[PdproxyError], int | None] = lambda _: None
+    route: Route,
+    then: Callable[[Parsed], int | None],
+    refused: Callable[[PdproxyError], int | None] = lambda _: None,
 ) -> Run:
     question = _question(route)
 
@@ -140,7 +143,9 @@ def _read(
 
 
 def passed(dialect: Dialect) -> Run:
-    """A body of a route that is passed on, and the refusal of one that can't be, in the event loop's thread."""
+    """A body of a route that is passed on, and the refusal of one that can't be, in the event
+    loop's thread.
+    """
     question = _question(None, dialect)
 
     def run(data: bytes) -> Awaitable[None]:
@@ -175,8 +180,10 @@ def logged() -> Run:
 
     def line(model: str | None, said: str | None, request_id: str | None) -> int:
         ended = RequestEnded(
-            request_id=request_id or "id", endpoint="/v1/completions", model=model, outcome="ok", status=200, legs=[],
-            queue_s=0.0, first_s=None, total_s=0.0, prompt_tokens=None, completion_tokens=None, gaps=Gaps(), error=said,
+            request_id=request_id or "id", endpoint="/v1/completions", model=model, outcome="ok",
+            status=200, legs=[],
+            queue_s=0.0, first_s=None, total_s=0.0, prompt_tokens=None, completion_tokens=None,
+            gaps=Gaps(), error=said,
         )  # fmt: skip
         lines = [
             one().line(time.time(), "INFO", "access", "request", access_fields(ended))
@@ -192,7 +199,9 @@ def logged() -> Run:
 
 
 class _StoppedClock(Clock):
-    """Calls nothing: each run has an event loop of its own, and the entry with its clock outlives it."""
+    """Calls nothing: each run has an event loop of its own, and the entry with its clock outlives
+    it.
+    """
 
     def after(self, seconds: float, then: Callable[[], None]) -> Timer:
         return Timer(self._slots, 0, then)
@@ -256,8 +265,12 @@ async def connected(data: bytes) -> None:
 
 
 def streamed(*, framed: bool, takes_ids: bool) -> Run:
-    """A decode engine's stream on its connection, through the relay; `framed`: the input has its head and its chunks."""
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    """A decode engine's stream on its connection, through the relay; `framed`: the input has its
+    head and its chunks.
+    """
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
 
     async def run(data: bytes) -> None:
         connection, relay = (
@@ -298,7 +311,10 @@ async def passed_stream(data: bytes) -> None:
 
 async def awaited(data: bytes) -> None:
     """An engine's answer of which the whole is awaited, as it is on the wire."""
-    connection, pending = EngineConnection("engine", lambda _: None, lambda _: None), Pending(AnswerBudget().share())
+    connection, pending = (
+        EngineConnection("engine", lambda _: None, lambda _: None),
+        Pending(AnswerBudget().share()),
+    )
     connection.connection_made(Transport())
     connection.send(b"", pending)
     for part in reads(data):
@@ -318,7 +334,10 @@ async def prefilled(data: bytes) -> None:
 
 async def answered(data: bytes) -> None:
     """A decode engine's whole answer, through the relay, and an engine's error."""
-    connection, relay = EngineConnection("engine", lambda _: None, lambda _: None), Relay(wants_usage=True)
+    connection, relay = (
+        EngineConnection("engine", lambda _: None, lambda _: None),
+        Relay(wants_usage=True),
+    )
     relay.filter.cached_tokens = relay.filter.created_cache_tokens = 1
     connection.connection_made(Transport())
     connection.send(b"", relay)
@@ -349,7 +368,9 @@ async def scraped(data: bytes) -> None:
 
 
 async def noticed(data: bytes) -> None:
-    """A notice. JSON is the handle, or the token ids, of one of ours. In one turn as many bytes are read as one may have."""
+    """A notice. JSON is the handle, or the token ids, of one of ours. In one turn as many bytes are
+    read as one may have.
+    """
     said = {"type": "PdproxyKV", "v": notices.VERSION, "event": "ready", "req_id": "x"}
     if data[:1] in (b"{", b"["):
         data = msgspec.msgpack.encode(said | {"params" if data[:1] == b"{" else "prompt_ids": data})
@@ -362,28 +383,39 @@ async def posted(data: bytes) -> None:
 
 
 PATHS = [
-    Path("body of completions", generating(Route.COMPLETIONS), shapes.BODY, shapes.BODIES, bounds.BODY),
+    Path("body of completions", generating(Route.COMPLETIONS), shapes.BODY, shapes.BODIES,
+    bounds.BODY),
     Path("body of chats", generating(Route.CHAT), shapes.BODY, shapes.BODIES, bounds.BODY),
     Path("body of batches", generating(Route.BATCH), shapes.BODY, shapes.BODIES, bounds.BODY),
-    Path("body of invocations", generating(Route.INVOCATIONS), shapes.BODY, shapes.BODIES, bounds.BODY),
+    Path("body of invocations", generating(Route.INVOCATIONS), shapes.BODY, shapes.BODIES,
+    bounds.BODY),
     Path("passed body", passed(Dialect.OPENAI), shapes.BODY, shapes.BODIES, bounds.PASSED),
-    Path("passed body of responses", passed(Dialect.RESPONSES), shapes.BODY, shapes.BODIES, bounds.PASSED),
-    Path("passed body of messages", passed(Dialect.MESSAGES), shapes.BODY, shapes.BODIES, bounds.PASSED),
-    Path("completions, reader process", elsewhere(Route.COMPLETIONS), shapes.BODY, shapes.BODIES, bounds.READER),
+    Path("passed body of responses", passed(Dialect.RESPONSES), shapes.BODY, shapes.BODIES,
+    bounds.PASSED),
+    Path("passed body of messages", passed(Dialect.MESSAGES), shapes.BODY, shapes.BODIES,
+    bounds.PASSED),
+    Path("completions, reader process", elsewhere(Route.COMPLETIONS), shapes.BODY, shapes.BODIES,
+    bounds.READER),
     Path("chats, reader process", elsewhere(Route.CHAT), shapes.BODY, shapes.BODIES, bounds.READER),
-    Path("batches, reader process", elsewhere(Route.BATCH), shapes.BODY, shapes.BODIES, bounds.READER),
+    Path("batches, reader process", elsewhere(Route.BATCH), shapes.BODY, shapes.BODIES,
+    bounds.READER),
     Path("passed, reader process", elsewhere(None), shapes.BODY, shapes.BODIES, bounds.READER),
     Path("access line", logged(), shapes.BODY, shapes.NAMES, bounds.LOG),
     Path("connection", connected, shapes.REQUEST, shapes.REQUESTS, bounds.INGRESS),
-    Path("stream", streamed(framed=False, takes_ids=False), shapes.STREAM, shapes.STREAMS, bounds.STREAM),
-    Path("stream with ids", streamed(framed=False, takes_ids=True), shapes.STREAM, shapes.STREAMS, bounds.STREAM),
-    Path("stream in chunks", streamed(framed=True, takes_ids=False), shapes.ANSWER, shapes.ANSWERS, bounds.STREAM),
+    Path("stream", streamed(framed=False, takes_ids=False), shapes.STREAM, shapes.STREAMS,
+    bounds.STREAM),
+    Path("stream with ids", streamed(framed=False, takes_ids=True), shapes.STREAM, shapes.STREAMS,
+    bounds.STREAM),
+    Path("stream in chunks", streamed(framed=True, takes_ids=False), shapes.ANSWER, shapes.ANSWERS,
+    bounds.STREAM),
     Path("passed stream", passed_stream, shapes.STREAM, shapes.STREAMS, bounds.STREAM),
     Path("answer on the wire", awaited, shapes.ANSWER, shapes.ANSWERS, bounds.ANSWER),
-    Path("prefill's answer", prefilled, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.ENGINE_JSON),
+    Path("prefill's answer", prefilled, shapes.JSON_ANSWER, shapes.JSON_ANSWERS,
+    bounds.ENGINE_JSON),
     Path("decode's answer", answered, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.ENGINE_JSON),
     Path("answers merged", merged, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.MERGED),
     Path("metrics page", scraped, shapes.PAGE, shapes.PAGES, bounds.METRICS, MAX_PAGE),
     Path("notices", noticed, shapes.NOTICE, shapes.NOTICES, bounds.NOTICE, notices.MAX_BYTES - KIB),
-    Path("telemetry", posted, shapes.TELEMETRY, shapes.TELEMETRY_POSTS, bounds.NOTICE, lmcache_telemetry.MAX_BYTES),
+    Path("telemetry", posted, shapes.TELEMETRY, shapes.TELEMETRY_POSTS, bounds.NOTICE,
+    lmcache_telemetry.MAX_BYTES),
 ]  # fmt: skip

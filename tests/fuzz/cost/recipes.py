@@ -1,7 +1,9 @@
-"""Big inputs from small descriptions, so that a shape can be tried at any size, and a finding is a few hundred bytes.
+"""Big inputs from small descriptions, so that a shape can be tried at any size, and a finding is a
+few hundred bytes.
 
-A recipe is a row of spans: fixed text, text that is repeated, and pairs of text that are nested. Rendered at a size, the spans
-that grow share the bytes that the fixed ones leave. `@@` in a repeated text becomes its number, so that names differ.
+A recipe is a row of spans: fixed text, text that is repeated, and pairs of text that are nested.
+Rendered at a size, the spans that grow share the bytes that the fixed ones leave. `@@` in a
+repeated text becomes its number, so that names differ.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _MAX_GROWING = 6
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes as Latin-1 text. `kind`: text, many (repeated), open or close (nested: a `close` belongs to the `open` before it)."""
+    """Bytes as Latin-1 text. `kind`: text, many (repeated), open or close (nested: a `close`
+    belongs to the `open` before it).
+    """
 
     kind: str
     text: str
@@ -61,7 +65,11 @@ class Recipe:
                 case _:
                     parts.append(text)
         whole = b"".join(parts)
-        return whole if self.encoding is None else whole.decode(errors="replace").encode(self.encoding, "replace")
+        return (
+            whole
+            if self.encoding is None
+            else whole.decode(errors="replace").encode(self.encoding, "replace")
+        )
 
     def _closing(self, at: int) -> int:
         return next((len(span.text) for span in self.spans[at + 1 :] if span.kind == "close"), 0)
@@ -84,11 +92,14 @@ class Recipe:
 
 
 def _repeated(unit: bytes, share: int, *, last: bool) -> bytes:
-    """Return copies of a text; without the comma at the end where nothing follows that it could part."""
+    """Return copies of a text; without the comma at the end where nothing follows that it could
+    part.
+    """
     if NUMBER.encode() in unit:
         before, _, behind = unit.partition(NUMBER.encode())
         fixed = len(before) + len(behind)
-        count = max(1, share // (fixed + len(f"{share // max(1, fixed):x}")))  # no more bytes than there are to share
+        # no more bytes than there are to share
+        count = max(1, share // (fixed + len(f"{share // max(1, fixed):x}")))
         whole = b"".join([b"%b%x%b" % (before, number, behind) for number in range(count)])
     else:
         whole = unit * max(1, share // max(1, len(unit)))
@@ -113,7 +124,9 @@ def recipe(*parts: str | bytes | Span, encoding: str | None = None) -> Recipe:
 
 def nested(before: str, opening: str, middle: str, closing: str, behind: str) -> Recipe:
     """Return a recipe of pairs in each other."""
-    return recipe(before, Span("open", _text(opening)), middle, Span("close", _text(closing)), behind)
+    return recipe(
+        before, Span("open", _text(opening)), middle, Span("close", _text(closing)), behind
+    )
 
 
 def _text(part: str | bytes) -> str:
@@ -122,7 +135,9 @@ def _text(part: str | bytes) -> str:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What inputs of a kind are made of: where mutations begin, what is repeated, what is nested, what is put in."""
+    """What inputs of a kind are made of: where mutations begin, what is repeated, what is nested,
+    what is put in.
+    """
 
     seeds: tuple[Recipe, ...]
     units: tuple[str, ...]
@@ -148,7 +163,9 @@ def _fits(one: Recipe) -> bool:
 
 
 def _unit(grammar: Grammar, chance: random.Random) -> str:
-    """Return something to be repeated: one of the grammar's, several in a row, or one in brackets."""
+    """Return something to be repeated: one of the grammar's, several in a row, or one in
+    brackets.
+    """
     unit = chance.choice(grammar.units).encode().decode("latin-1")
     match chance.randrange(6):
         case 0:
@@ -163,7 +180,11 @@ def _unit(grammar: Grammar, chance: random.Random) -> str:
 def _grow(one: Recipe, grammar: Grammar, chance: random.Random) -> Recipe | None:
     """Put a list, an object, a long text or a deep nest in a value's place."""
     texts = [at for at, span in enumerate(one.spans) if span.kind == "text"]
-    places = [(at, found) for at in texts for found in _VALUE.finditer(one.spans[at].text)] if grammar.json else []
+    places = (
+        [(at, found) for at in texts for found in _VALUE.finditer(one.spans[at].text)]
+        if grammar.json
+        else []
+    )
     if not places:
         return None
     at, found = chance.choice(places)
@@ -175,7 +196,9 @@ def _grow(one: Recipe, grammar: Grammar, chance: random.Random) -> Recipe | None
             opening, closing = chance.choice(grammar.pairs)
             spans = (Span("open", opening), Span("text", found[0]), Span("close", closing))
         case 1:
-            piece = chance.choice(("a", "\\n", "\\u0041", _text("é"), '\\"', "0", " ", _text("\u4e2d")))
+            piece = chance.choice(
+                ("a", "\\n", "\\u0041", _text("é"), '\\"', "0", " ", _text("\u4e2d"))
+            )
             spans = (Span("text", '"'), Span("many", piece), Span("text", '"'))
         case 2 if unit.endswith(","):
             named = unit if unit.startswith('"k') else f'"k{NUMBER}":{unit}'
@@ -204,9 +227,12 @@ def _insert(one: Recipe, grammar: Grammar, chance: random.Random) -> Recipe | No
         return None
     at = chance.choice(texts)
     text = one.spans[at].text
-    # Most places in a text are nowhere in particular: behind a bracket, a comma or a line's end is somewhere.
+    # Most places in a text are nowhere in particular: behind a bracket, a comma or a line's end is
+    # somewhere.
     good = [found.end() for found in re.finditer(r"[\[{,\n:]", text)]
-    place = chance.choice(good) if good and chance.random() < 0.8 else chance.randrange(len(text) + 1)
+    place = (
+        chance.choice(good) if good and chance.random() < 0.8 else chance.randrange(len(text) + 1)
+    )
     new = Span("many", _unit(grammar, chance))
     if grammar.words and chance.random() < 0.3:
         new = Span("text", chance.choice(grammar.words).encode().decode("latin-1"))
@@ -228,7 +254,9 @@ def _change(one: Recipe, grammar: Grammar, chance: random.Random) -> Recipe | No
         case 2:
             place = chance.randrange(len(text) + 1)
             text = (
-                text[:place] + chance.choice(grammar.words or grammar.units).encode().decode("latin-1") + text[place:]
+                text[:place]
+                + chance.choice(grammar.words or grammar.units).encode().decode("latin-1")
+                + text[place:]
             )
         case _:
             begin = chance.randrange(len(text))
@@ -251,9 +279,27 @@ def _encode(one: Recipe, grammar: Grammar, chance: random.Random) -> Recipe | No
     return replace(one, encoding=chance.choice((None, None, "utf-16", "utf-32", "utf-8-sig")))
 
 
-_MUTATIONS = (_grow, _grow, _grow, _repeat, _insert, _insert, _change, _change, _change, _drop, _encode)
+_MUTATIONS = (
+    _grow,
+    _grow,
+    _grow,
+    _repeat,
+    _insert,
+    _insert,
+    _change,
+    _change,
+    _change,
+    _drop,
+    _encode,
+)
 
 
 def _put(one: Recipe, at: int, before: str, new: tuple[Span, ...], behind: str) -> Recipe:
-    spans = (*one.spans[:at], Span("text", before), *new, Span("text", behind), *one.spans[at + 1 :])
+    spans = (
+        *one.spans[:at],
+        Span("text", before),
+        *new,
+        Span("text", behind),
+        *one.spans[at + 1 :],
+    )
     return replace(one, spans=tuple(span for span in spans if span.text))

@@ -3,9 +3,10 @@
     python -m tests.fuzz.run cost --minutes 60
     python -m tests.fuzz.run cost --replay tests/fuzz/findings/cost-....json
 
-Inputs are tried at 64 KiB; those that cost more than others of their path are kept, and tried at 1 MiB and 4 MiB, where a cost
-that grows faster than its input shows. What is over a bound of `bounds` is a finding. The search runs in a child process that is
-limited in memory, and that the operating system ends if one input takes it too long: both are findings, too.
+Inputs are tried at 64 KiB; those that cost more than others of their path are kept, and tried at 1
+MiB and 4 MiB, where a cost that grows faster than its input shows. What is over a bound of `bounds`
+is a finding. The search runs in a child process that is limited in memory, and that the operating
+system ends if one input takes it too long: both are findings, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from tests.fuzz.cost.recipes import Recipe, mutated
 
 SIZES = (64 * KIB, MIB, 4 * MIB)
 GROWTH = 3.0
-"""Times that a byte may cost more in the largest input than in the smallest. Caches account for two."""
+"""Times that a byte may cost more in the largest input than in the smallest. Caches account for
+two.
+"""
 TOO_SHORT = 0.005
 """Seconds. A turn that takes no longer is no proof of growth: what it is compared with is noise."""
 KEPT = 12
@@ -60,15 +63,20 @@ class Finding:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.measure} {self.value:.4g}, bound {self.bound:.4g}, at {self.size} bytes: {self.recipe}"
+            f"{self.path}: {self.measure} {self.value:.4g}, bound {self.bound:.4g}, at "
+            f"{self.size} bytes: {self.recipe}"
         )
 
     def save(self, folder: File) -> File:
         """Write it down, to be replayed."""
         key = f"{self.path} {self.measure} {self.recipe.shape}"
-        name = f"cost-{_slug(self.path)}-{_slug(self.measure)}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+        name = (
+            f"cost-{_slug(self.path)}-{_slug(self.measure)}-"
+            f"{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+        )
         found = {
-            "path": self.path, "measure": self.measure, "size": self.size, "value": self.value, "bound": self.bound,
+            "path": self.path, "measure": self.measure, "size": self.size, "value": self.value,
+            "bound": self.bound,
             "why": self.why, "recipe": self.recipe.as_json(),
         }  # fmt: skip
         (folder / name).write_text(json.dumps(found, indent=1) + "\n")
@@ -99,8 +107,14 @@ def judged(path: Path, one: Recipe, costs: list[Cost], slower: float) -> list[Fi
 
 
 def score(path: Path, cost: Cost, slower: float) -> float:
-    """Return the part of its bound that an input of the smallest size costs, of whatever is worst."""
-    return max(cost.ns / path.bound.ns / slower, cost.bytes / path.bound.memory / 10, cost.made / path.bound.made)
+    """Return the part of its bound that an input of the smallest size costs, of whatever is
+    worst.
+    """
+    return max(
+        cost.ns / path.bound.ns / slower,
+        cost.bytes / path.bound.memory / 10,
+        cost.made / path.bound.made,
+    )
 
 
 @dataclass
@@ -127,7 +141,9 @@ class Pool:
 class Search:
     """One process's search. Writes down what it is about to do, in case it does not come back."""
 
-    def __init__(self, paths: list[Path], folder: File, findings: File, chance: random.Random) -> None:
+    def __init__(
+        self, paths: list[Path], folder: File, findings: File, chance: random.Random
+    ) -> None:
         self.paths = paths
         self.folder = folder
         self.findings = findings
@@ -136,7 +152,9 @@ class Search:
         self.pools = {path.name: Pool() for path in paths}
         self.found: dict[tuple[str, str, str], Finding] = {}
         self.worst: dict[tuple[str, str], Finding] = {}
-        """Of each path and measure, within its bound or not, as it was measured the last time at its size."""
+        """Of each path and measure, within its bound or not, as it was measured the last time at
+        its size.
+        """
         self.runs = 0
 
     def run(self, seconds: float) -> None:
@@ -150,7 +168,9 @@ class Search:
         while time.monotonic() < end:
             path = self.chance.choice(self.paths)
             kept = [one for _, one in self.pools[path.name].best.values()]
-            parent = self.chance.choice(kept if kept and self.chance.random() < 0.7 else path.grammar.seeds)
+            parent = self.chance.choice(
+                kept if kept and self.chance.random() < 0.7 else path.grammar.seeds
+            )
             self.attempt(path, mutated(parent, path.grammar, self.chance))
 
     def attempt(self, path: Path, one: Recipe) -> None:
@@ -166,12 +186,15 @@ class Search:
         if not pool.takes(points, one):
             return
         cost = self.cost(path, one, SIZES[0], times=3)
-        # Everything that is kept is tried once at 1 MiB: what grows too fast may be cheap when it is small.
+        # Everything that is kept is tried once at 1 MiB: what grows too fast may be cheap when it
+        # is small.
         if cost is not None:
             self.scale(path, one, cost)
 
     def scale(self, path: Path, one: Recipe, first: Cost) -> None:
-        """Try a recipe at larger sizes, as long as these can be expected to end, and judge it by the best of five runs."""
+        """Try a recipe at larger sizes, as long as these can be expected to end, and judge it by
+        the best of five runs.
+        """
         costs = [first]
         for size in SIZES[1:]:
             size = min(size, path.most)
@@ -192,14 +215,27 @@ class Search:
             return
         sure = []
         for size, cost in zip(SIZES, costs, strict=False):
-            again = self.cost(path, one, size, times=4 if cost.seconds < 0.3 else 1, best=True, memory=False)
+            again = self.cost(
+                path, one, size, times=4 if cost.seconds < 0.3 else 1, best=True, memory=False
+            )
             if again is not None:
-                best = replace(cost, seconds=min(cost.seconds, again.seconds), longest=min(cost.longest, again.longest))
+                best = replace(
+                    cost,
+                    seconds=min(cost.seconds, again.seconds),
+                    longest=min(cost.longest, again.longest),
+                )
                 sure.append(best)
         self.note(judged(path, one, sure, self.slower))
 
     def cost(
-        self, path: Path, one: Recipe, size: int, times: int, *, best: bool = False, memory: bool = True
+        self,
+        path: Path,
+        one: Recipe,
+        size: int,
+        times: int,
+        *,
+        best: bool = False,
+        memory: bool = True,
     ) -> Cost | None:
         """Measure; None if the path could not be walked to its end, which is a finding."""
         data = one.render(min(size, path.most))
@@ -207,12 +243,26 @@ class Search:
             return None
         doing = {"path": path.name, "size": len(data), "recipe": one.as_json()}
         (self.folder / "doing.json").write_text(json.dumps(doing))
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # without a handler: C code that does not return can't hear one
+        signal.setitimer(
+            signal.ITIMER_REAL, PATIENCE
+        )  # without a handler: C code that does not return can't hear one
         self.runs += 1
         try:
             cost = measured(path.run, data, times, best=best, memory=memory)
         except (Exception, RecursionError) as error:
-            self.note([Finding(path.name, f"raised {type(error).__name__}", len(data), 1, 0, one, str(error)[:200])])
+            self.note(
+                [
+                    Finding(
+                        path.name,
+                        f"raised {type(error).__name__}",
+                        len(data),
+                        1,
+                        0,
+                        one,
+                        str(error)[:200],
+                    )
+                ]
+            )
             return None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -221,7 +271,9 @@ class Search:
         return cost
 
     def compare(self, path: Path, one: Recipe, cost: Cost) -> None:
-        """Keep what is worse than all before. One short run is no proof: on a busy machine it is slow now and then."""
+        """Keep what is worse than all before. One short run is no proof: on a busy machine it is
+        slow now and then.
+        """
         bound = path.bound
         for measure, value, most in (
             ("ns per byte", cost.ns, bound.ns * self.slower),
@@ -235,10 +287,13 @@ class Search:
     def table(self) -> str:
         """Return the worst of each path and measure."""
         rows = [
-            f"| {one.path} | {one.measure} | {one.value:.3g} | {one.bound:.3g} | {one.size} | {one.recipe.shape[:90]!r} |"
+            f"| {one.path} | {one.measure} | {one.value:.3g} | {one.bound:.3g} | {one.size} | "
+            f"{one.recipe.shape[:90]!r} |"
             for _, one in sorted(self.worst.items())
         ]
-        return "\n".join(["| path | measure | worst | bound | at bytes | what grows |", "|---" * 6 + "|", *rows])
+        return "\n".join(
+            ["| path | measure | worst | bound | at bytes | what grows |", "|---" * 6 + "|", *rows]
+        )
 
     def note(self, findings: list[Finding]) -> None:
         """Keep the worst finding of each path, measure and shape."""
@@ -252,7 +307,9 @@ class Search:
 
 
 def replay(files: list[File]) -> int:
-    """Measure findings again, each at its size and the ones below; return how many are still over a bound."""
+    """Measure findings again, each at its size and the ones below; return how many are still over a
+    bound.
+    """
     slower, still = speed(), 0
     for file in files:
         saved = json.loads(file.read_text())
@@ -261,7 +318,8 @@ def replay(files: list[File]) -> int:
         sizes = sorted({min(size, saved["size"]) for size in SIZES})
         costs = [measured(path.run, one.render(size), 3, best=True) for size in sizes]
         for cost in costs:
-            print(f"{path.name}, {cost.size} bytes: {cost.ns:.2f} ns and {cost.bytes:.2f} bytes per byte, "
+            print(f"{path.name}, {cost.size} bytes: {cost.ns:.2f} ns and {cost.bytes:.2f} bytes "
+                f"per byte, "
                   f"{1000 * cost.longest:.2f} ms per turn, {cost.made} bytes written")  # fmt: skip
         findings = judged(path, one, costs, slower)
         still += bool(findings)
@@ -270,7 +328,9 @@ def replay(files: list[File]) -> int:
 
 
 def check(data: bytes) -> None:
-    """Assert that a saved finding, from tests/fuzz/corpus/cost, keeps the bounds that need no clock."""
+    """Assert that a saved finding, from tests/fuzz/corpus/cost, keeps the bounds that need no
+    clock.
+    """
     from tests.fuzz.cost.counts import over
 
     saved = json.loads(data)
@@ -289,12 +349,19 @@ def _inside(given: argparse.Namespace, findings: File) -> int:
     search = Search(_chosen(given.paths), given.inside, findings, random.Random(given.seed))
     search.run(given.minutes * 60)
     print(search.table())
-    print(f"{search.runs} runs, this machine {search.slower:.2f} times slower than the nominal one", flush=True)
+    print(
+        f"{search.runs} runs, this machine {search.slower:.2f} times slower than the nominal one",
+        flush=True,
+    )
     return bool(search.found)
 
 
 def _chosen(names: str | None) -> list[Path]:
-    found = [path for path in PATHS if names is None or any(name in path.name for name in names.split(","))]
+    found = [
+        path
+        for path in PATHS
+        if names is None or any(name in path.name for name in names.split(","))
+    ]
     if not found:
         raise SystemExit(f"no such path; there are: {', '.join(path.name for path in PATHS)}")
     return found
@@ -315,10 +382,13 @@ def main(arguments: list[str], findings: File) -> int:
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument(
-        "--paths", help=f"parts of names, with commas between: {', '.join(path.name for path in PATHS)}"
+        "--paths",
+        help=f"parts of names, with commas between: {', '.join(path.name for path in PATHS)}",
     )
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--replay", type=File, nargs="+", metavar="FILE", help="measure findings again")
+    parser.add_argument(
+        "--replay", type=File, nargs="+", metavar="FILE", help="measure findings again"
+    )
     parser.add_argument("--inside", type=File, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     findings.mkdir(exist_ok=True)
@@ -331,8 +401,21 @@ def main(arguments: list[str], findings: File) -> int:
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         while (left := end - time.monotonic()) > 1 and deaths < MAX_DEATHS:
-            command = [sys.executable, "-m", "tests.fuzz.run", "cost", "--inside", folder, "--minutes", f"{left / 60}"]
-            command += ["--seed", str(seed + deaths), *(["--paths", given.paths] if given.paths else [])]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.fuzz.run",
+                "cost",
+                "--inside",
+                folder,
+                "--minutes",
+                f"{left / 60}",
+            ]
+            command += [
+                "--seed",
+                str(seed + deaths),
+                *(["--paths", given.paths] if given.paths else []),
+            ]
             code = subprocess.run(command, check=False).returncode
             if code in (0, 1):
                 found = found or code == 1
@@ -341,5 +424,9 @@ def main(arguments: list[str], findings: File) -> int:
             if not (File(folder) / "doing.json").exists():
                 return 2
             _died(File(folder), findings, code)
-    print(f"found something: see {findings}" if found else f"cost: nothing found in {given.minutes:g} minutes")
+    print(
+        f"found something: see {findings}"
+        if found
+        else f"cost: nothing found in {given.minutes:g} minutes"
+    )
     return int(found)

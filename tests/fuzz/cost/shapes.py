@@ -1,4 +1,6 @@
-"""What inputs are made of, by kind: named recipes of what has been costly, and the grammars that search from there."""
+"""What inputs are made of, by kind: named recipes of what has been costly, and the grammars that
+search from there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ _CHAT = '"model":"m","messages":[{"role":"user","content":"x"}]'
 
 BODIES: dict[str, Recipe] = {
     "a plain prompt": recipe('{"model":"m","prompt":"', many("a"), '"}'),
-    "a plain chat": recipe('{"model":"m","messages":[{"role":"user","content":"', many("a"), '"}]}'),
+    "a plain chat": recipe('{"model":"m","messages":[{"role":"user","content":"', many("a"),
+    '"}]}'),
     "prompts of a letter": recipe('{"model":"m","prompt":[', many('"a",'), "]}"),
     "prompts of an id": recipe('{"model":"m","prompt":[', many("[1],"), "]}"),
     "empty prompts": recipe('{"model":"m","prompt":[', many('"",'), "]}"),
@@ -19,26 +22,33 @@ BODIES: dict[str, Recipe] = {
     "one key many times": recipe("{" + _PROMPT + ",", many('"k":0,'), "}"),
     "arrays in response_format": recipe("{" + _CHAT + ',"response_format":[', many("[],"), "]}"),
     "objects in response_format": recipe("{" + _CHAT + ',"response_format":[', many("{},"), "]}"),
-    "numbers in structured_outputs": recipe("{" + _PROMPT + ',"structured_outputs":[', many("0,"), "]}"),
+    "numbers in structured_outputs": recipe("{" + _PROMPT + ',"structured_outputs":[', many("0,"),
+    "]}"),
     "brackets in a text": recipe("{" + _PROMPT + ',"structured_outputs":"', many("["), '"}'),
     "empty messages": recipe('{"model":"m","messages":[', many("{},"), "]}"),
-    "short messages": recipe('{"model":"m","messages":[', many('{"role":"user","content":"a"},'), "]}"),
-    "short conversations": recipe('{"model":"m","messages":[', many('[{"role":"user","content":"a"}],'), "]}"),
+    "short messages": recipe('{"model":"m","messages":[', many('{"role":"user","content":"a"},'),
+    "]}"),
+    "short conversations": recipe('{"model":"m","messages":[',
+    many('[{"role":"user","content":"a"}],'), "]}"),
     "empty conversations": recipe('{"model":"m","messages":[', many("[{}],"), "]}"),
     "numbers as conversations": recipe('{"model":"m","messages":[', many("[1],"), "]}"),
     "NaN in conversations": recipe('{"model":"m","messages":[', many('[{"x":NaN}],'), "]}"),
     "content parts": recipe(
-        '{"model":"m","messages":[{"role":"user","content":[', many('{"type":"text","text":"a"},'), "]}]}"
+        '{"model":"m","messages":[{"role":"user","content":[', many('{"type":"text","text":"a"},'),
+        "]}]}"
     ),
-    "empty content parts": recipe('{"model":"m","messages":[{"role":"user","content":[', many("{},"), "]}]}"),
+    "empty content parts": recipe('{"model":"m","messages":[{"role":"user","content":[',
+    many("{},"), "]}]}"),
     "NaN": recipe("{" + _PROMPT + ',"x":[', many("NaN,"), "]}"),
     "one NaN in a long text": recipe('{"model":"m","x":NaN,"prompt":"', many("a"), '"}'),
     "UTF-16": recipe("{" + _PROMPT + ',"x":[', many("0,"), "]}", encoding="utf-16"),
     "UTF-16 of a long text": recipe('{"model":"m","prompt":"', many("a"), '"}', encoding="utf-16"),
-    "UTF-16 of letters beyond ASCII": recipe('{"model":"m","prompt":"', many("\u4e2d"), '"}', encoding="utf-16"),
+    "UTF-16 of letters beyond ASCII": recipe('{"model":"m","prompt":"', many("\u4e2d"), '"}',
+    encoding="utf-16"),
     "UTF-32 of keys": recipe("{" + _PROMPT + ",", many('"k@@":0,'), "}", encoding="utf-32"),
     "a byte order mark": recipe("{" + _PROMPT + ',"x":[', many("[],"), "]}", encoding="utf-8-sig"),
-    "a byte order mark before objects": recipe("{" + _PROMPT + ',"x":[', many('{"content":[{}]},'), "]}", encoding="utf-8-sig"),
+    "a byte order mark before objects": recipe("{" + _PROMPT + ',"x":[', many('{"content":[{}]},'),
+    "]}", encoding="utf-8-sig"),
     "half surrogates": recipe("{" + _PROMPT + ',"x":"', many("\\ud800"), '"}'),
     "escapes": recipe('{"model":"m","prompt":"', many("\\u0061"), '"}'),
     "letters beyond ASCII": recipe('{"model":"m","prompt":"', many("\u4e2d"), '"}'),
@@ -60,34 +70,57 @@ BODIES: dict[str, Recipe] = {
 }  # fmt: skip
 """Bodies of clients: known to have cost much, or to be like those."""
 
-NAMES = {name: one for name, one in BODIES.items() if "model" in name or "request_id" in name or "at the top" in name}
+NAMES = {
+    name: one
+    for name, one in BODIES.items()
+    if "model" in name or "request_id" in name or "at the top" in name
+}
 """Those of which a log line might show something."""
 
 UNITS = (
-    '"a",', "1,", "{},", "[],", "null,", "true,", "NaN,", "1e5,", "-0.0,", '"\u4e2d",', '"\\u0041",', '"\\ud800",', '"",',
-    f'"k{"@@"}":1,', '"k":{},', '{"role":"user","content":"a"},', '{"type":"text","text":"a"},', '{"a":1},', "[1],", "[[]],",
-    '{"content":[]},', '{"content":[{}]},', '"kv_transfer_params":{},', '"vllm_xargs":{},', "123456789,", " ", "\n", "a",
+    '"a",', "1,", "{},", "[],", "null,", "true,", "NaN,", "1e5,", "-0.0,", '"\u4e2d",',
+    '"\\u0041",', '"\\ud800",', '"",',
+    f'"k{"@@"}":1,', '"k":{},', '{"role":"user","content":"a"},', '{"type":"text","text":"a"},',
+    '{"a":1},', "[1],", "[[]],",
+    '{"content":[]},', '{"content":[{}]},', '"kv_transfer_params":{},', '"vllm_xargs":{},',
+    "123456789,", " ", "\n", "a",
 )  # fmt: skip
 WORDS = (
     "NaN", "\\ud800", "\u4e2d", '"', "\\", "[", "]", "{", "}", ",", ":", "0", "1e999",
-    '"kv_transfer_params":{},', '"stream":true,',    '"n":2,', '"echo":true,', '"logprobs":1,', '"store":false,',
+    '"kv_transfer_params":{},', '"stream":true,',    '"n":2,', '"echo":true,', '"logprobs":1,',
+    '"store":false,',
     '"stream_options":{"include_usage":true},', '"prompt_embeds":"x",',
 )  # fmt: skip
 PAIRS = (("[", "]"), ('{"a":', "}"), ('[{"a":', "}]"), ('{"content":[', "]}"), ("[[", "]]"))
 
 _SMALL = (
     recipe('{"model":"m","prompt":["a","b"],"max_tokens":1,"stream":true}'),
-    recipe('{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"tools":[{"a":1}]}'),
-    recipe("{" + _CHAT + ',"response_format":{"type":"json_schema","json_schema":{"a":1}},"logprobs":true,"top_logprobs":1}'),
-    recipe("{" + _PROMPT + ',"vllm_xargs":{"a":1},"sampling_params":{"extra_args":{"a":[1]}},"logit_bias":{"1":2}}'),
-    recipe('{"model":"m","input":[{"role":"user","content":"x"}],"store":false,"metadata":{"a":"b"}}'),
+    recipe('{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],'
+        '"tools":[{"a":1}]}'),
+    recipe("{" + _CHAT + ',"response_format":{"type":"json_schema","json_schema":{"a":1}},'
+        '"logprobs":'
+        'true,'
+        '"top_logprobs":1}'),
+    recipe("{" + _PROMPT + ',"vllm_xargs":{"a":1},"sampling_params":{"extra_args":{"a":[1]}},'
+        '"logit_bias":'
+        '{"1":'
+        '2}'
+        '}'),
+    recipe('{"model":"m","input":[{"role":"user","content":"x"}],"store":false,"metadata":{"a":"b"}'
+        '}'),
 )  # fmt: skip
 BODY = Grammar((*BODIES.values(), *_SMALL), UNITS, PAIRS, WORDS)
 
-_EVENT = 'data: {"id":"c","object":"o","created":1,"model":"m","choices":[{"index":0,"text":"a","logprobs":null,'
+_EVENT = (
+    'data: {"id":"c","object":"o","created":1,"model":"m","choices":[{"index":0,"text":"a",'
+    '"logprobs":null,'
+)
 _EVENT += '"finish_reason":null,"stop_reason":null,"token_ids":[1]}]}\n\n'
 _LAST = 'data: {"id":"c","choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\n'
-_USAGE = 'data: {"id":"c","choices":[],"usage":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":1}}\n\n'
+_USAGE = (
+    'data: {"id":"c","choices":[],"usage":{"prompt_tokens":1,"total_tokens":2,'
+    '"completion_tokens":1}}\n\n'
+)
 _DONE = "data: [DONE]\n\n"
 
 STREAMS: dict[str, Recipe] = {
@@ -101,36 +134,50 @@ STREAMS: dict[str, Recipe] = {
     "ends of choices": recipe(_EVENT, many(_LAST), _DONE),
     "usages": recipe(_EVENT, many(_USAGE), _DONE),
     "spaced events": recipe(many(_EVENT.replace('":', '": ')), _DONE),
-    "spaces in an event": recipe('data: {"id": "c","choices":[{"text":"a"', many(" "), "}]}\n\n", _DONE),
-    "quotes in a spaced event": recipe('data: {"id": "c","choices":[{"text":"', many('\\"'), '"}]}\n\n', _DONE),
-    "bare quotes in a spaced event": recipe('data: {"id": "c","choices":[{"text":"', many('"'), '"}]}\n\n', _DONE),
+    "spaces in an event": recipe('data: {"id": "c","choices":[{"text":"a"', many(" "), "}]}\n\n",
+    _DONE),
+    "quotes in a spaced event": recipe('data: {"id": "c","choices":[{"text":"', many('\\"'),
+    '"}]}\n\n', _DONE),
+    "bare quotes in a spaced event": recipe('data: {"id": "c","choices":[{"text":"', many('"'),
+    '"}]}\n\n', _DONE),
     "token ids of one event": recipe(_EVENT.replace("[1]", "["), many("1,"), "1]}]}\n\n", _DONE),
-    "lists of token ids": recipe(_EVENT, 'data: {"id":"c","choices":[', many('{"token_ids":[1]},'), "]}\n\n", _DONE),
-    "logprobs": recipe(_EVENT, many('data: {"id":"c","choices":[{"text":"a","logprobs":{"@@":[1]},"finish_reason":null}]}\n\n')),
+    "lists of token ids": recipe(_EVENT, 'data: {"id":"c","choices":[', many('{"token_ids":[1]},'),
+    "]}\n\n", _DONE),
+    "logprobs": recipe(_EVENT,
+    many('data: {"id":"c","choices":[{"text":"a","logprobs":{"@@":[1]},"finish_reason":null}]}\n\n'
+        '')),
     "carriage returns": recipe(_EVENT, many("data: 1\r\n\r\n"), _DONE),
     "data behind blanks": recipe(_EVENT, "data:", many(" "), '{"id":"c"}\n\n', _DONE),
-    "opening chunks of a chat": recipe(many('data: {"id":"c","choices":[{"delta":{"role":"assistant"}}]}\n\n'), _EVENT, _DONE),
-    "all in one event": recipe('data: {"id":"c","choices":[{"index":0,"text":"', many("a"), '","finish_reason":null}]}\n\n'),
+    ("opening chunks of a "
+     "chat"): recipe(many('data: {"id":"c","choices":[{"delta":{"role":"assistant"}}]}\n\n'),
+     _EVENT, _DONE),
+    "all in one event": recipe('data: {"id":"c","choices":[{"index":0,"text":"', many("a"),
+    '","finish_reason":null}]}\n\n'),
 }  # fmt: skip
 """Streams of an engine: the bytes behind its head, unframed."""
 STREAM = Grammar(
     tuple(STREAMS.values()),
-    (_EVENT, _LAST, _USAGE, "data: {}\n\n", "data: 1\n", ":\n\n", "\n", " ", "a", "data: [1]\n\n", "1,", "event: x\n", "\r\n"),
+    (_EVENT, _LAST, _USAGE, "data: {}\n\n", "data: 1\n", ":\n\n", "\n", " ", "a", "data: [1]\n\n",
+    "1,", "event: x\n", "\r\n"),
     (("[", "]"), ('{"a":', "}")),
-    ("data: ", "\n\n", "\r", '"finish_reason":"abort"', '"token_ids":[', "]", '{"error":', "[DONE]", '"sequence_number": 1'),
+    ("data: ", "\n\n", "\r", '"finish_reason":"abort"', '"token_ids":[', "]", '{"error":', "[DONE]",
+    '"sequence_number": 1'),
 )  # fmt: skip
 
 _HEAD = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 ANSWERS: dict[str, Recipe] = {
     "a plain answer": recipe("HTTP/1.1 200 OK\r\n\r\n", many("a")),
     "chunks of a byte": recipe(_HEAD, many("1\r\na\r\n")),
-    "chunks of an event": recipe(_HEAD, many(f"{len(_EVENT):x}\r\n{_EVENT}\r\n"), "e\r\n", _DONE, "\r\n0\r\n\r\n"),
-    "chunks of a tiny event": recipe(_HEAD, f"{len(_EVENT):x}\r\n{_EVENT}\r\n", many("a\r\ndata: {}\n\n\r\n")),
+    "chunks of an event": recipe(_HEAD, many(f"{len(_EVENT):x}\r\n{_EVENT}\r\n"), "e\r\n", _DONE,
+    "\r\n0\r\n\r\n"),
+    "chunks of a tiny event": recipe(_HEAD, f"{len(_EVENT):x}\r\n{_EVENT}\r\n",
+    many("a\r\ndata: {}\n\n\r\n")),
     "a header without an end": recipe("HTTP/1.1 200 OK\r\nx: ", many("a")),
     "headers without an end": recipe("HTTP/1.1 200 OK\r\n", many("a: b\r\n")),
     "trailers": recipe(_HEAD, "1\r\na\r\n0\r\n", many("a: b\r\n"), "\r\n"),
     "a size line without an end": recipe(_HEAD, "1;", many("a")),
-    "answers before the answer": recipe(many("HTTP/1.1 100 Continue\r\n\r\n"), "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"),
+    "answers before the answer": recipe(many("HTTP/1.1 100 Continue\r\n\r\n"),
+    "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"),
 }  # fmt: skip
 """Answers of an engine as they are on the wire."""
 ANSWER = Grammar(
@@ -147,7 +194,14 @@ ANSWER = Grammar(
         "@@: b\r\n",
     ),
     (),
-    ("\r\n", "0\r\n\r\n", "HTTP/1.1 204 No\r\n\r\n", "content-length: 0\r\n", "connection: close\r\n", ";"),
+    (
+        "\r\n",
+        "0\r\n\r\n",
+        "HTTP/1.1 204 No\r\n\r\n",
+        "content-length: 0\r\n",
+        "connection: close\r\n",
+        ";",
+    ),
     json=False,
 )
 
@@ -157,40 +211,51 @@ _PASS = _POST.replace("completions", "embeddings")
 REQUESTS: dict[str, Recipe] = {
     "a plain body": recipe(_POST, "content-length: 90000000\r\n\r\n", many("a")),
     "a plain body, passed": recipe(_PASS, "content-length: 90000000\r\n\r\n", many("a")),
-    "chunks of a byte": recipe(_POST, "transfer-encoding: chunked\r\n\r\n", many("1\r\na\r\n"), "0\r\n\r\n"),
-    "chunks of a byte, passed": recipe(_PASS, "transfer-encoding: chunked\r\n\r\n", many("1\r\na\r\n"), "0\r\n\r\n"),
-    "chunks of 64 bytes": recipe(_POST, "transfer-encoding: chunked\r\n\r\n", many("40\r\n" + "a" * 64 + "\r\n"), "0\r\n\r\n"),
-    "extensions of chunks": recipe(_POST, "transfer-encoding: chunked\r\n\r\n", many("1;a=b\r\na\r\n"), "0\r\n\r\n"),
+    "chunks of a byte": recipe(_POST, "transfer-encoding: chunked\r\n\r\n", many("1\r\na\r\n"),
+    "0\r\n\r\n"),
+    "chunks of a byte, passed": recipe(_PASS, "transfer-encoding: chunked\r\n\r\n",
+    many("1\r\na\r\n"), "0\r\n\r\n"),
+    "chunks of 64 bytes": recipe(_POST, "transfer-encoding: chunked\r\n\r\n",
+    many("40\r\n" + "a" * 64 + "\r\n"), "0\r\n\r\n"),
+    "extensions of chunks": recipe(_POST, "transfer-encoding: chunked\r\n\r\n",
+    many("1;a=b\r\na\r\n"), "0\r\n\r\n"),
     "a header without an end": recipe("GET / HTTP/1.1\r\nhost: x\r\nx: ", many("a")),
     "headers without an end": recipe("GET / HTTP/1.1\r\nhost: x\r\n", many("a: b\r\n")),
     "a target without an end": recipe("GET /", many("a")),
     "requests in a row": recipe(many(_GET)),
     "generating requests in a row": recipe(many(_POST + "content-length: 2\r\n\r\n{}")),
     "empty lines": recipe(many("\r\n"), _GET),
-    "a body of a route without one": recipe(_GET[:-2] + "content-length: 90000000\r\n\r\n", many("a")),
+    "a body of a route without one": recipe(_GET[:-2] + "content-length: 90000000\r\n\r\n",
+    many("a")),
     "heads of many headers": recipe(_GET[:-2], many("a: b\r\n"), "\r\n"),
     "percent signs": recipe("POST /v1/", many("%63"), " HTTP/1.1\r\nhost: x\r\n\r\n"),
     "percent signs alone": recipe("POST /v1/", many("%%"), " HTTP/1.1\r\nhost: x\r\n\r\n"),
-    "targets of percent signs": recipe(many("GET /v1/" + "%%" * 250 + " HTTP/1.1\r\nhost: x\r\n\r\n")),
+    ("targets of percent "
+     "signs"): recipe(many("GET /v1/" + "%%" * 250 + " HTTP/1.1\r\nhost: x\r\n\r\n")),
 }  # fmt: skip
 """What a client sends on a connection."""
 REQUEST = Grammar(
     tuple(REQUESTS.values()),
-    ("1\r\na\r\n", "a: b\r\n", "a", "\r\n", _GET, "%63", "1;a=b\r\na\r\n", _POST + "content-length: 0\r\n\r\n", "host: x\r\n"),
+    ("1\r\na\r\n", "a: b\r\n", "a", "\r\n", _GET, "%63", "1;a=b\r\na\r\n",
+    _POST + "content-length: 0\r\n\r\n", "host: x\r\n"),
     (),
-    ("\r\n", "0\r\n\r\n", "connection: close\r\n", "expect: 100-continue\r\n", "content-length: 0\r\n", "GET ", "x-request-id: "),
+    ("\r\n", "0\r\n\r\n", "connection: close\r\n", "expect: 100-continue\r\n",
+    "content-length: 0\r\n", "GET ", "x-request-id: "),
     json=False,
 )  # fmt: skip
 
 JSON_ANSWERS: dict[str, Recipe] = {
-    "a plain completion": recipe('{"id":"c","choices":[{"index":0,"text":"', many("a"), '"}],"usage":{"prompt_tokens":1}}'),
+    "a plain completion": recipe('{"id":"c","choices":[{"index":0,"text":"', many("a"),
+    '"}],"usage":{"prompt_tokens":1}}'),
     "choices": recipe('{"choices":[', many("{},"), '],"kv_transfer_params":{"a":1}}'),
     "keys": recipe("{", many('"k@@":0,'), "}"),
-    "a long handle": recipe('{"kv_transfer_params":{"remote_block_ids":[[', many("1,"), ']]},"choices":[]}'),
+    "a long handle": recipe('{"kv_transfer_params":{"remote_block_ids":[[', many("1,"),
+    ']]},"choices":[]}'),
     "a handle of keys": recipe('{"kv_transfer_params":{', many('"k@@":0,'), '},"choices":[]}'),
     "deep": nested('{"kv_transfer_params":', "[", "1", "]", "}"),
     "an error": recipe('{"error":{"message":"', many("a"), '","type":"x","code":400}}'),
-    "an error of lines": recipe('{"error":{"message":"x","type":"x","code":400},"x":[', many("\n1,"), "]}"),
+    "an error of lines": recipe('{"error":{"message":"x","type":"x","code":400},"x":[',
+    many("\n1,"), "]}"),
     "cached tokens": recipe('{"usage":{', many('"cached_tokens":1,'), '"a":1}}'),
     "usage of keys": recipe('{"choices":[],"usage":{', many('"k@@":1,'), "}}"),
 }  # fmt: skip
@@ -200,11 +265,16 @@ JSON_ANSWER = Grammar(tuple(JSON_ANSWERS.values()), UNITS, PAIRS, WORDS)
 _LINE = 'vllm:prompt_tokens_by_source_total{source="a@@",model_name="m"} 1.0\n'
 PAGES: dict[str, Recipe] = {
     "a plain page": recipe(
-        many('vllm:something_total{engine="0",model_name="m"} 1.0\n'), "vllm:num_requests_running 1.0\n"
+        many('vllm:something_total{engine="0",model_name="m"} 1.0\n'),
+        "vllm:num_requests_running 1.0\n",
     ),
     "lines that are read": recipe(many(_LINE)),
-    "one line that is read": recipe("vllm:prompt_tokens_by_source_total{", many('a@@="b",'), "} 1.0\n"),
-    "a label without an end": recipe('vllm:prompt_tokens_by_source_total{source="', many("a"), '"} 1.0\n'),
+    "one line that is read": recipe(
+        "vllm:prompt_tokens_by_source_total{", many('a@@="b",'), "} 1.0\n"
+    ),
+    "a label without an end": recipe(
+        'vllm:prompt_tokens_by_source_total{source="', many("a"), '"} 1.0\n'
+    ),
     "escapes in a label": recipe('vllm:cache_config_info{block_size="', many('\\"'), '"} 1.0\n'),
     "lines that are nearly read": recipe(many("vllm:num_requests_running_\n")),
     "line feeds": recipe(many("\n")),
@@ -242,7 +312,8 @@ NOTICES: dict[str, Recipe] = {
     "a handle of keys": recipe("{", many('"k@@":0,'), "}"),
     "a deep handle": nested('{"a":', "[", "1", "]", "}"),
     "ids": recipe("[", many("1,"), "]"),
-    # Msgpack: 81 begins a map of one pair, a1 a text of one byte, 91 an array of one, dd and df arrays and maps of any length.
+    # Msgpack: 81 begins a map of one pair, a1 a text of one byte, 91 an array of one, dd and df
+    # arrays and maps of any length.
     "arrays in each other": recipe(b"\x81\xa1a", many(b"\x91"), b"\x01"),
     "maps": recipe(b"\x81\xa1a\xdd\x00\x0e\x00\x00", many(b"\x80")),
     "texts": recipe(b"\x81\xa1a\xdd\x00\x07\x00\x00", many(b"\xa1a")),

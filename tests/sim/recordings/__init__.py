@@ -1,4 +1,6 @@
-"""Raw exchanges with vLLM 0.32.0 engines (a tiny random model, blocks of 32 tokens, 2048 at most) and what replays them."""
+"""Raw exchanges with vLLM 0.32.0 engines (a tiny random model, blocks of 32 tokens, 2048 at most)
+and what replays them.
+"""
 
 import pytest
 

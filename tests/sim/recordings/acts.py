@@ -46,7 +46,9 @@ async def known_to_decode(pair: Pair) -> None:
 
 def _pulled(pair: Pair, *, met: bool) -> int:
     """How many prompt tokens D got from P for the recorded request."""
-    return pair.d.engine.stats.prompt_tokens_by_source["external_kv_transfer"] - (MEETING if met else 0)
+    return pair.d.engine.stats.prompt_tokens_by_source["external_kv_transfer"] - (
+        MEETING if met else 0
+    )
 
 
 async def moved(pair: Pair, *, met: bool = False) -> None:

@@ -1,6 +1,8 @@
-"""Recordings of connectors other than NIXL: several exchanges with engines told apart by their ports, and remarks on D's metrics.
+"""Recordings of connectors other than NIXL: several exchanges with engines told apart by their
+ports, and remarks on D's metrics.
 
-Requests were recorded in part (3000 characters) where prompts are long: those are left out, with their answers.
+Requests were recorded in part (3000 characters) where prompts are long: those are left out, with
+their answers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def _whole(one: Exchange) -> bool:
 
 
 def _remarks(name: str) -> list[tuple[list[Exchange], dict[str, int]]]:
-    """Return the exchanges before each remark, with what it says about D: prompt tokens by source."""
+    """Return the exchanges before each remark, with what it says about D: prompt tokens by
+    source.
+    """
     left, found = read_all(name), []
     for part in re.split(rb"^(?=### )", raw(name), flags=re.MULTILINE)[1:]:
         line = part.partition(b"\n")[0]
@@ -46,7 +50,9 @@ def _remarks(name: str) -> list[tuple[list[Exchange], dict[str, int]]]:
     for (line, _), count in zip(found, before, strict=False):
         match = _REMARK.match(line)
         counted = ast.literal_eval(match[2].decode()) if match and match[2] else {}
-        by_source = {m[1]: int(value) for key, value in counted.items() if (m := _SOURCE.search(key))}
+        by_source = {
+            m[1]: int(value) for key, value in counted.items() if (m := _SOURCE.search(key))
+        }
         told.append((left[:count], by_source))
         left = left[count:]
     return told
@@ -61,7 +67,9 @@ def _sources(engine: SimServer) -> dict[str, int]:
     return dict(engine.engine.stats.prompt_tokens_by_source)
 
 
-async def _replay(stage: Stage, name: str, engines: dict[int, SimServer], ports: tuple[int, int]) -> int:
+async def _replay(
+    stage: Stage, name: str, engines: dict[int, SimServer], ports: tuple[int, int]
+) -> int:
     """Replay what was recorded whole; return how many exchanges that were."""
     alone, decode = ports
     count = 0
@@ -77,7 +85,8 @@ async def _replay(stage: Stage, name: str, engines: dict[int, SimServer], ports:
             asked, before = one.sent.json, _sources(engines[decode])
             told_by_ids = isinstance(asked.get("prompt"), list)
             sent = one.sent
-            if one.port == decode and told_by_ids:  # the recorded prompt ends with the recorded P's token
+            # the recorded prompt ends with the recorded P's token
+            if one.port == decode and told_by_ids:
                 sent = sent.saying({**asked, "prompt": [*asked["prompt"][:-1], *said["first"]]})
             answer = await stage.ask(engines[one.port], sent)
             stage.compare(one, answer)
@@ -85,7 +94,10 @@ async def _replay(stage: Stage, name: str, engines: dict[int, SimServer], ports:
             if one.port == alone:
                 said["alone"] = _ids(answer)
             elif one.port == decode:
-                after = {key: value - before.get(key, 0) for key, value in _sources(engines[decode]).items()}
+                after = {
+                    key: value - before.get(key, 0)
+                    for key, value in _sources(engines[decode]).items()
+                }
                 got = {key: value for key, value in after.items() if value}
                 assert got == recorded if told_by_ids else got.keys() == recorded.keys()
                 assert [*(said["first"] if told_by_ids else ()), *_ids(answer)] == said["alone"]
@@ -107,7 +119,9 @@ async def shared(stage: Stage, name: str) -> None:
 
 
 def lmcache(exchanges: int, notices: list[str], *, degraded: bool = False) -> Scene:
-    """Return the scene of LMCache's recordings: so many whole exchanges, and the notices of those."""
+    """Return the scene of LMCache's recordings: so many whole exchanges, and the notices of
+    those.
+    """
 
     async def scene(stage: Stage, name: str) -> None:
         import zmq
@@ -117,12 +131,21 @@ def lmcache(exchanges: int, notices: list[str], *, degraded: bool = False) -> Sc
         try:
             port = proxy.bind_to_random_port("tcp://127.0.0.1")
             both: dict[str, Any] = {"connector": "lmcache-pd", **_IDS}
-            config: dict[str, Any] = {"chunk_size": 32, "pd_backend_mode": "sync", "degraded": degraded}
+            config: dict[str, Any] = {
+                "chunk_size": 32,
+                "pd_backend_mode": "sync",
+                "degraded": degraded,
+            }
             receiver = LMCacheFacts(**config, skip_last_n_tokens=1)
             engines = {
-                8100: await stage.engine("aggregated", enable_prompt_tokens_details=True, num_gpu_blocks=512),
+                8100: await stage.engine(
+                    "aggregated", enable_prompt_tokens_details=True, num_gpu_blocks=512
+                ),
                 8204: await stage.engine(
-                    "prefill", notify=f"tcp://127.0.0.1:{port}", lmcache=LMCacheFacts(**config), **both
+                    "prefill",
+                    notify=f"tcp://127.0.0.1:{port}",
+                    lmcache=LMCacheFacts(**config),
+                    **both,
                 ),
                 8304: await stage.engine("decode", lmcache=receiver, **both),
             }

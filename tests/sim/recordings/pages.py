@@ -1,4 +1,6 @@
-"""Metrics pages: what the simulator shows must be there on the recorded page, under the same names, types and labels."""
+"""Metrics pages: what the simulator shows must be there on the recorded page, under the same names,
+types and labels.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,14 +18,18 @@ ROLES: dict[str, Literal["aggregated", "prefill", "decode"]] = {
     "misc_metrics_P": "prefill",
     "misc_metrics_D": "decode",
 }
-_OWN_LABELS = {"vllm:cache_config_info": ("block_size", "enable_prefix_caching", "engine", "num_gpu_blocks")}
+_OWN_LABELS = {
+    "vllm:cache_config_info": ("block_size", "enable_prefix_caching", "engine", "num_gpu_blocks")
+}
 """Metrics that the simulator shows with some of their labels."""
 
 Labels = tuple[tuple[str, str], ...]
 
 
 async def replay(stage: Stage, name: str) -> None:
-    """Compare two pages in all but the order of the headers and the bounds of the buckets: `unlike_heads`, `unlike_bounds`."""
+    """Compare two pages in all but the order of the headers and the bounds of the buckets:
+    `unlike_heads`, `unlike_bounds`.
+    """
     wanted, got = await _pages(stage, name)
     found = differences(_in_order(replace(wanted, body=got.body)), _in_order(got), block_size=1)
     found += _unlike_families(wanted, got, _samples)
@@ -70,8 +76,15 @@ def _samples(metric: Metric) -> list[tuple[str, Labels]]:
     found = set()
     for one in metric.samples:
         if not one.name.endswith("_created"):
-            labels = {key: value for key, value in one.labels.items() if kept is None or key in kept}
-            found.add((one.name, tuple(sorted((labels | {"le": "any"} if "le" in labels else labels).items()))))
+            labels = {
+                key: value for key, value in one.labels.items() if kept is None or key in kept
+            }
+            found.add(
+                (
+                    one.name,
+                    tuple(sorted((labels | {"le": "any"} if "le" in labels else labels).items())),
+                )
+            )
     return sorted(found)
 
 

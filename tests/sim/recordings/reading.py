@@ -1,7 +1,8 @@
-"""Reads recordings: one exchange a file, or (`connector_*`) several, with the ports of the engines that were asked.
+"""Reads recordings: one exchange a file, or (`connector_*`) several, with the ports of the engines
+that were asked.
 
-A file begins with remarks (`#`), then comes the request behind `>>>` and the answer behind `<<<`; chunked answers have lost their
-framing, requests that were no UTF-8 their bytes.
+A file begins with remarks (`#`), then comes the request behind `>>>` and the answer behind `<<<`;
+chunked answers have lost their framing, requests that were no UTF-8 their bytes.
 """
 
 import ast
@@ -16,7 +17,9 @@ from urllib.parse import urlsplit
 from tests.sim.shape import Seen
 
 FOLDER = Path(__file__).parent
-_CONNECTOR = re.compile(rb"^>>> (\w+) (http\S+) ?(\{.*?\})?\n(.*)\n<<< (\d+) after [\d.]+s\n(.*)$", re.MULTILINE)
+_CONNECTOR = re.compile(
+    rb"^>>> (\w+) (http\S+) ?(\{.*?\})?\n(.*)\n<<< (\d+) after [\d.]+s\n(.*)$", re.MULTILINE
+)
 
 _SHORTENED = {"agg_models", "misc_models"}
 """Their `root`, a path of the machine that they were recorded on, has become `./model`."""
@@ -41,8 +44,15 @@ class Sent:
         """The request as it goes over the wire."""
         headers = {"host": "sim", **self.headers}
         if self.method == "POST":
-            headers = {"content-type": "application/json", **headers, "content-length": str(len(self.body))}
-        lines = [f"{self.method} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+            headers = {
+                "content-type": "application/json",
+                **headers,
+                "content-length": str(len(self.body)),
+            }
+        lines = [
+            f"{self.method} {self.path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
         return "\r\n".join([*lines, "", ""]).encode() + self.body
 
     def saying(self, body: Any) -> "Sent":
@@ -77,7 +87,9 @@ def read(name: str) -> Exchange:
     assert mark, f"{name}: no answer"
     sent = _request(request.removeprefix(b">>> "))
     if not answer.startswith(b"HTTP/1.1 "):
-        assert answer.startswith((b"EXCEPTION TimeoutError", b"raw bytes")), f"{name}: {answer[:40]!r}"
+        assert answer.startswith((b"EXCEPTION TimeoutError", b"raw bytes")), (
+            f"{name}: {answer[:40]!r}"
+        )
         return Exchange(sent, None)
     head, _, body = answer.partition(b"\n\n")
     line, *fields = head.decode().split("\n")
@@ -102,7 +114,9 @@ def read_all(name: str) -> list[Exchange]:
         headers = ast.literal_eval(match[3].decode()) if match[3] else {}
         sent = Sent(match[1].decode(), url.path, headers, match[4])
         found.append(Exchange(sent, Seen(int(match[5]), match[6]), url.port or 0))
-    assert len(found) == len(re.findall(rb"^>>> ", data, re.MULTILINE)), f"{name}: an exchange could not be read"
+    assert len(found) == len(re.findall(rb"^>>> ", data, re.MULTILINE)), (
+        f"{name}: an exchange could not be read"
+    )
     return found
 
 

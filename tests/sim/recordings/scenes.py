@@ -1,4 +1,5 @@
-"""How each recording comes about: which engines it takes, and what befalls them before the recorded request is sent.
+"""How each recording comes about: which engines it takes, and what befalls them before the recorded
+request is sent.
 
 A recording that no scene knows is a KeyError: none is left out in silence.
 """
@@ -16,7 +17,9 @@ from tests.sim.recordings.stage import ROOMY, Stage, seen, words
 Scene = Callable[[Stage, str], Awaitable[None]]
 
 
-async def _alone(stage: Stage, name: str, *, role: Literal["aggregated", "prefill", "decode"]) -> None:
+async def _alone(
+    stage: Stage, name: str, *, role: Literal["aggregated", "prefill", "decode"]
+) -> None:
     await stage.replay(await stage.engine(role), read(name))
 
 
@@ -28,7 +31,11 @@ async def _prefill(stage: Stage, name: str) -> None:
     if answer.status == 200 and not answer.streamed:
         handle = answer.json["kv_transfer_params"] or {}
         if handle.get("remote_prefill_cached_tokens"):
-            body = {key: value for key, value in recorded.sent.json.items() if key != "kv_transfer_params"}
+            body = {
+                key: value
+                for key, value in recorded.sent.json.items()
+                if key != "kv_transfer_params"
+            }
             await stage.ask(p, recorded.sent.saying(body))
     got = await stage.replay(p, recorded)
     if recorded.sent.json.get("echo"):
@@ -89,9 +96,13 @@ _SCENES: dict[str, Scene] = {
     "pd15_D_no_kv_params": partial(_alone, role="decode"),
     "pd23_D_n2": Split(),
     "pd25_D_two_prompts": Split(),
-    "pd31_D_after_P_restart": Split(first=acts.restart, after=partial(acts.moved, met=True), says="right"),
+    "pd31_D_after_P_restart": Split(
+        first=acts.restart, after=partial(acts.moved, met=True), says="right"
+    ),
     "pd33_release_via_rejected_D_request": Split(other=274, after=acts.freed),
-    "pd34_release_via_empty_blocks": Split(other=280, change={"remote_block_ids": [[]]}, after=acts.dead),
+    "pd34_release_via_empty_blocks": Split(
+        other=280, change={"remote_block_ids": [[]]}, after=acts.dead
+    ),
     # P is gone
     "fail_P_killed_D_policy_fail_chat": Split(then=acts.kill),
     "fail_P_killed_D_policy_fail_chat_stream": Split(then=acts.kill),
@@ -116,7 +127,8 @@ _SCENES: dict[str, Scene] = {
     # the handle is too old
     "fail_lease_expired_blocks_intact": Split(then=acts.expire, facts=ROOMY, says="right"),
     "fail_lease_expired_blocks_reused": Split(then=acts.reuse, p_facts=_SMALL, says="wrong"),
-    # The recorded engine had nothing else to do: the freed blocks were intact, and its text was right.
+    # The recorded engine had nothing else to do: the freed blocks were intact, and its text was
+    # right.
     "fail_params_reused": Split(then=acts.pulled_elsewhere, says="wrong"),
     # another prompt
     "fail_mismatch_D_longer": Split(apart=67 - 317, after=acts.dead),

@@ -15,8 +15,9 @@ _LATE = {"req-cffb99"}
 async def replay(stage: Stage, name: str) -> None:
     """Replay one exchange after the other.
 
-    What D says is what the engine alone said, wherever the same was asked of it. Only with a handle that was read before it
-    says something else: the recorded engine had nothing else to do, so that freed blocks were intact.
+    What D says is what the engine alone said, wherever the same was asked of it. Only with a handle
+    that was read before it says something else: the recorded engine had nothing else to do, so that
+    freed blocks were intact.
     """
     alone = await stage.engine("aggregated", enable_prompt_tokens_details=True, **ROOMY)
     p = await stage.engine("prefill", **ROOMY)

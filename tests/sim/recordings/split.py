@@ -1,4 +1,6 @@
-"""A prefill and a decode engine, and a recorded request to the second with the first one's handle."""
+"""A prefill and a decode engine, and a recorded request to the second with the first one's
+handle.
+"""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -61,12 +63,16 @@ class Split:
         pair.handle = await stage.prefill(p, self._to_prefill(sent))
         if self.then is not None:
             await self.then(pair)
-        handle = {key: value for key, value in {**pair.handle, **self.change}.items() if value is not ...}
+        handle = {
+            key: value for key, value in {**pair.handle, **self.change}.items() if value is not ...
+        }
         pair.sent = sent.saying({**sent.json, "kv_transfer_params": handle})
         return pair
 
     def _to_prefill(self, sent: Sent) -> Sent:
-        """The recorded request to P if there is one, else what a proxy would make of the one to D."""
+        """The recorded request to P if there is one, else what a proxy would make of the one to
+        D.
+        """
         asked = sent.json
         if recorded := prefills().get(asked["kv_transfer_params"].get("remote_request_id")):
             return recorded
@@ -75,7 +81,9 @@ class Split:
             prompt["prompt"] = other_prompt(self.other)
         if self.apart is not None:
             prompt["prompt"] = other_prompt(count_tokens(asked["prompt"]) + self.apart)
-        return sent.saying({**prompt, "temperature": 0, "max_tokens": 1, "kv_transfer_params": PREFILL})
+        return sent.saying(
+            {**prompt, "temperature": 0, "max_tokens": 1, "kv_transfer_params": PREFILL}
+        )
 
     async def __call__(self, stage: Stage, name: str) -> None:
         """Replay."""
@@ -86,4 +94,6 @@ class Split:
         if self.after is not None:
             await self.after(pair)
         if self.says is not None:
-            assert (words(answer) == await stage.alone(recorded.sent, **self.facts)) is (self.says == "right")
+            assert (words(answer) == await stage.alone(recorded.sent, **self.facts)) is (
+                self.says == "right"
+            )

@@ -1,4 +1,6 @@
-"""The engines that a recording needs, simulated: as the recorded ones were set up, but without hardware that takes time."""
+"""The engines that a recording needs, simulated: as the recorded ones were set up, but without
+hardware that takes time.
+"""
 
 import json
 import socket
@@ -62,10 +64,15 @@ def other_prompt(count: int) -> list[int]:
 def words(answer: Seen) -> list[str]:
     """What an answer says: a text a choice, a stream's put together."""
     if not answer.streamed:
-        return [one["text"] if "text" in one else one["message"]["content"] for one in answer.json["choices"]]
+        return [
+            one["text"] if "text" in one else one["message"]["content"]
+            for one in answer.json["choices"]
+        ]
     events = [json.loads(event[6:]) for event in answer.events if event.startswith(b"data: {")]
     pieces = [
-        one.get("text") or one.get("delta", {}).get("content", "") for event in events for one in event["choices"]
+        one.get("text") or one.get("delta", {}).get("content", "")
+        for event in events
+        for one in event["choices"]
     ]
     return ["".join(pieces)]
 
@@ -76,7 +83,9 @@ class Stage:
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
 
-    async def engine(self, role: Literal["aggregated", "prefill", "decode"], **facts: Any) -> SimServer:
+    async def engine(
+        self, role: Literal["aggregated", "prefill", "decode"], **facts: Any
+    ) -> SimServer:
         """Start an engine."""
         if role == "aggregated":
             facts = {"connector": "none", "num_gpu_blocks": 8192, **facts}
@@ -93,14 +102,18 @@ class Stage:
     async def ask(self, engine: SimServer, sent: Sent) -> Seen:
         """Send a request; return its whole answer."""
         client = await ask(engine.port, sent.raw)
-        assert client.answer.complete, f"the answer broke off ({client.ended}): {client.data[-200:]!r}"
+        assert client.answer.complete, (
+            f"the answer broke off ({client.ended}): {client.data[-200:]!r}"
+        )
         client.leave()
         return seen(client)
 
     def compare(self, recorded: Exchange, answer: Seen) -> None:
         """Fail where an answer is unlike the recorded one."""
         assert recorded.answer is not None
-        found = differences(recorded.answer, answer, block_size=BLOCK, same_prompt=_told_by_ids(recorded.sent))
+        found = differences(
+            recorded.answer, answer, block_size=BLOCK, same_prompt=_told_by_ids(recorded.sent)
+        )
         assert not found, "\n".join(["unlike the recording:", *found])
 
     async def replay(self, engine: SimServer, recorded: Exchange) -> Seen:

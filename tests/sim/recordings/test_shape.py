@@ -37,7 +37,9 @@ USAGE = WHOLE.json["usage"]
 HANDLE = WHOLE.json["kv_transfer_params"]
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name.startswith(("agg", "err", "misc", "pd"))])
+@pytest.mark.parametrize(
+    "name", [name for name in names() if name.startswith(("agg", "err", "misc", "pd"))]
+)
 def test_each_recording_is_like_itself(name):
     answer = recorded(name)
     if "models" in name:  # edited: a path in them is shorter than it was
@@ -56,7 +58,9 @@ def test_sequences_are_like_themselves():
         changed(WHOLE, id="cmpl-0000000000000000", created=1),
         changed(WHOLE, system_fingerprint="vllm-0.32.0-00000000"),
         replace(WHOLE, headers={**WHOLE.headers, "date": "Mon, 01 Jan 2024 00:00:00 GMT"}),
-        changed(WHOLE, kv_transfer_params=HANDLE | {"remote_block_ids": [[7, 8]], "remote_port": 1}),
+        changed(
+            WHOLE, kv_transfer_params=HANDLE | {"remote_block_ids": [[7, 8]], "remote_port": 1}
+        ),
         changed(
             WHOLE,
             usage=USAGE | {"prompt_tokens": 40, "total_tokens": 41},
@@ -89,12 +93,24 @@ def test_words_ids_times_and_counts_of_prompt_tokens_are_free(got):
         (choice(WHOLE, token_ids=[]), "token_ids"),
         (choice(WITH_IDS, token_ids=[1, 2]), "token_ids"),
         (changed(WHOLE, choices=WHOLE.json["choices"] * 2), "choices"),
-        (changed(WHOLE, usage=USAGE | {"completion_tokens": 2, "total_tokens": 63}), "completion_tokens"),
+        (
+            changed(WHOLE, usage=USAGE | {"completion_tokens": 2, "total_tokens": 63}),
+            "completion_tokens",
+        ),
         (changed(WHOLE, usage=USAGE | {"total_tokens": 1}), "total_tokens"),
         (changed(WHOLE, kv_transfer_params=HANDLE | {"remote_block_ids": [[1]]}), "blocks"),
-        (changed(WHOLE, kv_transfer_params=HANDLE | {"remote_block_ids": [[1], [2]]}), "remote_block_ids"),
-        (changed(WHOLE, kv_transfer_params=HANDLE | {"remote_num_tokens": 60}), "remote_num_tokens"),
-        (changed(WHOLE, kv_transfer_params=HANDLE | {"remote_prefill_cached_tokens": 32}), "cached_tokens"),
+        (
+            changed(WHOLE, kv_transfer_params=HANDLE | {"remote_block_ids": [[1], [2]]}),
+            "remote_block_ids",
+        ),
+        (
+            changed(WHOLE, kv_transfer_params=HANDLE | {"remote_num_tokens": 60}),
+            "remote_num_tokens",
+        ),
+        (
+            changed(WHOLE, kv_transfer_params=HANDLE | {"remote_prefill_cached_tokens": 32}),
+            "cached_tokens",
+        ),
         (changed(WHOLE, kv_transfer_params=HANDLE | {"tp_size": 2}), "tp_size"),
     ],
 )
@@ -106,7 +122,11 @@ def test_all_else_is_seen(got, named):
 def test_with_the_same_prompt_tokens_their_count_is_compared_too():
     got = choice(WITH_IDS, prompt_token_ids=list(range(40)))
     handle = got.json["kv_transfer_params"] | {"remote_num_tokens": 40}
-    got = changed(got, usage=got.json["usage"] | {"prompt_tokens": 40, "total_tokens": 41}, kv_transfer_params=handle)
+    got = changed(
+        got,
+        usage=got.json["usage"] | {"prompt_tokens": 40, "total_tokens": 41},
+        kv_transfer_params=handle,
+    )
     assert not unlike(WITH_IDS, got)
     assert "prompt_tokens" in "\n".join(unlike(WITH_IDS, got, same_prompt=True))
 

@@ -1,4 +1,5 @@
-"""Turns facts into findings. Pure: a rule is a function that takes all facts and yields what is wrong.
+"""Turns facts into findings. Pure: a rule is a function that takes all facts and yields what is
+wrong.
 
 A new rule is a function in one of these files and its name in that file's `RULES`.
 """

@@ -1,7 +1,8 @@
-"""Rules about compatibility: engines that share a prompt's KV must be the same in everything that KV depends on. Pure.
+"""Rules about compatibility: engines that share a prompt's KV must be the same in everything that
+KV depends on. Pure.
 
-The proxy pairs only compatible engines. An aggregated engine shares no KV; another model on it is a warning, since a client's
-answer then depends on the engine.
+The proxy pairs only compatible engines. An aggregated engine shares no KV; another model on it is a
+warning, since a client's answer then depends on the engine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def models(facts: CheckFacts) -> Iterator[Finding]:
             code="models_differ",
             where=_urls(engines),
             says=f"the engines serve different models: {_listed(groups, _names)}",
-            remedy="start all with one model and the same --served-model-name, aliases included: pdproxy pairs only those",
+            remedy="start all with one model and the same --served-model-name, aliases included: "
+            "pdproxy pairs only those",
         )
         return
     everybody = [engine for engine in engines + facts.aggregated if engine.base_names]
@@ -53,7 +55,9 @@ def models(facts: CheckFacts) -> Iterator[Finding]:
             code="names_differ",
             where=_urls(everybody),
             says=f"only some engines have all models: {_listed(names, _names)}",
-            remedy="give all engines the same --served-model-name and --lora-modules: others get no requests for those",
+            remedy="give all engines the same --served-model-name and --lora-modules: others get "
+            "no "
+            "requests for those",
         )
     roots = _groups([engine for engine in engines if _roots(engine)], _roots)
     if len(roots) > 1:
@@ -61,7 +65,8 @@ def models(facts: CheckFacts) -> Iterator[Finding]:
             level="note",
             code="roots_differ",
             where=_urls(engines),
-            says=f"the engines have loaded their model from different places: {_listed(roots, _names)}",
+            says=f"the engines have loaded their model from different places: "
+            f"{_listed(roots, _names)}",
             remedy="harmless if these are copies of one model",
         )
 
@@ -73,7 +78,8 @@ def versions(facts: CheckFacts) -> Iterator[Finding]:
         lambda engine: engine.version or "unknown",
         code="versions_differ",
         says="the engines run different versions of vLLM",
-        remedy="install the same version everywhere: vLLM refuses KV of another version, and pdproxy doesn't pair them",
+        remedy="install the same version everywhere: vLLM refuses KV of another version, and "
+        "pdproxy doesn't pair them",
     )
 
 
@@ -84,7 +90,8 @@ def block_sizes(facts: CheckFacts) -> Iterator[Finding]:
         lambda engine: engine.block_size,
         code="block_sizes_differ",
         says="the engines have KV blocks of different sizes",
-        remedy="start all with the same --block-size: D dies of a prompt that needs more blocks on D than on P",
+        remedy="start all with the same --block-size: D dies of a prompt that needs more blocks on "
+        "D than on P",
         aggregated=False,
     )
     known = any(engine.block_size for engine in _split(facts))
@@ -94,7 +101,8 @@ def block_sizes(facts: CheckFacts) -> Iterator[Finding]:
                 level="error" if known else "warning",
                 code="block_size_unknown",
                 where=(engine.url,),
-                says=f"{engine.role} {engine.url} does not report its KV block size, so no pair with it was tried",
+                says=f"{engine.role} {engine.url} does not report its KV block size, so no pair "
+                f"with it was tried",
                 remedy="set facts.block_size of this node in the YAML file",
             )
 
@@ -108,7 +116,8 @@ def tokenizers(facts: CheckFacts) -> Iterator[Finding]:
         show=_counted,
         code="tokenizers_differ",
         says="the same prompt becomes different token ids",
-        remedy="give all engines the same --tokenizer, --tokenizer-mode and tokenizer files (does only one add a BOS token?)",
+        remedy="give all engines the same --tokenizer, --tokenizer-mode and tokenizer files (does "
+        "only one add a BOS token?)",
     )
 
 
@@ -133,7 +142,8 @@ def lengths(facts: CheckFacts) -> Iterator[Finding]:
         level="warning",
         code="max_model_len_differs",
         says="the engines accept sequences of different lengths",
-        remedy="start all with the same --max-model-len: the shortest one limits what a client may send",
+        remedy="start all with the same --max-model-len: the shortest one limits what a client may "
+        "send",
     )
 
 
@@ -144,7 +154,9 @@ def weights(facts: CheckFacts) -> Iterator[Finding]:
     if not engines:
         return
     # The answer of most engines that share KV counts as right; in a tie, a decode engine's.
-    reference = max(split or engines, key=lambda one: sum(not differing_answers(one, other) for other in split))
+    reference = max(
+        split or engines, key=lambda one: sum(not differing_answers(one, other) for other in split)
+    )
     for engine in engines:
         if engine.evidence().canary != reference.evidence().canary:
             continue  # another model or tokenizer gives other answers anyway
@@ -157,19 +169,26 @@ def weights(facts: CheckFacts) -> Iterator[Finding]:
             level=level,
             code="weights_differ",
             where=(engine.url, reference.url),
-            says=f"{engine.role} {engine.url} and {reference.role} {reference.url} answer the same greedy prompt differently"
+            says=f"{engine.role} {engine.url} and {reference.role} {reference.url} answer the "
+            f"same greedy prompt differently"
             f" ({differing} of {len(engine.completions)}): {_quote(engine.completions[0].text)} /"
             f" {_quote(reference.completions[0].text)}",
             remedy="load the same weights, --revision, --dtype and --quantization on both"
             + (
-                "" if every else "; if they are the same, near-ties decided differently by other kernels can cause this"
+                ""
+                if every
+                else "; if they are the same, near-ties decided differently by other kernels can "
+                "cause this"
             ),
         )
 
 
 def differing_answers(one: EngineFacts, other: EngineFacts) -> int:
     """Return the number of canary prompts that two engines complete differently."""
-    return sum(not mine.same(yours) for mine, yours in zip(one.completions, other.completions, strict=False))
+    return sum(
+        not mine.same(yours)
+        for mine, yours in zip(one.completions, other.completions, strict=False)
+    )
 
 
 def _differ(
@@ -184,7 +203,8 @@ def _differ(
     given: Callable[[EngineFacts], Hashable] = lambda engine: None,
     aggregated: bool = True,
 ) -> Iterator[Finding]:
-    """Yield a finding if engines that share KV differ in a known fact; a warning if only aggregated ones differ from them.
+    """Yield a finding if engines that share KV differ in a known fact; a warning if only aggregated
+    ones differ from them.
 
     If the engines already differ in `given`, another rule reports it, and this one yields nothing.
     """
@@ -193,7 +213,11 @@ def _differ(
     if len(groups) > 1:
         if len(_groups(split, given)) == 1:
             yield Finding(
-                level=level, code=code, where=_urls(split), says=f"{says}: {_listed(groups, show)}", remedy=remedy
+                level=level,
+                code=code,
+                where=_urls(split),
+                says=f"{says}: {_listed(groups, show)}",
+                remedy=remedy,
             )
         return
     engines = split + [engine for engine in facts.aggregated if aggregated and fact(engine)]
@@ -236,7 +260,9 @@ def _split(facts: CheckFacts) -> list[EngineFacts]:
     return facts.by_role("prefill", "decode")
 
 
-def _groups(engines: list[EngineFacts], fact: Callable[[EngineFacts], _T]) -> dict[_T, list[EngineFacts]]:
+def _groups(
+    engines: list[EngineFacts], fact: Callable[[EngineFacts], _T]
+) -> dict[_T, list[EngineFacts]]:
     groups: dict[_T, list[EngineFacts]] = {}
     for engine in engines:
         groups.setdefault(fact(engine), []).append(engine)

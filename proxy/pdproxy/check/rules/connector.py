@@ -11,7 +11,9 @@ from pdproxy.transfer.nixl import NIXL
 
 
 def connector(facts: CheckFacts) -> Iterator[Finding]:
-    """No single connector is shown, so the proxy would not start; or it is one whose pairs are not tried here."""
+    """No single connector is shown, so the proxy would not start; or it is one whose pairs are not
+    tried here.
+    """
     shown = facts.connector
     if shown is None:
         return
@@ -22,7 +24,8 @@ def connector(facts: CheckFacts) -> Iterator[Finding]:
                 level="note",
                 code="connector_not_tried",
                 where=where,
-                says=f"the engines' connector is {shown.contract}, and `check` tries pairs of {NIXL.name} only: none was tried",
+                says=f"the engines' connector is {shown.contract}, and `check` tries pairs of "
+                f"{NIXL.name} only: none was tried",
                 remedy=f"test the pairs with pdproxy conformance --connector {shown.contract}",
             )
         return
@@ -33,7 +36,8 @@ def connector(facts: CheckFacts) -> Iterator[Finding]:
         says=f"the proxy would not start: {shown.reason}",
         remedy=f"set pools[].connector (--connector) to one of {', '.join(shown.choices)}"
         if shown.choices
-        else "start all engines with one connector (--kv-transfer-config), or set pools[].connector (--connector)",
+        else "start all engines with one connector (--kv-transfer-config), or set "
+        "pools[].connector (--connector)",
     )
 
 

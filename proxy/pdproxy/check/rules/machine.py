@@ -17,8 +17,10 @@ def proxies(facts: CheckFacts) -> Iterator[Finding]:
             level="note",
             code="http_proxy",
             where=tuple(caught),
-            says=f"{named} is set: other programs' requests to these engines use it, pdproxy's do not",
-            remedy="put the engines' hosts and pdproxy's into no_proxy, for curl, clients and benchmarks on this machine",
+            says=f"{named} is set: other programs' requests to these engines use it, pdproxy's do "
+            f"not",
+            remedy="put the engines' hosts and pdproxy's into no_proxy, for curl, clients and "
+            "benchmarks on this machine",
         )
 
 
@@ -27,12 +29,18 @@ def files(facts: CheckFacts) -> Iterator[Finding]:
     limit, need = facts.machine.files, facts.machine.files_needed
     if limit is not None and limit < need:
         limits = facts.settings.limits
-        wanted = f"limits.max_connections = {limits.max_connections} and limits.max_inflight = {limits.max_inflight}"
+        wanted = (
+            f"limits.max_connections = {limits.max_connections} and limits.max_inflight = "
+            f"{limits.max_inflight}"
+        )
         yield Finding(
             level="warning",
             code="open_files",
-            says=f"this machine allows a process {limit} open files, and {wanted} need {need}: pdproxy will serve fewer",
-            remedy="raise the hard limit (ulimit -Hn, LimitNOFILE= in systemd, --ulimit in Docker), or lower both",
+            says=f"this machine allows a process {limit} open files, and {wanted} need {need}: "
+            f"pdproxy will serve fewer",
+            remedy="raise the hard limit (ulimit -Hn, LimitNOFILE= in systemd, --ulimit in "
+            "Docker), "
+            "or lower both",
         )
 
 

@@ -1,4 +1,6 @@
-"""Rules about the transfer of KV: does P return handles, can D fetch the KV, is the answer right, is the KV released? Pure."""
+"""Rules about the transfer of KV: does P return handles, can D fetch the KV, is the answer right,
+is the KV released? Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from pdproxy.settings.engines import Role
 
 _CONFIG = '--kv-transfer-config \'{"kv_connector":"NixlConnector","kv_role":"%s"}\''
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
-_SIDE = "start it with VLLM_NIXL_SIDE_CHANNEL_HOST set to one of its addresses that the decode engines can reach"
+_SIDE = (
+    "start it with VLLM_NIXL_SIDE_CHANNEL_HOST set to one of its addresses that the decode "
+    "engines can reach"
+)
 
 
 def handles(facts: CheckFacts) -> Iterator[Finding]:
@@ -26,7 +31,8 @@ def handles(facts: CheckFacts) -> Iterator[Finding]:
                 level="error",
                 code="push_connector",
                 where=where,
-                says=f"{name} pushes KV (transfer_mode {engine.side.mode}), but with pdproxy's connector nixl D pulls it",
+                says=f"{name} pushes KV (transfer_mode {engine.side.mode}), but with pdproxy's "
+                f"connector nixl D pulls it",
                 remedy=f"start all engines with NixlConnector: {_CONFIG % 'kv_producer'}",
             )
         elif engine.metrics is not None and not engine.metrics.nixl:
@@ -34,7 +40,8 @@ def handles(facts: CheckFacts) -> Iterator[Finding]:
                 level="error",
                 code="no_connector",
                 where=where,
-                says=f"{name} returns no KV handle, and its metrics have no NIXL: it runs without a KV connector",
+                says=f"{name} returns no KV handle, and its metrics have no NIXL: it runs without "
+                f"a KV connector",
                 remedy=f"start it with {_CONFIG % 'kv_producer'}",
             )
         else:
@@ -48,19 +55,31 @@ def handles(facts: CheckFacts) -> Iterator[Finding]:
 
 
 def roles(facts: CheckFacts) -> Iterator[Finding]:
-    """Engines started for the other role. NIXL works with them, but vLLM frees a consumer's blocks with more care."""
-    prefills, decodes = ([one for one in facts.by_role(role) if one.role == role] for role in _ROLES)
-    consumers = [engine for engine in prefills if engine.metrics is not None and engine.metrics.consumer]
-    producers = [e for e in decodes if e.metrics is not None and e.metrics.nixl and not e.metrics.consumer]
-    shows_roles = any(engine.metrics is not None and engine.metrics.consumer for engine in prefills + decodes)
+    """Engines started for the other role. NIXL works with them, but vLLM frees a consumer's blocks
+    with more care.
+    """
+    prefills, decodes = (
+        [one for one in facts.by_role(role) if one.role == role] for role in _ROLES
+    )
+    consumers = [
+        engine for engine in prefills if engine.metrics is not None and engine.metrics.consumer
+    ]
+    producers = [
+        e for e in decodes if e.metrics is not None and e.metrics.nixl and not e.metrics.consumer
+    ]
+    shows_roles = any(
+        engine.metrics is not None and engine.metrics.consumer for engine in prefills + decodes
+    )
     for engine in producers if shows_roles else ():
         if consumers:
             yield Finding(
                 level="error",
                 code="roles_swapped",
                 where=(engine.url, *(other.url for other in consumers)),
-                says=f"roles are swapped: decode {engine.url} was started as kv_producer, prefill {consumers[0].url} as consumer",
-                remedy="swap their URLs in --prefill and --decode, or start them with the other kv_role",
+                says=f"roles are swapped: decode {engine.url} was started as kv_producer, prefill "
+                f"{consumers[0].url} as consumer",
+                remedy="swap their URLs in --prefill and --decode, or start them with the other "
+                "kv_role",
             )
         else:
             yield _producer_decodes(engine)
@@ -72,7 +91,8 @@ def roles(facts: CheckFacts) -> Iterator[Finding]:
             code="prefill_is_consumer",
             where=(engine.url,),
             says=f"prefill {engine.url} was started with kv_role kv_both or kv_consumer",
-            remedy=f"it works; vLLM expects {_CONFIG % 'kv_producer'} here, and will remove kv_both",
+            remedy=f"it works; vLLM expects {_CONFIG % 'kv_producer'} here, and will remove "
+            f"kv_both",
         )
 
 
@@ -89,16 +109,22 @@ def pairs(facts: CheckFacts) -> Iterator[Finding]:
             case "silent":
                 code, says = "split_silent", f"{name}: D {last.text} to a request with P's KV"
                 remedy = (
-                    f"{remedy}; D may need a restart: a request that waits for the KV of a frozen engine never ends"
+                    f"{remedy}; D may need a restart: a request that waits for the KV of a "
+                    f"frozen engine never ends"
                 )
             case "answered" if last.counted and not last.kv_moved and no_connector:
                 code = "decode_no_connector"
-                says = f"{name}: no KV moved: D's metrics have no NIXL, it ignores the handle and computes every prompt again"
+                says = (
+                    f"{name}: no KV moved: D's metrics have no NIXL, it ignores the handle and "
+                    f"computes every prompt again"
+                )
                 remedy = f"start D with {_CONFIG % 'kv_consumer'}"
             case "answered" if last.counted and not last.kv_moved:
                 code = "kv_not_moved"
                 moved = (
-                    f"only {last.moved} of {last.prompt_tokens} prompt tokens moved" if last.moved else "no KV moved"
+                    f"only {last.moved} of {last.prompt_tokens} prompt tokens moved"
+                    if last.moved
+                    else "no KV moved"
                 )
                 says = f"{name}: {moved}, D computed the prompt again"
                 says += ", after a failed transfer" if last.failed else ""
@@ -122,8 +148,10 @@ def answers(facts: CheckFacts) -> Iterator[Finding]:
             level="error",
             code="split_differs",
             where=(pair.prefill, pair.decode),
-            says=f"{_pair(pair)}: with P's KV D answers {answer.text!r}, without it {alone.text!r}, twice in a row, both greedy",
-            remedy="the KV is wrong: compare --dtype, --kv-cache-dtype, --quantization, attention backend, parallel sizes",
+            says=f"{_pair(pair)}: with P's KV D answers {answer.text!r}, without it "
+            f"{alone.text!r}, twice in a row, both greedy",
+            remedy="the KV is wrong: compare --dtype, --kv-cache-dtype, --quantization, attention "
+            "backend, parallel sizes",
         )
 
 
@@ -136,7 +164,9 @@ def wavering(facts: CheckFacts) -> Iterator[Finding]:
                 code="split_wavers",
                 where=(pair.prefill, pair.decode),
                 says=f"{_pair(pair)}: one of two greedy answers differed from D's own",
-                remedy="near-ties between tokens cause this; if it is frequent, compare --dtype and --kv-cache-dtype",
+                remedy="near-ties between tokens cause this; if it is frequent, compare --dtype "
+                "and "
+                "--kv-cache-dtype",
             )
 
 
@@ -151,8 +181,13 @@ def kept(facts: CheckFacts) -> Iterator[Finding]:
             code="kv_kept",
             where=(pair.prefill, pair.decode),
             says=f"{_pair(pair)}: P still holds the KV of this check's request"
-            + (" although D has fetched it" if well else ", because D could not release it: its lease will end it"),
-            remedy="D's notice did not reach P: look for failed notifications in D's log; P's memory is used until leases end"
+            + (
+                " although D has fetched it"
+                if well
+                else ", because D could not release it: its lease will end it"
+            ),
+            remedy="D's notice did not reach P: look for failed notifications in D's log; P's "
+            "memory is used until leases end"
             if well
             else "nothing more to do: this ends with the cause above",
         )
@@ -169,12 +204,15 @@ def untried(facts: CheckFacts) -> Iterator[Finding]:
                 code="pair_untried",
                 where=(pair.prefill, pair.decode),
                 says=f"{_pair(pair)} was not tried: {pair.last.text}",
-                remedy="so far nothing proves that KV moves between them: remove the cause and check again",
+                remedy="so far nothing proves that KV moves between them: remove the cause and "
+                "check again",
             )
 
 
 def side_trouble(prefill: EngineFacts, decode: EngineFacts) -> str:
-    """Return what is wrong with the address that P's handles name, from D's machine; "" if nothing is known to be wrong."""
+    """Return what is wrong with the address that P's handles name, from D's machine; "" if nothing
+    is known to be wrong.
+    """
     side = prefill.side
     if side is None:
         return ""
@@ -195,8 +233,10 @@ def _remedy(trouble: str) -> str:
     if trouble:
         return f"P's side channel has the wrong address: {_SIDE} (and _PORT; the port must be open)"
     return (
-        "look for `NIXL` in D's log: can it reach P's side channel (VLLM_NIXL_SIDE_CHANNEL_HOST; not a loopback)"
-        " and P's memory (UCX_TLS, UCX_NET_DEVICES)? NIXL, --kv-cache-dtype and attention backend must be the same"
+        "look for `NIXL` in D's log: can it reach P's side channel (VLLM_NIXL_SIDE_CHANNEL_HOST; "
+        "not a loopback)"
+        " and P's memory (UCX_TLS, UCX_NET_DEVICES)? NIXL, --kv-cache-dtype and attention "
+        "backend must be the same"
     )
 
 
@@ -205,7 +245,8 @@ def _producer_decodes(engine: EngineFacts) -> Finding:
         level="error",
         code="decode_is_producer",
         where=(engine.url,),
-        says=f"decode {engine.url} was started as kv_producer: vLLM may then write into blocks while KV arrives in them",
+        says=f"decode {engine.url} was started as kv_producer: vLLM may then write into blocks "
+        f"while KV arrives in them",
         remedy=f"start it with {_CONFIG % 'kv_consumer'}",
     )
 

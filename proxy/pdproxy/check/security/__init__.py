@@ -1,1 +1,3 @@
-"""`pdproxy check --security`: what the settings leave open. Nothing is asked of engines, and nothing is changed."""
+"""`pdproxy check --security`: what the settings leave open. Nothing is asked of engines, and
+nothing is changed.
+"""

@@ -43,7 +43,9 @@ def as_text(findings: Sequence[SecurityFinding], style: TextStyle) -> str:
     """Return the report as text, with a line break at its end."""
     lines: list[str] = []
     for rule, one in findings:
-        lines += wrapped(f"{rule.name}: {one.setting}: {one.says}", f"{style.mark('bad')} ", "    ", 4)
+        lines += wrapped(
+            f"{rule.name}: {one.setting}: {one.says}", f"{style.mark('bad')} ", "    ", 4
+        )
         lines += wrapped(rule.remedy, "    → " if style.unicode else "    > ", "      ", 6)
     return "\n".join([*lines, verdict(findings)]) + "\n"
 

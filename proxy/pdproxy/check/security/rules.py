@@ -1,4 +1,5 @@
-"""The rules of `pdproxy check --security`: only data. Each says when something is open, where, and how to close it. Pure.
+"""The rules of `pdproxy check --security`: only data. Each says when something is open, where, and
+how to close it. Pure.
 
 A rule more is a `SecurityRule` in `RULES`, with a row in the table of its tests.
 """
@@ -22,14 +23,18 @@ WIDEST = {4: 8, 6: 32}
 
 
 class Open(NamedTuple):
-    """Something that is open. `says`: by which setting, as what follows its name, and who can do what."""
+    """Something that is open. `says`: by which setting, as what follows its name, and who can do
+    what.
+    """
 
     setting: str
     says: str
 
 
 class SecurityRule(NamedTuple):
-    """`name` is stable, for scripts. `finds` returns what is open, `remedy` says how to close it."""
+    """`name` is stable, for scripts. `finds` returns what is open, `remedy` says how to close
+    it.
+    """
 
     name: str
     finds: Callable[[SecurityView], Iterator[Open]]
@@ -39,18 +44,26 @@ class SecurityRule(NamedTuple):
 def _no_keys(view: SecurityView) -> Iterator[Open]:
     listen = view.settings.listen
     if not view.is_local and not view.settings.auth.wants_keys and listen.tls.client_ca is None:
-        yield Open("auth.api_keys", f"there are no keys: anybody who reaches {view.place} can send prompts")
+        yield Open(
+            "auth.api_keys", f"there are no keys: anybody who reaches {view.place} can send prompts"
+        )
 
 
 def _no_tls(view: SecurityView) -> Iterator[Open]:
     if not view.is_local and view.settings.listen.tls.certificate is None:
-        yield Open("listen.tls.certificate", f"there is none: prompts and keys go to {view.place} as they are")
+        yield Open(
+            "listen.tls.certificate",
+            f"there is none: prompts and keys go to {view.place} as they are",
+        )
 
 
 def _admin_without_keys(view: SecurityView) -> Iterator[Open]:
     place = view.admin
     if place is not None and place.path is None and not view.settings.auth.wants_admin_keys:
-        yield Open("auth.admin_keys", f"there are none: each user and program of this machine can use {place}")
+        yield Open(
+            "auth.admin_keys",
+            f"there are none: each user and program of this machine can use {place}",
+        )
 
 
 def _admin_without_tls(view: SecurityView) -> Iterator[Open]:
@@ -71,23 +84,33 @@ def _trusted_proxies(view: SecurityView) -> Iterator[Open]:
             continue
         network = read_network(text)
         if network.prefixlen < WIDEST[network.version]:
-            yield Open("listen.trusted_proxies", f"{text}: all of these may say who a client is, in X-Forwarded-For")
+            yield Open(
+                "listen.trusted_proxies",
+                f"{text}: all of these may say who a client is, in X-Forwarded-For",
+            )
 
 
 def _media(view: SecurityView) -> Iterator[Open]:
     if view.settings.media.urls == "any":
-        yield Open("media.urls", "any: clients have engines fetch from everywhere that these can reach")
+        yield Open(
+            "media.urls", "any: clients have engines fetch from everywhere that these can reach"
+        )
 
 
 def _engine_networks(view: SecurityView) -> Iterator[Open]:
     named = view.settings.engines.networks
     if not named and not view.is_local:
-        yield Open("engines.networks", "none are named: an engine, or a name in DNS, may lead to any address")
+        yield Open(
+            "engines.networks",
+            "none are named: an engine, or a name in DNS, may lead to any address",
+        )
     for text in named:
         network = read_network(text)
         reached = next((why for other, why in FORBIDDEN if overlap(network, other)), None)
         if reached is not None:
-            yield Open("engines.networks", f"{text}: holds addresses at which no engine is ({reached})")
+            yield Open(
+                "engines.networks", f"{text}: holds addresses at which no engine is ({reached})"
+            )
 
 
 def _short_keys(view: SecurityView) -> Iterator[Open]:
@@ -104,7 +127,10 @@ def _readable_files(view: SecurityView) -> Iterator[Open]:
 def _plain_engines(view: SecurityView) -> Iterator[Open]:
     for setting, engine in view.nodes:
         if engine_scheme(engine.url) == "http" and is_far(engine):
-            yield Open(f"{setting}.url", f"{engine.url}: prompts and the engines' key cross a network as they are")
+            yield Open(
+                f"{setting}.url",
+                f"{engine.url}: prompts and the engines' key cross a network as they are",
+            )
 
 
 def _unverified(view: SecurityView) -> Iterator[Open]:
@@ -119,12 +145,18 @@ def _unverified(view: SecurityView) -> Iterator[Open]:
 
 def _wide_sockets(view: SecurityView) -> Iterator[Open]:
     for setting, host in view.wide_sockets:
-        yield Open(setting, f"{host}: whoever reaches any address of this machine can pass for an engine there")
+        yield Open(
+            setting,
+            f"{host}: whoever reaches any address of this machine can pass for an engine there",
+        )
 
 
 def _cors(view: SecurityView) -> Iterator[Open]:
     if "*" in view.settings.listen.cors.allowed_origins:
-        yield Open("listen.cors.allowed_origins", '"*": pages of all sites may use the proxy from a browser')
+        yield Open(
+            "listen.cors.allowed_origins",
+            '"*": pages of all sites may use the proxy from a browser',
+        )
 
 
 def _core_dumps(view: SecurityView) -> Iterator[Open]:
@@ -134,7 +166,9 @@ def _core_dumps(view: SecurityView) -> Iterator[Open]:
 
 def _shared_caches(view: SecurityView) -> Iterator[Open]:
     if view.settings.tenants.caches == SHARED and _has_tenants(view):
-        yield Open("tenants.caches", "shared: who measures times can guess what other tenants have sent")
+        yield Open(
+            "tenants.caches", "shared: who measures times can guess what other tenants have sent"
+        )
 
 
 def _unsalted_stores(view: SecurityView) -> Iterator[Open]:
@@ -143,7 +177,10 @@ def _unsalted_stores(view: SecurityView) -> Iterator[Open]:
         return
     for at, pool in enumerate(view.settings.pools):
         if pool.connector != registry.AUTO and registry.ignores_salt(pool.connector):
-            why = f"{pool.connector}: its stores of KV may not know tenants' salts, and give one tenant's KV to another one"
+            why = (
+                f"{pool.connector}: its stores of KV may not know tenants' salts, and give one "
+                f"tenant's KV to another one"
+            )
             yield Open(f"pools[{at}].connector", why)
 
 
@@ -153,26 +190,49 @@ def _has_tenants(view: SecurityView) -> bool:
 
 
 RULES: tuple[SecurityRule, ...] = (
-    SecurityRule("no_keys", _no_keys, "give clients keys (auth.api_keys_file), or have TLS ask for certificates"),
     SecurityRule(
-        "no_tls", _no_tls, "set listen.tls.certificate; or listen where only a balancer that has TLS reaches the proxy"
+        "no_keys",
+        _no_keys,
+        "give clients keys (auth.api_keys_file), or have TLS ask for certificates",
     ),
     SecurityRule(
-        "admin_without_keys", _admin_without_keys, "set auth.admin_keys_file, or use a Unix socket: unix:PATH"
+        "no_tls",
+        _no_tls,
+        "set listen.tls.certificate; or listen where only a balancer that has TLS reaches the "
+        "proxy",
     ),
-    SecurityRule("admin_without_tls", _admin_without_tls, "set listen.tls.certificate, which the admin API has, too"),
+    SecurityRule(
+        "admin_without_keys",
+        _admin_without_keys,
+        "set auth.admin_keys_file, or use a Unix socket: unix:PATH",
+    ),
+    SecurityRule(
+        "admin_without_tls",
+        _admin_without_tls,
+        "set listen.tls.certificate, which the admin API has, too",
+    ),
     SecurityRule("operator_routes", _operator_routes, "set listen.operator_routes: admin"),
     SecurityRule("trusted_proxies_wide", _trusted_proxies, "name the balancers' own addresses"),
     SecurityRule("media_any", _media, "set media.urls: off, or hosts"),
-    SecurityRule("engine_networks_wide", _engine_networks, "name the networks that engines are in, and no others"),
+    SecurityRule(
+        "engine_networks_wide",
+        _engine_networks,
+        "name the networks that engines are in, and no others",
+    ),
     SecurityRule("short_keys", _short_keys, "make keys by `openssl rand -hex 24`"),
-    SecurityRule("readable_files", _readable_files, "chmod 600, and give them to the user of the proxy"),
+    SecurityRule(
+        "readable_files", _readable_files, "chmod 600, and give them to the user of the proxy"
+    ),
     SecurityRule(
         "plain_engines",
         _plain_engines,
         "give engines TLS, and https:// URLs; or keep that network to them and the proxy",
     ),
-    SecurityRule("unverified_engines", _unverified, "set tls.ca to the authority of the engines' certificates"),
+    SecurityRule(
+        "unverified_engines",
+        _unverified,
+        "set tls.ca to the authority of the engines' certificates",
+    ),
     SecurityRule("sockets_everywhere", _wide_sockets, "bind the address of the engines' network"),
     SecurityRule("cors_any", _cors, "name the sites whose pages may use it"),
     SecurityRule("core_dumps", _core_dumps, "set observe.core_dumps: false"),
@@ -180,6 +240,7 @@ RULES: tuple[SecurityRule, ...] = (
     SecurityRule(
         "unsalted_stores",
         _unsalted_stores,
-        "use a store that knows cache_salt (MooncakeStoreConnector, LMCacheMPConnector), or a pool for each tenant",
+        "use a store that knows cache_salt (MooncakeStoreConnector, LMCacheMPConnector), or a "
+        "pool for each tenant",
     ),
 )

@@ -22,7 +22,8 @@ class SecurityView:
     """What is known.
 
     - `keys`: keys of clients and operators, each with its setting and its name there.
-    - `exposed`: the files that hold secrets and that others may read or change, each with its setting.
+    - `exposed`: the files that hold secrets and that others may read or change, each with its
+      setting.
     """
 
     settings: Settings
@@ -89,7 +90,10 @@ def _keys(settings: Settings) -> Iterator[tuple[str, str, int]]:
     for setting, keys in (("auth.api_keys", auth.api_keys), ("auth.admin_keys", auth.admin_keys)):
         for number, key in enumerate(keys, 1):
             yield setting, f"number {number}", len(key)
-    for setting, path in (("auth.api_keys_file", auth.api_keys_file), ("auth.admin_keys_file", auth.admin_keys_file)):
+    for setting, path in (
+        ("auth.api_keys_file", auth.api_keys_file),
+        ("auth.admin_keys_file", auth.admin_keys_file),
+    ):
         for line in read_key_lines(setting, path) if path is not None else ():
             yield setting, line.name or f"line {line.number}", len(line.key)
 

@@ -1,8 +1,10 @@
-"""The placement `auto`: least predicted cost against the SLO, over all sensible choices for a request.
+"""The placement `auto`: least predicted cost against the SLO, over all sensible choices for a
+request.
 
-For each engine: how long a prompt waits and takes there, what its own tokens would take, and how much likelier the sequences that
-decode there are to miss the SLO because of it. A request goes whole to one engine, or is split between two: whichever costs
-least. Where there are many engines, only those are looked at that have least to do, or that have the prompt's prefix.
+For each engine: how long a prompt waits and takes there, what its own tokens would take, and how
+much likelier the sequences that decode there are to miss the SLO because of it. A request goes
+whole to one engine, or is split between two: whichever costs least. Where there are many engines,
+only those are looked at that have least to do, or that have the prompt's prefix.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ _NO_LEG = (None, None)
 
 
 class _Choice:
-    """What may be done with a request: its engines, and what is predicted of it. `decode` is None where it is not split."""
+    """What may be done with a request: its engines, and what is predicted of it. `decode` is None
+    where it is not split.
+    """
 
     __slots__ = ("cost", "decode", "output", "prefill", "tpot_s", "ttft_s")
 
-    def __init__(self, cost: float, prefill: Look, decode: Look | None, ttft_s: float, tpot_s: float) -> None:
+    def __init__(
+        self, cost: float, prefill: Look, decode: Look | None, ttft_s: float, tpot_s: float
+    ) -> None:
         self.cost, self.prefill, self.decode = cost, prefill, decode
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
         self.output = 0.0
@@ -48,7 +54,9 @@ class _Choice:
 
 
 class Group:
-    """Engines that serve the same models: the demand for them, and which of them are kept for prefill."""
+    """Engines that serve the same models: the demand for them, and which of them are kept for
+    prefill.
+    """
 
     __slots__ = ("kept", "meter", "most_free", "reviewed")
 
@@ -61,11 +69,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoOptions:
-    """How an `Auto` of any kind decides. `times_of`: an engine's hardware and chunk size. `slo`: bounds above 0.
+    """How an `Auto` of any kind decides. `times_of`: an engine's hardware and chunk size. `slo`:
+    bounds above 0.
 
-    A request's own bounds go before. `cached`: None if nothing is known of caches. `assumed`: whether the times of an engine are
-    generic ones; as long as one of these was not measured, requests go to the engines with the least load. `corrects`: whether
-    predictions are corrected by what legs take. `refuses`: whether a request that no engine can begin in time is refused.
+    A request's own bounds go before. `cached`: None if nothing is known of caches. `assumed`:
+    whether the times of an engine are generic ones; as long as one of these was not measured,
+    requests go to the engines with the least load. `corrects`: whether predictions are corrected by
+    what legs take. `refuses`: whether a request that no engine can begin in time is refused.
     """
 
     times_of: Callable[[LedgerEngine], tuple[Hardware, int]]
@@ -113,7 +123,9 @@ class Auto(Placement):
     def _load(self, engine: LedgerEngine) -> PredictedLoad:
         load = self._loads.get(engine.url)
         if load is None or load.engine is not engine:
-            load = self._loads[engine.url] = self._new_load(engine, WorkTimes(*self._times_of(engine)))
+            load = self._loads[engine.url] = self._new_load(
+                engine, WorkTimes(*self._times_of(engine))
+            )
         return load
 
     def _new_load(self, engine: LedgerEngine, times: WorkTimes) -> PredictedLoad:
@@ -136,7 +148,8 @@ class Auto(Placement):
     def _view(self, candidates: Candidates) -> EnginesView:
         view = self._views.get(candidates)
         if view is None:
-            # Where engines are excluded or bounded, each request has candidates of its own, which are mostly the same engines.
+            # Where engines are excluded or bounded, each request has candidates of its own, which
+            # are mostly the same engines.
             engines = (candidates.whole, candidates.prefill, candidates.decode)
             view = self._views_by_engines.get(engines)
             for known in (self._views, self._views_by_engines):
@@ -189,14 +202,18 @@ class Auto(Placement):
         candidates: Candidates,
         share: float,
     ) -> _Choice | None:
-        """Return the choice with the least cost, None if there is none. `share`: of the time that kept engines work."""
+        """Return the choice with the least cost, None if there is none. `share`: of the time that
+        kept engines work.
+        """
         self._number = number = self._number + 1
 
         def look(load: PredictedLoad) -> Look:
             found = view.look(load)
             if found.number != number:
                 found.number = number
-                costs.look(found, now, tokens, known.get(load.url, 0) if known else 0, output, share)
+                costs.look(
+                    found, now, tokens, known.get(load.url, 0) if known else 0, output, share
+                )
             return found
 
         cached: Sequence[PredictedLoad] = view.cached(known) if known else ()
@@ -211,7 +228,9 @@ class Auto(Placement):
                 decodes.append(decode)
         if decodes:  # there may be none: all are full, or down
             prefill, decode = look(prefills[0]), decodes[0]
-            if prefill is not decode and candidates.compatible(prefill.load.engine, decode.load.engine):
+            if prefill is not decode and candidates.compatible(
+                prefill.load.engine, decode.load.engine
+            ):
                 first = costs.split(prefill, decode, tokens)
                 bound = first[0]  # what costs as much is not chosen
         best: Look | None = None
@@ -245,7 +264,8 @@ class Auto(Placement):
                     paired = candidates.compatible(prefill.load.engine, decode.load.engine)
                     if paired:
                         least, best, best_decode, best_ttft = cost, prefill, decode, ttft
-        if prefills and (best is None or not paired):  # those that were worth a look may not work together
+        # those that were worth a look may not work together
+        if prefills and (best is None or not paired):
             for load, other in view.pairs(candidates.compatible):
                 prefill, decode = look(load), look(other)
                 costs.answer(decode, now, tokens, output)
@@ -272,10 +292,14 @@ class Auto(Placement):
         group.most_free, group.reviewed = len(view.free), now
         times = typical(view.free)
         demand = self._of_all(group.meter.demand(now, times))
-        group.kept.review(now, view.free, demand, times, len(view.fixed_prefill), len(view.all) - len(view.free))
+        group.kept.review(
+            now, view.free, demand, times, len(view.fixed_prefill), len(view.all) - len(view.free)
+        )
 
     def _of_all(self, demand: Demand | None) -> Demand | None:
-        """Return what all requests ask of the engines. `demand`: what those that were placed here ask."""
+        """Return what all requests ask of the engines. `demand`: what those that were placed here
+        ask.
+        """
         return demand
 
     def _as_least_load(self, view: EnginesView, candidates: Candidates) -> Placed | None:
@@ -284,15 +308,25 @@ class Auto(Placement):
         if view.measured:
             return None
         if view.fixed_prefill:
-            prefills = sorted(view.fixed_prefill, key=lambda load: (load.engine.prompt_bytes, load.engine.requests))
-            decodes = sorted(view.decode, key=lambda load: (load.engine.requests, load.engine.prompt_bytes))
+            prefills = sorted(
+                view.fixed_prefill,
+                key=lambda load: (load.engine.prompt_bytes, load.engine.requests),
+            )
+            decodes = sorted(
+                view.decode, key=lambda load: (load.engine.requests, load.engine.prompt_bytes)
+            )
             for prefill in prefills:
                 for decode in decodes:
-                    if prefill is not decode and candidates.compatible(prefill.engine, decode.engine):
+                    if prefill is not decode and candidates.compatible(
+                        prefill.engine, decode.engine
+                    ):
                         return Placed((prefill.engine, decode.engine), "uncalibrated")
         if not view.whole:
             return None
-        load = min(view.whole, key=lambda load: (load.engine.requests, load.engine.prompt_bytes, load.free_at))
+        load = min(
+            view.whole,
+            key=lambda load: (load.engine.requests, load.engine.prompt_bytes, load.free_at),
+        )
         return Placed((load.engine,), "uncalibrated")
 
     # -- what becomes of it
@@ -318,8 +352,12 @@ class Auto(Placement):
                 seconds, longer, steps = look.seconds, look.longer_s, look.steps
             else:
                 load.advance(now)
-                seconds, longer, steps = times.prefill_s(tokens, 0, load.decoding, load.context(), True)
-            leg = PredictedLeg(now, tokens, output, seconds, seconds / times.prefill_factor, steps, 0.0)
+                seconds, longer, steps = times.prefill_s(
+                    tokens, 0, load.decoding, load.context(), True
+                )
+            leg = PredictedLeg(
+                now, tokens, output, seconds, seconds / times.prefill_factor, steps, 0.0
+            )
         answers = role is not Role.PREFILL
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
@@ -361,7 +399,12 @@ class Auto(Placement):
         if leg.seconds:
             times = load.times
             is_prefill = lease.role is Role.PREFILL and verdict is Verdict.GOOD
-            load.computed(leg, leg.opened_at + times.before_s, now - times.between_s if is_prefill else 0.0, now)
+            load.computed(
+                leg,
+                leg.opened_at + times.before_s,
+                now - times.between_s if is_prefill else 0.0,
+                now,
+            )
         if tokens is not None and lease.role is not Role.PREFILL:
             self.outputs.add(leg.tokens, tokens)
         if lease.role is not Role.PREFILL:
@@ -371,7 +414,9 @@ class Auto(Placement):
         """See `Placement`."""
         self._engines = engines
         present = {engine.url: engine for engine in engines}
-        for url in [url for url, load in self._loads.items() if present.get(url) is not load.engine]:
+        for url in [
+            url for url, load in self._loads.items() if present.get(url) is not load.engine
+        ]:
             del self._loads[url]
         self._views.clear()
         self._views_by_engines.clear()
@@ -387,7 +432,8 @@ class Auto(Placement):
             return None
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         return (
-            f"no profile of {unknown[0]}{more}: until enough of their answers were measured, requests go to the engines"
+            f"no profile of {unknown[0]}{more}: until enough of their answers were measured, "
+            f"requests go to the engines"
             " with the least load"
         )
 
@@ -399,7 +445,10 @@ class Auto(Placement):
             corrections={
                 (load.url, work): value
                 for load in loads
-                for work, value in (("prefill", load.times.prefill_factor), ("step", load.times.step_factor))
+                for work, value in (
+                    ("prefill", load.times.prefill_factor),
+                    ("step", load.times.step_factor),
+                )
             },
             kept=sum(group.kept.count for group in self._groups.values()),
         )

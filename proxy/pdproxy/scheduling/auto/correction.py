@@ -1,4 +1,6 @@
-"""What legs that ended say of the predictions: factors that forget, and how wrong predictions are. Pure."""
+"""What legs that ended say of the predictions: factors that forget, and how wrong predictions are.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Factor:
         self.count = int(count)
 
     def add(self, measured: float, predicted: float) -> bool:
-        """Note seconds that were measured, and what was predicted of them without a factor. Return whether the factor changed."""
+        """Note seconds that were measured, and what was predicted of them without a factor. Return
+        whether the factor changed.
+        """
         self.count += 1
         self._measured += measured
         self._predicted = predicted = self._predicted + predicted
@@ -70,7 +74,9 @@ class Factor:
 
 
 class Error:
-    """How wrong a prediction was lately: the mean of (measured - predicted) / predicted, and of its size."""
+    """How wrong a prediction was lately: the mean of (measured - predicted) / predicted, and of its
+    size.
+    """
 
     __slots__ = ("bias", "count", "size")
 

@@ -1,4 +1,6 @@
-"""What each choice costs: predicted latencies against the SLO, harm to the sequences there, and seconds of engines. Pure."""
+"""What each choice costs: predicted latencies against the SLO, harm to the sequences there, and
+seconds of engines. Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ _FAR = 30.0
 _LATE = 1.25
 """How much later than its limit a first token is predicted, where waiting for it is hopeless."""
 _LEAST_LEFT = 0.25
-"""Of an answer that is longer than answers are on average, so much of the mean is expected to come."""
+"""Of an answer that is longer than answers are on average, so much of the mean is expected to
+come.
+"""
 _DELAY = 0.05
 """Without a limit of TPOT: what a second costs by which sequences wait, in seconds."""
 
 
 def chance(distance: float) -> float:
-    """Return the chance that a limit is missed: 0.5 at a distance of 0, in widths; the logistic function."""
+    """Return the chance that a limit is missed: 0.5 at a distance of 0, in widths; the logistic
+    function.
+    """
     if distance < -_FAR:
         return 0.0
     if distance > _FAR:
@@ -92,13 +98,17 @@ class Look:
 
 
 class Costs:
-    """Costs are numbers of requests that miss the SLO; without one, seconds of a request that waits."""
+    """Costs are numbers of requests that miss the SLO; without one, seconds of a request that
+    waits.
+    """
 
     def __init__(self, slo: Slo, weights: Weights) -> None:
         self._ttft, self._tpot, self._gap = slo.ttft, slo.tpot, slo.gap
         limited = bool(slo)
         self._engine_s = weights.engine_s if limited else 1.0
-        self._ttft_s = weights.ttft / slo.ttft if slo.ttft is not None else weights.ttft if limited else 1.0
+        self._ttft_s = (
+            weights.ttft / slo.ttft if slo.ttft is not None else weights.ttft if limited else 1.0
+        )
         self._ttft_width = 1.0 / (weights.ttft_width * slo.ttft) if slo.ttft is not None else 0.0
         self._tpot_s = weights.tpot / slo.tpot if slo.tpot is not None else 0.0
         self._tpot_width = 1.0 / (weights.tpot_width * slo.tpot) if slo.tpot is not None else 0.0
@@ -109,11 +119,14 @@ class Costs:
         """Return whether a request with this predicted TTFT is not worth to be begun."""
         return self._ttft is not None and ttft_s > _LATE * self._ttft
 
-    def look(self, one: Look, now: float, tokens: int, cached: int, output: float, kept_share: float) -> None:
-        """Note what a prompt would mean for an engine. Where no sequence decodes there, `answer` has to note the rest.
+    def look(
+        self, one: Look, now: float, tokens: int, cached: int, output: float, kept_share: float
+    ) -> None:
+        """Note what a prompt would mean for an engine. Where no sequence decodes there, `answer`
+        has to note the rest.
 
-        `cached`: its tokens in the cache; `output`: the answer, in tokens; `kept_share`: the part of the time that an engine
-        works that is kept for prefill.
+        `cached`: its tokens in the cache; `output`: the answer, in tokens; `kept_share`: the part
+        of the time that an engine works that is kept for prefill.
         """
         load = one.load
         load.advance(now)
@@ -125,14 +138,18 @@ class Costs:
                 busy = 0.0
         one.cached, one.busy, one.kept_share = cached, busy, kept_share
         if not decoding:
-            seconds, one.longer_s, one.steps = times.prefill_s(tokens - cached, cached, 0, 0.0, busy > before_s)
+            seconds, one.longer_s, one.steps = times.prefill_s(
+                tokens - cached, cached, 0, 0.0, busy > before_s
+            )
             one.seconds, one.cost = seconds, self._engine_s * seconds
             first = before_s + seconds
             one.first_s = first + (busy - before_s) if busy > before_s else first
             one.tpot_s = 0.0
             return
         context = load.prompts + decoding * load.steps - load.began_steps
-        seconds, longer, steps = times.prefill_s(tokens - cached, cached, decoding, context, busy > before_s)
+        seconds, longer, steps = times.prefill_s(
+            tokens - cached, cached, decoding, context, busy > before_s
+        )
         one.seconds, one.longer_s, one.steps = seconds, longer, steps
         self._answer(one, now, tokens, output, context)
         first = before_s + seconds
@@ -159,7 +176,9 @@ class Costs:
         one.cost = harm + self._engine_s * longer
 
     def answer(self, one: Look, now: float, tokens: int, output: float) -> None:
-        """Note what the tokens after the first would take, if `look` has not: for engines without sequences that decode."""
+        """Note what the tokens after the first would take, if `look` has not: for engines without
+        sequences that decode.
+        """
         if not one.tpot_s:
             self._answer(one, now, tokens, output, 0.0)
 
@@ -177,9 +196,12 @@ class Costs:
             life = load.outputs / decoding * times.step_s(decoding, context)
             still = 1.0 - load.wait_s / life if load.wait_s < life else 0.0
         step = times.step_s(
-            still * decoding + expected + 1, still * context + load.expected_tokens + tokens + 0.5 * output
+            still * decoding + expected + 1,
+            still * context + load.expected_tokens + tokens + 0.5 * output,
         )
-        full = times.full_step_s(times.chunk if one.busy else tokens - one.cached, decoding, context)
+        full = times.full_step_s(
+            times.chunk if one.busy else tokens - one.cached, decoding, context
+        )
         tpot = step / (1.0 - share)
         if tpot > full:  # no step takes longer than a full one
             begun = times.chunk / tokens
@@ -188,13 +210,19 @@ class Costs:
                 tpot = max(most, step)
         one.step_s, one.tpot_s, one.full_s = step, tpot, full
         limit, gap = self._tpot, self._gap
-        cost = chance((tpot - limit) * self._tpot_width) + self._tpot_s * tpot if limit is not None else 0.0
+        cost = (
+            chance((tpot - limit) * self._tpot_width) + self._tpot_s * tpot
+            if limit is not None
+            else 0.0
+        )
         if gap is not None and full > gap:
             cost += load.delay_share(now)
         one.tpot_cost = cost
 
     def whole(self, look: Look) -> tuple[float, float]:
-        """Return what it costs that an engine serves the request whole, but for its `tpot_cost`, and its TTFT."""
+        """Return what it costs that an engine serves the request whole, but for its `tpot_cost`,
+        and its TTFT.
+        """
         load = look.load
         ttft = look.first_s + load.times.to_client_s
         cost = look.cost + self._ttft_s * ttft
@@ -217,7 +245,11 @@ class Costs:
         if load.decoding:
             count = load.decoding + load.expected
             if self._tpot is not None:
-                cost += count * (chance(decode.distance + pull * decode.per_s) - decode.before + pull * decode.rise)
+                cost += count * (
+                    chance(decode.distance + pull * decode.per_s)
+                    - decode.before
+                    + pull * decode.rise
+                )
             elif self._gap is None:
                 cost += _DELAY * count * pull
         return cost, ttft

@@ -67,7 +67,9 @@ class DemandMeter:
         self._pairs = self._squares = self._outputs = 0.0
 
     def add(self, now: float, tokens: int, cached: int, output: float) -> None:
-        """Note a request. `cached`: how many of its prompt's tokens its engine has; `output`: the answer's expected tokens."""
+        """Note a request. `cached`: how many of its prompt's tokens its engine has; `output`: the
+        answer's expected tokens.
+        """
         if not self._begun:
             self._begun, self._at = True, now
         new = tokens - cached
@@ -98,7 +100,12 @@ class DemandMeter:
         mean, prompt = new / count, tokens / count
         alone, delay = times.queued_s(mean, pairs / count)
         hardware, pull = times.hardware, times.pull_s(mean)
-        moves = hardware.between_engines_s + pull + hardware.transfer_s(int(mean)) + 1.5 * times.step_s(8, 8 * prompt)
+        moves = (
+            hardware.between_engines_s
+            + pull
+            + hardware.transfer_s(int(mean))
+            + 1.5 * times.step_s(8, 8 * prompt)
+        )
         return Demand(
             rate=rate,
             alone_s=alone,

@@ -1,9 +1,10 @@
 """What an engine has to do, in a few numbers that each lease changes in constant time. Pure.
 
-Prompts that wait are seconds of work, in the order of arrival. Sequences that decode are their number and three sums: of their
-prompts' tokens, of their start times, and of the engine's steps when they started. All of them get a token per step, so the
-steps that the engine has made since then are their tokens: an engine's steps are counted by predicted times, and corrected
-by what answers took.
+Prompts that wait are seconds of work, in the order of arrival. Sequences that decode are their
+number and three sums: of their prompts' tokens, of their start times, and of the engine's steps
+when they started. All of them get a token per step, so the steps that the engine has made since
+then are their tokens: an engine's steps are counted by predicted times, and corrected by what
+answers took.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ NOTHING_S = 1e-6
 """Less prefill than this is none."""
 _WAIT_GAIN = 0.1
 _ENOUGH_ALONE = 0.5
-"""The part of an answer's steps that must be without prefill, if the answer says something of such steps."""
+"""The part of an answer's steps that must be without prefill, if the answer says something of such
+steps.
+"""
 _ENOUGH_TOKENS = 8
 _SEQUENCE_S = 0.004
 """A sequence at an engine counts as so many seconds of work, where engines are put in an order."""
@@ -53,12 +56,21 @@ class PredictedLeg:
     )
 
     def __init__(
-        self, opened_at: float, tokens: int, output: float, seconds: float, plain_s: float, steps: float, pull_s: float
+        self,
+        opened_at: float,
+        tokens: int,
+        output: float,
+        seconds: float,
+        plain_s: float,
+        steps: float,
+        pull_s: float,
     ) -> None:
         self.opened_at, self.tokens, self.output = opened_at, tokens, output
         """`tokens`: of the prompt; `output`: expected ones of the answer."""
         self.seconds, self.plain_s = seconds, plain_s
-        """Prefill, and the same without the correction's factor; 0 where the KV comes from elsewhere."""
+        """Prefill, and the same without the correction's factor; 0 where the KV comes from
+        elsewhere.
+        """
         self.steps = steps
         """Steps that its prefill takes."""
         self.pull_s = pull_s
@@ -70,7 +82,9 @@ class PredictedLeg:
         self.ttft_s = self.tpot_s = 0.0
         """Predictions; 0: none."""
         self.unseen = False
-        """Whether its first token is not seen: its answer comes as a whole. Nothing is learned of how long it took."""
+        """Whether its first token is not seen: its answer comes as a whole. Nothing is learned of
+        how long it took.
+        """
 
 
 class PredictedLoad:
@@ -113,7 +127,14 @@ class PredictedLoad:
         "wait_s",
     )
 
-    def __init__(self, engine: LedgerEngine, times: WorkTimes, *, assumed: bool = False, corrects: bool = True) -> None:
+    def __init__(
+        self,
+        engine: LedgerEngine,
+        times: WorkTimes,
+        *,
+        assumed: bool = False,
+        corrects: bool = True,
+    ) -> None:
         self.engine, self.url, self.times, self.corrects = engine, engine.url, times, corrects
         self.own: PredictedLoad = self
         """What our own leases make of it: what becomes of these is noted there."""
@@ -153,7 +174,9 @@ class PredictedLoad:
         """The sums of when they began: in seconds, and in steps."""
         self._then = 0.0
         self.delay = self.delay_at = 0.0
-        """The part of the time in which they waited lately, at that time: it is forgotten from then on."""
+        """The part of the time in which they waited lately, at that time: it is forgotten from then
+        on.
+        """
         self.wait_s = 0.0
         """How long first tokens took lately, from when their leases were opened."""
         self._last_done = self._soonest = 0.0
@@ -176,7 +199,9 @@ class PredictedLoad:
         return self.prompts + self.decoding * self.steps - self.began_steps
 
     def delay_share(self, now: float) -> float:
-        """Return the part of the time in which its sequences waited lately, for prompts and for pulls."""
+        """Return the part of the time in which its sequences waited lately, for prompts and for
+        pulls.
+        """
         share = self.delay * math.exp((self.delay_at - now) / MEMORY_S)
         return min(MOST_BUSY, share)
 
@@ -212,8 +237,12 @@ class PredictedLoad:
         self.steps = steps + alone
         self.alone_steps += alone * times.step_factor
 
-    def opened(self, leg: PredictedLeg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
-        """A lease was opened. Its prompt arrives a little later; `longer_s`: how long the engine's sequences will wait."""
+    def opened(
+        self, leg: PredictedLeg, *, arrives_at: float, answers: bool, longer_s: float
+    ) -> None:
+        """A lease was opened. Its prompt arrives a little later; `longer_s`: how long the engine's
+        sequences will wait.
+        """
         now, seconds = leg.opened_at, leg.seconds
         self.advance(now)
         self.delay = self.delay * math.exp((self.delay_at - now) / MEMORY_S) + longer_s / MEMORY_S
@@ -239,7 +268,9 @@ class PredictedLoad:
         self._order()
 
     def computed(self, leg: PredictedLeg, arrived_at: float, done_at: float, now: float) -> None:
-        """A prompt was computed, or will not be (`done_at` is 0): what waits behind it is what is left."""
+        """A prompt was computed, or will not be (`done_at` is 0): what waits behind it is what is
+        left.
+        """
         self.advance(now)
         self._done(leg)
         if not done_at:
@@ -268,7 +299,9 @@ class PredictedLoad:
             self.pending_s = self.pending_steps = 0.0
 
     def begins_unseen(self, leg: PredictedLeg, at: float) -> None:
-        """The first token of an answer will not be seen: it is taken to be there at that time, if the answer is not over."""
+        """The first token of an answer will not be seen: it is taken to be there at that time, if
+        the answer is not over.
+        """
         leg.unseen = True
         self._number += 1
         heappush(self._unseen, (at, self._number, leg))
@@ -280,7 +313,9 @@ class PredictedLoad:
         self.began(leg, max(at, self._then))
 
     def _recount(self, seconds: float, per_s: float) -> None:
-        """So many seconds were counted as steps with prefill, `per_s` of them each, and were not; below 0: the reverse."""
+        """So many seconds were counted as steps with prefill, `per_s` of them each, and were not;
+        below 0: the reverse.
+        """
         beside = seconds * per_s
         alone = seconds / self.times.step_s(self.decoding, self.context())
         self.steps += alone - beside
@@ -326,20 +361,27 @@ class PredictedLoad:
         self.began_steps -= leg.began_step
         predicted = self.steps - leg.began_step
         if tokens is not None and tokens > _ENOUGH_TOKENS and predicted > 0 and not leg.unseen:
-            # What is left of its tokens without those of steps with prefill came in steps that only decode. Where these were
-            # few, nothing is known.
+            # What is left of its tokens without those of steps with prefill came in steps that only
+            # decode. Where these were few, nothing is known.
             made = tokens - 1
-            alone, expected = made - (self.busy_steps - leg.began_busy), self.alone_steps - leg.began_alone
+            alone, expected = (
+                made - (self.busy_steps - leg.began_busy),
+                self.alone_steps - leg.began_alone,
+            )
             if min(expected, alone) > _ENOUGH_ALONE * max(made, predicted):
                 seconds = (now - leg.began_at) * alone / made
                 if self.step.add(seconds, seconds * alone / expected) and self.corrects:
                     self.times.step_factor = self.step.value
         if not self.decoding:  # no rests of sums of floats
-            self.outputs = self.began_sum = self.began_steps = self.steps = self.busy_steps = self.alone_steps = 0.0
+            self.outputs = self.began_sum = self.began_steps = self.steps = self.busy_steps = (
+                self.alone_steps
+            ) = 0.0
         self._order()
 
     def _order(self) -> None:
         sequences = self.decoding + self.expected
         self.prefill_order = self.free_at + _SEQUENCE_S * sequences
         context = self.prompts + self.expected_tokens
-        self.decode_order = self.times.step_s(sequences, context) * (1.0 + _SHARE_STEPS * self.delay)
+        self.decode_order = self.times.step_s(sequences, context) * (
+            1.0 + _SHARE_STEPS * self.delay
+        )

@@ -1,7 +1,9 @@
-"""An engine's load with what other replicas have there: their requests, as many as the ledger says, taken to be like ours. Pure.
+"""An engine's load with what other replicas have there: their requests, as many as the ledger says,
+taken to be like ours. Pure.
 
-`LedgerEngine.of_replicas` is their number. What they are is not reported: prompts that wait, sequences that decode and
-their contexts are the mean ones of our own requests at engines of the same use.
+`LedgerEngine.of_replicas` is their number. What they are is not reported: prompts that wait,
+sequences that decode and their contexts are the mean ones of our own requests at engines of the
+same use.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from pdproxy.scheduling.policy import Ask
 REVIEW_S = 0.25
 """Seconds for which a mean is used."""
 _APART_S = 0.02
-"""Up to so many seconds are added to an engine's order for prompts, by chance: replicas would choose the same one."""
+"""Up to so many seconds are added to an engine's order for prompts, by chance: replicas would
+choose the same one.
+"""
 
 
 class Mean:
-    """Our own requests at some engines: sums over these, and means per request of them. Seconds, tokens."""
+    """Our own requests at some engines: sums over these, and means per request of them. Seconds,
+    tokens.
+    """
 
     __slots__ = (
         "age_s",
@@ -58,7 +64,11 @@ class Mean:
             steps += load.pending_steps
             delay += load.delay * math.exp((load.delay_at - now) / MEMORY_S)
         requests, sequences, waiting = max(requests, 1), max(decoding, 1), max(expected, 1)
-        self.decoding, self.expected, self.pulls = decoding / requests, expected / requests, pulls / requests
+        self.decoding, self.expected, self.pulls = (
+            decoding / requests,
+            expected / requests,
+            pulls / requests,
+        )
         """The parts of the requests that decode, that are still to begin, and that wait for KV."""
         self.context, self.outputs = prompts / sequences, outputs / sequences
         """Of a sequence that decodes: its prompt, and its expected answer."""
@@ -100,7 +110,10 @@ class SeenLoad(PredictedLoad):
         self.began_sum = own.began_sum + decoding * (now - mean.age_s)
         self.began_steps = own.began_steps + decoding * (own.steps - mean.made)
         pending = count * mean.pending_s
-        self.pending_s, self.pending_steps = own.pending_s + pending, own.pending_steps + count * mean.pending_steps
+        self.pending_s, self.pending_steps = (
+            own.pending_s + pending,
+            own.pending_steps + count * mean.pending_steps,
+        )
         self.free_at = max(own.free_at, now) + pending if pending else own.free_at
         self.delay, self.delay_at = own.delay, own.delay_at
         if self.replicas > 1:
@@ -112,9 +125,11 @@ class SeenLoad(PredictedLoad):
 
 
 class ReplicaAuto(Auto):
-    """`Auto` of one of several replicas. `replicas`: how many there are, with this one; `chance`: from 0 to 1, without 1.
+    """`Auto` of one of several replicas. `replicas`: how many there are, with this one; `chance`:
+    from 0 to 1, without 1.
 
-    Decisions see engines as all replicas load them, and the demand of all. What becomes of our leases is noted as by `Auto`.
+    Decisions see engines as all replicas load them, and the demand of all. What becomes of our
+    leases is noted as by `Auto`.
     """
 
     def __init__(self, options: AutoOptions, *, replicas: int, chance: Callable[[], float]) -> None:
@@ -155,7 +170,9 @@ class ReplicaAuto(Auto):
         """See `Placement`."""
         super().engines_changed(engines)
         present = {engine.url: engine for engine in engines}
-        for url in [url for url, load in self._seen_loads.items() if present.get(url) is not load.engine]:
+        for url in [
+            url for url, load in self._seen_loads.items() if present.get(url) is not load.engine
+        ]:
             del self._seen_loads[url]
 
     def _seen(self, engine: LedgerEngine) -> PredictedLoad:
@@ -178,7 +195,11 @@ class ReplicaAuto(Auto):
         self._means_at = now
         loads = self._seen_loads.values()
         for prefills in (False, True):
-            some = [load for load in loads if (load.kept or load.engine.role is Role.PREFILL) is prefills]
+            some = [
+                load
+                for load in loads
+                if (load.kept or load.engine.role is Role.PREFILL) is prefills
+            ]
             mean = Mean([load.own for load in some], now)
             for load in some:
                 load.mean, load.replicas = mean, self._replicas

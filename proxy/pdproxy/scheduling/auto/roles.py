@@ -1,8 +1,10 @@
-"""Which engines are kept for prefill: none, or as many as the demand of the last seconds needs. Decided slowly. Pure.
+"""Which engines are kept for prefill: none, or as many as the demand of the last seconds needs.
+Decided slowly. Pure.
 
-An engine that is kept gets no answers to decode, so prompts there delay nobody. How many it should be is predicted from the
-demand, for each number, as a queue: the engines that prefill are servers with a common line, and what they can't take is served
-whole by the others. One engine more or less at a time, and only if that is clearly better.
+An engine that is kept gets no answers to decode, so prompts there delay nobody. How many it should
+be is predicted from the demand, for each number, as a queue: the engines that prefill are servers
+with a common line, and what they can't take is served whole by the others. One engine more or less
+at a time, and only if that is clearly better.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _BETTER = 0.06
 _SLIGHTLY, _PATIENCE_S = 0.005, 8.0
 """A number that costs less by so little is chosen if it does for so many seconds."""
 _FULL = 0.97
-"""The part of the time that prefill engines are expected to work at most: what is more is served whole."""
+"""The part of the time that prefill engines are expected to work at most: what is more is served
+whole.
+"""
 _LEAST_LEFT = 0.05
 """The part of the time that an engine's steps need for reading its weights, at least."""
 _ALMOST = 0.98
@@ -31,40 +35,59 @@ _ALMOST = 0.98
 _OVER = 3.0
 """What the part of the time costs that is missing."""
 _SPREAD = 0.03
-"""How much the TPOT of answers differs by the number of sequences beside them, as a part of its limit."""
+"""How much the TPOT of answers differs by the number of sequences beside them, as a part of its
+limit.
+"""
 _RATES = (0.95, 1.0, 1.05)
 """Parts of the measured rate that count alike: it is not exact, and it will not stay."""
 _UNEVEN = 1.2
-"""The variance of what sequences wait at one engine, against prompts that come by chance. With more engines they come more
-evenly: it falls with the root of their number."""
+"""The variance of what sequences wait at one engine, against prompts that come by chance. With more
+engines they come more evenly: it falls with the root of their number.
+"""
 _MEAN, _MEAN_FEW = 0.92, 0.11
-"""The mean TPOT of answers, against that of an engine whose sequences always wait for the mean part of the time; with few engines
-it is longer, by the same rule."""
+"""The mean TPOT of answers, against that of an engine whose sequences always wait for the mean part
+of the time; with few engines it is longer, by the same rule.
+"""
 _SMALL = 0.2
 """What latencies and seconds of engines weigh here, beside requests that miss the SLO."""
 _NUMBERS = 16
-"""How many numbers of engines are compared, evenly from 0 on; of a demand that is as before, only the next ones are."""
+"""How many numbers of engines are compared, evenly from 0 on; of a demand that is as before, only
+the next ones are.
+"""
 _CHANGED = 0.15
-"""By which part the work with prompts or the tokens of answers must change, to be another demand."""
+"""By which part the work with prompts or the tokens of answers must change, to be another
+demand.
+"""
 _COMPARE_S = 5.0
 """Seconds after which all are compared in any case."""
 _MOST_SHARE = 0.9
 
 
-def expected_cost(count: int, engines: int, demand: Demand, times: WorkTimes, slo: Slo, weights: Weights) -> float:
+def expected_cost(
+    count: int, engines: int, demand: Demand, times: WorkTimes, slo: Slo, weights: Weights
+) -> float:
     """Return what a mean request costs, where `count` of the engines are kept for prefill."""
-    costs = [_cost_at(demand.rate * part, count, engines, demand, times, slo, weights) for part in _RATES]
+    costs = [
+        _cost_at(demand.rate * part, count, engines, demand, times, slo, weights) for part in _RATES
+    ]
     return sum(costs) / len(costs)
 
 
 def _cost_at(
-    rate: float, count: int, engines: int, demand: Demand, times: WorkTimes, slo: Slo, weights: Weights
+    rate: float,
+    count: int,
+    engines: int,
+    demand: Demand,
+    times: WorkTimes,
+    slo: Slo,
+    weights: Weights,
 ) -> float:
     hardware, output = times.hardware, max(demand.output, 1.0)
     work = rate * demand.alone_s
     split = min(_FULL * count / work, 1.0) if count and work > 0 else 0.0
     others = engines - count
-    # The sequences at the others: a step takes longer with each of them, and they wait for pulls and for prompts.
+    # The sequences at the others: a step takes longer with each of them, and they wait for pulls
+    # and for prompts.
     context, decodes = demand.tokens + output / 2, rate * output / others
     prompts = rate * (1.0 - split) / others
     pulls = rate * split / others
@@ -86,7 +109,9 @@ def _cost_at(
     fixed = hardware.before_engine_s + hardware.to_client_s
     if split:
         fixed_split = fixed + demand.alone_s + demand.moves_s
-        cost += split * _waiting(count, work * split / count, demand, demand.alone_s, fixed_split, slo, weights)
+        cost += split * _waiting(
+            count, work * split / count, demand, demand.alone_s, fixed_split, slo, weights
+        )
     if split < 1.0:
         steps = demand.new_tokens / max(times.chunk - sequences, 1.0)
         beside = demand.alone_s + steps * (times.step_s(sequences, sequences * context) - base)
@@ -108,7 +133,8 @@ def _cost_at(
 def _beyond(mean: float, variance: float, more: float) -> float:
     """Return how likely a wait is to be longer than its mean by `more`, in seconds.
 
-    It has a gamma distribution (by the approximation of Wilson and Hilferty), or a normal one where it varies more than that.
+    It has a gamma distribution (by the approximation of Wilson and Hilferty), or a normal one where
+    it varies more than that.
     """
     if mean + more <= 0.0:
         return 1.0
@@ -121,9 +147,17 @@ def _beyond(mean: float, variance: float, more: float) -> float:
 
 
 def _waiting(
-    servers: int, busy: float, demand: Demand, service_s: float, fixed_s: float, slo: Slo, weights: Weights
+    servers: int,
+    busy: float,
+    demand: Demand,
+    service_s: float,
+    fixed_s: float,
+    slo: Slo,
+    weights: Weights,
 ) -> float:
-    """Return what the TTFT costs, if `servers` are busy for that part of the time. Sakasegawa's approximation of M/G/c."""
+    """Return what the TTFT costs, if `servers` are busy for that part of the time. Sakasegawa's
+    approximation of M/G/c.
+    """
     over = max(busy - _ALMOST, 0.0)
     busy = min(busy, _ALMOST)
     waits = math.pow(busy, math.sqrt(2.0 * (servers + 1)) - 1.0)
@@ -137,14 +171,19 @@ def _waiting(
 
 
 def typical(loads: Sequence[PredictedLoad]) -> WorkTimes:
-    """Return the times of the first engine, with the middle corrections of those that measure: steps are corrected where answers
-    are decoded, prefill where prompts are computed. An engine has old corrections of what it has not done for long.
+    """Return the times of the first engine, with the middle corrections of those that measure:
+    steps are corrected where answers are decoded, prefill where prompts are computed. An engine has
+    old corrections of what it has not done for long.
     """
     kept = [load.times for load in loads if load.kept]
     others = [load.times for load in loads if not load.kept]
     found = WorkTimes(loads[0].times.hardware, loads[0].times.chunk)
-    found.prefill_factor = sorted([times.prefill_factor for times in kept or others])[len(kept or others) // 2]
-    found.step_factor = sorted([times.step_factor for times in others or kept])[len(others or kept) // 2]
+    found.prefill_factor = sorted([times.prefill_factor for times in kept or others])[
+        len(kept or others) // 2
+    ]
+    found.step_factor = sorted([times.step_factor for times in others or kept])[
+        len(others or kept) // 2
+    ]
     return found
 
 
@@ -171,9 +210,11 @@ class KeptEngines:
         prefill: int = 0,
         fixed: int = 0,
     ) -> None:
-        """Keep some engines more or less. `loads`: the engines that may be kept, two or more; `times`: `typical` ones.
+        """Keep some engines more or less. `loads`: the engines that may be kept, two or more;
+        `times`: `typical` ones.
 
-        `fixed`: how many other engines there are; `prefill`: how many of them are for prefill alone.
+        `fixed`: how many other engines there are; `prefill`: how many of them are for prefill
+        alone.
         """
         if demand is None:
             return
@@ -189,7 +230,10 @@ class KeptEngines:
             numbers.update(range(0, engines + 1, -(-(engines + 1) // _NUMBERS)))
         slo, weights = self._slo, self._weights
         everything = len(loads) + fixed
-        costs = {number: expected_cost(number + prefill, everything, demand, times, slo, weights) for number in numbers}
+        costs = {
+            number: expected_cost(number + prefill, everything, demand, times, slo, weights)
+            for number in numbers
+        }
         best = min(sorted(numbers), key=lambda number: (costs[number], abs(number - self.count)))
         gain = costs[self.count] - costs[best]
         if gain < _SLIGHTLY:
@@ -198,7 +242,9 @@ class KeptEngines:
             self._keep(best, loads, now)
         self.share = min(work / (self.count + prefill), _MOST_SHARE) if self.count else 0.0
 
-    def _keep(self, best: int, loads: Sequence[PredictedLoad], now: float, *, at_once: bool = False) -> None:
+    def _keep(
+        self, best: int, loads: Sequence[PredictedLoad], now: float, *, at_once: bool = False
+    ) -> None:
         """Go most of the way to the best number, or all of it."""
         self.changes += 1
         self._compared = -math.inf
@@ -207,13 +253,18 @@ class KeptEngines:
         if not at_once:
             change = max(2 * change // 3, 1)
         if more:  # those whose sequences are soonest gone
-            chosen = sorted((load for load in loads if not load.kept), key=lambda load: load.decoding + load.expected)
+            chosen = sorted(
+                (load for load in loads if not load.kept),
+                key=lambda load: load.decoding + load.expected,
+            )
         else:
             chosen = sorted((load for load in loads if load.kept), key=lambda load: load.free_at)
         for load in chosen[:change]:
             load.kept = more
             if (
                 not more
-            ):  # what its sequences waited for was the prefill for others: only what is waiting now is to come
+                # what its sequences waited for was the prefill for others: only what is waiting now
+                # is to come
+            ):
                 load.own.delay, load.own.delay_at = load.own.pending_s / MEMORY_S, now
         self.count += change if more else -change

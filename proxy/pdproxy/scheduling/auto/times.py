@@ -1,4 +1,6 @@
-"""How long work takes at one engine: `engine_model.Hardware` with a chunk size, as few numbers as a decision needs. Pure."""
+"""How long work takes at one engine: `engine_model.Hardware` with a chunk size, as few numbers as a
+decision needs. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ _COLLIDES = 0.3
 class WorkTimes:
     """Seconds of an engine's work. `chunk`: the most tokens of a step (`--max-num-batched-tokens`).
 
-    `prefill_factor` and `step_factor` are what measurements make of the model's numbers; 1 as long as there are none.
+    `prefill_factor` and `step_factor` are what measurements make of the model's numbers; 1 as long
+    as there are none.
     """
 
     __slots__ = (
@@ -62,28 +65,39 @@ class WorkTimes:
         self.step_factor = 1.0
 
     def pull_s(self, tokens: float) -> float:
-        """Return how long a pull of so many tokens stops a decode engine's sequences, on average."""
+        """Return how long a pull of so many tokens stops a decode engine's sequences, on
+        average.
+        """
         return self.pull_base_s + tokens * self.pull_token_s
 
     def step_s(self, decoding: float, context: float) -> float:
         """Return how long a step takes that only decodes."""
-        return (self._weights + decoding * self._per_seq + context * self._context) * self.step_factor
+        return (
+            self._weights + decoding * self._per_seq + context * self._context
+        ) * self.step_factor
 
     def per_sequence_s(self, context: float) -> float:
         """Return what one more sequence with so many tokens adds to a step."""
         return (self._per_seq + context * self._context) * self.step_factor
 
-    def full_step_s(self, prompt: float, decoding: float, context: float, begun: float = 1.0) -> float:
+    def full_step_s(
+        self, prompt: float, decoding: float, context: float, begun: float = 1.0
+    ) -> float:
         """Return how long a step takes that is as full as a prompt of so many tokens makes it.
 
-        `begun`: how many prompts begin in it; on average a part of one, where a prompt takes several steps.
+        `begun`: how many prompts begin in it; on average a part of one, where a prompt takes
+        several steps.
         """
         tokens = self.chunk - decoding
         if tokens < _LEAST_CHUNK:
             tokens = float(_LEAST_CHUNK)
         if tokens > prompt:
             tokens = prompt
-        seconds = self._chunk_base + tokens * self._token + self._attention * tokens * (prompt - 0.5 * tokens)
+        seconds = (
+            self._chunk_base
+            + tokens * self._token
+            + self._attention * tokens * (prompt - 0.5 * tokens)
+        )
         seconds += begun * self._begin
         if decoding and not self._once:
             seconds += self._weights
@@ -92,10 +106,11 @@ class WorkTimes:
     def prefill_s(
         self, tokens: int, cached: int, decoding: float, context: float, queued: bool
     ) -> tuple[float, float, float]:
-        """Return how long prefill takes, how much longer the sequences that decode wait for it, and in how many steps it is done.
+        """Return how long prefill takes, how much longer the sequences that decode wait for it, and
+        in how many steps it is done.
 
-        `tokens`: those to compute; `cached`: those before them. `decoding` and `context`: sequences at the engine, and their
-        tokens. `queued`: other prompts fill the rest of the last chunk.
+        `tokens`: those to compute; `cached`: those before them. `decoding` and `context`: sequences
+        at the engine, and their tokens. `queued`: other prompts fill the rest of the last chunk.
         """
         room = self.chunk - decoding
         if room < _LEAST_CHUNK:
@@ -129,9 +144,14 @@ class WorkTimes:
         return seconds * factor, longer * factor, steps
 
     def queued_s(self, tokens: float, pairs: float) -> tuple[float, float]:
-        """Return the same for a mean prompt among others, at an engine that does nothing else. `pairs`: `attended` tokens."""
+        """Return the same for a mean prompt among others, at an engine that does nothing else.
+        `pairs`: `attended` tokens.
+        """
         steps = tokens / self.chunk
-        seconds = max(steps * self._chunk_base + tokens * self._token, steps * self._weights if self._once else 0.0)
+        seconds = max(
+            steps * self._chunk_base + tokens * self._token,
+            steps * self._weights if self._once else 0.0,
+        )
         seconds += pairs * self._attention + self._begin
         longer = seconds - steps * self._weights if self._once else seconds
         return seconds * self.prefill_factor, max(longer, 0.0) * self.prefill_factor

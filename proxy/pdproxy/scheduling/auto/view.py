@@ -11,7 +11,9 @@ from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.placement import Candidates
 
 ALL = 4
-"""Up to so many engines that may serve the whole request are all looked at; otherwise the best ones by each order."""
+"""Up to so many engines that may serve the whole request are all looked at; otherwise the best ones
+by each order.
+"""
 _CACHED = 2
 _TURNS = 8
 _prefill_order = attrgetter("prefill_order")
@@ -46,7 +48,9 @@ class EnginesView:
         "whole",
     )
 
-    def __init__(self, candidates: Candidates, load_of: Callable[[LedgerEngine], PredictedLoad]) -> None:
+    def __init__(
+        self, candidates: Candidates, load_of: Callable[[LedgerEngine], PredictedLoad]
+    ) -> None:
         self.whole = [load_of(engine) for engine in candidates.whole]
         self.serve_whole = frozenset(self.whole)
         self.decode = [load_of(engine) for engine in candidates.decode]
@@ -57,7 +61,9 @@ class EnginesView:
         """Those that may be kept for prefill."""
         self.all = list(dict.fromkeys((*self.whole, *prefill, *self.decode)))
         self.models = models_of(self.all[0].engine)
-        """What the first of them serves; the others serve the same, or the request names no model."""
+        """What the first of them serves; the others serve the same, or the request names no
+        model.
+        """
         self._by_url = {load.url: load for load in self.all}
         self.measured = False
         """Whether enough is known of all of them for predictions."""
@@ -82,14 +88,17 @@ class EnginesView:
         self._whole = [load for load in self.whole if not load.kept] or self.whole
 
     def look(self, load: PredictedLoad) -> Look:
-        """Return where to note what a request would mean for an engine. There is one per engine: decisions are not kept."""
+        """Return where to note what a request would mean for an engine. There is one per engine:
+        decisions are not kept.
+        """
         found = self._looks.get(load)
         if found is None:
             found = self._looks[load] = Look(load)
         return found
 
     def cached(self, known: Mapping[str, int]) -> list[PredictedLoad]:
-        """Return those with most of a prompt; where these are many, those with the least to do first.
+        """Return those with most of a prompt; where these are many, those with the least to do
+        first.
 
         `known`: tokens in their caches, by URL; one at least.
         """

@@ -1,7 +1,8 @@
 """What a prediction weighs against the SLO. Pure.
 
-A cost is a number of requests that miss the SLO: a prediction near a limit counts as a part of one, by a logistic step, since
-predictions are not exact. To this comes a small part of the latencies themselves, which decides where no limit is near.
+A cost is a number of requests that miss the SLO: a prediction near a limit counts as a part of one,
+by a logistic step, since predictions are not exact. To this comes a small part of the latencies
+themselves, which decides where no limit is near.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     tpot: float = 0.05
     """A TPOT as long as its limit."""
     delay: float = 0.15
-    """A TPOT that becomes longer by its limit, beside the chance that it misses: it counts where all is late."""
+    """A TPOT that becomes longer by its limit, beside the chance that it misses: it counts where
+    all is late.
+    """
     kept: float = 0.15
     """An answer at an engine that is kept for prefill."""
     engine_s: float = 2.0

@@ -1,7 +1,9 @@
-"""What all workers learn from their requests together: the demand for engines, and how long answers are. Pure.
+"""What all workers learn from their requests together: the demand for engines, and how long answers
+are. Pure.
 
-Each worker writes how much it has counted since it began, several times per second, and takes the difference of what the others
-have written. Counts that have fallen are those of a worker that has ended: its next one begins anew.
+Each worker writes how much it has counted since it began, several times per second, and takes the
+difference of what the others have written. Counts that have fallen are those of a worker that has
+ended: its next one begins anew.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from pdproxy.scheduling.outputs import CLASSES, Outputs
 
 _COUNTS = 6
 DEMAND_FLOATS = _COUNTS + 2
-"""Numbers of a row: what `DemandMeter` counts; the part of the time that kept engines work, and the number of that decision."""
+"""Numbers of a row: what `DemandMeter` counts; the part of the time that kept engines work, and the
+number of that decision.
+"""
 OUTPUT_FLOATS = 2 * CLASSES
 """Numbers of the row: answers and their tokens, of each class of prompts."""
 OUTPUTS = key_of("outputs")
 
 
 class _Counts:
-    """A row of this worker, and those of the others as far as they were taken. The first `size` numbers are counts."""
+    """A row of this worker, and those of the others as far as they were taken. The first `size`
+    numbers are counts.
+    """
 
     __slots__ = ("_column", "_others", "_row", "_rows", "_seen", "_size", "_version", "key")
 
@@ -40,7 +46,9 @@ class _Counts:
             self._row.write(self._version, numbers)
 
     def taken(self) -> tuple[list[float], list[tuple[float, ...]]]:
-        """Return how much the others have counted since the last call, and their rows that are new."""
+        """Return how much the others have counted since the last call, and their rows that are
+        new.
+        """
         more, new = [0.0] * self._size, []
         for at, row in self._others.newer(self.key, self._seen):
             counts, had = row[1 : 1 + self._size], self._rows[at][1 : 1 + self._size]
@@ -58,7 +66,9 @@ class _Counts:
 
 
 class WorkerMeter(DemandMeter):
-    """The `DemandMeter` of one of several workers, for the models of this `name`. It also tells what the leading worker has decided."""
+    """The `DemandMeter` of one of several workers, for the models of this `name`. It also tells
+    what the leading worker has decided.
+    """
 
     __slots__ = ("_all", "_number", "_shared", "share")
 
@@ -70,11 +80,14 @@ class WorkerMeter(DemandMeter):
         self._number = 0.0
         self.share = 0.0
         """The part of the time that kept engines work. Read only."""
-        _, rows = self._shared.taken()  # what others have counted before this one began is no demand of now
+        # what others have counted before this one began is no demand of now
+        _, rows = self._shared.taken()
         self._follow(rows)
 
     def exchange(self, now: float) -> None:
-        """Tell the others what was counted here, and count what they have. Call it right before each `demand`."""
+        """Tell the others what was counted here, and count what they have. Call it right before
+        each `demand`.
+        """
         own = (self._count, self._tokens, self._new, self._pairs, self._squares, self._outputs)
         changed = self._count > 0
         self._all = [all_ + more for all_, more in zip(self._all, own, strict=True)]
@@ -94,7 +107,9 @@ class WorkerMeter(DemandMeter):
     def _follow(self, rows: list[tuple[float, ...]]) -> bool:
         """Take over the newest decision of the leading worker. Return whether it is another one."""
         before = self._number, self.share
-        self._number, self.share = max([before, *((row[_COUNTS], row[_COUNTS + 1]) for row in rows)])
+        self._number, self.share = max(
+            [before, *((row[_COUNTS], row[_COUNTS + 1]) for row in rows)]
+        )
         return (self._number, self.share) != before
 
     def tell_share(self, share: float) -> None:

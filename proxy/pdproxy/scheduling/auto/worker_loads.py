@@ -1,9 +1,12 @@
-"""An engine's load as all workers make it: the code of one process, on numbers that are shared. Pure.
+"""An engine's load as all workers make it: the code of one process, on numbers that are shared.
+Pure.
 
-Each number is one of two kinds. Sums (prefill that is not done, sequences and their tokens): each worker writes its own part in
-its row, and adds the others' parts. State of the engine (the count of its steps, since when it works, corrections): whoever
-changes it takes the newest one first, and writes it with the next version; the newest counts. Two workers that change it within
-the same microseconds lose one change of an estimate, never of a sum. A worker that ends takes its sums along, and no state.
+Each number is one of two kinds. Sums (prefill that is not done, sequences and their tokens): each
+worker writes its own part in its row, and adds the others' parts. State of the engine (the count of
+its steps, since when it works, corrections): whoever changes it takes the newest one first, and
+writes it with the next version; the newest counts. Two workers that change it within the same
+microseconds lose one change of an estimate, never of a sum. A worker that ends takes its sums
+along, and no state.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ _SUMS = 10
 _FACTORS = _SUM + _SUMS
 _OF_FACTOR = 5
 FLOATS = _FACTORS - 1 + 2 * _OF_FACTOR
-"""Numbers of a row: orders, the number of the decision whether the engine is kept for prefill, and that; state, sums, factors."""
+"""Numbers of a row: orders, the number of the decision whether the engine is kept for prefill, and
+that; state, sums, factors.
+"""
 
 
 class WorkerLoad(PredictedLoad):
-    """One engine, in one of several workers. All numbers of `PredictedLoad` are those of all workers.
+    """One engine, in one of several workers. All numbers of `PredictedLoad` are those of all
+    workers.
 
-    `kept_changed` is called when another worker has decided whether the engine is kept for prefill. `look` has all changes
-    marked, those of other engines, too; without it this one looks for its own.
+    `kept_changed` is called when another worker has decided whether the engine is kept for prefill.
+    `look` has all changes marked, those of other engines, too; without it this one looks for its
+    own.
     """
 
     __slots__ = (
@@ -106,11 +113,17 @@ class WorkerLoad(PredictedLoad):
             self._take(found)
 
     def mark(self, at: int, head: Sequence[float]) -> None:
-        """Note a change by the worker whose column is at this place. `head`: the first numbers of its row."""
+        """Note a change by the worker whose column is at this place. `head`: the first numbers of
+        its row.
+        """
         version, prefill_order, decode_order, number, kept, _ = head
         self._changed_in.add(at)
         if version > self._version and version > self._marked:
-            self._marked, self.prefill_order, self.decode_order = version, prefill_order, decode_order
+            self._marked, self.prefill_order, self.decode_order = (
+                version,
+                prefill_order,
+                decode_order,
+            )
         if number > self._kept_number or (number == self._kept_number and (kept > 0) != self.kept):
             self.take()
 
@@ -148,7 +161,8 @@ class WorkerLoad(PredictedLoad):
                 version, newest = row[0], row
             elif not row[0] and old[0] == self._version:
                 gone = True
-            if row[_KEPT_NUMBER] >= number:  # of two decisions with one number, all workers choose the same
+            # of two decisions with one number, all workers choose the same
+            if row[_KEPT_NUMBER] >= number:
                 number, kept = max((number, kept), (row[_KEPT_NUMBER], row[_KEPT] > 0))
         self._add_up()
         if newest is not None:
@@ -162,10 +176,13 @@ class WorkerLoad(PredictedLoad):
             self._kept_changed(self)
             self._write()  # it is known as long as any worker is there
         elif gone and newest is None:
-            self._write()  # the state here was that of a worker that has ended: its successor is to know it
+            # the state here was that of a worker that has ended: its successor is to know it
+            self._write()
 
     def _add_up(self) -> None:
-        """Have the sums hold the other workers' parts as they are now. A part that is over is exactly 0."""
+        """Have the sums hold the other workers' parts as they are now. A part that is over is
+        exactly 0.
+        """
         new = tuple(map(sum, zip(*self._parts, strict=True)))
         old, self._theirs = self._theirs, new
         self.pending_s += new[0] - old[0]
@@ -182,7 +199,9 @@ class WorkerLoad(PredictedLoad):
         self.began_steps += new[9] - old[9]
 
     def _use_state(self, row: tuple[float, ...]) -> float:
-        """Go on from the state that another worker has written. Return from when the engine does what is to be done."""
+        """Go on from the state that another worker has written. Return from when the engine does
+        what is to be done.
+        """
         (
             self._then,
             self.steps,
@@ -276,7 +295,9 @@ class WorkerLoad(PredictedLoad):
         else:
             super().advance(now)
 
-    def opened(self, leg: PredictedLeg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
+    def opened(
+        self, leg: PredictedLeg, *, arrives_at: float, answers: bool, longer_s: float
+    ) -> None:
         """See `PredictedLoad`."""
         self._refresh()
         super().opened(leg, arrives_at=arrives_at, answers=answers, longer_s=longer_s)
@@ -306,6 +327,7 @@ class WorkerLoad(PredictedLoad):
         self.advance(now)
         counts = self.steps, self.busy_steps, self.alone_steps
         super().ended(leg, now, tokens)
-        # Another worker's sequence may have begun in these microseconds: it is counted from where the counts are.
+        # Another worker's sequence may have begun in these microseconds: it is counted from where
+        # the counts are.
         self.steps, self.busy_steps, self.alone_steps = counts
         self._write()

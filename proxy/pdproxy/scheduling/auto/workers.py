@@ -1,8 +1,10 @@
-"""`Auto` of one of several workers: it chooses as one process would, on numbers that all workers share. Pure.
+"""`Auto` of one of several workers: it chooses as one process would, on numbers that all workers
+share. Pure.
 
-The loads of engines are those of all workers (`worker_loads`), read before each decision. Demand and lengths of answers are
-exchanged several times per second (`worker_demand`). Which engines are kept for prefill is decided by the worker that leads. How
-wrong predictions were is each worker's own: a metric alone.
+The loads of engines are those of all workers (`worker_loads`), read before each decision. Demand
+and lengths of answers are exchanged several times per second (`worker_demand`). Which engines are
+kept for prefill is decided by the worker that leads. How wrong predictions were is each worker's
+own: a metric alone.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class AutoMemory:
         """Return a worker's part. `leads()`: whether it judges for all."""
         return AutoShare(
             leads,
-            *[(rows.column(number), rows.others(number)) for rows in (self.loads, self.demand, self.outputs)],
+            *[
+                (rows.column(number), rows.others(number))
+                for rows in (self.loads, self.demand, self.outputs)
+            ],
         )
 
 
@@ -71,9 +76,13 @@ class WorkerAuto(Auto):
         self._outputs = WorkerOutputs(*share.outputs)
         self.outputs = self._outputs
         self._changed_at: float | None = None
-        """When the change was made that was marked last, None if none was since the age was computed."""
+        """When the change was made that was marked last, None if none was since the age was
+        computed.
+        """
         self.shared_age = 0.0
-        """How long before it was read here another worker had made the last change of an engine's load, in seconds. Read only."""
+        """How long before it was read here another worker had made the last change of an engine's
+        load, in seconds. Read only.
+        """
 
     def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
         """See `Placement`."""
@@ -81,7 +90,9 @@ class WorkerAuto(Auto):
         return super().place(ask, candidates)
 
     def look(self, now: float) -> None:
-        """Take what other workers have noted, and review which engines are kept for prefill where this one leads."""
+        """Take what other workers have noted, and review which engines are kept for prefill where
+        this one leads.
+        """
         available = [engine for engine in self._engines if engine.available]
         for engine in available:  # also where no request has come yet
             self._load(engine)
@@ -99,7 +110,9 @@ class WorkerAuto(Auto):
         group.reviewed = now  # also where its engines were not found
 
     def _review_group(self, now: float, models: frozenset[str], group: Group) -> None:
-        engines = [engine for engine in self._engines if engine.available and models_of(engine) == models]
+        engines = [
+            engine for engine in self._engines if engine.available and models_of(engine) == models
+        ]
         loads = [self._seen(engine) for engine in engines if engine.role is Role.ANY]
         if len(loads) < 2 or not self.slo:
             return
@@ -120,7 +133,9 @@ class WorkerAuto(Auto):
             kept.count, kept.share = sum(load.kept for load in loads), meter.share
 
     def _read(self, now: float) -> None:
-        """Mark the engines that other workers have changed. What has changed is taken of those that are looked at."""
+        """Mark the engines that other workers have changed. What has changed is taken of those that
+        are looked at.
+        """
         self._mark()
         if self._changed_at is not None:
             self.shared_age, self._changed_at = max(0.0, now - self._changed_at), None
@@ -191,16 +206,24 @@ class WorkerAuto(Auto):
 
 
 class WorkerReplicaAuto(ReplicaAuto, WorkerAuto):
-    """`Auto` of one of several workers of one of several replicas: what others have is added to the loads of all workers."""
+    """`Auto` of one of several workers of one of several replicas: what others have is added to the
+    loads of all workers.
+    """
 
-    def __init__(self, options: AutoOptions, share: AutoShare, *, replicas: int, chance: Callable[[], float]) -> None:
+    def __init__(
+        self, options: AutoOptions, share: AutoShare, *, replicas: int, chance: Callable[[], float]
+    ) -> None:
         WorkerAuto.__init__(self, options, share)
         self._begin(replicas, chance)
 
     def _read(self, now: float) -> None:
         super()._read(now)
         for load in self._of_key.values():
-            if load.is_marked and (seen := self._seen_loads.get(load.url)) is not None and seen.own is load:
+            if (
+                load.is_marked
+                and (seen := self._seen_loads.get(load.url)) is not None
+                and seen.own is load
+            ):
                 seen.advance(now)
 
     def _kept_changed(self, load: PredictedLoad) -> None:

@@ -1,7 +1,9 @@
-"""The index of engines' KV blocks, kept by their events: which places hold the beginning of a prompt. Pure.
+"""The index of engines' KV blocks, kept by their events: which places hold the beginning of a
+prompt. Pure.
 
-It keeps own keys of token ids (`keys`), so engines may hash with other algorithms, seeds and block sizes than each other. Per
-place it maps the engine's hash of a block to the block's key, for removals and for events that name a parent.
+It keeps own keys of token ids (`keys`), so engines may hash with other algorithms, seeds and block
+sizes than each other. Per place it maps the engine's hash of a block to the block's key, for
+removals and for events that name a parent.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from pdproxy.scheduling.prefix import reading
 from pdproxy.scheduling.prefix.counters import Counters
 from pdproxy.scheduling.prefix.held import Held, IndexPlace, all_keys, known_of, size_of, sizes_of
 from pdproxy.scheduling.prefix.keys import MASK, TOKEN_BYTES, chain, following, pack, root
-from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, ended_runs, ended_runs_anywhere
+from pdproxy.scheduling.prefix.matches import (
+    Bits,
+    KeyBits,
+    Matches,
+    Steps,
+    ended_runs,
+    ended_runs_anywhere,
+)
 from pdproxy.scheduling.prefix.reading import GPU, BlockEntries, BlockHash, OddEventError, Value
 
 _AT_ONCE = 64
@@ -27,12 +36,14 @@ _WAITING = 64
 class BlockIndex:
     """Keys of `unit` tokens each; `max_blocks`: how many blocks of all places are kept at most.
 
-    Engines' block sizes may be multiples of `unit`, or parts of it. A block of several units counts as several. With parts a unit
-    counts as held while the block is that ends it. Blocks of an unknown place are ignored: events may be late.
+    Engines' block sizes may be multiples of `unit`, or parts of it. A block of several units counts
+    as several. With parts a unit counts as held while the block is that ends it. Blocks of an
+    unknown place are ignored: events may be late.
 
-    `reports`: requests with `kv_cache_report_mode: full` make engines report blocks that they reuse, from a prompt's first one
-    on. Such an event looks like one about equal blocks that were computed once more. Taken for those, the blocks would stay for
-    ever, so all that starts at a prompt's first block is taken for a report: the first removal of one of two equal blocks counts
+    `reports`: requests with `kv_cache_report_mode: full` make engines report blocks that they
+    reuse, from a prompt's first one on. Such an event looks like one about equal blocks that were
+    computed once more. Taken for those, the blocks would stay for ever, so all that starts at a
+    prompt's first block is taken for a report: the first removal of one of two equal blocks counts
     for both then. Without reports each of them is counted.
     """
 
@@ -53,7 +64,9 @@ class BlockIndex:
         """Bits that are retired, with what they held."""
 
     def __len__(self) -> int:
-        """The number of blocks, of all places and memories, also those that wait to be removed. Of several units: several."""
+        """The number of blocks, of all places and memories, also those that wait to be removed. Of
+        several units: several.
+        """
         return self._size
 
     # -- places
@@ -106,7 +119,8 @@ class BlockIndex:
         counts: bool,
         from_start: bool = False,
     ) -> None:
-        """Enter blocks of a BlockStored event. `counts`: the group's attention is full, so its blocks decide about hits.
+        """Enter blocks of a BlockStored event. `counts`: the group's attention is full, so its
+        blocks decide about hits.
 
         `from_start`: they are a part of an event that begins with a prompt's first block.
         """
@@ -122,14 +136,19 @@ class BlockIndex:
             and len(token_ids) == count * block_size
             and not self._leaving
             and self._size + count <= self.max_blocks
-            and (not extra_keys or extra_keys.count(None) == count or extra_keys.count((lora_name,)) == count)
+            and (
+                not extra_keys
+                or extra_keys.count(None) == count
+                or extra_keys.count((lora_name,)) == count
+            )
             and self._enter_new(one, reading.folded(block_hashes), parent, token_ids, lora_name)
         ):
             return  # so are nearly all events; what follows takes three times as long
         if self._leaving:
             self.tidy(2 * count + _AT_ONCE)
         medium = reading.medium_of(medium)
-        if counts and one.group is None and medium == GPU:  # vLLM's offloading does not say which groups count
+        # vLLM's offloading does not say which groups count
+        if counts and one.group is None and medium == GPU:
             one.group = group
         if not counts or group != one.group:
             self.counters.not_counted += count
@@ -142,7 +161,8 @@ class BlockIndex:
                 begin = reading.first(lora_name, extra_keys)
             elif found := one.find(reading.folded((parent,))[0]):
                 begin = found[1]
-        # A block that is known has its keys. Events about other memories may lack tokens, adapters and extra keys.
+        # A block that is known has its keys. Events about other memories may lack tokens, adapters
+        # and extra keys.
         if medium != GPU and (entries := known_of(one, hashes)) and len(entries.hashes) == count:
             self._enter(one, medium, entries, may_be_report=may_be_report)
         elif begin is None:
@@ -169,7 +189,9 @@ class BlockIndex:
                 return
             self._enter(one, medium, entries, may_be_report=may_be_report)
 
-    def removed(self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int) -> Sequence[int]:
+    def removed(
+        self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int
+    ) -> Sequence[int]:
         """Take out blocks of a BlockRemoved event. Return their keys."""
         one = self._places.get(place)
         if one is None:
@@ -209,10 +231,11 @@ class BlockIndex:
         return gone
 
     def disproved(self, place: int, steps: Steps, units: int) -> None:
-        """Note that a place turned out to hold no more than `units` of a prompt: its removals were lost, or are on their way.
+        """Note that a place turned out to hold no more than `units` of a prompt: its removals were
+        lost, or are on their way.
 
-        What follows matches no more at this place until its engine reports it again. Not for prompts whose engine may not look
-        into its cache, such as those with `prompt_logprobs`.
+        What follows matches no more at this place until its engine reports it again. Not for
+        prompts whose engine may not look into its cache, such as those with `prompt_logprobs`.
         """
         one = self._places.get(place)
         if one is None:
@@ -230,7 +253,9 @@ class BlockIndex:
     # -- questions
 
     def lookup(self, steps: Steps) -> Matches:
-        """Return how much of a prompt's beginning each place holds. `steps`: its keys, of this index's unit."""
+        """Return how much of a prompt's beginning each place holds. `steps`: its keys, of this
+        index's unit.
+        """
         gpu, *others = self._media.values()
         if not others:
             runs = self._bits.runs(ended_runs(steps, gpu, self._bits.live))
@@ -239,7 +264,8 @@ class BlockIndex:
         return Matches(self._bits.runs(in_gpu), self._bits.runs(anywhere))
 
     def tidy(self, limit: int) -> bool:
-        """Remove up to `limit` blocks of places that are gone or empty. Return whether there are more.
+        """Remove up to `limit` blocks of places that are gone or empty. Return whether there are
+        more.
 
         Such blocks match nothing already. Events cause this as well: without any, a timer may.
         """
@@ -264,7 +290,9 @@ class BlockIndex:
         token_ids: Sequence[int],
         lora_name: str | None,
     ) -> bool:
-        """Enter blocks of one unit each if all are new, and the one before them is known. Return whether they were."""
+        """Enter blocks of one unit each if all are new, and the one before them is known. Return
+        whether they were.
+        """
         held = one.held.get(GPU)
         if held is None:
             return False
@@ -273,7 +301,9 @@ class BlockIndex:
         if parent is None:
             key = root(lora_name)
         else:
-            key = known.get(parent & MASK if isinstance(parent, int) else reading.folded((parent,))[0])
+            key = known.get(
+                parent & MASK if isinstance(parent, int) else reading.folded((parent,))[0]
+            )
         if not isinstance(key, int) or not known.keys().isdisjoint(hashes):
             return False
         count = len(hashes)
@@ -296,7 +326,9 @@ class BlockIndex:
         self.counters.stored += count
         return True
 
-    def _enter(self, one: IndexPlace, medium: str, entries: BlockEntries, *, may_be_report: bool) -> None:
+    def _enter(
+        self, one: IndexPlace, medium: str, entries: BlockEntries, *, may_be_report: bool
+    ) -> None:
         """Enter blocks. `may_be_report`: those that are known may merely be reported once more."""
         if self._size + sizes_of(entries.values) > self.max_blocks:
             entries = self._fitting(one, medium, entries)
@@ -314,7 +346,8 @@ class BlockIndex:
             fresh = values
             known.update(new)
         else:
-            new = dict(zip(reversed(hashes), reversed(values), strict=True))  # of equal hashes the first one counts
+            # of equal hashes the first one counts
+            new = dict(zip(reversed(hashes), reversed(values), strict=True))
             fresh = [value for block, value in new.items() if block not in known]
             again = []
             first_values: list[Value] = []
@@ -323,7 +356,8 @@ class BlockIndex:
                     again.append(block)
                 first_values.append(known.setdefault(block, value))
             values = first_values
-            # Engines don't join equal blocks that they computed at the same time: each is stored and removed by itself.
+            # Engines don't join equal blocks that they computed at the same time: each is stored
+            # and removed by itself.
             if not may_be_report:
                 for block in again:
                     held.copies[block] = held.copies.get(block, 0) + 1
@@ -350,7 +384,9 @@ class BlockIndex:
         return before - held.size
 
     def _retire(self, one: IndexPlace) -> None:
-        """Let what a place holds match nothing any more. Its entries are removed later: they may be hundreds of thousands."""
+        """Let what a place holds match nothing any more. Its entries are removed later: they may be
+        hundreds of thousands.
+        """
         self._bits.retire(one.bit)
         media = {medium: held for medium, held in one.held.items() if held.values}
         if not media:
@@ -360,7 +396,8 @@ class BlockIndex:
         self.tidy(_AT_ONCE)
         while len(self._leaving) > _WAITING:
             sizes = [sum(held.size for held in media.values()) for _, media in self._leaving]
-            self._leaving.rotate(-sizes.index(min(sizes)))  # the largest may have millions of blocks
+            # the largest may have millions of blocks
+            self._leaving.rotate(-sizes.index(min(sizes)))
             self.tidy(min(sizes))
 
     def _empty(self, number: int, one: IndexPlace) -> None:
@@ -373,17 +410,25 @@ class BlockIndex:
         """Return the first ones of these blocks, as many as there is space for."""
         known = one.held[medium].values if medium in one.held else {}
         hashes, values, ends = entries
-        sizes = [0 if block in known else size_of(value) for block, value in zip(hashes, values, strict=True)]
+        sizes = [
+            0 if block in known else size_of(value)
+            for block, value in zip(hashes, values, strict=True)
+        ]
         room = self._room(one, sum(sizes))
         # A block without those before it would be of no use.
-        end = next((at for at, size in enumerate(itertools.accumulate(sizes)) if size > room), len(sizes))
+        end = next(
+            (at for at, size in enumerate(itertools.accumulate(sizes)) if size > room), len(sizes)
+        )
         self.counters.no_space += len(sizes[end:]) - sizes[end:].count(0)
-        return BlockEntries(hashes[:end], values[:end], {at: found for at, found in ends.items() if at < end})
+        return BlockEntries(
+            hashes[:end], values[:end], {at: found for at, found in ends.items() if at < end}
+        )
 
     def _room(self, one: IndexPlace, wanted: int) -> int:
         """Return how much of a wanted size a place may enter.
 
-        Without space a place takes it from the place with the most blocks, up to an equal share of all.
+        Without space a place takes it from the place with the most blocks, up to an equal share of
+        all.
         """
         free = self.max_blocks - self._size
         if free >= wanted:

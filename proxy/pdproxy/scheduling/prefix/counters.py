@@ -9,9 +9,10 @@ from dataclasses import dataclass
 class Counters:
     """Blocks of events, since the start.
 
-    `stored`, `removed`: entered and taken out. `repeated`: stored ones that were known. `unknown_parent`: not entered, for the
-    block before them is not known. `unknown_block`: removed ones that were not known, and stored ones without token ids that
-    were not. `odd`: not entered, for they have no keys (sizes, ids). `not_counted`: of groups that say nothing about hits.
+    `stored`, `removed`: entered and taken out. `repeated`: stored ones that were known.
+    `unknown_parent`: not entered, for the block before them is not known. `unknown_block`: removed
+    ones that were not known, and stored ones without token ids that were not. `odd`: not entered,
+    for they have no keys (sizes, ids). `not_counted`: of groups that say nothing about hits.
     `no_space`: not entered, or taken out, for `max_blocks`.
     """
 

@@ -23,7 +23,9 @@ class Held:
         self.copies: dict[int, int] = {}
         """How many more blocks with the same hash the engine has: each is removed by itself."""
         self.in_several: dict[int, int] = {}
-        """How many more blocks have a key: those of several units whose tokens begin alike, and differ behind that key."""
+        """How many more blocks have a key: those of several units whose tokens begin alike, and
+        differ behind that key.
+        """
 
     def pop(self) -> Value:
         """Take the newest block out. Return those of its keys that no other one has."""
@@ -69,7 +71,9 @@ class IndexPlace:
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.group: int | None = None
-        """The group whose blocks are entered: the first one that counts. A second one would hold the same tokens."""
+        """The group whose blocks are entered: the first one that counts. A second one would hold
+        the same tokens.
+        """
         self.held: dict[str, Held] = {}
 
     def blocks(self) -> int:
@@ -92,7 +96,9 @@ class IndexPlace:
 
 
 def size_of(value: Value) -> int:
-    """Return what a block counts for: one, or its keys if it has several. One event can bring a block of 60,000 keys."""
+    """Return what a block counts for: one, or its keys if it has several. One event can bring a
+    block of 60,000 keys.
+    """
     return 1 if isinstance(value, int) else len(value) or 1
 
 

@@ -1,9 +1,11 @@
-"""The keys of a prompt's blocks: a key stands for a block and all before it, so equal keys mean equal beginnings.
+"""The keys of a prompt's blocks: a key stands for a block and all before it, so equal keys mean
+equal beginnings.
 
-A unit is the number of tokens per key: the engines' block size, or a multiple of it. Of a prompt, whole units count only.
-key = hash(key before, the unit's token ids as packed 32-bit integers), the first one behind a root. `hash` of bytes is SipHash
-with a secret of the process (unless PYTHONHASHSEED is set), so nobody outside can make two prompts with one key. A collision
-would cost a wrong prediction, never a wrong answer.
+A unit is the number of tokens per key: the engines' block size, or a multiple of it. Of a prompt,
+whole units count only. key = hash(key before, the unit's token ids as packed 32-bit integers), the
+first one behind a root. `hash` of bytes is SipHash with a secret of the process (unless
+PYTHONHASHSEED is set), so nobody outside can make two prompts with one key. A collision would cost
+a wrong prediction, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import msgspec
 from pdproxy.tokens.ids import TokenIds
 
 MASK = (1 << 60) - 1
-"""Keys have 60 bits: an integer of two digits, which takes 32 bytes where one of 64 bits takes 48."""
+"""Keys have 60 bits: an integer of two digits, which takes 32 bytes where one of 64 bits takes
+48.
+"""
 
 TOKEN_BYTES = array("I").itemsize
 
@@ -36,7 +40,8 @@ def units_of(size: int) -> Struct:
 
 
 def root(lora_name: str | None = None, salt: str | None = None) -> int:
-    """Return the key before a prompt's first unit: it separates adapters, and clients with different `cache_salt`.
+    """Return the key before a prompt's first unit: it separates adapters, and clients with
+    different `cache_salt`.
 
     It is not cached: an engine's events may have salts of megabytes.
     """
@@ -49,7 +54,9 @@ def text_root(lora_name: str | None = None, salt: str | None = None) -> int:
 
 
 def behind(key: int, extra: object) -> int:
-    """Return the key for what follows `key` if the next unit depends on more than its tokens, such as an image."""
+    """Return the key for what follows `key` if the next unit depends on more than its tokens, such
+    as an image.
+    """
     return hash((key, "extra", repr(extra))) & MASK
 
 
@@ -59,7 +66,9 @@ def following(key: int, unit: bytes) -> int:
 
 
 def chain(key: int, data: bytes, size: int) -> list[int]:
-    """Return the keys of bytes behind `key`, in units of `size` bytes. `data` is a whole number of units."""
+    """Return the keys of bytes behind `key`, in units of `size` bytes. `data` is a whole number of
+    units.
+    """
     keys: list[int] = []
     add = keys.append
     for (unit,) in units_of(size).iter_unpack(data):
@@ -80,8 +89,8 @@ def pack(ids: Sequence[int]) -> bytes:
 class PromptKeys:
     """The keys of one prompt, made in steps when they are asked for, and once only.
 
-    Iterating gives lists of keys, in order. A search in an index stops where no engine matches any more, so most of a prompt that
-    no engine knows is neither parsed nor hashed.
+    Iterating gives lists of keys, in order. A search in an index stops where no engine matches any
+    more, so most of a prompt that no engine knows is neither parsed nor hashed.
     """
 
     def __init__(self, unit: int, steps: Iterator[list[int]]) -> None:
@@ -106,7 +115,9 @@ class PromptKeys:
         return [key for step in self for key in step]
 
 
-def of_ids(ids: Sequence[int] | TokenIds, unit: int, start: int, most: int | None = None) -> PromptKeys:
+def of_ids(
+    ids: Sequence[int] | TokenIds, unit: int, start: int, most: int | None = None
+) -> PromptKeys:
     """Return the keys of a prompt's token ids behind the root `start`, `most` at most.
 
     Ids that no engine would take, such as negative ones, end the keys early.
@@ -120,14 +131,21 @@ def of_packed(data: bytes, unit: int, start: int) -> PromptKeys:
     """Return the keys of token ids that are packed already (`pack`)."""
     size = unit * TOKEN_BYTES * _STEP_UNITS
     return PromptKeys(
-        unit, _steps((data[at : at + size] for at in range(0, len(data), size)), unit * TOKEN_BYTES, start)
+        unit,
+        _steps(
+            (data[at : at + size] for at in range(0, len(data), size)), unit * TOKEN_BYTES, start
+        ),
     )
 
 
 def of_text(text: bytes, unit: int, start: int) -> PromptKeys:
-    """Return the keys of a text in units of `unit` bytes behind `text_root`: approximate, where no ids are known."""
+    """Return the keys of a text in units of `unit` bytes behind `text_root`: approximate, where no
+    ids are known.
+    """
     size = unit * _STEP_UNITS
-    return PromptKeys(unit, _steps((text[at : at + size] for at in range(0, len(text), size)), unit, start))
+    return PromptKeys(
+        unit, _steps((text[at : at + size] for at in range(0, len(text), size)), unit, start)
+    )
 
 
 def _cut(ids: Sequence[int], unit: int) -> Iterator[Sequence[int]]:

@@ -1,7 +1,9 @@
-"""What is known of engines' prefix caches: one answer for all engines from all indexes, and how right it was. Pure.
+"""What is known of engines' prefix caches: one answer for all engines from all indexes, and how
+right it was. Pure.
 
-An engine whose KV events are read is `fed`: its blocks are those that it has reported, and, for a short time, those of prompts
-that were just sent there. Of other engines, and of prompts without token ids, only our own routing is known.
+An engine whose KV events are read is `fed`: its blocks are those that it has reported, and, for a
+short time, those of prompts that were just sent there. Of other engines, and of prompts without
+token ids, only our own routing is known.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ EVENTS, ROUTING, TEXT = "events", "routing", "text"
 FRESH = 0.5
 """Seconds for which what was found for a request is used again."""
 _SURE = 4
-"""So many answers in a row that are one block off show that an engine drops a prompt's last block (EAGLE, MTP), or does not."""
+"""So many answers in a row that are one block off show that an engine drops a prompt's last block
+(EAGLE, MTP), or does not.
+"""
 _TEXT_WEIGHT = 0.02
 _SUSPECTS = 1024
 
@@ -36,7 +40,9 @@ Places = Mapping[tuple[str, int], int]
 
 @dataclass(slots=True)
 class _Engine:
-    """`place`: its number in the indexes of routing. `block_size`: of its blocks, tokens. `one_off`: answers so in a row."""
+    """`place`: its number in the indexes of routing. `block_size`: of its blocks, tokens.
+    `one_off`: answers so in a row.
+    """
 
     place: int
     block_size: int
@@ -46,7 +52,8 @@ class _Engine:
 
 @dataclass(slots=True, eq=False)
 class Prediction:
-    """What an engine is expected to find of a prompt in its cache, in tokens. `refreshes`: the request asks it for a report.
+    """What an engine is expected to find of a prompt in its cache, in tokens. `refreshes`: the
+    request asks it for a report.
 
     `scored`: whether the engine's answer shows how right it was.
     """
@@ -61,7 +68,8 @@ class Prediction:
 
 @dataclass(slots=True)
 class Knowledge:
-    """Which engines hold a prompt's beginning. `unit`: tokens per key of all indexes. `blocks`: what events say.
+    """Which engines hold a prompt's beginning. `unit`: tokens per key of all indexes. `blocks`:
+    what events say.
 
     `adapters()`: the names of LoRA adapters. Engines have to be added.
     """
@@ -98,7 +106,9 @@ class Knowledge:
     # -- engines
 
     def add(self, url: str, block_size: int | None = None, blocks: int | None = None) -> None:
-        """Note an engine, or what it says of its KV blocks: their size in tokens and their number, None where unknown."""
+        """Note an engine, or what it says of its KV blocks: their size in tokens and their number,
+        None where unknown.
+        """
         engine = self._engines.get(url)
         if engine is None:
             engine = self._engines[url] = _Engine(self._numbers, self.unit)
@@ -109,7 +119,9 @@ class Knowledge:
             self.routing.set_capacity(engine.place, max(1, blocks * engine.block_size // self.unit))
 
     def restarted(self, url: str) -> None:
-        """Forget what was sent to an engine: it has started again. What events say of it is their reader's concern."""
+        """Forget what was sent to an engine: it has started again. What events say of it is their
+        reader's concern.
+        """
         self.remove(url)
         self.add(url)
 
@@ -151,7 +163,9 @@ class Knowledge:
             self.speculative.remove_place(self._engines[url].place)
 
     def evicted(self, place: int, keys: Sequence[int]) -> None:
-        """Note that a place holds these keys no longer: what was routed there a moment ago may be evicted already."""
+        """Note that a place holds these keys no longer: what was routed there a moment ago may be
+        evicted already.
+        """
         if keys and len(self.speculative):
             self._sources()
             if (url := self._fed_urls.get(place)) in self._engines:
@@ -160,7 +174,8 @@ class Knowledge:
     # -- questions
 
     def cached(self, ask: Ask) -> Mapping[str, int]:
-        """Return how many tokens of a prompt engines should have in their caches, by URL. Others have none, or are not known.
+        """Return how many tokens of a prompt engines should have in their caches, by URL. Others
+        have none, or are not known.
 
         One search per request: what it finds is kept in `ask.beginning`.
         """
@@ -188,22 +203,30 @@ class Knowledge:
             engine = self._engines.get(url)
             if engine is not None:
                 tokens = cached_tokens(
-                    count * beginning.unit, beginning.tokens, engine.block_size, drops_last=engine.drops_last
+                    count * beginning.unit,
+                    beginning.tokens,
+                    engine.block_size,
+                    drops_last=engine.drops_last,
                 )
                 if tokens:
                     found[url] = tokens
         return found
 
     def _forget_routing(self) -> None:
-        """Forget what was routed to engines whose events come (again): from now on these say what the engines hold."""
+        """Forget what was routed to engines whose events come (again): from now on these say what
+        the engines hold.
+        """
         for url in [url for url in self._by_routing if self.is_fed(url)]:
             self._by_routing.discard(url)
             self.routing.forget(self._engines[url].place)
 
     # -- requests
 
-    def routed(self, beginning: PromptBeginning, url: str, now: float, *, reports: bool = True) -> Prediction | None:
-        """Note that a prompt is sent to an engine. Return what is expected there, None if the engine is gone.
+    def routed(
+        self, beginning: PromptBeginning, url: str, now: float, *, reports: bool = True
+    ) -> Prediction | None:
+        """Note that a prompt is sent to an engine. Return what is expected there, None if the
+        engine is gone.
 
         `reports`: whether the engine reports what it has found in its cache.
         """
@@ -227,7 +250,9 @@ class Knowledge:
         return prediction
 
     def answered(self, prediction: Prediction, reported: int, prompt: int) -> None:
-        """Compare a prediction with what the engine says: `reported` of the `prompt`'s tokens were in its cache."""
+        """Compare a prediction with what the engine says: `reported` of the `prompt`'s tokens were
+        in its cache.
+        """
         beginning, url = prediction.beginning, prediction.url
         if prediction.refreshes:
             self.refreshing.accepted(url)
@@ -240,7 +265,9 @@ class Knowledge:
         if beginning.of_text:
             if prompt and beginning.tokens:
                 seen = beginning.tokens * self.text_per_token / prompt
-                self.text_per_token += _TEXT_WEIGHT * (min(max(seen, 1.0), 16.0) - self.text_per_token)
+                self.text_per_token += _TEXT_WEIGHT * (
+                    min(max(seen, 1.0), 16.0) - self.text_per_token
+                )
             if error > 0 and not reported:
                 self._lacks(prediction, engine.place)
             return
@@ -249,7 +276,8 @@ class Knowledge:
         if error > 0 and prediction.basis == EVENTS:
             self._too_much(engine, prediction, reported)
         elif (
-            # Of an engine with smaller blocks than the unit, less than a unit is never known; of a full index, nothing more.
+            # Of an engine with smaller blocks than the unit, less than a unit is never known; of a
+            # full index, nothing more.
             error <= -beginning.unit
             and prediction.basis == EVENTS
             and not prediction.refreshes
@@ -262,7 +290,9 @@ class Knowledge:
         self.routing.gone(place, prediction.beginning.keys.all())
 
     def _is_one_off(self, engine: _Engine, error: int, reported: int) -> bool:
-        """Learn whether an engine drops a prompt's last block. Return whether an error may come from that."""
+        """Learn whether an engine drops a prompt's last block. Return whether an error may come
+        from that.
+        """
         if not error:
             engine.one_off = 0 if reported else engine.one_off  # without a hit it shows nothing
             return False
@@ -275,9 +305,11 @@ class Knowledge:
         return True
 
     def _too_much(self, engine: _Engine, prediction: Prediction, reported: int) -> None:
-        """Note that an engine held less than its events said. It has computed the rest now, so they are right again.
+        """Note that an engine held less than its events said. It has computed the rest now, so they
+        are right again.
 
-        If they are wrong once more at the same place, it does not keep such prompts: what events said of them is dropped.
+        If they are wrong once more at the same place, it does not keep such prompts: what events
+        said of them is dropped.
         """
         beginning, suspects = prediction.beginning, self._suspects
         suspect = (prediction.url, self._key_behind(beginning, reported))
@@ -304,7 +336,9 @@ class Knowledge:
         return None
 
     def tidy(self, limit: int) -> bool:
-        """Remove up to `limit` blocks of each index that match nothing any more. Return whether there are more."""
+        """Remove up to `limit` blocks of each index that match nothing any more. Return whether
+        there are more.
+        """
         more = self.blocks.tidy(limit)
         return self.routing.tidy(limit) or more
 
@@ -317,7 +351,9 @@ class FedIndex:
         self._blocks = knowledge.blocks
         self.stored = knowledge.blocks.stored
 
-    def removed(self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int) -> None:
+    def removed(
+        self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int
+    ) -> None:
         """Take note that blocks are gone."""
         keys = self._blocks.removed(place, block_hashes, medium, group)
         if medium == GPU:  # what was just sent there is in the GPU's memory, whatever others drop

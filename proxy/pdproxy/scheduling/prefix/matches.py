@@ -1,4 +1,6 @@
-"""What all indexes share: places as bits of integers, keys to places, and the search for the longest beginnings."""
+"""What all indexes share: places as bits of integers, keys to places, and the search for the
+longest beginnings.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,17 @@ Steps = Iterable[Sequence[int]]
 """A prompt's keys in order, in one or more lists (`keys.PromptKeys`)."""
 
 SHARDS = 256
-"""One dict of millions of keys takes 0.1 s when it grows; a part of it less than a millisecond. A power of 2."""
+"""One dict of millions of keys takes 0.1 s when it grows; a part of it less than a millisecond. A
+power of 2.
+"""
 _SHARD = SHARDS - 1
 _MASKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """How much of a prompt's beginning places hold, in units (`keys`). Places that hold nothing are missing.
+    """How much of a prompt's beginning places hold, in units (`keys`). Places that hold nothing are
+    missing.
 
     `gpu`: in the engine's GPU memory. `anywhere`: in any memory of it, GPU included; never less.
     """
@@ -41,7 +46,9 @@ def _longer(one: Mapping[int, int], other: Mapping[int, int]) -> Mapping[int, in
 
 
 class Bits:
-    """One bit per place. A bit is taken, then retired (it matches nothing), then free for another place."""
+    """One bit per place. A bit is taken, then retired (it matches nothing), then free for another
+    place.
+    """
 
     def __init__(self) -> None:
         self.live = 0
@@ -69,7 +76,9 @@ class Bits:
         heappush(self._free, bit.bit_length() - 1)
 
     def runs(self, ended: Iterable[tuple[int, int]]) -> dict[int, int]:
-        """Return the length of each place's run from (length, bits of the places whose run ended there)."""
+        """Return the length of each place's run from (length, bits of the places whose run ended
+        there).
+        """
         runs = {}
         for length, bits in ended:
             while bits:
@@ -126,7 +135,8 @@ class KeyBits:
 
 
 def ended_runs(steps: Steps, held: KeyBits, live: int) -> list[tuple[int, int]]:
-    """Return where the runs of places from a prompt's beginning end: (length, bits), for `Bits.runs`.
+    """Return where the runs of places from a prompt's beginning end: (length, bits), for
+    `Bits.runs`.
 
     It stops at the first key that no place holds behind all keys before it.
     """

@@ -1,8 +1,10 @@
 """What an engine will report as `cached_tokens` of a prompt, and how near that was. Pure.
 
-Source: vLLM 0.32.0, `v1/core/kv_cache_manager.py` (`get_computed_blocks`), `v1/core/single_type_kv_cache_manager.py`. With
-prefill and decode apart it holds for the prefill leg: that one generates a single token, and nothing of it is cached. A decode
-engine reports the prefill engine's number where the handle has `remote_prefill_cached_tokens`, and what it loaded elsewhere.
+Source: vLLM 0.32.0, `v1/core/kv_cache_manager.py` (`get_computed_blocks`),
+`v1/core/single_type_kv_cache_manager.py`. With prefill and decode apart it holds for the prefill
+leg: that one generates a single token, and nothing of it is cached. A decode engine reports the
+prefill engine's number where the handle has `remote_prefill_cached_tokens`, and what it loaded
+elsewhere.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 def cached_tokens(matched: int, prompt: int, block_size: int, *, drops_last: bool = False) -> int:
     """Return how many of a prompt's tokens an engine will not compute. All in tokens.
 
-    `matched`: of the prompt's beginning, what the engine holds. Engines use whole blocks only, and never all of the prompt: they
-    compute its last token at least, and with it its block. `drops_last`: one block more, as EAGLE and MTP need it.
+    `matched`: of the prompt's beginning, what the engine holds. Engines use whole blocks only, and
+    never all of the prompt: they compute its last token at least, and with it its block.
+    `drops_last`: one block more, as EAGLE and MTP need it.
     """
     cached = min(matched, prompt - 1) // block_size * block_size
     if drops_last:
@@ -24,7 +27,8 @@ def cached_tokens(matched: int, prompt: int, block_size: int, *, drops_last: boo
 
 @dataclass(slots=True)
 class PredictionScore:
-    """Sums over answers: how many predictions were exact, too high and too low; in tokens what was predicted and reported.
+    """Sums over answers: how many predictions were exact, too high and too low; in tokens what was
+    predicted and reported.
 
     `over`, `under`: by how many tokens the wrong ones were wrong, in sum.
     """

@@ -1,7 +1,8 @@
-"""What prompts are known by: the keys of their token ids, or of their text where nothing has made ids. Pure.
+"""What prompts are known by: the keys of their token ids, or of their text where nothing has made
+ids. Pure.
 
-Text is approximate: engines with the same chat template make the same ids of the same beginning of a text, so equal texts are
-equal beginnings, but where an engine's blocks end in it is not known.
+Text is approximate: engines with the same chat template make the same ids of the same beginning of
+a text, so equal texts are equal beginnings, but where an engine's blocks end in it is not known.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pdproxy.wire.fields import STRING, is_absent
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 MAX_KEYS = 4096
-"""So much of a prompt's beginning is known, in units: 65,536 tokens of 16 each. A search takes half a millisecond."""
+"""So much of a prompt's beginning is known, in units: 65,536 tokens of 16 each. A search takes half
+a millisecond.
+"""
 QUICK_KEYS = 1024
 """Keys that are made in the event loop: some 0.7 ms. More are made in a thread."""
 MAX_SALT = 1024
@@ -29,8 +32,9 @@ _NO_TEXT = msgspec.Raw(b"")
 class PromptBeginning:
     """A prompt as indexes know it, and what they have found of it.
 
-    `tokens`: the prompt's length, estimated where `of_text`. `unit`: tokens per key, estimated in the same way. `found`: tokens
-    that engines should have in their caches, by URL, as of `found_at` (monotonic seconds); None before it was looked up.
+    `tokens`: the prompt's length, estimated where `of_text`. `unit`: tokens per key, estimated in
+    the same way. `found`: tokens that engines should have in their caches, by URL, as of `found_at`
+    (monotonic seconds); None before it was looked up.
     """
 
     __slots__ = ("found", "found_at", "keys", "of_text", "tokens", "unit")
@@ -81,7 +85,9 @@ def beginning_of(
             bytes(memoryview(prompt.raw)[: MAX_KEYS * unit * 12]), prompt.tokens
         )  # 10 digits and a separator
     if ids is not None:
-        return PromptBeginning(of_ids(ids, unit, root(adapter, salt), MAX_KEYS), ids.count, unit, of_text=False)
+        return PromptBeginning(
+            of_ids(ids, unit, root(adapter, salt), MAX_KEYS), ids.count, unit, of_text=False
+        )
     size = unit * TOKEN_TEXT
     if parsed.route is Route.CHAT:
         most = MAX_KEYS * size
@@ -89,7 +95,10 @@ def beginning_of(
         text = b"\0".join((tools[:most], messages[:most]))
         total = tools.nbytes + messages.nbytes
     elif prompt.raw is not None:
-        text, total = bytes(memoryview(prompt.raw)[: MAX_KEYS * size]), memoryview(prompt.raw).nbytes
+        text, total = (
+            bytes(memoryview(prompt.raw)[: MAX_KEYS * size]),
+            memoryview(prompt.raw).nbytes,
+        )
     else:
         return None
     keys = of_text(text[: MAX_KEYS * size], size, text_root(adapter, salt))

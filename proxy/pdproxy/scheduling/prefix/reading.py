@@ -1,4 +1,6 @@
-"""What an engine's event says of its blocks, as keys. Source: vLLM 0.32.0 `distributed/kv_events.py`, `v1/core/block_pool.py`."""
+"""What an engine's event says of its blocks, as keys. Source: vLLM 0.32.0
+`distributed/kv_events.py`, `v1/core/block_pool.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,24 @@ BlockHash = int | bytes
 """As events carry it: 64 bits as an integer, or all bytes of the hash."""
 
 Value = int | tuple[int, ...]
-"""The keys that end in a block: one; several if the engine's block has several units; none if it ends inside a unit."""
+"""The keys that end in a block: one; several if the engine's block has several units; none if it
+ends inside a unit.
+"""
 
 
 class BlockEnd(NamedTuple):
-    """Where a block ends: behind `key`, and behind `carried` packed token ids of a unit that isn't whole yet."""
+    """Where a block ends: behind `key`, and behind `carried` packed token ids of a unit that isn't
+    whole yet.
+    """
 
     key: int
     carried: bytes
 
 
 class BlockEntries(NamedTuple):
-    """Blocks for an index: their hashes, the keys of each, and where those end that end inside a unit, by their position."""
+    """Blocks for an index: their hashes, the keys of each, and where those end that end inside a
+    unit, by their position.
+    """
 
     hashes: list[int]
     values: Sequence[Value]
@@ -43,7 +51,10 @@ def folded(hashes: Sequence[BlockHash]) -> list[int]:
     try:
         return [one & MASK for one in hashes]  # type: ignore[operator]
     except TypeError:
-        return [one & MASK if isinstance(one, int) else int.from_bytes(one[-8:], "big") & MASK for one in hashes]
+        return [
+            one & MASK if isinstance(one, int) else int.from_bytes(one[-8:], "big") & MASK
+            for one in hashes
+        ]
 
 
 def medium_of(name: str) -> str:
@@ -70,7 +81,8 @@ def read(
     *,
     at_start: bool,
 ) -> BlockEntries:
-    """Return the blocks of these hashes, which follow `begin`. `at_start`: the first one is a prompt's first block.
+    """Return the blocks of these hashes, which follow `begin`. `at_start`: the first one is a
+    prompt's first block.
 
     Raises:
         OddEventError: the blocks have no keys.
@@ -85,7 +97,9 @@ def read(
             extras = _extras(extra_keys, count, lora_name, at_start=at_start)
         if block_size == unit and not begin.carried and extras is None:
             return BlockEntries(hashes, chain(begin.key, data, unit * TOKEN_BYTES), {})
-        values, ends = _uneven(begin, data, block_size * TOKEN_BYTES, unit * TOKEN_BYTES, extras or [()] * count)
+        values, ends = _uneven(
+            begin, data, block_size * TOKEN_BYTES, unit * TOKEN_BYTES, extras or [()] * count
+        )
         return BlockEntries(hashes, values, ends)
     except (OverflowError, TypeError, RecursionError) as error:
         raise OddEventError(str(error)) from None
@@ -103,8 +117,9 @@ def _extras(
 ) -> list[tuple[Any, ...]] | None:
     """Return what else than adapter and salt the blocks depend on, None if nothing.
 
-    Extra keys are untagged, in this order: the adapter's name, pairs of a media item's id and its offset (in older versions
-    ids alone), the salt as a string (first block only), digests of prompt embeddings.
+    Extra keys are untagged, in this order: the adapter's name, pairs of a media item's id and its
+    offset (in older versions ids alone), the salt as a string (first block only), digests of prompt
+    embeddings.
     """
     if len(extra_keys) != count:
         raise OddEventError("extra keys that aren't one for each block")
@@ -117,7 +132,9 @@ def _extras(
 def _uneven(
     begin: BlockEnd, data: bytes, block: int, unit: int, extras: Sequence[tuple[Any, ...]]
 ) -> tuple[list[tuple[int, ...]], dict[int, BlockEnd]]:
-    """Return the keys of blocks that aren't one unit each, or that depend on more than their tokens. All sizes in bytes."""
+    """Return the keys of blocks that aren't one unit each, or that depend on more than their
+    tokens. All sizes in bytes.
+    """
     if block % unit and unit % block:
         raise OddEventError("a block size that is no multiple of the unit, nor a part of it")
     key, carried = begin

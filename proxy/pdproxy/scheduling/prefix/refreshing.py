@@ -1,8 +1,10 @@
-"""Which requests ask their engine to report the blocks that they reuse: those whose prompt it had although nobody knew. Pure.
+"""Which requests ask their engine to report the blocks that they reuse: those whose prompt it had
+although nobody knew. Pure.
 
-Such blocks are known to the engine alone: its message about them was lost, or it published them before anybody listened. With
-`vllm_xargs: {"kv_cache_report_mode": "full"}` an engine announces all blocks again that a request found in its cache (vLLM
-0.32.0, `v1/core/kv_cache_manager.py`). Older ones ignore the field.
+Such blocks are known to the engine alone: its message about them was lost, or it published them
+before anybody listened. With `vllm_xargs: {"kv_cache_report_mode": "full"}` an engine announces all
+blocks again that a request found in its cache (vLLM 0.32.0, `v1/core/kv_cache_manager.py`). Older
+ones ignore the field.
 """
 
 from __future__ import annotations
@@ -13,13 +15,19 @@ from collections.abc import Iterable, Sequence
 MOST = 256
 """Beginnings of each engine that wait for a request."""
 GAP = 0.1
-"""Seconds between two such requests of one engine: each costs events for all blocks of its prompt."""
+"""Seconds between two such requests of one engine: each costs events for all blocks of its
+prompt.
+"""
 REFUSALS = 3
-"""So many in a row show that an engine refuses the field. One may be the fault of the client's own request."""
+"""So many in a row show that an engine refuses the field. One may be the fault of the client's own
+request.
+"""
 
 
 class Refreshing:
-    """`on`: whether any request asks. `asked` and `refused`: how many did, and how many of them were refused. Read only."""
+    """`on`: whether any request asks. `asked` and `refused`: how many did, and how many of them
+    were refused. Read only.
+    """
 
     def __init__(self, *, on: bool = True) -> None:
         self._on = on
@@ -31,7 +39,9 @@ class Refreshing:
         self.refused = 0
 
     def wanted(self, url: str, key: int | None) -> None:
-        """Note that an engine holds a block of this key, which was not known. None: the prompt has no such block."""
+        """Note that an engine holds a block of this key, which was not known. None: the prompt has
+        no such block.
+        """
         if not self._on or key is None or self._refusals.get(url, 0) >= REFUSALS:
             return
         keys = self._wanted.setdefault(url, OrderedDict())
@@ -40,7 +50,9 @@ class Refreshing:
             keys.popitem(last=False)
 
     def due(self, url: str, prompt: Iterable[Sequence[int]], now: float) -> bool:
-        """Return whether a request asks the engine: a block of its prompt is wanted. Counted as asked then. `prompt`: keys."""
+        """Return whether a request asks the engine: a block of its prompt is wanted. Counted as
+        asked then. `prompt`: keys.
+        """
         wanted = self._wanted.get(url)
         if not wanted or now - self._last.get(url, float("-inf")) < GAP:
             return False
@@ -58,7 +70,9 @@ class Refreshing:
         self._refusals.pop(url, None)
 
     def refuses(self, url: str) -> None:
-        """Note that an engine refuses such a request: after `REFUSALS` it gets no more until it is started again."""
+        """Note that an engine refuses such a request: after `REFUSALS` it gets no more until it is
+        started again.
+        """
         self.refused += 1
         self._refusals[url] = self._refusals.get(url, 0) + 1
         if self._refusals[url] >= REFUSALS:

@@ -12,10 +12,12 @@ _AT_ONCE = 64
 
 
 class RoutedIndex:
-    """Per place the keys that were routed to it last, `capacity` at most unless the place has its own (`set_capacity`).
+    """Per place the keys that were routed to it last, `capacity` at most unless the place has its
+    own (`set_capacity`).
 
-    Engines say themselves how much they hold, so all places together have `max_keys` at most: then the largest one loses some.
-    Engines forget the least recently used blocks, of one prompt the last ones first. So does this. A place needs no registration.
+    Engines say themselves how much they hold, so all places together have `max_keys` at most: then
+    the largest one loses some. Engines forget the least recently used blocks, of one prompt the
+    last ones first. So does this. A place needs no registration.
     """
 
     def __init__(self, capacity: int, max_keys: int = 2_000_000) -> None:
@@ -35,11 +37,15 @@ class RoutedIndex:
         return self._size
 
     def set_capacity(self, place: int, keys: int) -> None:
-        """Set how many keys a place can hold. It takes effect when the next prompt is routed there."""
+        """Set how many keys a place can hold. It takes effect when the next prompt is routed
+        there.
+        """
         self._capacities[place] = keys
 
     def routed(self, place: int, steps: Steps) -> None:
-        """Note that a prompt with these keys was sent to a place. Keys beyond the place's capacity are left out."""
+        """Note that a prompt with these keys was sent to a place. Keys beyond the place's capacity
+        are left out.
+        """
         capacity = self._capacities.get(place, self.capacity)
         known = self._places.get(place)
         if known is None:
@@ -73,7 +79,9 @@ class RoutedIndex:
             count -= len(oldest)
 
     def newest(self, place: int, begin: int, count: int) -> list[int]:
-        """Return up to `count` keys of a place, the most recently used first, behind the first `begin` of these."""
+        """Return up to `count` keys of a place, the most recently used first, behind the first
+        `begin` of these.
+        """
         known = self._places.get(place)
         return [] if known is None else list(islice(reversed(known[1]), begin, begin + count))
 
@@ -102,7 +110,9 @@ class RoutedIndex:
             self._size -= len(wrong)
 
     def tidy(self, limit: int) -> bool:
-        """Remove up to `limit` keys of places that are gone. They match nothing already. Return whether there are more."""
+        """Remove up to `limit` keys of places that are gone. They match nothing already. Return
+        whether there are more.
+        """
         while self._leaving and limit > 0:
             bit, keys = self._leaving[0]
             some = [keys.popitem()[0] for _ in range(min(limit, len(keys)))]

@@ -1,7 +1,9 @@
-"""What was routed in the last seconds: engines report blocks only once they have computed them. Pure.
+"""What was routed in the last seconds: engines report blocks only once they have computed them.
+Pure.
 
-Requests with the same beginning often come together. Without this all but the first one would seem to match nothing yet. It is
-apart from the index that events keep (`block_index`), so that nothing that did not happen stays there.
+Requests with the same beginning often come together. Without this all but the first one would seem
+to match nothing yet. It is apart from the index that events keep (`block_index`), so that nothing
+that did not happen stays there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, end
 
 
 class SpeculativeIndex:
-    """Keys are held for `ttl` seconds at least and for less than twice as long, `max_keys` in each of two generations.
+    """Keys are held for `ttl` seconds at least and for less than twice as long, `max_keys` in each
+    of two generations.
 
     A place needs no registration.
     """
@@ -44,7 +47,8 @@ class SpeculativeIndex:
             if self._size + len(step) > self.max_keys:
                 self.no_space += 1
                 break  # what follows would be of no use
-            # Keys of several places, or of one place several times, count several times: the bound errs on the safe side.
+            # Keys of several places, or of one place several times, count several times: the bound
+            # errs on the safe side.
             self._size += len(step)
             self._young.add(step, bit)
 
@@ -64,7 +68,9 @@ class SpeculativeIndex:
             self._retired[0].append(bit)
 
     def lookup(self, steps: Steps, now: float) -> Matches:
-        """Return how much of a prompt's beginning was sent to each place within the time to live."""
+        """Return how much of a prompt's beginning was sent to each place within the time to
+        live.
+        """
         self._turn(now)
         live = self._bits.live
         young = self._bits.runs(ended_runs(steps, self._young, live))

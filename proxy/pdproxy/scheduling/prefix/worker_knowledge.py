@@ -1,7 +1,9 @@
-"""What several workers know of engines' prefix caches: each tells the others what it has sent to engines. Pure.
+"""What several workers know of engines' prefix caches: each tells the others what it has sent to
+engines. Pure.
 
-Owns what is to be told: bounded, in batches. Keys are hashes with a secret of the process, which forked workers have in common.
-A worker that starts gets what another one knows of each engine: the newest keys, in parts.
+Owns what is to be told: bounded, in batches. Keys are hashes with a secret of the process, which
+forked workers have in common. A worker that starts gets what another one knows of each engine: the
+newest keys, in parts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ BATCH = 2 * MAX_KEYS
 
 
 class SentPrompt(msgspec.Struct, array_like=True):
-    """A prompt that was sent to an engine, or with `gone`: that it turned out not to hold. `keys`: eight bytes each."""
+    """A prompt that was sent to an engine, or with `gone`: that it turned out not to hold. `keys`:
+    eight bytes each.
+    """
 
     url: str
     of_text: bool
@@ -34,14 +38,18 @@ class SentPrompt(msgspec.Struct, array_like=True):
 
 
 class SentBatch(msgspec.Struct, array_like=True):
-    """A message. `since`: when the first of these prompts was sent, in seconds of the machine's clock."""
+    """A message. `since`: when the first of these prompts was sent, in seconds of the machine's
+    clock.
+    """
 
     since: float
     sent: list[SentPrompt]
 
 
 class KeysPart(msgspec.Struct, array_like=True):
-    """Keys of what was sent to an engine, the most recently used first. `of_ids`: some are of prompts with token ids."""
+    """Keys of what was sent to an engine, the most recently used first. `of_ids`: some are of
+    prompts with token ids.
+    """
 
     of_ids: bool = False
     keys: bytes = b""
@@ -54,7 +62,9 @@ decode = msgspec.msgpack.Decoder(SentBatch).decode
 
 @dataclass
 class WorkerKnowledge(Knowledge):
-    """The `Knowledge` of one of several workers. `due` is called when there is something to tell, until `batch` has taken all."""
+    """The `Knowledge` of one of several workers. `due` is called when there is something to tell,
+    until `batch` has taken all.
+    """
 
     due: Callable[[], None] = lambda: None
     untold: int = 0
@@ -62,7 +72,9 @@ class WorkerKnowledge(Knowledge):
     _waiting: deque[tuple[float, SentPrompt]] = field(default_factory=deque)
     _keys: int = 0
 
-    def routed(self, beginning: PromptBeginning, url: str, now: float, *, reports: bool = True) -> Prediction | None:
+    def routed(
+        self, beginning: PromptBeginning, url: str, now: float, *, reports: bool = True
+    ) -> Prediction | None:
         """See `Knowledge`."""
         prediction = super().routed(beginning, url, now, reports=reports)
         if prediction is not None:
@@ -81,7 +93,9 @@ class WorkerKnowledge(Knowledge):
             self.untold += 1
             return
         self._keys += len(keys)
-        self._waiting.append((now, SentPrompt(url, beginning.of_text, gone, array("q", keys).tobytes())))
+        self._waiting.append(
+            (now, SentPrompt(url, beginning.of_text, gone, array("q", keys).tobytes()))
+        )
         self.due()
 
     def batch(self) -> bytes | None:
@@ -117,12 +131,16 @@ class WorkerKnowledge(Knowledge):
 
     def sent_to(self) -> list[str]:
         """Return the engines of which anything was noted as routed."""
-        return [url for url, engine in self._engines.items() if self.routing.newest(engine.place, 0, 1)]
+        return [
+            url for url, engine in self._engines.items() if self.routing.newest(engine.place, 0, 1)
+        ]
 
     def part(self, url: str, number: int) -> KeysPart:
-        """Return a part of what was sent to an engine, none behind the last one. It takes a millisecond at most.
+        """Return a part of what was sent to an engine, none behind the last one. It takes a
+        millisecond at most.
 
-        What is sent between two parts moves the rest on: a key may be in both, and one is left out only if another was dropped.
+        What is sent between two parts moves the rest on: a key may be in both, and one is left out
+        only if another was dropped.
         """
         engine = self._engines.get(url)
         if engine is None or number >= KEPT_PARTS:
@@ -136,7 +154,9 @@ class WorkerKnowledge(Knowledge):
         return None if engine is None else engine.place
 
     def restore(self, url: str, keys: Sequence[int], *, of_ids: bool) -> None:
-        """Note what another worker knew of an engine, the most recently used first, as more recently used than all so far."""
+        """Note what another worker knew of an engine, the most recently used first, as more
+        recently used than all so far.
+        """
         engine = self._engines[url]
         self.routing.routed(engine.place, [keys])
         if of_ids:

@@ -1,7 +1,7 @@
 """Whether tenants share engines' caches; if they do not, the salt of each tenant.
 
-Owns the rule of the setting `tenants.caches`. A tenant is here what its key is: clients that name a tenant in a header are apart
-within the tenant of their key, so that nobody names another one's.
+Owns the rule of the setting `tenants.caches`. A tenant is here what its key is: clients that name a
+tenant in a header are apart within the tenant of their key, so that nobody names another one's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from pdproxy.settings.keys import AUTO, SEPARATE, TenantSettings
 from pdproxy.wire.cache_salt import TenantSalt
 
 MAX_KNOWN = 4096
-"""Tenants whose salts are kept: those whose salts were used last. A salt that is not kept costs two hashes."""
+"""Tenants whose salts are kept: those whose salts were used last. A salt that is not kept costs two
+hashes.
+"""
 
 
 class CacheSalts:
-    """The salts of all tenants. `settings` may change while it is used; `secret` returns the key of the hash."""
+    """The salts of all tenants. `settings` may change while it is used; `secret` returns the key of
+    the hash.
+    """
 
     def __init__(self, settings: TenantSettings, keys: Keys, secret: Callable[[], bytes]) -> None:
         self._settings = settings
@@ -42,6 +46,7 @@ class CacheSalts:
     def of(self, owner: bytes | str, named: str) -> TenantSalt | None:
         """Return a tenant's salt, None where tenants share caches.
 
-        `owner`: the name of its key, the key's digest, or its address; `named`: what a header says, "" for nothing.
+        `owner`: the name of its key, the key's digest, or its address; `named`: what a header says,
+        "" for nothing.
         """
         return self._made(self._secret(), repr((owner, named))) if self.separate else None

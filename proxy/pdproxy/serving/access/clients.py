@@ -1,9 +1,10 @@
 """Clients, identified by key or address, and what each of them holds of the shared limits.
 
-Owns these counts. Each client that holds something of a limit has a share of it: an equal part. Shares apply only while others
-wait: one client alone may take nearly everything, and so may all clients behind one balancer, which look like one client.
-A client loses what it holds beyond its share only where no work is lost: a place in the queue, a body that is not complete,
-an idle connection, an answer that it does not read.
+Owns these counts. Each client that holds something of a limit has a share of it: an equal part.
+Shares apply only while others wait: one client alone may take nearly everything, and so may all
+clients behind one balancer, which look like one client. A client loses what it holds beyond its
+share only where no work is lost: a place in the queue, a body that is not complete, an idle
+connection, an answer that it does not read.
 """
 
 from __future__ import annotations
@@ -16,21 +17,26 @@ from pdproxy.kit.addresses import Address, Network, inside, read_address, read_p
 from pdproxy.kit.errors import OverloadedError, PdproxyError, RefusalReason
 
 _SUBNET = 64
-"""Bits of an IPv6 address that identify a client's network: the client may use any address in it."""
+"""Bits of an IPv6 address that identify a client's network: the client may use any address in
+it.
+"""
 
 
 class Evictable(Protocol):
     """Something that a client holds and can lose."""
 
     def evict(self, error: PdproxyError) -> None:
-        """End it. What it held is released before this returns, or soon after if its connection has to close first."""
+        """End it. What it held is released before this returns, or soon after if its connection has
+        to close first.
+        """
 
 
 class Client:
-    """One client, while it has a connection or a request. `name` is the digest of a key, an address, or a tenant.
+    """One client, while it has a connection or a request. `name` is the digest of a key, an
+    address, or a tenant.
 
-    `weight`: how much more of the places it may have than others, while all of them wait. `label`: its name in metrics, None if
-    it has none (`access.tenants`).
+    `weight`: how much more of the places it may have than others, while all of them wait. `label`:
+    its name in metrics, None if it has none (`access.tenants`).
     """
 
     __slots__ = ("bodies", "bytes", "label", "name", "slow", "uses", "weight")
@@ -45,17 +51,24 @@ class Client:
         self.bodies: dict[Evictable, None] = {}
         """Connections with a body that is not complete, the one that has waited longest first."""
         self.slow: dict[Evictable, None] = {}
-        """Connections whose client reads its answers too slowly, in the order in which that was noticed."""
+        """Connections whose client reads its answers too slowly, in the order in which that was
+        noticed.
+        """
 
     def __repr__(self) -> str:
-        return f"<Client {self.uses} uses, {self.bytes} bytes>"  # not its name: it may be the digest of a key
+        # not its name: it may be the digest of a key
+        return f"<Client {self.uses} uses, {self.bytes} bytes>"
 
 
 class Clients:
     """All clients that are known now."""
 
-    def __init__(self, trusted_proxies: Iterable[Network] = (), *, trusts_unix: bool = False) -> None:
-        """Know none yet. `trusts_unix`: whoever connects to a Unix socket, and so has no address, is a trusted proxy."""
+    def __init__(
+        self, trusted_proxies: Iterable[Network] = (), *, trusts_unix: bool = False
+    ) -> None:
+        """Know none yet. `trusts_unix`: whoever connects to a Unix socket, and so has no address,
+        is a trusted proxy.
+        """
         self._trusted = tuple(trusted_proxies)
         self._trusts_unix = trusts_unix
         self._known: dict[bytes | str, Client] = {}
@@ -91,7 +104,9 @@ class Clients:
         self.with_slow[client] = None
 
     def unmark_slow(self, client: Client, connection: Evictable) -> None:
-        """Note that the answer is no longer read too slowly. Calling it for an unmarked connection changes nothing."""
+        """Note that the answer is no longer read too slowly. Calling it for an unmarked connection
+        changes nothing.
+        """
         if client.slow and client.slow.pop(connection, connection) is None and not client.slow:
             del self.with_slow[client]
 
@@ -105,16 +120,19 @@ class Clients:
         """Drop one slow reader of another client that holds more than its share."""
         for other in self.with_slow:
             if other is not client and over_share(other):
-                error = OverloadedError("others wait, and the client reads too slowly", RefusalReason.SLOW_READER)
+                error = OverloadedError(
+                    "others wait, and the client reads too slowly", RefusalReason.SLOW_READER
+                )
                 next(iter(other.slow)).evict(error)
                 return
 
     def name_behind(self, proxy: bytes | str, forwarded_for: Iterable[bytes]) -> bytes | str:
-        """Return the name of the client behind a trusted proxy; the proxy's own name `proxy`, if it names no client.
+        """Return the name of the client behind a trusted proxy; the proxy's own name `proxy`, if it
+        names no client.
 
-        `forwarded_for`: the values of the headers `X-Forwarded-For` in their order. Each proxy adds the address of its own
-        peer at the end: the last address that is not a trusted proxy's is the client's. Any sender may have invented those
-        before it.
+        `forwarded_for`: the values of the headers `X-Forwarded-For` in their order. Each proxy adds
+        the address of its own peer at the end: the last address that is not a trusted proxy's is
+        the client's. Any sender may have invented those before it.
         """
         hops = b",".join(forwarded_for)[-_MAX_HOPS_BYTES:].split(b",")
         for hop in reversed(hops):
@@ -145,6 +163,8 @@ def _name(address: Address) -> str:
 
 
 def _hop(text: str) -> Address | None:
-    """Read an address, also with a port, in brackets or in quotes, as some proxies write it; None if it is not an address."""
+    """Read an address, also with a port, in brackets or in quotes, as some proxies write it; None
+    if it is not an address.
+    """
     place = read_place(text.strip().strip('"'))
     return None if place is None else read_address(place.host)

@@ -1,8 +1,9 @@
-"""API keys: which clients are accepted, what their keys are called in log lines, and which `Authorization` header engines get.
+"""API keys: which clients are accepted, what their keys are called in log lines, and which
+`Authorization` header engines get.
 
-Owns the look-up: by the digest of the key, in a dictionary. Its cost does not depend on the number of keys. Its time shows
-nothing of a key: a dictionary compares hashes under a secret of the process first, and digests, which nobody can choose, behind
-that.
+Owns the look-up: by the digest of the key, in a dictionary. Its cost does not depend on the number
+of keys. Its time shows nothing of a key: a dictionary compares hashes under a secret of the process
+first, and digests, which nobody can choose, behind that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pdproxy.kit.errors import PdproxyError, RevokedError, UnauthorizedError
 from pdproxy.settings.keys import KeyLimits, KeyRights
 
 _MISSING = (
-    "You didn't provide an API key. You need to provide your API key in an Authorization header using Bearer auth "
+    "You didn't provide an API key. You need to provide your API key in an Authorization header "
+    "using Bearer auth "
     "(i.e. Authorization: Bearer YOUR_KEY)."
 )
 _WRONG = "Incorrect API key provided."
@@ -29,10 +31,11 @@ CHALLENGE = (b"www-authenticate", b"Bearer")
 
 
 class ValidKey(msgspec.Struct, frozen=True, kw_only=True):
-    """One key that is valid. `name`: that of its line, or its place; `digest`: that of the key, which is not kept itself.
+    """One key that is valid. `name`: that of its line, or its place; `digest`: that of the key,
+    which is not kept itself.
 
-    `until`: when it ends, in Unix seconds, None: never. `rights`: what its requests may ask for, None: anything. `read_only`: of
-    an operator's key, that it may change nothing.
+    `until`: when it ends, in Unix seconds, None: never. `rights`: what its requests may ask for,
+    None: anything. `read_only`: of an operator's key, that it may change nothing.
     """
 
     name: str
@@ -50,7 +53,9 @@ class Head(Protocol):
     """The head of a request."""
 
     def check_head(self, rights: KeyRights) -> None:
-        """Raise ForbiddenError unless a key with these rights is good for the route, and for the tenant that is named."""
+        """Raise ForbiddenError unless a key with these rights is good for the route, and for the
+        tenant that is named.
+        """
 
 
 class RequestHead(Protocol):
@@ -72,11 +77,12 @@ class RequestHead(Protocol):
 class Keys:
     """The keys of clients. `proxy_keys` returns those that are valid, by their digests.
 
-    It is called for every request, since keys change. If it returns none, no client is accepted. `proxy_keys` None: all are.
-    `wall` returns Unix seconds.
+    It is called for every request, since keys change. If it returns none, no client is accepted.
+    `proxy_keys` None: all are. `wall` returns Unix seconds.
 
-    With keys, engines get their own key instead of a client's `Authorization`. Without keys, they get the client's header and no
-    other: otherwise a proxy that accepts everybody would open an engine that needs a key to everybody.
+    With keys, engines get their own key instead of a client's `Authorization`. Without keys, they
+    get the client's header and no other: otherwise a proxy that accepts everybody would open an
+    engine that needs a key to everybody.
     """
 
     def __init__(
@@ -88,12 +94,16 @@ class Keys:
         self._valid = proxy_keys
         self.wall = wall
         self.limits = limits
-        """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
+        """Returns the limits in force, by the names that a file gives to keys. Keys without such a
+        name have none.
+        """
         self.changes = 0
         """How often the keys have changed."""
         self._counted = NO_KEYS
         self._seen: set[str | bytes] = set()
-        """The names of all keys since the start, until there are several; of a key without a name, its digest."""
+        """The names of all keys since the start, until there are several; of a key without a name,
+        its digest.
+        """
 
     def __repr__(self) -> str:
         return f"<Keys {'wanted' if self.wanted else 'not wanted'}>"
@@ -114,7 +124,9 @@ class Keys:
 
     @property
     def several(self) -> bool:
-        """Whether keys of several names are valid, or were since the start: engines keep what a former tenant has sent."""
+        """Whether keys of several names are valid, or were since the start: engines keep what a
+        former tenant has sent.
+        """
         if self._valid is None:
             return False
         if self._valid() is not self._counted:
@@ -122,7 +134,9 @@ class Keys:
         return len(self._seen) > 1
 
     def note_names(self) -> None:
-        """Have the names of the keys that are valid now count. To be called when keys have changed: requests may come later."""
+        """Have the names of the keys that are valid now count. To be called when keys have changed:
+        requests may come later.
+        """
         valid = self.valid
         if valid is not self._counted:
             self.changes += 1
@@ -132,7 +146,9 @@ class Keys:
             self._seen |= {key.name if key.name in named else key.digest for key in valid.values()}
 
     def check(self, authorization: bytes | None) -> None:
-        """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""
+        """Raise UnauthorizedError unless the header holds one of the keys, or no keys are
+        wanted.
+        """
         if self._valid is not None:
             self.verified(authorization)
 
@@ -156,8 +172,8 @@ class Keys:
     def admit(self, sent: RequestHead) -> KeyRights | None:
         """Return what a request may ask for now, None: anything.
 
-        Since its key was looked up, the body may have come slowly, the request may have waited behind others, and the key may
-        have changed.
+        Since its key was looked up, the body may have come slowly, the request may have waited
+        behind others, and the key may have changed.
 
         Raises:
             PdproxyError: `sent.refusal`.
@@ -193,13 +209,19 @@ class Keys:
         return now
 
     def priorities(self, name: str | None) -> tuple[int, int] | None:
-        """Return the least and the greatest priority that requests with a key of this name may have, None for no bounds."""
+        """Return the least and the greatest priority that requests with a key of this name may
+        have, None for no bounds.
+        """
         limits = self.limits().get(name) if name is not None else None
         return None if limits is None else limits.priority
 
     def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
         """Return a client's `Authorization` as header lines for engines: one line, or none."""
-        return ((b"authorization", authorization),) if authorization is not None and not self.wanted else ()
+        return (
+            ((b"authorization", authorization),)
+            if authorization is not None and not self.wanted
+            else ()
+        )
 
 
 def digest(key: bytes) -> bytes:

@@ -1,7 +1,9 @@
-"""Which pool serves a model: by the names at its engines, the operator's aliases, and patterns. For proxies with several pools.
+"""Which pool serves a model: by the names at its engines, the operator's aliases, and patterns. For
+proxies with several pools.
 
-Owns that rule. Pools whose engines list a name, or that have an alias of it, share its requests by their weights; else the pool
-with the longest pattern that fits gets them. A conversation stays in its pool.
+Owns that rule. Pools whose engines list a name, or that have an alias of it, share its requests by
+their weights; else the pool with the longest pattern that fits gets them. A conversation stays in
+its pool.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PoolModels:
-    """What decides which requests a pool gets. `nodes` returns its engines; the rest is as in its settings."""
+    """What decides which requests a pool gets. `nodes` returns its engines; the rest is as in its
+    settings.
+    """
 
     engines: Callable[[], Sequence[LedgerEngine]]
     models: Sequence[str] = ()
@@ -42,41 +46,60 @@ class PoolModels:
         return any(engine.evidence is not None for engine in self.engines())
 
     def serves_now(self, model: str, now: float) -> bool:
-        """Return whether an engine that lists a name is in use now (monotonic seconds), and needs no other one to answer.
+        """Return whether an engine that lists a name is in use now (monotonic seconds), and needs
+        no other one to answer.
 
         Without such an engine, those of a model that none lists count.
         """
-        answering = [engine for engine in self.engines() if engine.usable(now) and engine.uses != _PREFILL]
-        return any(engine.serves(model) for engine in answering) or (bool(answering) and not self.lists(model))
+        answering = [
+            engine for engine in self.engines() if engine.usable(now) and engine.uses != _PREFILL
+        ]
+        return any(engine.serves(model) for engine in answering) or (
+            bool(answering) and not self.lists(model)
+        )
 
     def fit(self, model: str) -> int:
-        """Return the length of the longest of `models` that fits a name, one more for the name itself; -1 if none does."""
+        """Return the length of the longest of `models` that fits a name, one more for the name
+        itself; -1 if none does.
+        """
         return max((fit(pattern, model) for pattern in self.models), default=-1)
 
 
 def fit(pattern: str, model: str) -> int:
-    """Return how well a pattern with one `*` at most fits a name: its length, one more for the name itself; -1 if it does not."""
+    """Return how well a pattern with one `*` at most fits a name: its length, one more for the name
+    itself; -1 if it does not.
+    """
     if pattern == model:
         return len(pattern) + 1
     begin, star, end = pattern.partition("*")
-    fits = star and len(model) >= len(begin) + len(end) and model.startswith(begin) and model.endswith(end)
+    fits = (
+        star
+        and len(model) >= len(begin) + len(end)
+        and model.startswith(begin)
+        and model.endswith(end)
+    )
     return len(begin) + len(end) if fits else -1
 
 
 class PoolChoice(NamedTuple):
-    """A pool by its number, and the name by which its engines know the model; None: the request names none."""
+    """A pool by its number, and the name by which its engines know the model; None: the request
+    names none.
+    """
 
     pool: int
     model: str | None
 
 
 class Models:
-    """The pools by the names of models. What the engines list may change with them: `changed` is called then.
+    """The pools by the names of models. What the engines list may change with them: `changed` is
+    called then.
 
     `chance`: from 0 to 1; `now`: the clock of engines' breakers, in monotonic seconds.
     """
 
-    def __init__(self, pools: list[PoolModels], chance: Callable[[], float], now: Callable[[], float]) -> None:
+    def __init__(
+        self, pools: list[PoolModels], chance: Callable[[], float], now: Callable[[], float]
+    ) -> None:
         self.pools = pools
         self._chance = chance
         self._now = now
@@ -104,10 +127,14 @@ class Models:
             for name, real in pool.aliases.items():
                 yield at, name, real
 
-    def choose(self, model: str | None, session: str | None, pools: Collection[str] | None = None) -> PoolChoice:
-        """Return the pool that gets a request. `session`: what the requests of one conversation have in common, None: nothing.
+    def choose(
+        self, model: str | None, session: str | None, pools: Collection[str] | None = None
+    ) -> PoolChoice:
+        """Return the pool that gets a request. `session`: what the requests of one conversation
+        have in common, None: nothing.
 
-        `pools`: the names of those that may be chosen, None: all. If none of them serves the model, another one is returned.
+        `pools`: the names of those that may be chosen, None: all. If none of them serves the model,
+        another one is returned.
 
         Raises:
             ModelNotFoundError: there are several pools, and none has the model.
@@ -125,7 +152,9 @@ class Models:
         return found[0] if len(found) == 1 else self._among(found, session)
 
     def serving(self, model: str) -> list[int]:
-        """Return the numbers of the pools that serve a model, also while nobody there is up: by engines, aliases or patterns."""
+        """Return the numbers of the pools that serve a model, also while nobody there is up: by
+        engines, aliases or patterns.
+        """
         return [one.pool for one in self._named(model)]
 
     def _named(self, model: str) -> list[PoolChoice]:
@@ -137,7 +166,11 @@ class Models:
                 found.append(PoolChoice(at, real))
         if not found:
             fits = [pool.fit(model) for pool in self.pools]
-            found = [PoolChoice(at, model) for at, fit in enumerate(fits) if fit >= 0 and fit == max(fits)]
+            found = [
+                PoolChoice(at, model)
+                for at, fit in enumerate(fits)
+                if fit >= 0 and fit == max(fits)
+            ]
         return found
 
     def _find(self, model: str, pools: Collection[str] | None) -> list[PoolChoice]:
@@ -145,39 +178,58 @@ class Models:
         if not found and len(self.pools) == 1:
             return [PoolChoice(0, model)]  # its engines answer for themselves
         if not found:  # perhaps a pool that was never up has it: it answers that it is not
-            found = [PoolChoice(at, model) for at, pool in enumerate(self.pools) if not pool.is_seen()][:1]
+            found = [
+                PoolChoice(at, model) for at, pool in enumerate(self.pools) if not pool.is_seen()
+            ][:1]
         if not found:
             raise ModelNotFoundError(model, self._names(pools))
         return found
 
     def _among(self, found: list[PoolChoice], session: str | None) -> PoolChoice:
         now = self._now()
-        serving = [one for one in found if self.pools[one.pool].serves_now(one.model or "", now)] or found
+        serving = [
+            one for one in found if self.pools[one.pool].serves_now(one.model or "", now)
+        ] or found
         weights = [self.pools[one.pool].weight for one in serving]
         if not any(weights):
             return serving[0]
         if session is not None:
-            # The highest score: where a pool comes, goes or changes its weight, only its own conversations move.
-            scores = [weight / -log(_part(session, one.pool)) for one, weight in zip(serving, weights, strict=True)]
+            # The highest score: where a pool comes, goes or changes its weight, only its own
+            # conversations move.
+            scores = [
+                weight / -log(_part(session, one.pool))
+                for one, weight in zip(serving, weights, strict=True)
+            ]
             return serving[scores.index(max(scores))]
         left = sum(weights) * self._chance()
         for one, weight in zip(serving, weights, strict=True):
             left -= weight
             if left < 0:
                 return one
-        return next(one for one, weight in zip(reversed(serving), reversed(weights), strict=True) if weight)
+        return next(
+            one for one, weight in zip(reversed(serving), reversed(weights), strict=True) if weight
+        )
 
     def _names(self, pools: Collection[str] | None) -> list[str]:
-        """Return the names of models, without adapters, and the aliases. `pools`: of these alone, None: of all."""
+        """Return the names of models, without adapters, and the aliases. `pools`: of these alone,
+        None: of all.
+        """
         shown = [pool for pool in self.pools if pools is None or pool.name in pools]
-        evidences = [engine.evidence for pool in shown for engine in pool.engines() if engine.evidence is not None]
+        evidences = [
+            engine.evidence
+            for pool in shown
+            for engine in pool.engines()
+            if engine.evidence is not None
+        ]
         names = {name: None for one in evidences for name in sorted(one.models - one.adapters)}
         names |= dict.fromkeys(name for pool in shown for name in pool.aliases)
         return [*names][:MAX_SHOWN]
 
 
 def _part(session: str, pool: int) -> float:
-    """Return a number between 0 and 1 that is the same for a session and a pool in all processes."""
+    """Return a number between 0 and 1 that is the same for a session and a pool in all
+    processes.
+    """
     name = session.encode(errors="surrogatepass")
     digest = blake2b(name, digest_size=6, person=b"pools", salt=pool.to_bytes(2)).digest()
     return (int.from_bytes(digest) + 0.5) / 2**48
@@ -192,7 +244,11 @@ class Routes(Generic[T]):
         self._models = models
         self._targets = targets
 
-    def of(self, model: str | None, session: str | None, pools: Collection[str] | None = None) -> tuple[T, str | None]:
-        """Return what serves a request, and the name by which engines know its model. See `Models.choose`."""
+    def of(
+        self, model: str | None, session: str | None, pools: Collection[str] | None = None
+    ) -> tuple[T, str | None]:
+        """Return what serves a request, and the name by which engines know its model. See
+        `Models.choose`.
+        """
         choice = self._models.choose(model, session, pools)
         return self._targets[choice.pool], choice.model

@@ -1,6 +1,7 @@
 """Whether a key is good for what a request asks for: its route, tenant, model and pool. Pure.
 
-A model counts by the name that engines know: another name for it (`pools[].aliases`) opens nothing that the key does not name.
+A model counts by the name that engines know: another name for it (`pools[].aliases`) opens nothing
+that the key does not name.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ def check_route(rights: KeyRights, path: str) -> None:
 
 
 def check_tenant(rights: KeyRights, tenant: str | None) -> None:
-    """Refuse a tenant that a request names, None: it names none. Raises ForbiddenError: the key names others."""
+    """Refuse a tenant that a request names, None: it names none. Raises ForbiddenError: the key
+    names others.
+    """
     if rights.tenants is not None and tenant is not None and tenant not in rights.tenants:
         raise ForbiddenError("This API key may not use the tenant that the request names.")
 
 
 def may_use(rights: KeyRights | None, model: str) -> bool:
     """Return whether a key is good for a model, by the name that engines know."""
-    return rights is None or rights.models is None or any(fit(one, model) >= 0 for one in rights.models)
+    return (
+        rights is None
+        or rights.models is None
+        or any(fit(one, model) >= 0 for one in rights.models)
+    )
 
 
 def shown_to(rights: KeyRights | None, error: ModelNotFoundError) -> ModelNotFoundError:
@@ -48,9 +55,13 @@ def check_model(rights: KeyRights, model: str | None) -> None:
     if rights.models is None:
         return
     if not model:
-        raise ForbiddenError("This API key is good for some models only: the request must name one.", param="model")
+        raise ForbiddenError(
+            "This API key is good for some models only: the request must name one.", param="model"
+        )
     if not may_use(rights, model):
-        raise ForbiddenError("This API key may not use the model that the request names.", param="model")
+        raise ForbiddenError(
+            "This API key may not use the model that the request names.", param="model"
+        )
 
 
 def may_use_pool(rights: KeyRights | None, pool: str) -> bool:

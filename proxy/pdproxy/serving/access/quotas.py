@@ -1,11 +1,12 @@
 """Limits of keys: requests at once, requests and tokens per minute.
 
-Owns what each key has used. Minutes are buckets that fill steadily and hold one minute. A key with an empty bucket is refused
-before the body is parsed. A request that was read reserves tokens: its prompt, and the most that may be generated for it. If the
-bucket holds too few of them, the request is refused. At the end, what was used takes the place of what was reserved; if that was
-more, the bucket may be in debt, and the key waits until that is paid. An engine may report anything: no request costs more
-than ten minutes, unless it may use more by its own size and limit. What a key has used is kept by its name, so that a changed
-file of keys gives nobody a new minute.
+Owns what each key has used. Minutes are buckets that fill steadily and hold one minute. A key with
+an empty bucket is refused before the body is parsed. A request that was read reserves tokens: its
+prompt, and the most that may be generated for it. If the bucket holds too few of them, the request
+is refused. At the end, what was used takes the place of what was reserved; if that was more, the
+bucket may be in debt, and the key waits until that is paid. An engine may report anything: no
+request costs more than ten minutes, unless it may use more by its own size and limit. What a key
+has used is kept by its name, so that a changed file of keys gives nobody a new minute.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from pdproxy.settings.keys import KeyLimits
 
 _MINUTE = 60.0
 WITHOUT_LIMIT = 4
-"""How many requests that name no limit may run at once: each reserves such a part of the key's minute."""
+"""How many requests that name no limit may run at once: each reserves such a part of the key's
+minute.
+"""
 MOST_MINUTES = 10
-"""Minutes of its key that a request costs at most, unless its own size and limit are more: engines may report any number."""
+"""Minutes of its key that a request costs at most, unless its own size and limit are more: engines
+may report any number.
+"""
 _BYTES_PER_TOKEN = 4
 """As estimates of prompts have it. No text has more tokens than bytes."""
 _SOON = 1.0
-"""Seconds after which a refused request may be tried again, if requests that run have reserved what it needs."""
+"""Seconds after which a refused request may be tried again, if requests that run have reserved what
+it needs.
+"""
 _ROUNDED = 1e-3
 """Tokens that a bucket may miss: its level is no whole number."""
 
@@ -40,7 +47,9 @@ class Bucket:
 
     def fill(self, now: float) -> None:
         """Add what has come since the last call."""
-        self.level = min(self.level + (now - self.since) * self.per_minute / _MINUTE, float(self.per_minute))
+        self.level = min(
+            self.level + (now - self.since) * self.per_minute / _MINUTE, float(self.per_minute)
+        )
         self.since = now
 
     def seconds_until(self, level: float) -> float:
@@ -96,7 +105,9 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucke
 
 
 class Use:
-    """One request's use of its key's limits. Ended by one call of `end`. `now` returns the time of the buckets."""
+    """One request's use of its key's limits. Ended by one call of `end`. `now` returns the time of
+    the buckets.
+    """
 
     __slots__ = ("_account", "_most", "_now", "_own", "_reserved")
 
@@ -108,11 +119,13 @@ class Use:
         """The most tokens that the request may use by its own size and limit."""
 
     def reserve(self, prompt: int, most: int | None, answers: int = 1) -> None:
-        """Reserve the tokens of a prompt, and the most that may be generated for its answers; None: they have no limit.
+        """Reserve the tokens of a prompt, and the most that may be generated for its answers; None:
+        they have no limit.
 
-        A request never reserves more than a whole minute; without a limit, a quarter of it, or its prompt. Of a prompt no more
-        than a quarter must be left: a picture has many bytes and few tokens, and would wait for an idle minute. The bucket is
-        in debt then, so that only one such request runs. Who leaves before anything was seen pays a quarter for each answer.
+        A request never reserves more than a whole minute; without a limit, a quarter of it, or its
+        prompt. Of a prompt no more than a quarter must be left: a picture has many bytes and few
+        tokens, and would wait for an idle minute. The bucket is in debt then, so that only one such
+        request runs. Who leaves before anything was seen pays a quarter for each answer.
 
         Raises:
             LimitError: the key's minute has fewer tokens left.
@@ -124,7 +137,9 @@ class Use:
         self._own = _BYTES_PER_TOKEN * prompt + (most or 0)
         minute = float(tokens.per_minute)
         part = minute / WITHOUT_LIMIT
-        self._most = min(part * answers, minute) if most is None else float(min(most, tokens.per_minute))
+        self._most = (
+            min(part * answers, minute) if most is None else float(min(most, tokens.per_minute))
+        )
         reserved = min(max(part, prompt) if most is None else self._most + prompt, minute)
         tokens.fill(self._now())
         account.check_tokens(part if most is None else min(self._most + min(prompt, part), minute))
@@ -135,8 +150,8 @@ class Use:
     def end(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> None:
         """End the use. `tokens`: those that the request has used, as far as they were seen.
 
-        `unseen`: the part of its answers that nobody has seen to the end. The most that may have been generated for these counts,
-        and not the tokens that were `seen` of these.
+        `unseen`: the part of its answers that nobody has seen to the end. The most that may have
+        been generated for these counts, and not the tokens that were `seen` of these.
         """
         self._account.inflight -= 1
         self._account.reserved -= self._reserved
@@ -151,13 +166,17 @@ class Use:
     def _used(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> float:
         used = tokens + max(unseen * self._most - seen, 0.0)
         bucket = self._account.tokens
-        return used if bucket is None else min(used, max(self._own, MOST_MINUTES * bucket.per_minute))
+        return (
+            used if bucket is None else min(used, max(self._own, MOST_MINUTES * bucket.per_minute))
+        )
 
 
 class Quotas:
     """The limits of all keys. `limits` returns those in force, by the name of the keys."""
 
-    def __init__(self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]) -> None:
+    def __init__(
+        self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]
+    ) -> None:
         self._limits = limits
         self._now = now
         self._accounts: dict[str, Account] = {}
@@ -179,7 +198,9 @@ class Quotas:
             return None
         account = self._account(key, own)
         if own.inflight is not None and account.inflight + account.elsewhere >= own.inflight:
-            raise LimitError(f"{own.inflight} requests of this key are being served", RefusalReason.KEY_INFLIGHT)
+            raise LimitError(
+                f"{own.inflight} requests of this key are being served", RefusalReason.KEY_INFLIGHT
+            )
         now = self._now()
         requests, tokens = account.requests, account.tokens
         if tokens is not None:
@@ -189,7 +210,9 @@ class Quotas:
             requests.fill(now)
             if requests.level < 1:
                 text = f"this key may send {requests.per_minute} requests per minute"
-                raise LimitError(text, RefusalReason.KEY_REQUESTS, retry_after=requests.seconds_until(1.0))
+                raise LimitError(
+                    text, RefusalReason.KEY_REQUESTS, retry_after=requests.seconds_until(1.0)
+                )
             requests.level -= 1
         account.inflight += 1
         return self._begun(key, account)
@@ -205,7 +228,9 @@ class Quotas:
         return account
 
     def _follow(self, limits: Mapping[str, KeyLimits]) -> None:
-        """Follow limits that have changed. A name that is gone is forgotten once it has no requests."""
+        """Follow limits that have changed. A name that is gone is forgotten once it has no
+        requests.
+        """
         now = self._now()
         self._seen = limits
         for name, account in list(self._accounts.items()):

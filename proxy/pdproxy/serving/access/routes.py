@@ -1,7 +1,7 @@
 """The table of routes: every path that clients can reach, and what is done with it. Only data.
 
-All other paths get a 404 from the proxy: engines have routes that put them to sleep, load weights or run code.
-`docs/reference/routes.md` documents the table; a test compares the two.
+All other paths get a 404 from the proxy: engines have routes that put them to sleep, load weights
+or run code. `docs/reference/routes.md` documents the table; a test compares the two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Audience(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
-    """One path. `why`: its purpose, or why it is refused. `slow`: the model generates, so only `deadlines.total` bounds it."""
+    """One path. `why`: its purpose, or why it is refused. `slow`: the model generates, so only
+    `deadlines.total` bounds it.
+    """
 
     path: str
     methods: tuple[str, ...]
@@ -75,11 +77,15 @@ class RouteEntry:
         return "POST" in self.methods
 
 
-def _passed(path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True) -> RouteEntry:
+def _passed(
+    path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True
+) -> RouteEntry:
     return RouteEntry(path, ("POST",), RouteKind.PASSED, why, dialect, slow)
 
 
-def _shown(path: str, audience: Audience, why: str, methods: tuple[str, ...] = ("GET",)) -> RouteEntry:
+def _shown(
+    path: str, audience: Audience, why: str, methods: tuple[str, ...] = ("GET",)
+) -> RouteEntry:
     return RouteEntry(path, methods, RouteKind.OWN, why, audience=audience)
 
 
@@ -93,22 +99,34 @@ TABLE: tuple[RouteEntry, ...] = (
         "answer several chats, each as one of a list of prompts",
     ),
     RouteEntry(
-        "/invocations", ("POST",), RouteKind.SPLIT, "SageMaker's route for chats, completions and all that is pooled"
+        "/invocations",
+        ("POST",),
+        RouteKind.SPLIT,
+        "SageMaker's route for chats, completions and all that is pooled",
     ),
     _passed("/v1/responses", "OpenAI's Responses API, without memory", Dialect.RESPONSES),
     RouteEntry("/v1/responses/{response_id}", ("GET",), RouteKind.REFUSED, "no response is stored"),
     RouteEntry(
-        "/v1/responses/{response_id}/cancel", ("POST",), RouteKind.REFUSED, "no response runs in the background"
+        "/v1/responses/{response_id}/cancel",
+        ("POST",),
+        RouteKind.REFUSED,
+        "no response runs in the background",
     ),
     _passed("/v1/messages", "Anthropic's Messages API", Dialect.MESSAGES),
     _passed("/v1/messages/count_tokens", "count a message's tokens", Dialect.MESSAGES, slow=False),
     _passed("/tokenize", "token ids of a prompt or a chat", slow=False),
     _passed("/detokenize", "text of token ids", slow=False),
     RouteEntry(
-        "/tokenizer_info", ("GET",), RouteKind.PASSED, "an engine's tokenizer, where its flag allows it", slow=False
+        "/tokenizer_info",
+        ("GET",),
+        RouteKind.PASSED,
+        "an engine's tokenizer, where its flag allows it",
+        slow=False,
     ),
     _passed("/generative_scoring", "score texts by the next token of a generating model"),
-    _passed("/v1/decisions", "OpenAI's Decisions API: answers to questions, each with its probability"),
+    _passed(
+        "/v1/decisions", "OpenAI's Decisions API: answers to questions, each with its probability"
+    ),
     _passed("/v1/systemone", "the same in vLLM's own form"),
     _passed("/v1/embeddings", "embed texts"),
     _passed("/pooling", "what a pooling model makes of texts"),
@@ -121,9 +139,13 @@ TABLE: tuple[RouteEntry, ...] = (
     RouteEntry(MODELS, ("GET",), RouteKind.OWN, "the models that the engines serve, each once"),
     _shown("/health", Audience.CHECKS, "whether the process runs"),
     _shown("/ping", Audience.CHECKS, "as /health, under SageMaker's name", ("GET", "POST")),
-    _shown("/ready", Audience.CHECKS, "whether a request could be served, and for operators why not"),
     _shown(
-        "/ready/proxy", Audience.CHECKS, "whether this proxy takes requests, whatever its engines do: for balancers"
+        "/ready", Audience.CHECKS, "whether a request could be served, and for operators why not"
+    ),
+    _shown(
+        "/ready/proxy",
+        Audience.CHECKS,
+        "whether this proxy takes requests, whatever its engines do: for balancers",
     ),
     _shown(
         "/healthcheck",
@@ -138,7 +160,9 @@ TABLE: tuple[RouteEntry, ...] = (
 )
 ENTRIES = {entry.path: entry for entry in TABLE}
 """The table by path."""
-KEY_ROUTES = frozenset(entry.key_route for entry in TABLE if entry.needs_key and entry.path != MODELS)
+KEY_ROUTES = frozenset(
+    entry.key_route for entry in TABLE if entry.needs_key and entry.path != MODELS
+)
 """What lines of keys may name. Each key may list the models that it is good for."""
 
 

@@ -1,7 +1,8 @@
-"""Tenants: among whom places are divided, and by which weights. A tenant is a client (`access.clients`) with a name of its own.
+"""Tenants: among whom places are divided, and by which weights. A tenant is a client
+(`access.clients`) with a name of its own.
 
-Owns the rule. A request belongs to the tenant that its header names, where the sender may name one; else to the name of its key;
-else to its key or its address.
+Owns the rule. A request belongs to the tenant that its header names, where the sender may name one;
+else to the name of its key; else to its key or its address.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ OTHER = "other"
 
 
 class Tenants:
-    """Finds the tenants of requests. `header`: what names one, None if nothing does; `weights` by name, 1 for all others.
+    """Finds the tenants of requests. `header`: what names one, None if nothing does; `weights` by
+    name, 1 for all others.
 
     `salts`: those of tenants' caches, None where all share them.
     """
@@ -60,9 +62,11 @@ class Tenants:
     def enter(
         self, name: bytes | str, key: str | None, headers: Headers, *, may_name: bool
     ) -> tuple[Client, TenantSalt | None]:
-        """Return the client of a request, to be used until `Clients.leave`, and the salt of its caches.
+        """Return the client of a request, to be used until `Clients.leave`, and the salt of its
+        caches.
 
-        `name`: the digest of its key, or its address; `key`: the name of its key. `may_name`: whether its sender may name one.
+        `name`: the digest of its key, or its address; `key`: the name of its key. `may_name`:
+        whether its sender may name one.
         """
         limits = self._keys.limits()
         tenant = key if key in limits else None

@@ -1,10 +1,12 @@
 """Limits of keys with several workers: what a key has used in all workers counts.
 
-A key has two buckets, of requests and of tokens. A worker that uses a bucket takes over the newest level that any worker has
-shown, and then shows the new level. If two workers did so within the same microseconds, one of the two uses would be lost. So
-each worker also shows how much was used in that worker since the start; and with a level, how much use of all workers the level
-contains. The next worker that uses the bucket charges the use that is missing in the level. If all workers take the last
-request of a bucket within the same microseconds, the limit is exceeded by as many requests as there are other workers.
+A key has two buckets, of requests and of tokens. A worker that uses a bucket takes over the newest
+level that any worker has shown, and then shows the new level. If two workers did so within the same
+microseconds, one of the two uses would be lost. So each worker also shows how much was used in that
+worker since the start; and with a level, how much use of all workers the level contains. The next
+worker that uses the bucket charges the use that is missing in the level. If all workers take the
+last request of a bucket within the same microseconds, the limit is exceeded by as many requests as
+there are other workers.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from pdproxy.settings.keys import KeyLimits
 REQUESTS, TOKENS, INFLIGHT, REQUESTS_LEFT, TOKENS_LEFT, REQUESTS_SINCE, TOKENS_SINCE = range(7)
 REQUESTS_LIMIT, TOKENS_LIMIT, REQUESTS_SEEN, TOKENS_SEEN, SHOWN = range(7, 12)
 MEASURES = 12
-"""Numbers of the table for each key's name: requests and tokens that were used in this worker, and requests that are served; the
-levels of both buckets, since when these hold and for which limits (0: none), the use in all workers that is charged to them, and
-when they were written. Times are in nanoseconds."""
+"""Numbers of the table for each key's name: requests and tokens that were used in this worker, and
+requests that are served; the levels of both buckets, since when these hold and for which limits (0:
+none), the use in all workers that is charged to them, and when they were written. Times are in
+nanoseconds.
+"""
 KEPT = frozenset(range(MEASURES)) - {INFLIGHT}
 """What stays when a worker is gone."""
 _SCALE = 1_000_000
@@ -69,7 +73,8 @@ class WorkerQuotas(Quotas):
         super()._follow(limits)
         for name in self._used.keys() - self._accounts.keys():
             del self._used[name]
-        # Also what this worker's predecessor has left: keys come and go for as long as the proxy runs.
+        # Also what this worker's predecessor has left: keys come and go for as long as the proxy
+        # runs.
         kept = {used.key for used in self._used.values()} | set(map(key_of, limits))
         for key in set(self._column.keys()) - kept:
             self._column.drop(key)
@@ -85,7 +90,9 @@ class WorkerQuotas(Quotas):
         others = self._others.each(used.key)
         account.elsewhere = sum([one[INFLIGHT] for one in others])
         # Of two that were shown at the same time, the one with more use in it is the later one.
-        newest = max([self._column.read(used.key), *others], key=lambda one: (one[SHOWN], one[REQUESTS_SEEN]))
+        newest = max(
+            [self._column.read(used.key), *others], key=lambda one: (one[SHOWN], one[REQUESTS_SEEN])
+        )
         if not newest[SHOWN]:
             return
         requests, tokens = self._total(used, others)
@@ -98,12 +105,22 @@ class WorkerQuotas(Quotas):
         """Show the others what a name has used here."""
         levels, since, limits = [0, 0], [0, 0], [0, 0]
         for at, bucket in enumerate((account.requests, account.tokens)):
-            if bucket is not None:  # not filled: where the limit caps it depends on when that is done
+            # not filled: where the limit caps it depends on when that is done
+            if bucket is not None:
                 levels[at] = min(max(round(bucket.level * _SCALE), -_MOST), _MOST)
                 since[at], limits[at] = round(bucket.since * 1e9), min(bucket.per_minute, _MOST)
         seen = self._total(used, self._others.each(used.key))
         shown = max(1, int(self._now() * 1e9))
-        numbers = (used.requests, used.tokens, account.inflight, *levels, *since, *limits, *seen, shown)
+        numbers = (
+            used.requests,
+            used.tokens,
+            account.inflight,
+            *levels,
+            *since,
+            *limits,
+            *seen,
+            shown,
+        )
         self._column.write(used.key, numbers)
 
     @staticmethod
@@ -126,7 +143,9 @@ class _SharedUse(Use):
 
     __slots__ = ("_name", "_quotas")
 
-    def __init__(self, quotas: WorkerQuotas, used: _Used, account: Account, now: Callable[[], float]) -> None:
+    def __init__(
+        self, quotas: WorkerQuotas, used: _Used, account: Account, now: Callable[[], float]
+    ) -> None:
         super().__init__(account, now)
         self._quotas = quotas
         self._name = used

@@ -1,4 +1,5 @@
-"""Abandoned requests: their clients have left before any data. They may still end the engines at which they were under way.
+"""Abandoned requests: their clients have left before any data. They may still end the engines at
+which they were under way.
 
 Pure: `now` is an argument.
 """
@@ -23,7 +24,9 @@ MOST_ENGINES = 1024
 
 
 class AbandonedRequest(msgspec.Struct, frozen=True, eq=False):
-    """One at one engine. `since`: when it was sent there; `until`: how long it counts as under way."""
+    """One at one engine. `since`: when it was sent there; `until`: how long it counts as under
+    way.
+    """
 
     request_id: str
     client: bytes | str

@@ -1,8 +1,8 @@
 """The engines that are leased for one attempt, how they are leased, and what is taken for them.
 
-Owns the leases, a name for the prefill leg, space, notices and custody, until a leg, a custody or the custodian takes them over.
-Each attempt is closed once, whatever its outcome. `begin` leases one engine or a pair; `begin_placed`, as the pool's placement
-chooses.
+Owns the leases, a name for the prefill leg, space, notices and custody, until a leg, a custody or
+the custodian takes them over. Each attempt is closed once, whatever its outcome. `begin` leases one
+engine or a pair; `begin_placed`, as the pool's placement chooses.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Attempt:
     def _named_dispatch(self, contract: Contract, request: PromptRequest) -> Dispatch:
         known = self._resources.engines.known
         decode = known[self.answering_url]
-        # With the length of the client's id, which answers will show in its place: see `stream.id_sink`.
+        # With the length of the client's id, which answers will show in its place: see
+        # `stream.id_sink`.
         keeps_length = contract.decode_has_leg_id and contract.leg_id is minted_id
         minted = mint(len(request.headers.shown_id)) if keeps_length else mint()
         dispatch = Dispatch(minted, request.ids, receiver=decode.receiver)
@@ -129,16 +130,22 @@ class Attempt:
 
     @property
     def handle_notice(self) -> ExpectedNotices | None:
-        """The wait for a notice that may bring the handle before the prefill engine's answer, None if none may."""
+        """The wait for a notice that may bring the handle before the prefill engine's answer, None
+        if none may.
+        """
         return self._expected if self._resources.transfer.contract.early else None
 
     @property
     def awaits_notices(self) -> bool:
-        """Whether each rank of the prefill engine reports that the KV is there before the decode engine is asked."""
+        """Whether each rank of the prefill engine reports that the KV is there before the decode
+        engine is asked.
+        """
         return self._expected is not None and not self._resources.transfer.contract.early
 
     async def kv_ready(self, request: PromptRequest) -> CannotSplit | Failed | None:
-        """Wait for these reports. Return None then, and also if the decode engine may be asked without them."""
+        """Wait for these reports. Return None then, and also if the decode engine may be asked
+        without them.
+        """
         resources, contract = self._resources, self._resources.transfer.contract
         assert self._expected is not None
         prefill_url, timeout = self.prefill_url or "", resources.deadlines.kv_ready
@@ -150,7 +157,8 @@ class Attempt:
             return Failed(EngineTimeoutError(message, wait=Wait.KV_READY))
         if contract.holder.late_kv_may_be_read:
             return None
-        # A part of what was pushed may be there, and must not be read: another decode engine computes the prompt.
+        # A part of what was pushed may be there, and must not be read: another decode engine
+        # computes the prompt.
         if self.custody is not None:
             self.custody.end(End.LOST)
         return CannotSplit(Alone.KV_LATE, exclude=self.answering_url)
@@ -164,13 +172,21 @@ class Attempt:
             self._predictions = prefixes.routed(request.beginning, self.assignment)
 
     def parsed_for(self, url: str, parsed: Parsed) -> Parsed:
-        """Return the request as an engine gets it: it may be asked to report what it reuses from its cache."""
-        if self._predictions and (found := of_engine(self._predictions, url)) is not None and found.refreshes:
+        """Return the request as an engine gets it: it may be asked to report what it reuses from
+        its cache.
+        """
+        if (
+            self._predictions
+            and (found := of_engine(self._predictions, url)) is not None
+            and found.refreshes
+        ):
             return reporting(parsed)
         return parsed
 
     def added_is_refused(self, url: str) -> bool:
-        """Note a 400 of an engine. Return whether it may be due to what was added to the request for it; it is added no more."""
+        """Note a 400 of an engine. Return whether it may be due to what was added to the request
+        for it; it is added no more.
+        """
         found = of_engine(self._predictions, url)
         if found is None or not found.refreshes or self._resources.prefixes is None:
             return False
@@ -182,22 +198,30 @@ class Attempt:
         found = of_engine(self._predictions, url) if self._predictions else None
         if found is not None and usage is not None and usage.prompt_tokens_details is not None:
             assert self._resources.prefixes is not None
-            self._resources.prefixes.answered(found, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
+            self._resources.prefixes.answered(
+                found, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
+            )
 
     # -- custody
 
     def hand_on(self, record: PrefillRecord) -> PrefillRecord:
-        """Return the record with the wait for notices and the space. The custodian ends both: P may still push."""
+        """Return the record with the wait for notices and the space. The custodian ends both: P may
+        still push.
+        """
         handed = structs.replace(record, expected=self._expected, space=self._space)
         self._expected = self._space = None
         return handed
 
     def with_notices(self, record: PrefillRecord) -> PrefillRecord:
-        """Return the record with the wait for notices, which ends with this attempt: one that has come may name KV."""
+        """Return the record with the wait for notices, which ends with this attempt: one that has
+        come may name KV.
+        """
         return structs.replace(record, expected=self._expected)
 
     def keep(self, custody: Custody) -> None:
-        """Keep the custody of the KV. The space that the KV takes is released when its custody ends."""
+        """Keep the custody of the KV. The space that the KV takes is released when its custody
+        ends.
+        """
         self.custody = custody
         space, self._space = self._space, None
         if space is not None:
@@ -234,7 +258,11 @@ DECISIONS = counter(
     "decisions",
     "Decisions of the pool's placement (policy.placement); a request has one for each attempt",
     Label("choice", CHOICES),
-    Label("reason", text="the placement's reason, one of a few words of its own; or late", most=MAX_REASONS),
+    Label(
+        "reason",
+        text="the placement's reason, one of a few words of its own; or late",
+        most=MAX_REASONS,
+    ),
     of=Decided,
 )
 
@@ -248,8 +276,9 @@ def begin(
 ) -> Attempt | None:
     """Lease a pair of engines; or one, if `why_alone` says why it must serve the prompt alone.
 
-    `without` are URLs of engines that must not get the prompt: one that serves alone is taken from them only if there are no
-    others. Those of `avoid` are used if no others can serve the prompt in this way. Return None if there are no engines for it.
+    `without` are URLs of engines that must not get the prompt: one that serves alone is taken from
+    them only if there are no others. Those of `avoid` are used if no others can serve the prompt in
+    this way. Return None if there are no engines for it.
     """
     if why_alone is not None:
         return _alone(resources, request, why_alone, without, avoid)
@@ -266,7 +295,8 @@ async def begin_with_space(
     without: Sequence[str],
     avoid: Sequence[str],
 ) -> Attempt | None:
-    """As `begin` for a pair, where receive buffers are bounded: wait until the decode engine has space for the prompt's KV.
+    """As `begin` for a pair, where receive buffers are bounded: wait until the decode engine has
+    space for the prompt's KV.
 
     Raises:
         OverloadedError: no decode engine had space in time.
@@ -285,10 +315,11 @@ async def begin_placed(
     without: Sequence[str],
     avoid: Sequence[str],
 ) -> Attempt | None:
-    """Lease the engines that the pool's placement chooses, those of `without` only if there are no others.
+    """Lease the engines that the pool's placement chooses, those of `without` only if there are no
+    others.
 
-    `must_be_whole`: why the request can't be split, None if it can. Where receive buffers are bounded, a prompt that is split
-    waits as for `begin_with_space`.
+    `must_be_whole`: why the request can't be split, None if it can. Where receive buffers are
+    bounded, a prompt that is split waits as for `begin_with_space`.
 
     Raises:
         TooLateError: no engine can serve it in time, and such requests are refused.
@@ -309,7 +340,8 @@ async def begin_placed(
 
     placed = choose(without)
     if placed is not None and len(placed.leases) > 1 and resources.transfer.buffers.bounded:
-        # It waits behind other prompts, and is placed when its turn comes. What one engine serves whole does not wait for them.
+        # It waits behind other prompts, and is placed when its turn comes. What one engine serves
+        # whole does not wait for them.
         _give_up(resources, placed)
         attempt = await _with_space(resources, request, choose, without)
     else:
@@ -362,7 +394,10 @@ async def _with_space(
 
 
 def _assigned(
-    resources: ExchangeResources, request: PromptRequest, without: Sequence[str], avoid: Sequence[str]
+    resources: ExchangeResources,
+    request: PromptRequest,
+    without: Sequence[str],
+    avoid: Sequence[str],
 ) -> Assignment | None:
     ask, ledger = _ask(resources, request), resources.ledger
     assignment = ledger.assign(PAIR, ask, without=(*without, *avoid)) if avoid else None
@@ -375,11 +410,17 @@ def _give_up(resources: ExchangeResources, assignment: Assignment) -> None:
 
 
 def _alone(
-    resources: ExchangeResources, request: PromptRequest, why: Alone, without: Sequence[str], avoid: Sequence[str]
+    resources: ExchangeResources,
+    request: PromptRequest,
+    why: Alone,
+    without: Sequence[str],
+    avoid: Sequence[str],
 ) -> Attempt | None:
     parsed, ledger = request.parsed, resources.ledger
     spares = spares_decode(resources, request, why)
-    ask = Ask(parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed, spares_decode=spares)
+    ask = Ask(
+        parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed, spares_decode=spares
+    )
     if ledger.needs_details:
         ask = _detailed(ask, request)
     lease = ledger.assign_alone(ask, without=(*without, *avoid)) if avoid else None
@@ -429,10 +470,16 @@ def _decided(resources: ExchangeResources, decision: Decision) -> None:
 
 
 def why_not_split(resources: ExchangeResources, request: PromptRequest) -> Alone | None:
-    """Return why a prompt can't be split, as far as its token ids show; None if nothing is against it."""
+    """Return why a prompt can't be split, as far as its token ids show; None if nothing is against
+    it.
+    """
     ids, transfer = request.ids, resources.transfer
     if ids is None:
         return Alone.NO_TOKENS
     if ids.count < transfer.contract.min_tokens(request.parsed):
         return Alone.SHORT_PROMPT
-    return Alone.KV_BUFFER if transfer.buffers.bounded and not transfer.buffers.fits(ids.count) else None
+    return (
+        Alone.KV_BUFFER
+        if transfer.buffers.bounded and not transfer.buffers.fits(ids.count)
+        else None
+    )

@@ -1,8 +1,9 @@
-"""Requests that wait for engines that stand still: none of the others can serve them, and an engine may only be slow.
+"""Requests that wait for engines that stand still: none of the others can serve them, and an engine
+may only be slow.
 
-A plain engine would answer all of them behind its long step. A request waits as long as one that waits for a place, and keeps its
-place meanwhile: so no more than half of the places wait here, and the requests of other pools go on. Whenever an engine has
-changed, those that wait are tried again.
+A plain engine would answer all of them behind its long step. A request waits as long as one that
+waits for a place, and keeps its place meanwhile: so no more than half of the places wait here, and
+the requests of other pools go on. Whenever an engine has changed, those that wait are tried again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pdproxy.settings.limits import Limits
 WAITING_FOR_ENGINES = gauge(
     "pdproxy_waiting_for_engines",
     "requests",
-    "Requests that wait for an engine that stands still, because no other can serve them (deadlines.queue)",
+    "Requests that wait for an engine that stands still, because no other can serve them "
+    "(deadlines.queue)",
     workers=MergeRule.SUM,
 )
 
@@ -45,7 +47,9 @@ class Comebacks:
         return len(self._waiting)
 
     async def wait(self, model: str | None, until: float) -> bool:
-        """Wait until the engines have changed, up to a time. Return False if that is no use, or if too many wait."""
+        """Wait until the engines have changed, up to a time. Return False if that is no use, or if
+        too many wait.
+        """
         most = min(self._limits.max_queue, self._limits.max_inflight // 2)
         if not self._ledger.may_return(model) or self.waiting >= most:
             return False

@@ -1,4 +1,6 @@
-"""From the failure of a stream's engine to the request by which another one goes on, or to the stream's end."""
+"""From the failure of a stream's engine to the request by which another one goes on, or to the
+stream's end.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +41,27 @@ from pdproxy.wire.engine import Usage
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 MAX_IDS = 65_536
-"""Ids of an answer that another engine is given. More are not: writing them would hold up the event loop."""
+"""Ids of an answer that another engine is given. More are not: writing them would hold up the event
+loop.
+"""
 
 _OF_IDS = b"0123456789, "
 _MAX_RENDERED = 1 << 20
 """Bytes of what an engine renders of a chat, without the prompt's ids."""
 
 Asked = tuple[Parsed, Prompt, LegHeaders, Callable[[], Relay]]
-"""What an engine is asked: the request, its prompt, the headers of its legs, and what makes the relays of its answers."""
+"""What an engine is asked: the request, its prompt, the headers of its legs, and what makes the
+relays of its answers.
+"""
 MakeParsed = Callable[[ResponseWriter, ContinuedEvents], ParsedStream]
 
 
 class Continuation:
-    """How another engine goes on with a stream: by `asked`, another request. `done`: tokens of the answer before that.
+    """How another engine goes on with a stream: by `asked`, another request. `done`: tokens of the
+    answer before that.
 
-    `asked_for`: of the questions that the stream needs. `parsed`: makes the writer of a stream whose events a parser makes.
+    `asked_for`: of the questions that the stream needs. `parsed`: makes the writer of a stream
+    whose events a parser makes.
     """
 
     __slots__ = ("_asked", "_asked_for", "_events", "_held", "_stream", "_writer", "done", "parsed")
@@ -75,7 +83,9 @@ class Continuation:
         self._stream: ParsedStream | None = None
         self._writer = writer
         self._held = sse.data(last.with_text(cut.held)) if cut.held else b""
-        self._events = ContinuedEvents(last.shown, is_chat=last.is_chat, done=cut.done, cached=cached)
+        self._events = ContinuedEvents(
+            last.shown, is_chat=last.is_chat, done=cut.done, cached=cached
+        )
 
     def __repr__(self) -> str:
         return f"<Continuation behind {self.done} tokens>"
@@ -87,7 +97,9 @@ class Continuation:
         return asked
 
     def writer(self, engine: str | None) -> ResponseWriter:
-        """Return where the stream of an engine, its URL, goes. The client first gets the text that was held back from it."""
+        """Return where the stream of an engine, its URL, goes. The client first gets the text that
+        was held back from it.
+        """
         self._asked_for.engine = engine
         if self._held:
             self._writer.write(self._held)
@@ -116,15 +128,19 @@ async def continuation(
 ) -> Continuation | NotContinued:
     """Return how another engine goes on with the stream of `relay`, or why none can.
 
-    `failed`: the URL of its engine; `silent`: it may not answer any more, and is not asked even if it is the only one.
+    `failed`: the URL of its engine; `silent`: it may not answer any more, and is not asked even if
+    it is the only one.
     """
     record, writer, fast_path = request.record, relay.output, relay.fast_path
     if isinstance(writer, ParsedStream) and writer.is_broken:
         return NotContinued.DERENDER
     if not isinstance(record, Record):
         return record or NotContinued.NONE_LEFT
-    # A broken connection is not an engine's end. But another prefill for one that is gone would be for nothing.
-    if not _others(resources, record.kept.model, failed) and (silent or not await resources.is_alive(failed)):
+    # A broken connection is not an engine's end. But another prefill for one that is gone would be
+    # for nothing.
+    if not _others(resources, record.kept.model, failed) and (
+        silent or not await resources.is_alive(failed)
+    ):
         return NotContinued.NO_ENGINE
     if record.prompt_ids.translate(None, _OF_IDS) != b"[]" or record.prompt_ids == b"[]":
         return NotContinued.NO_IDS  # an engine may send anything
@@ -149,7 +165,9 @@ async def continuation(
             return None
         return await detokenizing.text(kept.model, some, own, without=failed, asked_for=asked_for)
 
-    cut: Cut | NotContinued = NotContinued.TOOLS if kept.calls_tools else NotContinued.REASONING_SEEN
+    cut: Cut | NotContinued = (
+        NotContinued.TOOLS if kept.calls_tools else NotContinued.REASONING_SEEN
+    )
     if not last.is_chat or (not kept.calls_tools and _is_content(last, is_parsed=record.is_parsed)):
         cut = await find_cut(ids, last, kept, text, is_parsed=record.is_parsed)
     if kept.shows_ids and isinstance(cut, Cut) and cut.done < len(ids):
@@ -182,7 +200,8 @@ async def _parsed(
     failed: str,
     asked_for: AskedFor,
 ) -> MakeParsed | NotContinued:
-    """Return what makes the client's end of a stream whose events a parser makes, or why nobody can go on with it.
+    """Return what makes the client's end of a stream whose events a parser makes, or why nobody can
+    go on with it.
 
     `own`: the client's `Authorization`; `failed`: the URL of the engine that failed.
     """
@@ -194,7 +213,9 @@ async def _parsed(
     if (lens := _lens(len(stream.ids), stream.several)) is None:
         return NotContinued.NO_IDS
     ask = partial(derendering.answer, authorization=own, without=failed, asked_for=asked_for)
-    rendered = await ask(RENDER, kept.model, record.chat, max_bytes=_MAX_RENDERED + len(record.prompt_ids))
+    rendered = await ask(
+        RENDER, kept.model, record.chat, max_bytes=_MAX_RENDERED + len(record.prompt_ids)
+    )
     why = NotContinued.DERENDER if rendered is None else why_not(rendered)
     if why is not None:
         return why
@@ -202,12 +223,23 @@ async def _parsed(
     async def derender(body: bytes, max_bytes: int) -> bytes | None:
         return await ask(DERENDER, kept.model, body, max_bytes=max_bytes)
 
-    about = (last.shown, kept, record.chat, record.prompt_ids, stream.ids, lens, calls, derendering.most)
+    about = (
+        last.shown,
+        kept,
+        record.chat,
+        record.prompt_ids,
+        stream.ids,
+        lens,
+        calls,
+        derendering.most,
+    )
     return lambda output, plain: ParsedStream(output, ParsedEvents(plain, *about), derender)
 
 
 def _lens(count: int, several: Sequence[int]) -> list[int] | None:
-    """Return how many of `count` ids came in each event, None if that is not known. `several`: as of `FastPath`."""
+    """Return how many of `count` ids came in each event, None if that is not known. `several`: as
+    of `FastPath`.
+    """
     found: list[int] = []
     at = 0
     for start, length in zip(several[::2], several[1::2], strict=True):
@@ -240,15 +272,20 @@ def _others(resources: ExchangeResources, model: str | None, failed: str) -> boo
 def _is_content(last: LastEvent, *, is_parsed: bool) -> bool:
     """Return whether a chat's answer is at its content, so that all that follows is content, too.
 
-    `is_parsed`: only its last event can show that. Else an event without any text is one of content that is held back.
+    `is_parsed`: only its last event can show that. Else an event without any text is one of content
+    that is held back.
     """
     if is_parsed:
         return last.kind == "content" and last.text != ""
     return last.kind == "content" or (last.kind is None and last.ids > 0)
 
 
-def _limit(resources: ExchangeResources, kept: Continuable, prompt: int, done: int) -> int | NotContinued:
-    """Return how many tokens the answer may have in all: of a chat without a limit, as many as fit into the engines' contexts."""
+def _limit(
+    resources: ExchangeResources, kept: Continuable, prompt: int, done: int
+) -> int | NotContinued:
+    """Return how many tokens the answer may have in all: of a chat without a limit, as many as fit
+    into the engines' contexts.
+    """
     lengths = [
         engine.evidence.max_model_len
         for engine in resources.ledger.engines
@@ -266,10 +303,12 @@ def _limit(resources: ExchangeResources, kept: Continuable, prompt: int, done: i
 
 
 def finish(relay: Relay, record: Record | None) -> bool:
-    """End a stream of which only its end is missing: its choice has ended. Return whether that was possible.
+    """End a stream of which only its end is missing: its choice has ended. Return whether that was
+    possible.
 
-    The client gets the event with which the choice ended, if that was held back; its usage, if it wants that; and the mark.
-    `record`: None if there is none. Then the engine's own usage must have come, which is behind the ends of all choices.
+    The client gets the event with which the choice ended, if that was held back; its usage, if it
+    wants that; and the mark. `record`: None if there is none. Then the engine's own usage must have
+    come, which is behind the ends of all choices.
     """
     events, output, fast_path = relay.filter, relay.output, relay.fast_path
     if output is None or not events.finished:
@@ -300,7 +339,9 @@ def finish(relay: Relay, record: Record | None) -> bool:
 
 
 def cause_of(error: EngineError) -> str:
-    """Return the kind of failure that cut a stream: a label of `pdproxy_continuations_total{reason}`."""
+    """Return the kind of failure that cut a stream: a label of
+    `pdproxy_continuations_total{reason}`.
+    """
     if isinstance(error, EngineTimeoutError):
         return "stalled" if error.wait is Wait.STALLED else "deadline"
     if isinstance(error, EngineUnreachableError):

@@ -1,7 +1,9 @@
-"""Where another engine may go on with an answer: behind which of its ids, and what of their text the client has not got.
+"""Where another engine may go on with an answer: behind which of its ids, and what of their text
+the client has not got.
 
-An engine sends the text of whole letters only, and holds text back that may begin a stop string. The engine that goes on begins
-its text behind the ids that it is given. So these must end with a whole letter, and the client gets what was held back.
+An engine sends the text of whole letters only, and holds text back that may begin a stop string.
+The engine that goes on begins its text behind the ids that it is given. So these must end with a
+whole letter, and the client gets what was held back.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from pdproxy.wire.continuable import Continuable, NotContinued
 _MAX_PARTS = 4
 """Ids that one letter may be made of: it has as many bytes."""
 _WINDOW = 24
-"""Ids at the end of an answer whose text is asked for, besides the ids of text that is held back."""
+"""Ids at the end of an answer whose text is asked for, besides the ids of text that is held
+back.
+"""
 _IDS_PER_CHARACTER = 4
 _REPLACEMENT = "\ufffd"
 
@@ -26,16 +30,24 @@ Detokenize = Callable[[Sequence[int]], Awaitable[str | None]]
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """Where an engine goes on: behind `done` ids. `held`: the text of these that the client has not got."""
+    """Where an engine goes on: behind `done` ids. `held`: the text of these that the client has not
+    got.
+    """
 
     done: int
     held: str = ""
 
 
 async def find_cut(
-    ids: array[int], last: LastEvent, kept: Continuable, detokenize: Detokenize, *, is_parsed: bool = False
+    ids: array[int],
+    last: LastEvent,
+    kept: Continuable,
+    detokenize: Detokenize,
+    *,
+    is_parsed: bool = False,
 ) -> Cut | NotContinued:
-    """Return where another engine goes on behind `ids`, whose last ones came with the event `last`; or why none can.
+    """Return where another engine goes on behind `ids`, whose last ones came with the event `last`;
+    or why none can.
 
     `is_parsed`: a parser of the engine makes the events, which may send the text of an id later.
     """
@@ -52,15 +64,21 @@ async def find_cut(
             return NotContinued.HALF_LETTER
         if not text.endswith(_REPLACEMENT):
             found = _behind(text, count - back, last, kept, whole=window == count)
-            # With an id at the end of a letter comes text, if more is there than is held back: a special token has none, and
-            # what is held back can't be told from its name.
-            is_special = not back and kept.held_back and not last.text and len(text) > kept.held_back
+            # With an id at the end of a letter comes text, if more is there than is held back: a
+            # special token has none, and what is held back can't be told from its name.
+            is_special = (
+                not back and kept.held_back and not last.text and len(text) > kept.held_back
+            )
             return NotContinued.HALF_LETTER if is_special else found
     return Cut(0) if count < _MAX_PARTS and not last.text else NotContinued.HALF_LETTER
 
 
-def _behind(text: str, done: int, last: LastEvent, kept: Continuable, *, whole: bool) -> Cut | NotContinued:
-    """Return the cut behind `done` ids, whose text is `text`, or ends with it if that is not the `whole` text."""
+def _behind(
+    text: str, done: int, last: LastEvent, kept: Continuable, *, whole: bool
+) -> Cut | NotContinued:
+    """Return the cut behind `done` ids, whose text is `text`, or ends with it if that is not the
+    `whole` text.
+    """
     held_back = kept.held_back
     if len(text) < held_back and not whole:
         return NotContinued.HALF_LETTER

@@ -1,4 +1,6 @@
-"""The last decisions on which engines serve a request, in their order. For operators: nothing here reads them."""
+"""The last decisions on which engines serve a request, in their order. For operators: nothing here
+reads them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ LATE = "late"
 class Decision(msgspec.Struct, frozen=True):
     """A decision for one attempt of a request. `at`: when, in monotonic seconds.
 
-    `choice`: whole, split or refused. `engines`: their URLs, the one that answers last. `must_be_whole`: why the request could
-    not be split, None if it could. `values`: what the placement based it on. `tokens`: the prompt's, None where unknown.
+    `choice`: whole, split or refused. `engines`: their URLs, the one that answers last.
+    `must_be_whole`: why the request could not be split, None if it could. `values`: what the
+    placement based it on. `tokens`: the prompt's, None where unknown.
     """
 
     at: float
@@ -37,7 +40,9 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class KeptDecisions(msgspec.Struct, array_like=True, frozen=True):
-    """Decisions, the oldest first. `placement`: what made them, None where nothing does; `now`: when they were shown."""
+    """Decisions, the oldest first. `placement`: what made them, None where nothing does; `now`:
+    when they were shown.
+    """
 
     placement: str | None
     now: float
@@ -61,7 +66,9 @@ class _Page(msgspec.Struct):
 
 
 class Decisions:
-    """The last `KEPT` decisions. `placement`: the name of what makes them, None where nothing does and none is kept."""
+    """The last `KEPT` decisions. `placement`: the name of what makes them, None where nothing does
+    and none is kept.
+    """
 
     def __init__(self, placement: str | None, now: Callable[[], float]) -> None:
         self.placement = placement
@@ -89,7 +96,9 @@ def together(kept: Sequence[KeptDecisions], now: float, most: int | None = None)
         found.sort(key=attrgetter("at"))
     if most is not None:
         found = found[-most:]
-    return KeptDecisions(next((some.placement for some in kept if some.placement is not None), None), now, found)
+    return KeptDecisions(
+        next((some.placement for some in kept if some.placement is not None), None), now, found
+    )
 
 
 def page_of(kept: KeptDecisions) -> bytes:
@@ -111,9 +120,13 @@ def page_of(kept: KeptDecisions) -> bytes:
 
 
 def decided(times: LegTimes, assignment: Assignment) -> LegTimes:
-    """Return what happened, with the decision that led to it. Predictions that are no times (infinite) are left out."""
+    """Return what happened, with the decision that led to it. Predictions that are no times
+    (infinite) are left out.
+    """
     ttft, tpot = (_finite((assignment.values or {}).get(name)) for name in ("ttft", "tpot"))
-    return msgspec.structs.replace(times, decision=assignment.reason, predicted_ttft_s=ttft, predicted_tpot_s=tpot)
+    return msgspec.structs.replace(
+        times, decision=assignment.reason, predicted_ttft_s=ttft, predicted_tpot_s=tpot
+    )
 
 
 def _finite(value: float | None) -> float | None:
@@ -121,7 +134,9 @@ def _finite(value: float | None) -> float | None:
 
 
 def spelled(assignment: Assignment, why_alone: str | None) -> str:
-    """Return a decision as the value of a header: `whole URL; reason=R; name=value`, or `split URL -> URL; ...`."""
+    """Return a decision as the value of a header: `whole URL; reason=R; name=value`, or `split URL
+    -> URL; ...`.
+    """
     urls = [lease.engine.url for lease in assignment.leases]
     choice = WHOLE if len(urls) == 1 else SPLIT
     reason = assignment.reason or why_alone or "policy"

@@ -1,8 +1,10 @@
-"""The leg that answers the client: a decode engine that gets the KV in our custody, or one engine alone.
+"""The leg that answers the client: a decode engine that gets the KV in our custody, or one engine
+alone.
 
-Owns the leg, the engine's lease, and, once the request is sent, the end of the custody. The request is sent once, whatever the
-connection looks like: whether another one follows is `recovery`'s to decide. Nothing reaches the client before the engine has
-sent data, so that until then another engine can be asked.
+Owns the leg, the engine's lease, and, once the request is sent, the end of the custody. The request
+is sent once, whatever the connection looks like: whether another one follows is `recovery`'s to
+decide. Nothing reaches the client before the engine has sent data, so that until then another
+engine can be asked.
 """
 
 from __future__ import annotations
@@ -65,18 +67,24 @@ from pdproxy.wire.usage import with_cache
 logger = logging.getLogger("pdproxy.kv")
 
 FINISH_GRACE = 1.0
-"""Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
+"""Seconds that an engine may take from its end mark to the end of its HTTP answer before the
+connection is dropped.
+"""
 COUNTS_GRACE = 1.0
 """Seconds that an answer waits for the prefill engine's own answer, if the KV came before that."""
 ACCEPT_GRACE = 0.15
-"""After the client has left: seconds for the decode engine to show that it has the request (0.2 s with the clock's tick), and as
-many from a stream's headers to its first data."""
+"""After the client has left: seconds for the decode engine to show that it has the request (0.2 s
+with the clock's tick), and as many from a stream's headers to its first data.
+"""
 ACCEPTED_UNSEEN = 1.0
-"""Seconds behind which an engine that is healthy has the request, if the answer is not streamed; and that it has to say so."""
+"""Seconds behind which an engine that is healthy has the request, if the answer is not streamed;
+and that it has to say so.
+"""
 
 
 class DecodeLeg:
-    """The answering leg of an attempt. Run once. Without custody of any KV, the engine serves the request alone.
+    """The answering leg of an attempt. Run once. Without custody of any KV, the engine serves the
+    request alone.
 
     The watch over engines that stand still sees it as a `fleet.open_legs.OpenLeg`.
     """
@@ -116,7 +124,9 @@ class DecodeLeg:
         self._attempt = attempt
         self._custody = custody = attempt.custody
         self._in_silence = request.parsed.starts_in_silence
-        """Whether nothing comes before the answer is whole, or before reasoning that the client does not want is over."""
+        """Whether nothing comes before the answer is whole, or before reasoning that the client
+        does not want is over.
+        """
         self._lease = lease = attempt.assignment.leases[-1]
         self._url = lease.engine.url
         self._engine = request.resources.engines.known[self._url]
@@ -156,10 +166,14 @@ class DecodeLeg:
     def __repr__(self) -> str:
         return f"<DecodeLeg {self._url}, {self.relay!r}>"
 
-    async def run(self) -> Answered | AskAgain | CannotSplit | DecodeFailed | ModelRefused | PrefillFailed:
-        """Have the engine answer, and pass a stream on to its end. The lease and the custody end here.
+    async def run(
+        self,
+    ) -> Answered | AskAgain | CannotSplit | DecodeFailed | ModelRefused | PrefillFailed:
+        """Have the engine answer, and pass a stream on to its end. The lease and the custody end
+        here.
 
-        Closing the leg makes an engine that has the request free the KV on both sides; else the custody is released.
+        Closing the leg makes an engine that has the request free the KV on both sides; else the
+        custody is released.
         """
         request, resources, custody, url = self._request, self._resources, self._custody, self._url
         self.since = resources.now()
@@ -180,9 +194,15 @@ class DecodeLeg:
             first_at = resources.now()
             if self._timer is not None:
                 self._timer.cancel()
-            if custody is not None and first_at >= custody.sure_until and await resources.lease_may_have_ended(custody):
+            if (
+                custody is not None
+                and first_at >= custody.sure_until
+                and await resources.lease_may_have_ended(custody)
+            ):
                 custody.end(End.EXPIRED)
-                raise KvGoneError(f"the lease of the KV at {custody.prefill} ended before {url} had sent data")
+                raise KvGoneError(
+                    f"the lease of the KV at {custody.prefill} ended before {url} had sent data"
+                )
             self._data_came = True
             asked_at = max(self.since, self._kv_made_at)
             if isinstance(first, Answer):
@@ -197,7 +217,11 @@ class DecodeLeg:
                 if request.doubtful is not None and first.status == 200:
                     request.answered_well()
                 self._kv_loaded()
-                if first.status == 200 and self.prefill_over is not None and await self._counts_came(self.prefill_over):
+                if (
+                    first.status == 200
+                    and self.prefill_over is not None
+                    and await self._counts_came(self.prefill_over)
+                ):
                     first = self._with_cached_counts(first)
                 self._compare()
                 if self._turn is not None and first.status == 200:
@@ -256,7 +280,9 @@ class DecodeLeg:
             if custody is not None:
                 custody.on_gone = None  # it refers to this leg
                 if self._expected:
-                    resources.auditor.over(self._engine, self._expected, loaded=custody.how is End.LOADED)
+                    resources.auditor.over(
+                        self._engine, self._expected, loaded=custody.how is End.LOADED
+                    )
                 custody.release()  # whatever has not ended by now
             if beside:
                 beside = (beside + open_legs.flowing) // 2
@@ -286,12 +312,15 @@ class DecodeLeg:
         return await self.relay.first
 
     def _message(self, parsed: Parsed, prompt: Prompt | None) -> Message:
-        """Return the request, which is written in the same step: here the handle is given to the engine.
+        """Return the request, which is written in the same step: here the handle is given to the
+        engine.
 
-        `parsed`, `prompt`: as they were when the leg began, whatever has become of the client's request.
+        `parsed`, `prompt`: as they were when the leg began, whatever has become of the client's
+        request.
 
         Raises:
-            EngineError: the request is not wanted any more. The engine may have taken seconds to be connected to.
+            EngineError: the request is not wanted any more. The engine may have taken seconds to be
+                connected to.
         """
         if self._ended_by is not None:  # it would wait for KV that does not come
             raise self._ended_by
@@ -310,7 +339,8 @@ class DecodeLeg:
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
     def _sink(self) -> Sink:
-        """Return what gets the engine's answer: the relay, or what changes the answer on its way there.
+        """Return what gets the engine's answer: the relay, or what changes the answer on its way
+        there.
 
         Raises:
             KvGoneError: the handle has ended, whose first token the answer would begin with.
@@ -341,7 +371,9 @@ class DecodeLeg:
         if self.relay.status == 0 and self._leg is None:
             self._end_late()
         else:
-            self._asking = asyncio.get_running_loop().create_task(self._ask_engine(), name="does a silent engine work")
+            self._asking = asyncio.get_running_loop().create_task(
+                self._ask_engine(), name="does a silent engine work"
+            )
 
     async def _ask_engine(self) -> None:
         resources, custody = self._resources, self._custody
@@ -372,12 +404,16 @@ class DecodeLeg:
         self.gave_up = self._end(EngineError("the prefill has failed")) or self.gave_up
 
     def _kv_gone(self, why: str, prefill_lost: bool) -> None:
-        """Fail the leg, unless data has come: its KV will not come, or the decode engine may read another prompt's KV."""
+        """Fail the leg, unless data has come: its KV will not come, or the decode engine may read
+        another prompt's KV.
+        """
         if self._end(EngineError(why)):
             self.gave_up = self._lost = prefill_lost
 
     async def _end_if_accepted(self) -> None:
-        """The client has left before any data. If the engine has the request, closing the leg makes it free the KV."""
+        """The client has left before any data. If the engine has the request, closing the leg makes
+        it free the KV.
+        """
         custody, resources = self._custody, self._resources
         if self._leg is None or custody is None or custody.state is None:
             return
@@ -385,7 +421,8 @@ class DecodeLeg:
         if isinstance(holder, PushedToDecode):
             if holder.release_body is None:
                 await self._has_begun()
-            # What waits for the KV gets it, and what does not leaves it to the prefill engine's lease.
+            # What waits for the KV gets it, and what does not leaves it to the prefill engine's
+            # lease.
             custody.end(End.ABORTED)
         elif await self._is_accepted():
             custody.end(End.ABORTED, in_silence=self._in_silence)
@@ -393,7 +430,8 @@ class DecodeLeg:
     async def _has_begun(self) -> None:
         """Wait until the engine has had `ACCEPT_GRACE` to begin with the request.
 
-        One that is closed before the engine's scheduler has seen it asks for no KV, and nothing else could free it.
+        One that is closed before the engine's scheduler has seen it asks for no KV, and nothing
+        else could free it.
         """
         clock = self._resources.clock
         try:
@@ -407,10 +445,11 @@ class DecodeLeg:
     async def _is_accepted(self) -> bool:
         """Return whether the engine has the request. If it has, closing the leg frees the KV.
 
-        A stream shows it by its headers, unless an error follows: an engine may refuse a request in the stream. What shows
-        nothing behind its headers waits for its turn, or for KV. An answer that is not streamed shows nothing before its end.
-        Then the engine is asked for its health, if it has had `ACCEPTED_UNSEEN` seconds: one that stands still may not have read
-        the request.
+        A stream shows it by its headers, unless an error follows: an engine may refuse a request in
+        the stream. What shows nothing behind its headers waits for its turn, or for KV. An answer
+        that is not streamed shows nothing before its end. Then the engine is asked for its health,
+        if it has had `ACCEPTED_UNSEEN` seconds: one that stands still may not have read the
+        request.
         """
         relay, clock = self.relay, self._resources.clock
         if not self._request.parsed.stream and clock.now() - self._sent_at > ACCEPTED_UNSEEN:
@@ -427,7 +466,8 @@ class DecodeLeg:
                 await relay.first_again()
         except EngineError as error:
             drop_traceback(error)
-            return isinstance(error, EngineTimeoutError)  # a deadline on its silence ended it, as the client did
+            # a deadline on its silence ended it, as the client did
+            return isinstance(error, EngineTimeoutError)
         except TimeoutError:
             pass
         return True
@@ -469,7 +509,8 @@ class DecodeLeg:
     def source_lost(self, why: str) -> None:
         """End it as one whose prefill has failed."""
         custody = self._custody
-        if custody is not None and not custody.awaits_push:  # pushes are looked after by `kv.lost_pushes`
+        # pushes are looked after by `kv.lost_pushes`
+        if custody is not None and not custody.awaits_push:
             custody.source_lost(why)
 
     def fail(self, error: EngineError) -> None:
@@ -480,7 +521,9 @@ class DecodeLeg:
     # -- while the prefill engine works, too
 
     def kv_made(self, at: float) -> None:
-        """The prefill engine has answered at that time: from now on, the first data has its deadline."""
+        """The prefill engine has answered at that time: from now on, the first data has its
+        deadline.
+        """
         custody = self._custody
         assert custody is not None
         self._kv_made_at = at
@@ -496,10 +539,11 @@ class DecodeLeg:
         self._resources.auditor.asked(self._engine, tokens)
 
     async def _counts_came(self, over: OneShotEvent) -> bool:
-        """Wait for the prefill engine's answer beside the decode engine's data, since only it has the counts of its cache.
+        """Wait for the prefill engine's answer beside the decode engine's data, since only it has
+        the counts of its cache.
 
-        `over` is set then. Return whether it has come: before the data, behind it, or at the same moment. The push comes before
-        it, but the answer is on its way by then.
+        `over` is set then. Return whether it has come: before the data, behind it, or at the same
+        moment. The push comes before it, but the answer is on its way by then.
         """
         custody = self._custody
         if custody is None:
@@ -508,20 +552,33 @@ class DecodeLeg:
             with self._resources.clock.within(COUNTS_GRACE):
                 await over.wait()
         except TimeoutError:
-            logger.info("%s has pushed KV, and not answered: the answer shows no counts of its cache", custody.prefill)
+            logger.info(
+                "%s has pushed KV, and not answered: the answer shows no counts of its cache",
+                custody.prefill,
+            )
         return not custody.promised
 
     def _show_cached_counts(self) -> None:
-        """Have the answer's usage show what the prefill engine found in its cache, where the decode engine can't know it."""
+        """Have the answer's usage show what the prefill engine found in its cache, where the decode
+        engine can't know it.
+        """
         assert self._custody is not None
         counts, events = self._custody.handle, self.relay.filter
-        events.cached_tokens, events.created_cache_tokens = counts.cached_tokens, counts.created_cache_tokens
+        events.cached_tokens, events.created_cache_tokens = (
+            counts.cached_tokens,
+            counts.created_cache_tokens,
+        )
 
     def _with_cached_counts(self, answer: Answer) -> Answer:
         """Return a whole answer with those counts, which may have come behind it."""
         assert self._custody is not None
-        cached, created = self._custody.handle.cached_tokens, self._custody.handle.created_cache_tokens
-        return Answer(answer.status, answer.headers, with_cache(answer.body, cached=cached, created=created))
+        cached, created = (
+            self._custody.handle.cached_tokens,
+            self._custody.handle.created_cache_tokens,
+        )
+        return Answer(
+            answer.status, answer.headers, with_cache(answer.body, cached=cached, created=created)
+        )
 
     # -- the stream
 
@@ -536,7 +593,8 @@ class DecodeLeg:
         reads: Reads | None = leg
         direct = custody is None or custody.handle.first is None
         if custody is not None and shared is not None:
-            # Reads may take the fast path only if the client's answer has the same lengths as the engine's.
+            # Reads may take the fast path only if the client's answer has the same lengths as the
+            # engine's.
             direct = direct and len(shared) == len(request.headers.shown_id)
             reads = None if leg is None else RenamedReads(leg, shared, request.headers.shown_id)
         stream_to = request.stream_to
@@ -554,7 +612,8 @@ class DecodeLeg:
     # -- what came of it
 
     def _refusal(self, answer: Answer) -> AskAgain | CannotSplit | ModelRefused | None:
-        """Decide what a whole answer means for the KV. Return why it can't go to the client, None if it can.
+        """Decide what a whole answer means for the KV. Return why it can't go to the client, None
+        if it can.
 
         Raises:
             EngineError: another engine may do better.
@@ -573,11 +632,16 @@ class DecodeLeg:
         if is_unknown_model(answer):
             return ModelRefused(url, answer)
         if answer.status == 400 and is_about_ours(answer, added_fields(self._request.parsed)):
-            raise OwnBodyRefusedError(f"{url} refused what the client has not sent: {error_text(answer.body)}")
+            raise OwnBodyRefusedError(
+                f"{url} refused what the client has not sent: {error_text(answer.body)}"
+            )
         if custody is None:
-            return AskAgain() if answer.status == 400 and self._attempt.added_is_refused(url) else None
+            return (
+                AskAgain() if answer.status == 400 and self._attempt.added_is_refused(url) else None
+            )
         if custody.handle.first is not None:
-            # This leg is not the client's own request: only an engine that gets that can say what is wrong with it.
+            # This leg is not the client's own request: only an engine that gets that can say what
+            # is wrong with it.
             return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
         # 401 and 404 come from before the handler that releases KV.
         if answer.status == 400:
@@ -602,15 +666,19 @@ class DecodeLeg:
                 custody.decode_was_late(accepted=self.relay.status == 200)
             if lost:
                 return PrefillFailed(custody.prefill, Alone.PREFILL_FAILED, error)
-        wait = error.wait if isinstance(error, EngineTimeoutError | EngineUnreachableError) else None
+        wait = (
+            error.wait if isinstance(error, EngineTimeoutError | EngineUnreachableError) else None
+        )
         if wait is not None and not self._data_came:
             self._resources.observers.notify(DeadlinePassed(wait.value, url))
         return DecodeFailed(url, error, not before_data, leave_out)
 
     def _kv_failed(self, prefill: str, *, is_counted: bool = False) -> str:
-        """Note that the prompt's KV did not get from one engine to the other. The prompt may be the cause itself.
+        """Note that the prompt's KV did not get from one engine to the other. The prompt may be the
+        cause itself.
 
-        `is_counted`: the engine has reported it, too. Return which of the two is left out if the prompt is tried again.
+        `is_counted`: the engine has reported it, too. Return which of the two is left out if the
+        prompt is tried again.
         """
         request, resources = self._request, self._resources
         first = request.kv_failed() and not is_counted
@@ -625,10 +693,14 @@ class DecodeLeg:
             transfers.loaded(custody.prefill, self._url, self.since)
 
     def _compare(self) -> None:
-        """Compare the prompt lengths that both engines reported; of one alone, what was expected of its cache."""
+        """Compare the prompt lengths that both engines reported; of one alone, what was expected of
+        its cache.
+        """
         custody, usage = self._custody, self.relay.usage
         if custody is None:
             self._attempt.cached(self._url, usage)
         elif usage is not None and not custody.promised:
             counted = custody.handle.prompt_tokens
-            self._resources.auditor.compared(custody.prefill, self._url, counted, usage.prompt_tokens)
+            self._resources.auditor.compared(
+                custody.prefill, self._url, counted, usage.prompt_tokens
+            )

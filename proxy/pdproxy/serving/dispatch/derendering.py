@@ -1,6 +1,8 @@
-"""What engines make of a chat's request and of its token ids: `/v1/chat/completions/render` and `derender`.
+"""What engines make of a chat's request and of its token ids: `/v1/chat/completions/render` and
+`derender`.
 
-Only engines that run with `--enable-scale-out` and a parser have a use here. The prober asks each of them once per run.
+Only engines that run with `--enable-scale-out` and a parser have a use here. The prober asks each
+of them once per run.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from pdproxy.serving.dispatch.in_turn import AskedFor, first_answer
 from pdproxy.settings.limits import Deadlines
 
 Ask = Callable[[str, str, bytes, bytes | None, int], Awaitable[bytes]]
-"""Sends an engine (its URL), on a path, a body with the client's `Authorization`; returns its answer of so many bytes at most."""
+"""Sends an engine (its URL), on a path, a body with the client's `Authorization`; returns its
+answer of so many bytes at most.
+"""
 _MAX_CALLS = 64
-"""Calls under way at a time. The others wait for them, and no probe waits for a connection: there are 100."""
+"""Calls under way at a time. The others wait for them, and no probe waits for a connection: there
+are 100.
+"""
 _MAX_MODELS = 1024
 
 
 class Derendering:
-    """Asks engines, and knows which models' engines all can. `deadlines`: that of one answer, whatever fails meanwhile.
+    """Asks engines, and knows which models' engines all can. `deadlines`: that of one answer,
+    whatever fails meanwhile.
 
-    `most`: tokens of a prompt and its answer together, so that no engine parses for long. An observer.
+    `most`: tokens of a prompt and its answer together, so that no engine parses for long. An
+    observer.
     """
 
     only = (NodeChanged,)
@@ -58,7 +66,9 @@ class Derendering:
             self._possible.clear()
 
     def possible(self, model: str | None) -> bool:
-        """Return whether all engines of a model that are up can parse what their chats' parsers do."""
+        """Return whether all engines of a model that are up can parse what their chats' parsers
+        do.
+        """
         found = self._possible.get(model)
         if found is None:
             evidences = [
@@ -86,7 +96,9 @@ class Derendering:
         max_bytes: int,
         asked_for: AskedFor,
     ) -> bytes | None:
-        """Return an engine's answer, None if none has answered in time. `without`: the URL of an engine that is asked last."""
+        """Return an engine's answer, None if none has answered in time. `without`: the URL of an
+        engine that is asked last.
+        """
         now = self._clock.now()
         able = [
             engine.in_ledger
@@ -102,7 +114,9 @@ class Derendering:
                 async with self._places:
                     return await first_answer(
                         asked,
-                        lambda ledger_engine: self._ask(ledger_engine.url, path, body, authorization, max_bytes),
+                        lambda ledger_engine: self._ask(
+                            ledger_engine.url, path, body, authorization, max_bytes
+                        ),
                         self._clock,
                         self._deadlines.between_tokens,
                         Wait.BETWEEN_TOKENS,

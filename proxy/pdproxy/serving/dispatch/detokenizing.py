@@ -1,4 +1,6 @@
-"""The text of token ids, by an engine's `/detokenize`: only where a stream was cut, to see what its client has of the text."""
+"""The text of token ids, by an engine's `/detokenize`: only where a stream was cut, to see what its
+client has of the text.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pdproxy.serving.dispatch.in_turn import AskedFor, first_answer
 from pdproxy.settings.limits import Deadlines
 
 AskForText = Callable[[str, str | None, Sequence[int], bytes | None], Awaitable[str]]
-"""Sends an engine (its URL) a model's name and ids, with the client's own `Authorization`; returns their text."""
+"""Sends an engine (its URL) a model's name and ids, with the client's own `Authorization`; returns
+their text.
+"""
 
 
 class Detokenizing:
@@ -45,7 +49,9 @@ class Detokenizing:
         without: str,
         asked_for: AskedFor,
     ) -> str | None:
-        """Return the text of ids, None if no engine has answered in time. `without`: the URL of an engine that is not asked."""
+        """Return the text of ids, None if no engine has answered in time. `without`: the URL of an
+        engine that is not asked.
+        """
         now = self._clock.now()
         engines = [engine.in_ledger for engine in self._engines.values()]
         able = [

@@ -1,11 +1,15 @@
 """Failures of engines that the request itself may have caused: whose doing they are. Pure.
 
-An engine that answers 5xx may be broken, or do so to this request alone, as every engine would. A client must not take engines
-out of use by requests that no engine can serve. So such failures are kept with their request, and do not count yet:
+An engine that answers 5xx may be broken, or do so to this request alone, as every engine would. A
+client must not take engines out of use by requests that no engine can serve. So such failures are
+kept with their request, and do not count yet:
 
-    another engine has answered the request well    each counts: against its engine, or for the transfer of KV
-    the same failure at a second engine             the request is the cause. No third engine is asked, and none of them counts
-    there was no other engine to ask                they count: an only engine that is broken must be found, too
+    another engine has answered the request well    each counts: against its engine, or for the
+                                                    transfer of KV
+    the same failure at a second engine             the request is the cause. No third engine is
+                                                    asked, and none of them counts
+    there was no other engine to ask                they count: an only engine that is broken must
+                                                    be found, too
     nothing shows it (the client has left)          none counts
 
 A whole answer of status 200, or the first data of a stream, is an answer.
@@ -19,7 +23,8 @@ from pdproxy.scheduling.leases import Lease
 
 
 class FailedTransfer(msgspec.Struct, frozen=True):
-    """KV that did not get from one engine to another, by their URLs. `at`: when that was, in monotonic seconds.
+    """KV that did not get from one engine to another, by their URLs. `at`: when that was, in
+    monotonic seconds.
 
     `first`: whether it is the first such failure of its request.
     """
@@ -31,7 +36,9 @@ class FailedTransfer(msgspec.Struct, frozen=True):
 
 
 class DoubtfulFailures:
-    """Those of one request. Made with the first of them, and dropped once they were counted, or shown to be the request's."""
+    """Those of one request. Made with the first of them, and dropped once they were counted, or
+    shown to be the request's.
+    """
 
     __slots__ = ("_answering", "_counted", "_prefilling", "_transfers", "_without_kv", "kv_failed")
 
@@ -48,11 +55,16 @@ class DoubtfulFailures:
         """Whether any of those was given no KV, so that KV was not the cause."""
 
     def __repr__(self) -> str:
-        return f"<DoubtfulFailures {len(self._counted)} of engines, {len(self._transfers)} of transfers>"
+        return (
+            f"<DoubtfulFailures {len(self._counted)} of engines, {len(self._transfers)} of "
+            f"transfers>"
+        )
 
     @property
     def transfers(self) -> list[tuple[str, str]]:
-        """The prefill and decode engines between which the request's KV did not move, in the order of its attempts."""
+        """The prefill and decode engines between which the request's KV did not move, in the order
+        of its attempts.
+        """
         return [(one.prefill, one.decode) for one in self._transfers]
 
     @property
@@ -66,7 +78,9 @@ class DoubtfulFailures:
         self._counted.append(lease)
 
     def answer_failed(self, lease: Lease, *, with_kv: bool = False) -> None:
-        """Note an answering engine that has answered 5xx. `with_kv`: it was given KV, so that this is no failure of its own."""
+        """Note an answering engine that has answered 5xx. `with_kv`: it was given KV, so that this
+        is no failure of its own.
+        """
         self._answering.add(lease.engine.url)
         if not with_kv:
             self._without_kv = True
@@ -77,7 +91,9 @@ class DoubtfulFailures:
         self._transfers.append(failed)
 
     def follow(self, *, prefill: bool) -> bool:
-        """Return whether two engines have failed in the same way: with the prefill, or with the answer."""
+        """Return whether two engines have failed in the same way: with the prefill, or with the
+        answer.
+        """
         return len(self._prefilling if prefill else self._answering) > 1
 
     def answered(self) -> tuple[list[Lease], list[FailedTransfer]]:
@@ -85,9 +101,11 @@ class DoubtfulFailures:
         return self._counted, self._transfers
 
     def unanswered(self) -> tuple[list[Lease], list[FailedTransfer]]:
-        """The request has ended with such a failure. Return what counts: nothing where several engines have failed.
+        """The request has ended with such a failure. Return what counts: nothing where several
+        engines have failed.
 
-        Nor does KV count that may have moved: an engine that was given none has failed in the same way.
+        Nor does KV count that may have moved: an engine that was given none has failed in the same
+        way.
         """
         failed = self._counted if len(self.engines) == 1 else []
         decodes = {one.decode for one in self._transfers}

@@ -1,12 +1,16 @@
-"""Requests that end engines: how many engines one request may take with it, and what follows for the requests beside it.
+"""Requests that end engines: how many engines one request may take with it, and what follows for
+the requests beside it.
 
 The course of one request:
 
-    under way     its connection breaks: the engine is asked whether it is still there (`loss_detector`)
-    lost one      others were there, and may be the cause as well: it is tried again behind them, one at a time (`few_first`).
-                  If it is the only suspect (`loss`), it does not get the last engine of the role, and where a cause was found
-                  in the last `BURST` seconds, it gets none
-    lost two      it is the cause: no other engine is tried, and both losses count for its fingerprint
+    under way     its connection breaks: the engine is asked whether it is still there
+                  (`loss_detector`)
+    lost one      others were there, and may be the cause as well: it is tried again behind them,
+                  one at a time (`few_first`). If it is the only suspect (`loss`), it does not get
+                  the last engine of the role, and where a cause was found in the last `BURST`
+                  seconds, it gets none
+    lost two      it is the cause: no other engine is tried, and both losses count for its
+                  fingerprint
     comes again   what was counted limits it from the beginning, or its client (`suspects`)
     answered      it is not the cause, nor is its client: both are forgotten as suspects
 
@@ -15,11 +19,12 @@ The course of one request:
              for a minute, not the last engine of
              the role that has lost one
     2        one engine, and no role's last one        the same, for each of its requests
-    3        refused for a time, twice as long behind  few requests at a time, and only roles of which more than half of the
-             each further loss; then as with 2         engines answer
+    3        refused for a time, twice as long behind  few requests at a time, and only roles of
+             which more than half of the each further loss; then as with 2         engines answer
 
-The first loss of a request counts only if the request was the only suspect, and for its client if all suspects were the client's.
-A request whose client has left is a suspect as any other (`abandoned`).
+The first loss of a request counts only if the request was the only suspect, and for its client if
+all suspects were the client's. A request whose client has left is a suspect as any other
+(`abandoned`).
 """
 
 from __future__ import annotations
@@ -53,15 +58,22 @@ MOST = 2
 LIMITED_AT = 3
 """Losses behind which a client is limited."""
 BURST = 10.0
-"""Seconds behind the second loss of a request in which others may have been sent that end engines, too."""
+"""Seconds behind the second loss of a request in which others may have been sent that end engines,
+too.
+"""
 WAITING = 2
-"""Requests of a limited client that wait for their turn. Each holds a place that others could have."""
+"""Requests of a limited client that wait for their turn. Each holds a place that others could
+have.
+"""
 _ROLES = frozenset(Role)
 ENGINES_LOST = counter(
     "pdproxy_engines_lost_total",
     "engines",
     "Engines that disappeared under a request, once for each request that was under way there",
-    Label("requests", (("one", "no other request was under way there"), ("several", "others were, too"))),
+    Label(
+        "requests",
+        (("one", "no other request was under way there"), ("several", "others were, too")),
+    ),
     of=EngineLost,
     counts=lambda event: [(("several" if event.several else "one",), 1)],
 )
@@ -72,7 +84,10 @@ SUSPECTED = gauge(
     Label(
         "what",
         (
-            ("one_engine", "requests with two such engines: each gets one engine when it comes again"),
+            (
+                "one_engine",
+                "requests with two such engines: each gets one engine when it comes again",
+            ),
             ("refused", "requests with three or more: they are refused"),
             ("client", "clients with three or more: few of their requests run at a time"),
         ),
@@ -82,7 +97,9 @@ SUSPECTED = gauge(
 
 
 class RequestAtRisk(Protocol):
-    """A request, as far as it matters here. `lost` is empty until an engine may be lost under it; then it has one element."""
+    """A request, as far as it matters here. `lost` is empty until an engine may be lost under it;
+    then it has one element.
+    """
 
     @property
     def request_id(self) -> str:
@@ -122,7 +139,9 @@ class EnginesLost:
         self._limits = limits
         self._fingerprint = keyed()
         self._numbers = count()
-        self._detector = LossDetector(ledger, engines, is_alive, observers, tasks, clock, now, self._count_abandoned)
+        self._detector = LossDetector(
+            ledger, engines, is_alive, observers, tasks, clock, now, self._count_abandoned
+        )
         self._abandoned = AbandonedRequests()
         self._fingerprints: Suspects[Fingerprint] = Suspects()
         self._clients: Suspects[bytes | str] = Suspects()
@@ -132,7 +151,9 @@ class EnginesLost:
         self._waiting = 0
         """Requests that wait for their turn."""
         self.remembers = False
-        """Whether any request is treated otherwise than all. An attribute: every request reads it."""
+        """Whether any request is treated otherwise than all. An attribute: every request reads
+        it.
+        """
         observers.show(SUSPECTED, self._suspected)
 
     def __repr__(self) -> str:
@@ -154,7 +175,8 @@ class EnginesLost:
 
         `since`: when it was sent; `streamed`: data had come.
 
-        `beside`: the leg was ended only since the one beside it had failed, so that its own engine may be lost, too.
+        `beside`: the leg was ended only since the one beside it had failed, so that its own engine
+        may be lost, too.
         """
         broken = isinstance(error, ConnectionLostError) or verdict_of(error) is Verdict.DEAD
         if not broken and not (beside and sender.lost):
@@ -169,22 +191,34 @@ class EnginesLost:
         request.broken.append(BrokenLeg(loss, streamed, suspect))
         return True
 
-    def left(self, sender: RequestAtRisk, leases: Iterable[Lease], fields: Fields, known: Fingerprint | None) -> None:
-        """Note that a client has left before any data: its request may still end the engines at which it was under way."""
+    def left(
+        self,
+        sender: RequestAtRisk,
+        leases: Iterable[Lease],
+        fields: Fields,
+        known: Fingerprint | None,
+    ) -> None:
+        """Note that a client has left before any data: its request may still end the engines at
+        which it was under way.
+        """
         fingerprint = self._fingerprint_of(sender, fields, known) if fields else None
         if fingerprint is None:
             return
         self._forget_old()
         request, until = self._of(sender), self._now() + UNDER_WAY
         for lease in leases:
-            one = AbandonedRequest(sender.request_id, sender.client, request, fingerprint, lease.since, until)
+            one = AbandonedRequest(
+                sender.request_id, sender.client, request, fingerprint, lease.since, until
+            )
             self._abandoned.add(lease.engine, one)
             loss = self._detector.at(lease.engine)
             if loss is not None and loss.is_lost:  # it has left as that was found out
                 self._count_abandoned(loss)
 
     async def look_back(self, sender: RequestAtRisk) -> None:
-        """Find out which engines are lost where parts of a request were under way that were ended: another part has failed."""
+        """Find out which engines are lost where parts of a request were under way that were ended:
+        another part has failed.
+        """
         (request,) = sender.lost
         engines = [engine.in_ledger for engine in self._engines.values()]
         at = [
@@ -200,7 +234,9 @@ class EnginesLost:
     """What `notify` wants."""
 
     def notify(self, event: Event) -> None:
-        """Probes have found an engine down: find out whether it is lost, if only abandoned requests were under way there."""
+        """Probes have found an engine down: find out whether it is lost, if only abandoned requests
+        were under way there.
+        """
         if not isinstance(event, NodeChanged) or event.up or event.state != "down":
             return
         engine = self._engines.get(event.node)
@@ -220,16 +256,24 @@ class EnginesLost:
             sender.lost.append(RequestLosses(next(self._numbers)))
         return sender.lost[0]
 
-    def _fingerprint_of(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> Fingerprint | None:
-        """Return a request's fingerprint, None where its fields were dropped before anything had asked for it."""
+    def _fingerprint_of(
+        self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None
+    ) -> Fingerprint | None:
+        """Return a request's fingerprint, None where its fields were dropped before anything had
+        asked for it.
+        """
         return known or (self._fingerprint(sender.path, fields) if fields else None)
 
     # -- an engine is lost
 
-    async def judge(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> EnginesLostError | None:
-        """Find out which engines are lost under a request. Return why it is not tried again, None if it may be.
+    async def judge(
+        self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None
+    ) -> EnginesLostError | None:
+        """Find out which engines are lost under a request. Return why it is not tried again, None
+        if it may be.
 
-        `fields`: the request's, empty if they were dropped; `known`: its fingerprint, if it was computed before.
+        `fields`: the request's, empty if they were dropped; `known`: its fingerprint, if it was
+        computed before.
         """
         (request,) = sender.lost
         for leg in list(request.broken):
@@ -243,12 +287,19 @@ class EnginesLost:
         if not number or number + request.earlier < MOST:
             return None
         engines = "an engine" if number == 1 else f"{number} engines"
-        return EnginesLostError(f"{engines} disappeared while this request was under way: no other one is tried")
+        return EnginesLostError(
+            f"{engines} disappeared while this request was under way: no other one is tried"
+        )
 
     def _count_abandoned(self, loss: Loss) -> None:
-        """Count a lost engine for abandoned requests, as for those that were under way there to the end."""
+        """Count a lost engine for abandoned requests, as for those that were under way there to the
+        end.
+        """
         abandoned = self._abandoned.at(loss.engine, self._now())
-        legs = [BrokenLeg(loss, False, loss.broke_at is None or loss.broke_at - one.since <= SOON) for one in abandoned]
+        legs = [
+            BrokenLeg(loss, False, loss.broke_at is None or loss.broke_at - one.since <= SOON)
+            for one in abandoned
+        ]
         for one, leg in zip(abandoned, legs, strict=True):
             loss.note(one.losses.number, one.client, suspect=leg.suspect)
         for one, leg in zip(abandoned, legs, strict=True):
@@ -263,7 +314,9 @@ class EnginesLost:
         fingerprint: Fingerprint | None,
         leg: BrokenLeg,
     ) -> None:
-        """Count a lost engine: for its request, and if that may be the cause, for its fingerprint and its client."""
+        """Count a lost engine: for its request, and if that may be the cause, for its fingerprint
+        and its client.
+        """
         loss, now, before = leg.loss, self._now(), tuple(request.engines)
         request.engines[loss] = leg.suspect
         is_cause = bool(before) or request.earlier > 0
@@ -286,27 +339,41 @@ class EnginesLost:
             self._clients.add(client, loss, counts, now, streamed=leg.streamed)
         self.remembers = bool(self._fingerprints or self._clients)
         name = "" if fingerprint is None else fingerprint.hex()[:12]
-        self._observers.notify(EngineLost(request_id, loss.engine.url, name, losses, loss.requests.several))
+        self._observers.notify(
+            EngineLost(request_id, loss.engine.url, name, losses, loss.requests.several)
+        )
 
     # -- the request is tried again
 
     async def permit(self, seconds: float) -> Permit | None:
-        """Wait until a request that has lost an engine may be tried again. None if that does not come within `seconds`."""
+        """Wait until a request that has lost an engine may be tried again. None if that does not
+        come within `seconds`.
+        """
         return await self._retries.enter(seconds)
 
     def forbidden(self, sender: RequestAtRisk) -> tuple[str, ...]:
-        """Return the engines that a request must not get: the last ones of a role, or too many of those that are left."""
+        """Return the engines that a request must not get: the last ones of a role, or too many of
+        those that are left.
+        """
         if not sender.lost:
             return ()
         (request,) = sender.lost
         burst = self._now() < self._burst_until
-        suspected = [loss for loss, suspect in request.engines.items() if suspect and not loss.explained]
+        suspected = [
+            loss for loss, suspect in request.engines.items() if suspect and not loss.explained
+        ]
         alone = [loss for loss in suspected if loss.suspects.is_only(request.number)]
         if burst and alone:
             return tuple(self._engines)
         found: list[str] = []
-        for role in request.protected.union(loss.engine.role for loss in (suspected if burst else alone)):
-            engines = [engine.in_ledger for engine in self._engines.values() if engine.in_ledger.role is role]
+        for role in request.protected.union(
+            loss.engine.role for loss in (suspected if burst else alone)
+        ):
+            engines = [
+                engine.in_ledger
+                for engine in self._engines.values()
+                if engine.in_ledger.role is role
+            ]
             answering = [ledger_engine.url for ledger_engine in engines if ledger_engine.available]
             least = max(1, len(engines) // 2) if request.limited else 1
             if len(answering) <= least and len(engines) > 1:
@@ -315,7 +382,9 @@ class EnginesLost:
 
     def protects(self) -> EnginesLostError:
         """Return the error of a request that could get only engines that it must not get."""
-        return EnginesLostError("an engine disappeared under this request: it gets none of those that are left")
+        return EnginesLostError(
+            "an engine disappeared under this request: it gets none of those that are left"
+        )
 
     # -- a request begins, while something is remembered
 
@@ -333,9 +402,15 @@ class EnginesLost:
     def _limit(self, sender: RequestAtRisk, fingerprint: Fingerprint) -> None:
         """Limit what a request may get by what is known of it. Raises as `admit`."""
         now = self._now()
-        losses, of_client = self._fingerprints.losses(fingerprint), self._clients.losses(sender.client)
+        losses, of_client = (
+            self._fingerprints.losses(fingerprint),
+            self._clients.losses(sender.client),
+        )
         if losses >= REFUSED_AT and (seconds := self._fingerprints[fingerprint].refused_for(now)):
-            text = f"{losses} engines disappeared under this request, one after the other: it is not served now"
+            text = (
+                f"{losses} engines disappeared under this request, one after the other: it is "
+                f"not served now"
+            )
             raise EnginesLostError(text, retry_after=seconds)
         if max(losses, of_client) >= MOST:
             request = self._of(sender)
@@ -343,12 +418,16 @@ class EnginesLost:
         elif losses and (roles := self._fingerprints.fresh_roles(fingerprint, now)):
             self._of(sender).protected = roles
 
-    async def in_turn(self, sender: RequestAtRisk, fingerprint: Fingerprint, seconds: float) -> Permit | None:
-        """Wait for the turn of a request whose client is limited, or whose fingerprint has a loss. None: it is neither.
+    async def in_turn(
+        self, sender: RequestAtRisk, fingerprint: Fingerprint, seconds: float
+    ) -> Permit | None:
+        """Wait for the turn of a request whose client is limited, or whose fingerprint has a loss.
+        None: it is neither.
 
-        The requests of one fingerprint take turns whoever sends them: sent at once, they would all have their engines before the
-        first of these is lost. The permit is left `SOON` behind the moment at which the request is sent to its last engine:
-        until then, the request may be the cause of a loss.
+        The requests of one fingerprint take turns whoever sends them: sent at once, they would all
+        have their engines before the first of these is lost. The permit is left `SOON` behind the
+        moment at which the request is sent to its last engine: until then, the request may be the
+        cause of a loss.
 
         Raises:
             EnginesLostError: its turn did not come within `seconds`, or too many others wait.
@@ -361,7 +440,9 @@ class EnginesLost:
                 permit = await self._turn(client, permit, until, "requests of this client", WAITING)
             alike = self._fingerprints.get(fingerprint)
             if alike is not None and alike.losses:
-                permit = await self._turn(alike, permit, until, "requests like this", self._limits.max_inflight)
+                permit = await self._turn(
+                    alike, permit, until, "requests like this", self._limits.max_inflight
+                )
             if permit is not None:
                 self._limit(sender, fingerprint)  # more may be known now
         except BaseException:
@@ -370,8 +451,11 @@ class EnginesLost:
             raise
         return permit
 
-    async def _turn(self, suspect: Suspect, permit: Permit | None, until: float, whose: str, most: int) -> Permit:
-        """Wait for one turn, and return a permit with it: `permit`, if there is one. `most`: how many like it may wait.
+    async def _turn(
+        self, suspect: Suspect, permit: Permit | None, until: float, whose: str, most: int
+    ) -> Permit:
+        """Wait for one turn, and return a permit with it: `permit`, if there is one. `most`: how
+        many like it may wait.
 
         As all who wait keep their places, at most half of the places do. Raises as `in_turn`.
         """
@@ -383,13 +467,19 @@ class EnginesLost:
         finally:
             self._waiting -= 1
         if found is None:
-            raise EnginesLostError(f"engines disappeared under {whose}: few of them are served at once")
+            raise EnginesLostError(
+                f"engines disappeared under {whose}: few of them are served at once"
+            )
         return found
 
     # -- a request is answered, while something is remembered
 
-    def began(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> Fingerprint | None:
-        """Note the first data of a stream. Return the fingerprint: what it is made of may be dropped now."""
+    def began(
+        self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None
+    ) -> Fingerprint | None:
+        """Note the first data of a stream. Return the fingerprint: what it is made of may be
+        dropped now.
+        """
         return self._clear(sender, fields, known, whole=False)
 
     def answered(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> None:
@@ -418,23 +508,34 @@ class EnginesLost:
 
     def _suspected(self) -> Samples:
         self._forget_old()
-        now, suspects = self._now(), [one for one in self._fingerprints.values() if one.losses >= MOST]
+        now, suspects = (
+            self._now(),
+            [one for one in self._fingerprints.values() if one.losses >= MOST],
+        )
         refused = sum(one.refused_for(now) > 0 for one in suspects)
-        return [(("one_engine",), len(suspects) - refused), (("refused",), refused), (("client",), self._limited)]
+        return [
+            (("one_engine",), len(suspects) - refused),
+            (("refused",), refused),
+            (("client",), self._limited),
+        ]
 
     def shortcomings(self) -> list[str]:
-        """Return a sentence on each request that is refused, and one on clients that are limited."""
+        """Return a sentence on each request that is refused, and one on clients that are
+        limited.
+        """
         self._forget_old()
         now = self._now()
         found = [
-            f"{one.losses} engines disappeared under the request with the fingerprint {key.hex()[:12]}, one after the other: it "
+            f"{one.losses} engines disappeared under the request with the fingerprint "
+            f"{key.hex()[:12]}, one after the other: it "
             f"is refused for {seconds:.0f} s"
             for key, one in self._fingerprints.items()
             if (seconds := one.refused_for(now))
         ]
         if limited := self._limited:
             found.append(
-                f"engines disappeared under requests of {limited} clients: few requests of each are served at a time"
+                f"engines disappeared under requests of {limited} clients: few requests of each "
+                f"are served at a time"
             )
         return found
 

@@ -1,14 +1,19 @@
-"""The course of one prompt: attempts with the engines, each on engines of its own, until the client has its answer.
+"""The course of one prompt: attempts with the engines, each on engines of its own, until the client
+has its answer.
 
-`Exchange.run` is the course, from top to bottom. An attempt leases engines (`begin`), and runs its legs in an order (`orders`)
-until there is an outcome; `recovery` decides what follows from the outcome. However an attempt ends, a cancelled task (the client
-left) included, its leases are closed once and no KV is left behind:
+`Exchange.run` is the course, from top to bottom. An attempt leases engines (`begin`), and runs its
+legs in an order (`orders`) until there is an outcome; `recovery` decides what follows from the
+outcome. However an attempt ends, a cancelled task (the client left) included, its leases are closed
+once and no KV is left behind:
 
-    before the prefill's answer             the custodian adopts the leg: it awaits the answer and releases the KV
+    before the prefill's answer             the custodian adopts the leg: it awaits the answer and
+                                            releases the KV
     before the decode engine is asked       the handle is released
-    before that engine has shown that it    its leg gets 0.15 s to show it, then it is closed; the KV is released if the
+    before that engine has shown that it    its leg gets 0.15 s to show it, then it is closed; the
+                                            KV is released if the
     took the request                        engine may not have seen the handle
-    later                                   the decode leg is closed; the decode engine frees both sides
+    later                                   the decode leg is closed; the decode engine frees both
+                                            sides
 """
 
 from __future__ import annotations
@@ -20,7 +25,13 @@ from pdproxy.kit.errors import EngineRefusedError, EnginesLostError, StandstillE
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone, StreamContinued
 from pdproxy.scheduling.split import why_alone
-from pdproxy.serving.dispatch.attempt import Attempt, begin, begin_placed, begin_with_space, why_not_split
+from pdproxy.serving.dispatch.attempt import (
+    Attempt,
+    begin,
+    begin_placed,
+    begin_with_space,
+    why_not_split,
+)
 from pdproxy.serving.dispatch.decisions import decided, spelled
 from pdproxy.serving.dispatch.failure_class import is_doubtful
 from pdproxy.serving.dispatch.following import Following, Streams
@@ -57,7 +68,8 @@ _NONE: tuple[str, ...] = ()
 
 
 class Exchange(PromptRequest):
-    """One prompt's exchange. Run once. With `prompt` None, a whole request that one engine serves alone.
+    """One prompt's exchange. Run once. With `prompt` None, a whole request that one engine serves
+    alone.
 
     `left`: how often other engines may go on with its stream, None: as the limits say.
     """
@@ -90,7 +102,9 @@ class Exchange(PromptRequest):
         self._asked = 0
         """Attempts that had engines."""
         self._without = self._avoid = _NONE
-        """Engines that must not get the next attempt; and those that may have failed, too: see `recovery.Retry`."""
+        """Engines that must not get the next attempt; and those that may have failed, too: see
+        `recovery.Retry`.
+        """
         self._keep: str | None = None
         """The decode engine that is to get the next attempt: see `recovery.Retry`."""
         self._alone: Alone | None = None
@@ -104,15 +118,24 @@ class Exchange(PromptRequest):
         """What follows the failure of the stream, None before that."""
 
     def __repr__(self) -> str:
-        return f"<Exchange {self.headers.request_id}{' (dropped)' if self.is_dropped else ''}, {self.relay!r}>"
+        return (
+            f"<Exchange {self.headers.request_id}{' (dropped)' if self.is_dropped else ''}, "
+            f"{self.relay!r}>"
+        )
 
     # -- what is known of it
 
     @property
     def streams(self) -> Streams:
-        """The streams that the answer came from: several if other engines went on with the first."""
+        """The streams that the answer came from: several if other engines went on with the
+        first.
+        """
         relay = self.relay
-        own = Streams() if relay is None else Streams([relay.fast_path], relay.usage, 0, relay.filter.keeps_usage)
+        own = (
+            Streams()
+            if relay is None
+            else Streams([relay.fast_path], relay.usage, 0, relay.filter.keeps_usage)
+        )
         return own if self._following is None else self._following.streams(own)
 
     @property
@@ -137,7 +160,9 @@ class Exchange(PromptRequest):
 
     @property
     def decision(self) -> str | None:
-        """Which engines were chosen for the last attempt, and why; None before there were any, or if the client does not ask."""
+        """Which engines were chosen for the last attempt, and why; None before there were any, or
+        if the client does not ask.
+        """
         assignment, why = self.assignment, self._served_alone
         if assignment is None or not self.headers.hints.wants_decision:
             return None
@@ -146,7 +171,8 @@ class Exchange(PromptRequest):
     # -- the course
 
     async def run(self, stream_to: Callable[[Relay], ResponseWriter]) -> Answer | None:
-        """Serve the prompt. Return a whole answer; or None once a stream has been passed on to `stream_to(relay)`.
+        """Serve the prompt. Return a whole answer; or None once a stream has been passed on to
+        `stream_to(relay)`.
 
         Raises:
             PdproxyError: before any data came, or in the stream.
@@ -159,8 +185,11 @@ class Exchange(PromptRequest):
             if self._alone is None and resources.tokenizing is not None:
                 self._alone = await self._tokenize()
             if resources.prefixes is not None:
-                self.beginning = await resources.prefixes.known_by(self.parsed, self.prompt, self.ids)
-            if resources.lost.remembers and self.slot is None:  # with a slot, it goes on with a stream
+                self.beginning = await resources.prefixes.known_by(
+                    self.parsed, self.prompt, self.ids
+                )
+            # with a slot, it goes on with a stream
+            if resources.lost.remembers and self.slot is None:
                 await self._admit()
             while True:
                 self._number += 1
@@ -171,11 +200,17 @@ class Exchange(PromptRequest):
                     return outcome.answer
                 if isinstance(outcome, ModelRefused) and not self._is_elsewhere(outcome):
                     return outcome.answer
-                if isinstance(outcome, NoEngines) and self._alone is not None and await self._engines_changed():
+                if (
+                    isinstance(outcome, NoEngines)
+                    and self._alone is not None
+                    and await self._engines_changed()
+                ):
                     continue
                 lost = await self._lost(outcome) if self.headers.lost else None
                 action = self._recover(outcome, lost)
-                if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail | Continue):
+                if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(
+                    action, Fail | Continue
+                ):
                     drop_traceback(outcome.error)  # the client may leave while this waits
                     self.slot = self.slot or await resources.retry_slot(self.headers)
                     action = action if self.slot is not None else Fail(resources.not_retried())
@@ -193,7 +228,9 @@ class Exchange(PromptRequest):
                         del outcome, action  # they hold the error, whose traceback holds this frame
         except asyncio.CancelledError:
             if self.assignment is not None:
-                resources.lost.left(self.headers, self.assignment.leases, self.parsed.fields, self.fingerprint)
+                resources.lost.left(
+                    self.headers, self.assignment.leases, self.parsed.fields, self.fingerprint
+                )
                 if self.permit is not None:  # it may still end its engine
                     self.permit.leave_in(SOON, harmless=False)
                     self.permit = None
@@ -211,11 +248,17 @@ class Exchange(PromptRequest):
         if prompt is None:
             return parsed.alone or Alone.UNUSUAL
         ledger = resources.ledger
-        block_size = None if resources.transfer.contract.capabilities.short_prompts else ledger.block_size
-        return why_alone(parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens)
+        block_size = (
+            None if resources.transfer.contract.capabilities.short_prompts else ledger.block_size
+        )
+        return why_alone(
+            parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens
+        )
 
     async def _tokenize(self) -> Alone | None:
-        """Make the prompt's token ids. Return why one engine must serve the prompt after all, None to split it."""
+        """Make the prompt's token ids. Return why one engine must serve the prompt after all, None
+        to split it.
+        """
         resources = self.resources
         assert self.prompt is not None
         self.ids = await resources.ids(self.parsed, self.prompt, self.headers)
@@ -282,7 +325,9 @@ class Exchange(PromptRequest):
         """
         lost = self.resources.lost
         self.fingerprint = lost.admit(self.headers, self.parsed.fields)
-        self.permit = await lost.in_turn(self.headers, self.fingerprint, self.resources.deadlines.queue)
+        self.permit = await lost.in_turn(
+            self.headers, self.fingerprint, self.resources.deadlines.queue
+        )
 
     def _answered(self, outcome: Answered) -> None:
         if outcome.answer is None or outcome.answer.status == 200:
@@ -295,7 +340,8 @@ class Exchange(PromptRequest):
         return await self.resources.lost.judge(self.headers, self.parsed.fields, self.fingerprint)
 
     async def _engines_changed(self) -> bool:
-        """Wait for an engine that stands still, if no other can serve the prompt. Return whether it is to be tried once more.
+        """Wait for an engine that stands still, if no other can serve the prompt. Return whether it
+        is to be tried once more.
 
         Raises:
             OverloadedError: too many requests are being tried again then.
@@ -327,15 +373,28 @@ class Exchange(PromptRequest):
         spares = spares_decode(resources, self, Alone.KV_FAILED)
         whole = resources.ledger.serves_alone(self.parsed.model, spares_decode=spares)
         follows = self._note_doubt(outcome)
-        progress = Progress(self._number, most, is_alone, self._prefill_failed, continues, self.stalled, whole, follows)
+        progress = Progress(
+            self._number,
+            most,
+            is_alone,
+            self._prefill_failed,
+            continues,
+            self.stalled,
+            whole,
+            follows,
+        )
         action = after(outcome, progress)
-        if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(outcome.error, StandstillError):
+        if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(
+            outcome.error, StandstillError
+        ):
             self.stalled += outcome.error.may_be_cause
             self._avoid += resources.suspected()
         if lost is not None:
             if isinstance(action, Continue):
                 resources.observers.notify(
-                    StreamContinued("refused", NotContinued.ENGINES_LOST.value, None, self.headers.request_id)
+                    StreamContinued(
+                        "refused", NotContinued.ENGINES_LOST.value, None, self.headers.request_id
+                    )
                 )
             action = Fail(lost)
         if isinstance(action, Continue):
@@ -350,8 +409,11 @@ class Exchange(PromptRequest):
             case ModelRefused(url):
                 text = f"{url} does not have the model any more"
                 error = EngineRefusedError(text, status=outcome.answer.status, body=b"")
-                self._number -= 1  # this says nothing of the others, and the engine is asked for this model no more
-                resources.report_failure(self.headers, url, self._phase_of(url), error, will_retry=True)
+                # this says nothing of the others, and the engine is asked for this model no more
+                self._number -= 1
+                resources.report_failure(
+                    self.headers, url, self._phase_of(url), error, will_retry=True
+                )
             case DecodeFailed(url, error, _) if outcome.is_engines:
                 resources.report_failure(self.headers, url, "decode", error, will_retry=will_retry)
         if isinstance(action, Fail):
@@ -365,7 +427,9 @@ class Exchange(PromptRequest):
         return action
 
     def _note_doubt(self, outcome: Failure) -> bool:
-        """Return whether a 5xx has followed the prompt to a second engine. Behind the first one, avoid what may be broken."""
+        """Return whether a 5xx has followed the prompt to a second engine. Behind the first one,
+        avoid what may be broken.
+        """
         if not isinstance(outcome, PrefillFailed | DecodeFailed) or not is_doubtful(outcome.error):
             return False
         if self.doubtful is None:
@@ -377,7 +441,9 @@ class Exchange(PromptRequest):
         return False
 
     def _is_elsewhere(self, refused: ModelRefused) -> bool:
-        """Note that an engine has lost a model. Return whether another one that was not asked lists it, and can answer."""
+        """Note that an engine has lost a model. Return whether another one that was not asked lists
+        it, and can answer.
+        """
         ledger, model = self.resources.ledger, self.parsed.model
         if model is None:
             return False
@@ -390,7 +456,9 @@ class Exchange(PromptRequest):
     # -- when a stream has failed
 
     async def _go_on(self, failed: DecodeFailed) -> None:
-        """Have another engine go on with a stream that has failed, to its end. Raises as `Following.run`."""
+        """Have another engine go on with a stream that has failed, to its end. Raises as
+        `Following.run`.
+        """
         assert self.relay is not None
         following = self._following = Following(self.resources, self.headers, failed)
         await following.run(self, self.relay, failed, self._next)
@@ -406,7 +474,9 @@ class Exchange(PromptRequest):
         *,
         silent: bool,
     ) -> Exchange:
-        """Return the exchange that goes on with the stream. It keeps a record of its own, and leaves the slot."""
+        """Return the exchange that goes on with the stream. It keeps a record of its own, and
+        leaves the slot.
+        """
         if not self.is_of_use:
             self.drop_record()
         exchange = Exchange(self.resources, parsed, prompt, headers, new_relay, self.left - 1)

@@ -1,4 +1,6 @@
-"""What an engine's failure or refusal means: for its breaker, for the client, for the KV that it was given. Pure."""
+"""What an engine's failure or refusal means: for its breaker, for the client, for the KV that it
+was given. Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from pdproxy.scheduling.leases import Verdict
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.engine import error_of
 
-_DEAD = ("EngineCore encountered an issue", "The server had an error while processing your request.")
+_DEAD = (
+    "EngineCore encountered an issue",
+    "The server had an error while processing your request.",
+)
 """The beginnings of the message of vLLM's `EngineDeadError`: up to 0.32.0, and since 0.33.0."""
 NO_ENGINES_FAULT = (StaleConnectionError, KvGoneError, OwnBodyRefusedError)
 """What says nothing against the engine that was asked, or about to be."""
@@ -33,10 +38,12 @@ SAME_ELSEWHERE = (AnswerBudgetError, AnswerTooLargeError, UnparsedError)
 
 
 def verdict_of(error: EngineError, *, streamed: bool = False) -> Verdict:
-    """Return what a failed leg shows about its engine. It is no failure of an engine that it is full, or refuses a bad request.
+    """Return what a failed leg shows about its engine. It is no failure of an engine that it is
+    full, or refuses a bad request.
 
-    `streamed`: it has failed behind its first data. Before that, the request may be the cause of a 5xx: such a failure shows
-    something only once another engine has answered the request (`dispatch.doubtful_failures`).
+    `streamed`: it has failed behind its first data. Before that, the request may be the cause of a
+    5xx: such a failure shows something only once another engine has answered the request
+    (`dispatch.doubtful_failures`).
     """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
@@ -51,16 +58,20 @@ def verdict_of(error: EngineError, *, streamed: bool = False) -> Verdict:
 
 
 def is_doubtful(error: PdproxyError) -> bool:
-    """Return whether an engine has answered 5xx, of itself or because of the request: it is not full, and no dead core."""
+    """Return whether an engine has answered 5xx, of itself or because of the request: it is not
+    full, and no dead core.
+    """
     if not isinstance(error, EngineRefusedError) or error.status < 500 or error.status == _FULL:
         return False
     return not _core_is_dead(error)
 
 
 def is_of_kv(error: EngineError, *, awaits_push: bool) -> bool:
-    """Return whether a decode engine that was given a handle may have failed since it could not load the KV.
+    """Return whether a decode engine that was given a handle may have failed since it could not
+    load the KV.
 
-    `awaits_push`: it waited for KV that the prefill engine was to write. An engine that is silent and has all it needs is slow.
+    `awaits_push`: it waited for KV that the prefill engine was to write. An engine that is silent
+    and has all it needs is slow.
     """
     if isinstance(error, EngineTimeoutError):
         return awaits_push and error.wait is Wait.FIRST_TOKEN
@@ -72,7 +83,8 @@ _FULL = 503
 
 
 def _core_is_dead(error: EngineRefusedError) -> bool:
-    """Return whether an engine answered, or ended a stream, with vLLM's error for a core that has died.
+    """Return whether an engine answered, or ended a stream, with vLLM's error for a core that has
+    died.
 
     Its API server takes seconds to notice that itself.
     """
@@ -86,11 +98,14 @@ def is_clients_fault(answer: Answer) -> bool:
 
 
 _INVALID_JSON = "body."
-"""The beginning of the parameter of vLLM's error for a body that is no JSON. The position follows."""
+"""The beginning of the parameter of vLLM's error for a body that is no JSON. The position
+follows.
+"""
 
 
 def is_about_ours(answer: Answer, ours: Collection[str]) -> bool:
-    """Return whether a 400 is about what pdproxy has made: the JSON itself, or a field of `ours`, which the client has not sent.
+    """Return whether a 400 is about what pdproxy has made: the JSON itself, or a field of `ours`,
+    which the client has not sent.
 
     A body is made anew for each engine, from what was read of the client's.
     """
@@ -108,18 +123,24 @@ def is_unknown_model(answer: Answer) -> bool:
 
 
 _UNKNOWN_MODEL = re.compile(r"The model .{1,4096} does not exist", re.DOTALL)
-"""The message of vLLM's error for a model that it does not have. A response or a path that is not there has another one."""
+"""The message of vLLM's error for a model that it does not have. A response or a path that is not
+there has another one.
+"""
 
 
 def is_schema_refusal(answer: Answer) -> bool:
-    """Return whether an engine refused a body by its schema, before its handler: vLLM has a type of errors for that."""
+    """Return whether an engine refused a body by its schema, before its handler: vLLM has a type of
+    errors for that.
+    """
     return answer.status == 400 and error_kind(answer.body)[0] == UnreadableError.type
 
 
 def refused(url: str, answer: Answer) -> EngineError:
     """Return the error for an answer that is neither data nor the client's fault."""
     if answer.status == 429 or 500 <= answer.status <= 599:
-        return EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
+        return EngineRefusedError(
+            f"{url} answered {answer.status}", status=answer.status, body=answer.body
+        )
     return EngineError(f"{url} answered {answer.status}, which no engine should")
 
 

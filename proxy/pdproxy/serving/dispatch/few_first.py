@@ -1,9 +1,11 @@
 """Requests that may end engines: few of them begin at first, then more and more.
 
-Those that were under way when engines disappeared, and those that are alike or of one client, where engines were lost before. If
-all began at once, the cause would take the next engine from those that share it, or one with each copy of itself. So they begin
-one after the other at first. Each has a moment before the next one begins: a request that makes an engine disappear mostly does
-so at once. Behind some that did no harm, more and more are under way together: an engine that has failed by itself had hundreds.
+Those that were under way when engines disappeared, and those that are alike or of one client, where
+engines were lost before. If all began at once, the cause would take the next engine from those that
+share it, or one with each copy of itself. So they begin one after the other at first. Each has a
+moment before the next one begins: a request that makes an engine disappear mostly does so at once.
+Behind some that did no harm, more and more are under way together: an engine that has failed by
+itself had hundreds.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from pdproxy.kit.clock import Clock, Timer
 from pdproxy.kit.places_in_order import PlacesInOrder
 
 SINGLY = 8
-"""So many are tried again one after the other. Behind them two are together, then four, and so on."""
+"""So many are tried again one after the other. Behind them two are together, then four, and so
+on.
+"""
 MOMENT = 0.25
-"""Seconds for which one is tried again before the next one is, unless it has its first data before."""
+"""Seconds for which one is tried again before the next one is, unless it has its first data
+before.
+"""
 
 
 class Permit:
-    """The permission of one request to begin: its places in one or several orders, which are left together."""
+    """The permission of one request to begin: its places in one or several orders, which are left
+    together.
+    """
 
     __slots__ = ("_clock", "_left", "_timer")
 
@@ -41,7 +49,9 @@ class Permit:
             self._timer = self._clock.after(seconds, partial(self.leave, harmless=harmless))
 
     def leave(self, *, harmless: bool = True) -> None:
-        """Let the next request begin; where this one did no harm, perhaps more of them. Doing so again changes nothing."""
+        """Let the next request begin; where this one did no harm, perhaps more of them. Doing so
+        again changes nothing.
+        """
         self._keep()
         places, self._left = self._left, []
         for left in places:
@@ -61,7 +71,9 @@ class FewFirst(PlacesInOrder):
 
     __slots__ = ("_at_once", "_moment", "_passed", "_round", "_singly")
 
-    def __init__(self, clock: Clock, *, singly: int = SINGLY, moment: float | None = MOMENT) -> None:
+    def __init__(
+        self, clock: Clock, *, singly: int = SINGLY, moment: float | None = MOMENT
+    ) -> None:
         super().__init__(clock)
         self._singly = singly
         self._moment = moment
@@ -75,8 +87,11 @@ class FewFirst(PlacesInOrder):
         """How many may be under way now."""
         return self._at_once
 
-    async def enter(self, seconds: float, permit: Permit | None = None, *, waits: bool = True) -> Permit | None:
-        """Wait for a place, in the order in which requests came, and return its permit. None if there was none in time.
+    async def enter(
+        self, seconds: float, permit: Permit | None = None, *, waits: bool = True
+    ) -> Permit | None:
+        """Wait for a place, in the order in which requests came, and return its permit. None if
+        there was none in time.
 
         `permit`: gets the place, if the request has one. `waits` False: it does not wait.
         """

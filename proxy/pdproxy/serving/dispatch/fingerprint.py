@@ -1,4 +1,6 @@
-"""What a request is known by when its client sends it again. Computed only once an engine has been lost under some request."""
+"""What a request is known by when its client sends it again. Computed only once an engine has been
+lost under some request.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,28 @@ from pdproxy.wire.body_bounds import TooManyFieldsError
 from pdproxy.wire.fields import Fields, decode_fields
 
 LEFT_OUT = frozenset(
-    {"stream", "stream_options", "user", "request_id", "priority", "metadata", "safety_identifier", "prompt_cache_key"}
+    {
+        "stream",
+        "stream_options",
+        "user",
+        "request_id",
+        "priority",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+    }
 )
-"""Fields that name a request or its sender, or that shape only how the answer gets to the client."""
+"""Fields that name a request or its sender, or that shape only how the answer gets to the
+client.
+"""
 PART = 4 << 10
-"""Bytes of each field's beginning, and of its end, that count. Of what is between, the length does."""
+"""Bytes of each field's beginning, and of its end, that count. Of what is between, the length
+does.
+"""
 MOST = 64 << 10
-"""Bytes that are read for one fingerprint, so that the event loop is not held up. Of the fields behind, the lengths count."""
+"""Bytes that are read for one fingerprint, so that the event loop is not held up. Of the fields
+behind, the lengths count.
+"""
 MOST_FIELDS = 64
 """Fields that count, in the order of their names. Of those behind, the number does."""
 Fingerprint = bytes
@@ -27,7 +44,9 @@ MakeFingerprint = Callable[[str, Fields], Fingerprint]
 
 
 def keyed() -> MakeFingerprint:
-    """Return what makes fingerprints, with a key of its own: nobody can make two bodies that have the same one."""
+    """Return what makes fingerprints, with a key of its own: nobody can make two bodies that have
+    the same one.
+    """
     key = os.urandom(32)
 
     def fingerprint(path: str, fields: Fields) -> Fingerprint:
@@ -47,7 +66,9 @@ def keyed() -> MakeFingerprint:
 
 
 def fields_of(body: bytes) -> Fields:
-    """Return the fields of a body that is passed whole. One that is large, or no JSON object, is one field."""
+    """Return the fields of a body that is passed whole. One that is large, or no JSON object, is
+    one field.
+    """
     try:
         found = decode_fields(body) if len(body) <= MOST else None
     except TooManyFieldsError:

@@ -1,4 +1,6 @@
-"""The exchange that goes on with a stream whose engine has failed, and what both are to the client and the report: one answer."""
+"""The exchange that goes on with a stream whose engine has failed, and what both are to the client
+and the report: one answer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from pdproxy.kit.errors import EngineTimeoutError, PdproxyError, UnparsedError, 
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.description import Label, counter, histogram
 from pdproxy.observe.events import DeadlinePassed, LegTimes, StreamContinued
-from pdproxy.serving.dispatch.continuing import Continuation, cause_of, continuation, finish, why_failed
+from pdproxy.serving.dispatch.continuing import (
+    Continuation,
+    cause_of,
+    continuation,
+    finish,
+    why_failed,
+)
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.recovery import DecodeFailed
@@ -32,7 +40,10 @@ RESULTS = (
     ("continued", "another engine goes on; counted at its first data"),
     ("finished", "only the end of the stream was missing: the client got it from pdproxy"),
     ("refused", "nobody may go on with this stream, or can: it ended with an error"),
-    ("failed", "another engine was asked to go on, and sent no data: the stream ended with an error"),
+    (
+        "failed",
+        "another engine was asked to go on, and sent no data: the stream ended with an error",
+    ),
 )
 CAUSES = (
     ("eof", "the connection closed, or the stream ended without its end mark"),
@@ -56,9 +67,21 @@ REASONS = (
     ("repetition_detection", "repetition_detection depends on the answer so far"),
     ("seed", "drawn by chance with a seed: another engine would draw otherwise"),
     ("sampled", "drawn by chance, and continuations.sampled is off"),
-    ("hidden_reasoning", "the client does not want the reasoning, so that its tokens are not known"),
-    ("reasoning_seen", "a parser of the engine makes the events, and the answer is not known to be at its content"),
-    ("tools", "the request has tools, whose parser would begin anew: not all engines derender, or a tool is forced"),
+    (
+        "hidden_reasoning",
+        "the client does not want the reasoning, so that its tokens are not known",
+    ),
+    (
+        "reasoning_seen",
+        "a parser of the engine makes the events, and the answer is not known to be at its content",
+    ),
+    (
+        "tools",
+        (
+            "the request has tools, whose parser would begin anew: not all engines derender, or a "
+            "tool is forced"
+        ),
+    ),
     ("stop_pending", "the text ends with the beginning of a stop string"),
     ("half_letter", "it is not known where the text that was sent ends in the tokens"),
     ("no_ids", "the token ids of the prompt or of the answer are not known"),
@@ -88,7 +111,8 @@ CONTINUATIONS = counter(
 )
 CONTINUATION_SECONDS = histogram(
     "pdproxy_continuation_seconds",
-    "Seconds without data in a stream, from the failure of its engine to the first data of the one that went on",
+    "Seconds without data in a stream, from the failure of its engine to the first data of the "
+    "one that went on",
     bounds=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
     of=StreamContinued,
     counts=lambda event: [] if event.seconds is None else [((), event.seconds)],
@@ -96,7 +120,8 @@ CONTINUATION_SECONDS = histogram(
 
 
 class Streams(msgspec.Struct):
-    """The streams of one answer in order. `usage`: that of the last one; `done`: tokens of the answer in those before it.
+    """The streams of one answer in order. `usage`: that of the last one; `done`: tokens of the
+    answer in those before it.
 
     `keeps_usage`: as of `EventFilter`, of any of them.
     """
@@ -141,17 +166,22 @@ class MakeFollower(Protocol):
     ) -> Follower:
         """Return an exchange that avoids the engine at `failed`, and leaves the slot.
 
-        `silent`: whether that engine was silent, or is going down. Then it gets the prompt only if no other engine can serve the
-        prompt in any way; else already if no other engine can serve the prompt in the same way.
+        `silent`: whether that engine was silent, or is going down. Then it gets the prompt only if
+        no other engine can serve the prompt in any way; else already if no other engine can serve
+        the prompt in the same way.
         """
 
 
 class Following:
-    """What follows the failure of one stream. Run once. `headers`: of the legs; `failed`: how the stream has failed."""
+    """What follows the failure of one stream. Run once. `headers`: of the legs; `failed`: how the
+    stream has failed.
+    """
 
     __slots__ = ("_cause", "_continuation", "_exchange", "_headers", "_pause", "_resources")
 
-    def __init__(self, resources: ExchangeResources, headers: LegHeaders, failed: DecodeFailed) -> None:
+    def __init__(
+        self, resources: ExchangeResources, headers: LegHeaders, failed: DecodeFailed
+    ) -> None:
         self._resources = resources
         self._headers = headers
         self._cause = cause_of(failed.error)
@@ -163,11 +193,15 @@ class Following:
     def __repr__(self) -> str:
         return f"<Following after {self._cause}: {self._exchange!r}>"
 
-    async def run(self, request: PromptRequest, relay: Relay, failed: DecodeFailed, exchange_of: MakeFollower) -> None:
-        """Have another engine go on with the stream of `relay` to its end, or end it if only its end is missing.
+    async def run(
+        self, request: PromptRequest, relay: Relay, failed: DecodeFailed, exchange_of: MakeFollower
+    ) -> None:
+        """Have another engine go on with the stream of `relay` to its end, or end it if only its
+        end is missing.
 
         Raises:
-            PdproxyError: the error of the engine that failed, if none goes on; or of the last one that did.
+            PdproxyError: the error of the engine that failed, if none goes on; or of the last one
+                that did.
         """
         record = request.record
         if finish(relay, record if isinstance(record, Record) else None):
@@ -188,12 +222,15 @@ class Following:
     async def _why_not(
         self, request: PromptRequest, relay: Relay, failed: DecodeFailed, exchange_of: MakeFollower
     ) -> NotContinued | None:
-        """Have another engine go on, if one can. Return why none does, None once the stream is over."""
+        """Have another engine go on, if one can. Return why none does, None once the stream is
+        over.
+        """
         resources, since = self._resources, self._resources.now()
         within = resources.clock.within(resources.deadlines.continuation)
         try:
             with within:
-                silent = isinstance(failed.error, EngineTimeoutError | GivenUpError)  # or is going down
+                # or is going down
+                silent = isinstance(failed.error, EngineTimeoutError | GivenUpError)
                 found = await continuation(resources, request, relay, failed.url, silent=silent)
                 if isinstance(found, NotContinued):
                     return found
@@ -201,7 +238,9 @@ class Following:
                     return NotContinued.RETRY_BUDGET
                 self._report(failed, will_retry=True)
                 self._continuation = found
-                exchange = self._exchange = exchange_of(*found.take_request(), failed.url, slot, silent=silent)
+                exchange = self._exchange = exchange_of(
+                    *found.take_request(), failed.url, slot, silent=silent
+                )
 
                 def begin(_relay: Relay) -> ResponseWriter:
                     within.disarm()
@@ -219,14 +258,20 @@ class Following:
             if self._pause is None and is_wanted:  # `deadlines.total`, or the shutdown
                 if self._exchange is None:
                     self._report(failed, will_retry=False)
-                self._notify("refused" if self._exchange is None else "failed", NotContinued.DEADLINE.value)
+                self._notify(
+                    "refused" if self._exchange is None else "failed", NotContinued.DEADLINE.value
+                )
             raise
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.CONTINUATION.value))
             return NotContinued.DEADLINE
         except PdproxyError as error:
             if self._pause is not None:  # the stream went on, and has failed again
-                if isinstance(error, UnparsedError) and self._continuation is not None and self._continuation.parsed:
+                if (
+                    isinstance(error, UnparsedError)
+                    and self._continuation is not None
+                    and self._continuation.parsed
+                ):
                     self._notify("failed", NotContinued.DERENDER.value)
                 raise
             drop_traceback(error)
@@ -236,10 +281,14 @@ class Following:
                 self._continuation.close()
 
     def _report(self, failed: DecodeFailed, *, will_retry: bool) -> None:
-        self._resources.report_failure(self._headers, failed.url, "decode", failed.error, will_retry=will_retry)
+        self._resources.report_failure(
+            self._headers, failed.url, "decode", failed.error, will_retry=will_retry
+        )
 
     def _notify(self, result: str, reason: str, seconds: float | None = None) -> None:
-        self._resources.observers.notify(StreamContinued(result, reason, seconds, self._headers.request_id))
+        self._resources.observers.notify(
+            StreamContinued(result, reason, seconds, self._headers.request_id)
+        )
 
     # -- both streams together
 
@@ -262,7 +311,9 @@ class Following:
             return own
         found = self._exchange.streams
         keeps_usage = own.keeps_usage or found.keeps_usage
-        return Streams(own.paths + found.paths, found.usage, self._continuation.done + found.done, keeps_usage)
+        return Streams(
+            own.paths + found.paths, found.usage, self._continuation.done + found.done, keeps_usage
+        )
 
     def usage_event(self, own: bytes | None) -> bytes | None:
         """Return the usage event of the answer, None if none has come."""

@@ -8,7 +8,8 @@ from pdproxy.scheduling.slo import Slo
 
 
 class Hints(msgspec.Struct, frozen=True):
-    """`slo`: the client's own objective, None if it has none. `session`: what names its conversation, None where it says nothing.
+    """`slo`: the client's own objective, None if it has none. `session`: what names its
+    conversation, None where it says nothing.
 
     `wants_decision`: whether the answer shows which engines were chosen, and why.
     """

@@ -21,10 +21,11 @@ Answer = TypeVar("Answer")
 
 
 class AskedFor(msgspec.Struct, eq=False):
-    """The request that a question is for: engines that disappear under the question are lost under the request.
+    """The request that a question is for: engines that disappear under the question are lost under
+    the request.
 
-    `fingerprint`: the request's, None if it is not known. `engine`: the URL of the engine that makes the rest of its answer, None
-    before there is one.
+    `fingerprint`: the request's, None if it is not known. `engine`: the URL of the engine that
+    makes the rest of its answer, None before there is one.
     """
 
     lost: EnginesLost
@@ -33,7 +34,9 @@ class AskedFor(msgspec.Struct, eq=False):
     engine: str | None = None
 
     def may_ask(self, engines: Sequence[LedgerEngine]) -> Sequence[LedgerEngine]:
-        """Return which engines may be asked. Behind a lost one it is one: the one that has the request, if there is any."""
+        """Return which engines may be asked. Behind a lost one it is one: the one that has the
+        request, if there is any.
+        """
         forbidden = self.lost.forbidden(self.sender)
         found = [ledger_engine for ledger_engine in engines if ledger_engine.url not in forbidden]
         if any(one.engines for one in self.sender.lost):
@@ -46,7 +49,9 @@ class AskedFor(msgspec.Struct, eq=False):
 
     async def may_go_on(self) -> bool:
         """Find out which engines are lost. Return whether one more may be asked."""
-        return not self.sender.lost or await self.lost.judge(self.sender, {}, self.fingerprint) is None
+        return (
+            not self.sender.lost or await self.lost.judge(self.sender, {}, self.fingerprint) is None
+        )
 
 
 async def first_answer(
@@ -58,9 +63,11 @@ async def first_answer(
     observers: Observers,
     asked_for: AskedFor,
 ) -> Answer | None:
-    """Return the first answer, None if none of the first engines gives one in time. Each has an equal part of the time.
+    """Return the first answer, None if none of the first engines gives one in time. Each has an
+    equal part of the time.
 
-    Behind an engine that has disappeared, one more is asked at most, and not the last one of a role.
+    Behind an engine that has disappeared, one more is asked at most, and not the last one of a
+    role.
     """
     asked = asked_for.may_ask(engines)
     for ledger_engine in asked:

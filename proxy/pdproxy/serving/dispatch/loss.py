@@ -1,9 +1,10 @@
 """The loss of one engine, and who was under way there: which requests may be the cause.
 
-A request may be the cause of a loss if it had been sent to the engine within the last `SOON` seconds, and had no data yet: what
-ends an engine does so as the engine begins it. Such a request is a suspect. The only suspect is treated as the cause, whoever
-else was under way there. Where there are several suspects, or none among several requests, the loss counts for nobody. Once one
-of them has lost another engine, the first loss is explained: the others are no suspects any more.
+A request may be the cause of a loss if it had been sent to the engine within the last `SOON`
+seconds, and had no data yet: what ends an engine does so as the engine begins it. Such a request is
+a suspect. The only suspect is treated as the cause, whoever else was under way there. Where there
+are several suspects, or none among several requests, the loss counts for nobody. Once one of them
+has lost another engine, the first loss is explained: the others are no suspects any more.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 
 SOON = 1.0
-"""Seconds behind its beginning in which a request that ends engines does so. Behind them, an engine disappears by itself."""
+"""Seconds behind its beginning in which a request that ends engines does so. Behind them, an engine
+disappears by itself.
+"""
 
 
 class Only(msgspec.Struct, eq=False):
-    """Values that are noted one after the other. What counts is whether all of them are the same."""
+    """Values that are noted one after the other. What counts is whether all of them are the
+    same.
+    """
 
     value: Hashable = None
     several: bool = False
@@ -40,9 +45,10 @@ class Only(msgspec.Struct, eq=False):
 class Loss(msgspec.Struct, eq=False):
     """One run of an engine to which connections have broken at about the same time, until `until`.
 
-    `broke_at`: when the first one has, None if probes have found the engine down. `is_lost`: whether the engine's process has
-    ended, None before that is known, which `known` announces. `explained`: the cause is known. `requests` and `clients`: of all
-    that were under way there; `suspects` and `their_clients`: of those that may be the cause.
+    `broke_at`: when the first one has, None if probes have found the engine down. `is_lost`:
+    whether the engine's process has ended, None before that is known, which `known` announces.
+    `explained`: the cause is known. `requests` and `clients`: of all that were under way there;
+    `suspects` and `their_clients`: of those that may be the cause.
     """
 
     engine: LedgerEngine
@@ -70,16 +76,26 @@ class Loss(msgspec.Struct, eq=False):
         return self.suspects.value is not None
 
     def is_of_request(self, number: int) -> bool:
-        """Return whether the loss counts for this request: it is the only suspect, or was alone there."""
-        return not self.explained and (self.requests.is_only(number) or self.suspects.is_only(number))
+        """Return whether the loss counts for this request: it is the only suspect, or was alone
+        there.
+        """
+        return not self.explained and (
+            self.requests.is_only(number) or self.suspects.is_only(number)
+        )
 
     def is_of_client(self, client: bytes | str) -> bool:
-        """Return whether the loss counts for this client: all suspects, or all requests that were there, are the client's."""
-        return not self.explained and (self.clients.is_only(client) or self.their_clients.is_only(client))
+        """Return whether the loss counts for this client: all suspects, or all requests that were
+        there, are the client's.
+        """
+        return not self.explained and (
+            self.clients.is_only(client) or self.their_clients.is_only(client)
+        )
 
 
 class BrokenLeg(msgspec.Struct, frozen=True, eq=False):
-    """A leg whose engine may be lost. `streamed`: its data had come; `suspect`: its request may be the cause."""
+    """A leg whose engine may be lost. `streamed`: its data had come; `suspect`: its request may be
+    the cause.
+    """
 
     loss: Loss
     streamed: bool
@@ -87,12 +103,13 @@ class BrokenLeg(msgspec.Struct, frozen=True, eq=False):
 
 
 class RequestLosses(msgspec.Struct, eq=False):
-    """The engines that were lost under one request of a client; its prompts, if it has several, share it.
+    """The engines that were lost under one request of a client; its prompts, if it has several,
+    share it.
 
-    `number`: no other request has it. `broken`: legs of which it is not known whether their engine is lost; `engines`: those that
-    are, each with whether the request is a suspect there. `earlier`: how many count from the beginning, since its fingerprint or
-    its client has losses. `protected`: roles whose last engine it does not get, from the beginning; `limited`: whether its client
-    is.
+    `number`: no other request has it. `broken`: legs of which it is not known whether their engine
+    is lost; `engines`: those that are, each with whether the request is a suspect there. `earlier`:
+    how many count from the beginning, since its fingerprint or its client has losses. `protected`:
+    roles whose last engine it does not get, from the beginning; `limited`: whether its client is.
     """
 
     number: int

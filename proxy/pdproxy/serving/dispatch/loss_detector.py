@@ -1,7 +1,9 @@
-"""Whether an engine is lost: its process has ended, or its core. A connection that breaks alone does not say so.
+"""Whether an engine is lost: its process has ended, or its core. A connection that breaks alone
+does not say so.
 
-The engine is asked for `/health` once, for all requests whose connections have broken at about the same time. One that does not
-answer is lost. An engine that is slow, silent, or answers another error is not lost, nor is one that is drained.
+The engine is asked for `/health` once, for all requests whose connections have broken at about the
+same time. One that does not answer is lost. An engine that is slow, silent, or answers another
+error is not lost, nor is one that is drained.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ _GONE = "it has disappeared under a request"
 
 
 class LossDetector:
-    """Of one pool and process. `is_alive` asks the engine of a URL for its health; `lost` is called with each that is lost.
+    """Of one pool and process. `is_alive` asks the engine of a URL for its health; `lost` is called
+    with each that is lost.
 
-    `lost` is called before those that wait for `find_out` go on, and before the engine is taken out of use.
+    `lost` is called before those that wait for `find_out` go on, and before the engine is taken out
+    of use.
     """
 
     def __init__(
@@ -58,14 +62,22 @@ class LossDetector:
         return f"<LossDetector {len(self._losses)}>"
 
     def at(self, engine: LedgerEngine) -> Loss | None:
-        """Return what is known of a run of an engine to which connections have broken, None if none have."""
+        """Return what is known of a run of an engine to which connections have broken, None if none
+        have.
+        """
         loss = self._losses.get((engine.url, engine.run_number))
         return None if loss is None or loss.until <= self._now() else loss
 
     def suspect(self, ledger_engine: LedgerEngine, broke_at: float | None) -> Loss | None:
-        """Suspect the loss of an engine. Return None if it is meant to go. `broke_at`: see `Loss`."""
+        """Suspect the loss of an engine. Return None if it is meant to go. `broke_at`: see
+        `Loss`.
+        """
         engine = self._engines.get(ledger_engine.url)
-        if engine is None or engine.in_ledger is not ledger_engine or ledger_engine.draining is not None:
+        if (
+            engine is None
+            or engine.in_ledger is not ledger_engine
+            or ledger_engine.draining is not None
+        ):
             return None
         loss = self.at(ledger_engine)
         if loss is None:
@@ -78,7 +90,9 @@ class LossDetector:
         self._losses.forget_old(self._now())
 
     def find_out(self, loss: Loss) -> OneShotEvent:
-        """Ask the engine whether it is still there, unless that was done. Return what announces the answer."""
+        """Ask the engine whether it is still there, unless that was done. Return what announces the
+        answer.
+        """
         if loss.known is None:
             loss.known = OneShotEvent()
             self._tasks.spawn(self._ask(loss, loss.known), f"is {loss.engine.url} still there")
@@ -100,7 +114,9 @@ class LossDetector:
             loss.until = 0.0
 
     def _take_out(self, ledger_engine: LedgerEngine) -> None:
-        """No other request has to find out that the engine is gone, where another engine of its role can serve them."""
+        """No other request has to find out that the engine is gone, where another engine of its
+        role can serve them.
+        """
         engine = self._engines.get(ledger_engine.url)
         if engine is None or engine.in_ledger is not ledger_engine:
             return
@@ -109,5 +125,11 @@ class LossDetector:
             return  # it may be back in a moment: requests try it as ever
         if self._ledger.mark_down(ledger_engine.url, _GONE, self._now()):
             self._observers.notify(
-                NodeChanged(ledger_engine.url, ledger_engine.role.value, up=False, reason=_GONE, state="down")
+                NodeChanged(
+                    ledger_engine.url,
+                    ledger_engine.role.value,
+                    up=False,
+                    reason=_GONE,
+                    state="down",
+                )
             )

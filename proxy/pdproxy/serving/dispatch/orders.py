@@ -1,7 +1,8 @@
-"""The orders in which an attempt's legs run. Each is a function from the prompt and its leased engines to an outcome.
+"""The orders in which an attempt's legs run. Each is a function from the prompt and its leased
+engines to an outcome.
 
-`one_engine` where one engine serves the prompt alone; else the contract says whether the prefill leg comes first
-(`prefill_then_decode`) or both engines are asked at once (`both_at_once`).
+`one_engine` where one engine serves the prompt alone; else the contract says whether the prefill
+leg comes first (`prefill_then_decode`) or both engines are asked at once (`both_at_once`).
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ def one_engine(request: PromptRequest, attempt: Attempt) -> Awaitable[Outcome]:
     return DecodeLeg(request, attempt).run()
 
 
-async def prefill_then_decode(request: PromptRequest, attempt: Attempt, leg: PrefillLeg | None = None) -> Outcome:
-    """Have a prefill engine make the KV, then a decode engine read it and generate. `leg`: the prefill leg, if it is made."""
+async def prefill_then_decode(
+    request: PromptRequest, attempt: Attempt, leg: PrefillLeg | None = None
+) -> Outcome:
+    """Have a prefill engine make the KV, then a decode engine read it and generate. `leg`: the
+    prefill leg, if it is made.
+    """
     resources = request.resources
     started = resources.now()
     got = await (PrefillLeg(request, attempt) if leg is None else leg).run()
@@ -52,7 +57,8 @@ async def prefill_then_decode(request: PromptRequest, attempt: Attempt, leg: Pre
     custody = got.custody
     attempt.keep(custody)
     if (reason := got.handle.alone) is not None:
-        # Release the KV first: otherwise the engine that serves the prompt alone could read a part of it.
+        # Release the KV first: otherwise the engine that serves the prompt alone could read a part
+        # of it.
         released = await custody.released(resources.deadlines.first_token)
         return CannotSplit(reason, exclude=custody.prefill if released else attempt.answering_url)
     if got.body:
@@ -66,8 +72,8 @@ async def prefill_then_decode(request: PromptRequest, attempt: Attempt, leg: Pre
 async def both_at_once(request: PromptRequest, attempt: Attempt) -> Outcome:
     """Have the prompt prefilled and answered at the same time.
 
-    The prefill leg comes first where the contract can't name the prefill engine to the decode engine yet, and where the prompt
-    may be too long for the prefill engine alone.
+    The prefill leg comes first where the contract can't name the prefill engine to the decode
+    engine yet, and where the prompt may be too long for the prefill engine alone.
     """
     prefill = PrefillLeg(request, attempt)
     custody = None if _prefill_alone_may_refuse(request, attempt) else prefill.promise()
@@ -81,22 +87,35 @@ ORDERS = {"sequential": prefill_then_decode, "concurrent": both_at_once}
 
 
 def _prefill_alone_may_refuse(request: PromptRequest, attempt: Attempt) -> bool:
-    """Return whether the prompt may be too long for the prefill engine alone: the decode engine would wait for its KV."""
+    """Return whether the prompt may be too long for the prefill engine alone: the decode engine
+    would wait for its KV.
+    """
     leases = attempt.assignment.leases
     prefill, decode = leases[0].engine.evidence, leases[-1].engine.evidence
     longest = None if prefill is None else prefill.max_model_len
-    if longest is None or decode is None or (decode.max_model_len is not None and decode.max_model_len <= longest):
+    if (
+        longest is None
+        or decode is None
+        or (decode.max_model_len is not None and decode.max_model_len <= longest)
+    ):
         return False
     assert request.prompt is not None
     tokens = None if request.ids is None else request.ids.count
-    return may_be_too_long(request.parsed, request.prompt, tokens, longest, request.resources.ledger.template_tokens)
+    return may_be_too_long(
+        request.parsed, request.prompt, tokens, longest, request.resources.ledger.template_tokens
+    )
 
 
-async def _finished(request: PromptRequest, attempt: Attempt, handle: Handle, body: bytes) -> Answered:
+async def _finished(
+    request: PromptRequest, attempt: Attempt, handle: Handle, body: bytes
+) -> Answered:
     """Answer with the prefill engine's token, which is the last one: no decode engine is asked."""
     resources = request.resources
     relay = request.relay = request.new_relay()
-    relay.filter.cached_tokens, relay.filter.created_cache_tokens = handle.cached_tokens, handle.created_cache_tokens
+    relay.filter.cached_tokens, relay.filter.created_cache_tokens = (
+        handle.cached_tokens,
+        handle.created_cache_tokens,
+    )
     splice = Splice(request.parsed, handle, request.headers.request_id)
     answer_finished(relay, splice, body, stream=request.parsed.stream)
     first = await relay.first
@@ -114,18 +133,22 @@ _Result = Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | Prefill
 
 
 class BothLegs:
-    """The two legs of an attempt that run at once. Run once. `custody`: of the KV that `prefill` has promised.
+    """The two legs of an attempt that run at once. Run once. `custody`: of the KV that `prefill`
+    has promised.
 
-    The decode engine waits while the prefill engine makes the KV and writes it there. Custody begins before the first leg. The
-    failure of one leg ends the other at once:
+    The decode engine waits while the prefill engine makes the KV and writes it there. Custody
+    begins before the first leg. The failure of one leg ends the other at once:
 
-        the prefill engine refuses the prompt   the decode engine mostly does, too; otherwise its leg is closed, and one engine
-                                                serves the prompt
-        the prefill fails                       it is asked once more under the same id, which alone frees a decode engine that
-                                                waits; then the decode leg is closed, and another pair is tried under a new id
-        the decode engine refuses or fails      the prefill leg is closed, if nothing waits for its KV; else the custodian awaits
-                                                it
-        the client leaves                       the decode leg is closed, and the custodian awaits the prefill's answer
+        the prefill engine refuses the prompt   the decode engine mostly does, too; otherwise its
+                                                leg is closed, and one engine serves the prompt
+        the prefill fails                       it is asked once more under the same id, which alone
+                                                frees a decode engine that waits; then the decode
+                                                leg is closed, and another pair is tried under a new
+                                                id
+        the decode engine refuses or fails      the prefill leg is closed, if nothing waits for its
+                                                KV; else the custodian awaits it
+        the client leaves                       the decode leg is closed, and the custodian awaits
+                                                the prefill's answer
     """
 
     __slots__ = (
@@ -143,13 +166,17 @@ class BothLegs:
         "_started",
     )
 
-    def __init__(self, request: PromptRequest, attempt: Attempt, prefill: PrefillLeg, custody: Custody) -> None:
+    def __init__(
+        self, request: PromptRequest, attempt: Attempt, prefill: PrefillLeg, custody: Custody
+    ) -> None:
         self._request = request
         self._attempt = attempt
         self._custody = custody
         self._prefill = prefill
         self._decode = DecodeLeg(request, attempt)
-        self._failure: Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed | Exception | None = None
+        self._failure: (
+            Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed | Exception | None
+        ) = None
         self._give_up: Timer | None = None
         """Ends the decode leg, if the prefill engine has refused the prompt."""
         self._no_kv_later: str | None = None
@@ -161,8 +188,12 @@ class BothLegs:
         self._prefill_over = self._decode.prefill_over = OneShotEvent()
 
     async def run(self) -> Outcome:
-        """Run both legs. Return the decode leg's outcome; the prefill leg's, if that has ended both."""
-        prefill = asyncio.get_running_loop().create_task(self._run_prefill(), name="prefill beside decode")
+        """Run both legs. Return the decode leg's outcome; the prefill leg's, if that has ended
+        both.
+        """
+        prefill = asyncio.get_running_loop().create_task(
+            self._run_prefill(), name="prefill beside decode"
+        )
         prefill.add_done_callback(self._prefill_closed)
         try:
             # A prefill engine that takes no connection must not leave a decode engine waiting.
@@ -179,7 +210,9 @@ class BothLegs:
             if self._no_kv_later is not None:
                 self._no_kv(self._no_kv_later)
         failure, self._failure = self._failure, None
-        if failure is not None and (outcome is None or self._decode.gave_up or isinstance(failure, Exception)):
+        if failure is not None and (
+            outcome is None or self._decode.gave_up or isinstance(failure, Exception)
+        ):
             if isinstance(outcome, DecodeFailed):
                 drop_traceback(outcome.error)  # nobody else handles it
             if isinstance(failure, Exception):
@@ -187,7 +220,8 @@ class BothLegs:
             return failure
         assert outcome is not None
         if isinstance(failure, PrefillFailed):
-            drop_traceback(failure.error)  # the decode engine had what it needs: nobody else handles it
+            # the decode engine had what it needs: nobody else handles it
+            drop_traceback(failure.error)
         if isinstance(outcome, DecodeFailed):
             if self._is_prefill_open:
                 self._request.broke(self._attempt.assignment.leases[0], outcome.error, beside=True)
@@ -196,7 +230,9 @@ class BothLegs:
         return outcome
 
     async def _run_prefill(self) -> None:
-        """Run the prefill leg, and process its end in the same step: the decode leg may be over in the next one."""
+        """Run the prefill leg, and process its end in the same step: the decode leg may be over in
+        the next one.
+        """
         try:
             self._process(await self._prefill.run())
         except Exception as error:
@@ -222,15 +258,19 @@ class BothLegs:
             self._decode.kv_made(now)
             return
         if not isinstance(got, PrefillFailed):
-            # What one engine refuses the other mostly refuses, too: its answer is the client's, and it does not wait for the KV.
+            # What one engine refuses the other mostly refuses, too: its answer is the client's, and
+            # it does not wait for the KV.
             self._failure, self._no_kv_later = got, "it refused the prompt"
             self._give_up = resources.clock.after(REFUSAL_GRACE, self._decode.give_up)
             return
         if self._decode.relay.has_data:
-            # The decode engine has its KV, or needs none, though nobody may have looked at its answer yet.
+            # The decode engine has its KV, or needs none, though nobody may have looked at its
+            # answer yet.
             self._no_kv_later = got.error.message
             if not isinstance(got.error, KvGoneError):
-                resources.report_failure(request.headers, got.url, "prefill", got.error, will_retry=False)
+                resources.report_failure(
+                    request.headers, got.url, "prefill", got.error, will_retry=False
+                )
             drop_traceback(got.error)
             return
         self._no_kv(got.error.message)
@@ -242,14 +282,21 @@ class BothLegs:
             self._custody.not_made(why)
 
     def _leave(self, leg: asyncio.Task[None]) -> None:
-        """The decode leg is over. Close the prefill leg if nobody waits for its KV, else leave it to the custodian."""
+        """The decode leg is over. Close the prefill leg if nobody waits for its KV, else leave it
+        to the custodian.
+        """
         if leg.done():
             return
         self._is_prefill_open = True
         custody = self._custody
         if custody.ends_later:
             self._request.later = custody
-        if custody.promised and not custody.decode_waits and not custody.ends_later and custody.how is None:
+        if (
+            custody.promised
+            and not custody.decode_waits
+            and not custody.ends_later
+            and custody.how is None
+        ):
             self._prefill.drop()
         else:
             self._prefill.abandon()

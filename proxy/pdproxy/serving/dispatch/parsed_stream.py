@@ -1,7 +1,8 @@
-"""The client's end of a chat's stream that another engine goes on with as a completion, while engines parse its token ids.
+"""The client's end of a chat's stream that another engine goes on with as a completion, while
+engines parse its token ids.
 
-One call is under way at a time. What comes meanwhile is put into the next one, so a slow parser makes fewer and larger events,
-and never a queue of calls.
+One call is under way at a time. What comes meanwhile is put into the next one, so a slow parser
+makes fewer and larger events, and never a queue of calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Derender = Callable[[bytes, int], Awaitable[bytes | None]]
 
 
 class ParsedStream(BegunWriter):
-    """Writes what engines make of the events of a continuation. Its owner calls `end` or `close`, once."""
+    """Writes what engines make of the events of a continuation. Its owner calls `end` or `close`,
+    once.
+    """
 
     def __init__(self, output: ResponseWriter, events: ParsedEvents, derender: Derender) -> None:
         super().__init__(output)
@@ -47,7 +50,10 @@ class ParsedStream(BegunWriter):
             try:
                 self._events.take(data)
             except NotACompletionError as error:
-                self._why_broken, self._is_engines = f"the engine sent an invalid completion event: {error}", True
+                self._why_broken, self._is_engines = (
+                    f"the engine sent an invalid completion event: {error}",
+                    True,
+                )
             except TooManyTokensError as error:
                 self._why_broken = str(error)
         self._check()
@@ -73,7 +79,8 @@ class ParsedStream(BegunWriter):
             self._why_broken = f"an engine has parsed the answer to something else: {error}"
             return
         except BaseException:
-            self._why_broken = "the answer was not parsed"  # what the client has not got must not be left out
+            # what the client has not got must not be left out
+            self._why_broken = "the answer was not parsed"
             raise
         finally:
             self._calls = None

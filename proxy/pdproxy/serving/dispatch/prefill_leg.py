@@ -1,9 +1,10 @@
 """The prefill leg: a prompt becomes KV in our custody.
 
-Owns the leg and the prefill engine's lease. If the client leaves before the answer, both go to the custodian. If the
-answer is late, the leg goes to the custodian, and the lease ends. The request is sent once: the engine may have read the KV of
-the turn before, and the KV that it has made has the leg's id. Only for a decode engine that waits for KV under that very id is
-the request sent a second time.
+Owns the leg and the prefill engine's lease. If the client leaves before the answer, both go to the
+custodian. If the answer is late, the leg goes to the custodian, and the lease ends. The request is
+sent once: the engine may have read the KV of the turn before, and the KV that it has made has the
+leg's id. Only for a decode engine that waits for KV under that very id is the request sent a second
+time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ from pdproxy.serving.dispatch.failure_class import (
     verdict_of,
 )
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
-from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, ModelRefused, PrefillFailed
+from pdproxy.serving.dispatch.recovery import (
+    Answered,
+    AskAgain,
+    CannotSplit,
+    ModelRefused,
+    PrefillFailed,
+)
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
@@ -50,12 +57,15 @@ from pdproxy.wire.request import Alone, Parsed
 
 _MAX_ANSWER = 256 << 10
 _MAX_ANSWER_PER_BYTE = 16
-"""Bytes of a prefill's answer: a constant, and a number per byte of the request. A token id has up to 8 bytes and is made of one
-byte of the prompt or more; block ids of eight groups take half of that. A larger answer is not about this prompt."""
+"""Bytes of a prefill's answer: a constant, and a number per byte of the request. A token id has up
+to 8 bytes and is made of one byte of the prompt or more; block ids of eight groups take half of
+that. A larger answer is not about this prompt.
+"""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """A prompt's KV is in our custody. `body`: the engine's whole answer, if its token is already the last one; else empty.
+    """A prompt's KV is in our custody. `body`: the engine's whole answer, if its token is already
+    the last one; else empty.
 
     `handle`: to be looked at. Only `Custody.spend` gives it to an engine.
     """
@@ -66,9 +76,11 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class PrefillLeg:
-    """One prefill leg of an attempt. Run once. The watch over engines that stand still sees it as a `fleet.open_legs.OpenLeg`.
+    """One prefill leg of an attempt. Run once. The watch over engines that stand still sees it as a
+    `fleet.open_legs.OpenLeg`.
 
-    Where both legs run at once, the attempt has a custody before: the KV was promised. The leg may outlive the attempt then.
+    Where both legs run at once, the attempt has a custody before: the KV was promised. The leg may
+    outlive the attempt then.
     """
 
     __slots__ = (
@@ -122,7 +134,8 @@ class PrefillLeg:
         self.prompt_bytes = lease.prompt_bytes
         self.stalled_before = request.stalled
         """How many engines have stood still under its request before."""
-        # Of the run that is asked: an answer of an earlier run must not be taken for one of the next.
+        # Of the run that is asked: an answer of an earlier run must not be taken for one of the
+        # next.
         self._peers = engine.run.peers if contract.peer_in is not None else None
         self._pending: Pending | None = None
         self._verdict = NEUTRAL
@@ -143,11 +156,13 @@ class PrefillLeg:
     def __repr__(self) -> str:
         return f"<PrefillLeg {self._url}, {self._verdict.value}>"
 
-    async def run(self) -> Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed:
+    async def run(
+        self,
+    ) -> Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed:
         """Have the prompt prefilled. Return custody of its KV, or why there is none.
 
-        If a notice may bring the handle, the first of notice and answer is used. After a notice, the answer is awaited in the
-        background.
+        If a notice may bring the handle, the first of notice and answer is used. After a notice,
+        the answer is awaited in the background.
         """
         resources = self._resources
         seconds = resources.deadlines.prefill
@@ -156,11 +171,15 @@ class PrefillLeg:
         self._open_legs.add(self)
         try:
             if resources.turns is not None:
-                self._turn = await turn_before(self._request, self._attempt, resources.turns, self._sent_ids)
+                self._turn = await turn_before(
+                    self._request, self._attempt, resources.turns, self._sent_ids
+                )
             while True:
                 try:
                     answer = await self._in_time(seconds)
-                    return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
+                    return (
+                        self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
+                    )
                 except EngineError as error:
                     self._request.broke(self._lease, error)
                     if not self._may_ask_again(error):
@@ -175,7 +194,9 @@ class PrefillLeg:
             self._adopt(lambda: None)  # it may be about to finish, and only its answer names its KV
             self._adopted = False  # the lease ends now
             self._pending = None
-            late = EngineTimeoutError(f"{self._url} did not prefill in {seconds:g} s", wait=Wait.PREFILL)
+            late = EngineTimeoutError(
+                f"{self._url} did not prefill in {seconds:g} s", wait=Wait.PREFILL
+            )
             return self._failed(late, keeper=keeper)
         except EngineError as error:
             self._verdict = verdict_of(error)
@@ -185,7 +206,9 @@ class PrefillLeg:
                 resources.custodian.orphans.remember(self._attempt.with_notices(self.record()))
             return self._failed(error)
         finally:
-            self._open_legs.remove(self, ended_well=resources.now() if self._verdict is GOOD else None)
+            self._open_legs.remove(
+                self, ended_well=resources.now() if self._verdict is GOOD else None
+            )
             if self._turn is not None:
                 self._turn.over(asked=self._pending is not None)
             if not self._adopted:
@@ -194,9 +217,15 @@ class PrefillLeg:
                 resources.close(self._lease, self._verdict)
 
     def _may_ask_again(self, error: EngineError) -> bool:
-        """Return whether the same engine is asked once more: only KV under the same id frees a decode engine that waits."""
+        """Return whether the same engine is asked once more: only KV under the same id frees a
+        decode engine that waits.
+        """
         waits = self.promised is not None and self.promised.decode_waits
-        if not waits or self._asked_again or isinstance(error, EngineUnreachableError | EngineTimeoutError):
+        if (
+            not waits
+            or self._asked_again
+            or isinstance(error, EngineUnreachableError | EngineTimeoutError)
+        ):
             return False
         holder = self._resources.transfer.contract.holder
         return holder.prefill_again(error.status if isinstance(error, EngineRefusedError) else None)
@@ -206,22 +235,30 @@ class PrefillLeg:
         if self._pending is not None:
             self._pending.close()
             self._pending = None
-        self._resources.report_failure(self._request.headers, self._url, "prefill", error, will_retry=True)
+        self._resources.report_failure(
+            self._request.headers, self._url, "prefill", error, will_retry=True
+        )
         drop_traceback(error)
 
     def abandon(self) -> None:
-        """Leave the leg to the custodian, which awaits its answer: nobody else waits for it any more."""
+        """Leave the leg to the custodian, which awaits its answer: nobody else waits for it any
+        more.
+        """
         if not self._adopted:
             self._adopt(partial(self._resources.close, self._lease, self._verdict))
 
     def drop(self) -> None:
-        """Close the leg before its answer: the engine then keeps nothing, and no decode engine waits for its KV."""
+        """Close the leg before its answer: the engine then keeps nothing, and no decode engine
+        waits for its KV.
+        """
         if self._pending is not None and not self._adopted:
             self._pending.close()
             self._pending = None
 
     def forget_peers(self) -> None:
-        """Forget where the run that was asked is reached, if its answers show that: it may have been started again since."""
+        """Forget where the run that was asked is reached, if its answers show that: it may have
+        been started again since.
+        """
         if self._peers is not None:
             self._peers.forget()
 
@@ -242,13 +279,17 @@ class PrefillLeg:
     # -- asking
 
     def _message(self) -> Message:
-        """Return the leg's request, which is written in the same step: here the engine is given the KV of the turn before.
+        """Return the leg's request, which is written in the same step: here the engine is given the
+        KV of the turn before.
 
         Raises:
-            KvGoneError: its KV is not needed any more. The engine may have taken seconds to be connected to.
+            KvGoneError: its KV is not needed any more. The engine may have taken seconds to be
+                connected to.
         """
         promised = self.promised
-        if promised is not None and (promised.how is not None or (self._asked_again and not promised.decode_waits)):
+        if promised is not None and (
+            promised.how is not None or (self._asked_again and not promised.decode_waits)
+        ):
             raise KvGoneError(f"the KV of {self._url} is not needed any more")
         self._run = self._lease.engine.run_number
         if self._turn is not None:
@@ -275,7 +316,9 @@ class PrefillLeg:
                     self.sent.set()
                 return await self._answer_or_handle()
         except TimeoutError:
-            while self._pending is not None and await resources.works(self._url, Wait.PREFILL.value):
+            while self._pending is not None and await resources.works(
+                self._url, Wait.PREFILL.value
+            ):
                 with suppress(TimeoutError), resources.clock.within(seconds):
                     return await self._answer_or_handle()
             raise
@@ -284,7 +327,11 @@ class PrefillLeg:
         """Wait for the answer, or for the handle if a notice brings that first."""
         assert self._pending is not None
         notice = self._attempt.handle_notice
-        return self._pending.answered() if notice is None else self._answer_or_notice(self._pending, notice)
+        return (
+            self._pending.answered()
+            if notice is None
+            else self._answer_or_notice(self._pending, notice)
+        )
 
     async def _answer_or_notice(self, pending: Pending, notice: ExpectedNotices) -> Answer | Handle:
         answer = await pending.answered_or(notice.done)
@@ -303,7 +350,9 @@ class PrefillLeg:
     # -- what came of it
 
     def _noticed(self, handle: Handle) -> Prefilled:
-        """Take custody of a handle that a notice brought. The engine may finish its answer, which is not needed any more."""
+        """Take custody of a handle that a notice brought. The engine may finish its answer, which
+        is not needed any more.
+        """
         resources = self._resources
         assert self._pending is not None
         self._verdict = GOOD
@@ -312,7 +361,9 @@ class PrefillLeg:
         self._adopted = True
         return Prefilled(self._take(handle), handle)
 
-    def _read(self, answer: Answer) -> Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed:
+    def _read(
+        self, answer: Answer
+    ) -> Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed:
         url, request = self._url, self._request
         if self._turn is not None and self._turn.has_failed(answer.status):
             return AskAgain()
@@ -326,8 +377,8 @@ class PrefillLeg:
                 return Answered(answer)
             if self._attempt.added_is_refused(url):
                 return AskAgain()
-            # The prefill leg is not the client's own request: only an engine that gets that can say whether it is wrong, and
-            # which error comes first.
+            # The prefill leg is not the client's own request: only an engine that gets that can say
+            # whether it is wrong, and which error comes first.
             return CannotSplit(Alone.PREFILL_REFUSED, exclude=url)
         read = prefill_answer(answer.body)
         if read is None:
@@ -337,7 +388,10 @@ class PrefillLeg:
         transfer = self._resources.transfer
         contract, hosts = transfer.contract, transfer.hosts
         handle = hosts.checked(contract.handle(self._parsed, read, self.dispatch), url)
-        if contract.peer_in is not None and (peer := contract.peer_in(read, self.dispatch)) is not None:
+        if (
+            contract.peer_in is not None
+            and (peer := contract.peer_in(read, self.dispatch)) is not None
+        ):
             assert self._peers is not None
             if peer.host is None or (why := hosts.why_not(peer.host, url)) is None:
                 self._peers.learn(peer)
@@ -346,7 +400,9 @@ class PrefillLeg:
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
             if request.kv_failed():
                 self._resources.transfers.not_made(url)
-            return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
+            return self._failed(
+                EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE
+            )
         self._verdict = GOOD
         self._attempt.cached(url, read.usage)
         finished = handle.first is not None and handle.first.finish_reason is not None
@@ -380,12 +436,16 @@ class PrefillLeg:
         return _record(self._request, self._attempt, self._parsed, self.dispatch, self._run)
 
     def promise(self) -> Custody | None:
-        """Begin the custody of KV that the contract promises before the engine is asked. None if it can promise none."""
+        """Begin the custody of KV that the contract promises before the engine is asked. None if it
+        can promise none.
+        """
         contract = self._resources.transfer.contract
         handle = None if contract.promise is None else contract.promise(self._parsed, self.dispatch)
         if handle is None:
             return None
-        record = _record(self._request, self._attempt, self._parsed, self.dispatch, self._lease.engine.run_number)
+        record = _record(
+            self._request, self._attempt, self._parsed, self.dispatch, self._lease.engine.run_number
+        )
         self.promised = self._resources.custodian.promise(handle, record)
         self._attempt.dispatch = self.dispatch  # both engines must work on the same prompt
         self._attempt.keep(self.promised)
@@ -407,7 +467,8 @@ def _record(
         leases[0].engine.url,
         parsed.model,
         request.headers.authorization,
-        # Still in use after the attempt if the client has left: it refers to nothing else of the attempt.
+        # Still in use after the attempt if the client has left: it refers to nothing else of the
+        # attempt.
         lambda answer: contract.handle(parsed, answer, dispatch),
         contract.holder.pushed_to(leases[-1].engine.url),
         dispatch.leg_id,

@@ -1,4 +1,5 @@
-"""What is known of engines' prefix caches, for requests: what a prompt is known by, what was expected, what engines say.
+"""What is known of engines' prefix caches, for requests: what a prompt is known by, what was
+expected, what engines say.
 
 Owns the thread that makes the keys of long prompts, and the number of prompts that wait for it.
 """
@@ -30,7 +31,9 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class PrefixQuestions:
-    """Asks `knowledge` for requests. `now`: monotonic seconds. `skipped`: long prompts too many. Read only."""
+    """Asks `knowledge` for requests. `now`: monotonic seconds. `skipped`: long prompts too many.
+    Read only.
+    """
 
     def __init__(self, knowledge: Knowledge, now: Callable[[], float]) -> None:
         self.knowledge = knowledge
@@ -42,11 +45,14 @@ class PrefixQuestions:
     def __repr__(self) -> str:
         return f"<Prefixes {self._waiting} waiting>"
 
-    async def known_by(self, parsed: Parsed, prompt: Prompt | None, ids: TokenIds | None) -> PromptBeginning | None:
-        """Return what a prompt is known by, None if nothing is. Long ones' keys are made in a thread. `ids`: if known.
+    async def known_by(
+        self, parsed: Parsed, prompt: Prompt | None, ids: TokenIds | None
+    ) -> PromptBeginning | None:
+        """Return what a prompt is known by, None if nothing is. Long ones' keys are made in a
+        thread. `ids`: if known.
 
-        `prompt` is None if the request itself says that one engine must serve it: that engine may read another prompt, several
-        ones, or look into no cache.
+        `prompt` is None if the request itself says that one engine must serve it: that engine may
+        read another prompt, several ones, or look into no cache.
         """
         knowledge = self.knowledge
         if prompt is None:
@@ -78,7 +84,8 @@ class PrefixQuestions:
         """Note that a prompt is sent to engines. Return what is expected of their caches."""
         now, first = self._now(), assignment.leases[0]
         made = [
-            # A decode engine that gets the KV from another one says nothing of its own cache, and is asked nothing.
+            # A decode engine that gets the KV from another one says nothing of its own cache, and
+            # is asked nothing.
             self.knowledge.routed(beginning, lease.engine.url, now, reports=lease is first)
             for lease in assignment.leases
         ]
@@ -100,7 +107,9 @@ def of_engine(predictions: Iterable[Prediction], url: str) -> Prediction | None:
 
 
 def reporting(parsed: Parsed) -> Parsed:
-    """Return a request that asks its engine to report the blocks that it reuses. A client's own choice stays."""
+    """Return a request that asks its engine to report the blocks that it reuses. A client's own
+    choice stays.
+    """
     fields, added = parsed.fields, b'"%s":"full"' % _MODE.encode()
     if is_absent(fields, _XARGS) or has_value(fields, _XARGS, b"{}"):
         xargs = b"{%b}" % added
@@ -118,7 +127,9 @@ def reporting(parsed: Parsed) -> Parsed:
 
 
 def _made(beginning: PromptBeginning) -> bool:
-    """Make a prompt's keys. Runs in a thread. Raises nothing: exceptions may quote the prompt, and would be logged."""
+    """Make a prompt's keys. Runs in a thread. Raises nothing: exceptions may quote the prompt, and
+    would be logged.
+    """
     try:
         for _ in beginning.keys:
             pass

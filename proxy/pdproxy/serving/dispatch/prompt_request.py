@@ -1,6 +1,8 @@
-"""One prompt as its legs see it: what engines are asked, where the answer goes, and what is known of it so far.
+"""One prompt as its legs see it: what engines are asked, where the answer goes, and what is known
+of it so far.
 
-`dispatch.exchange` takes the prompt through its attempts. Each leg reads here what it needs, and notes here what came of it.
+`dispatch.exchange` takes the prompt through its attempts. Each leg reads here what it needs, and
+notes here what came of it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def _no_writer(_: Relay) -> ResponseWriter:
 class PromptRequest:
     """One prompt; or, with `prompt` None, a whole request for one engine alone.
 
-    Once a stream flows, no engine needs the client's body any more, and it is dropped. So nothing else may refer to its parts.
+    Once a stream flows, no engine needs the client's body any more, and it is dropped. So nothing
+    else may refer to its parts.
     """
 
     __slots__ = (
@@ -87,17 +90,23 @@ class PromptRequest:
         self.ids: TokenIds | None = None
         """The prompt's token ids, None while they are not known."""
         self.key: bytes | None = None
-        """What finds the turn that the prompt continues (`dispatch.turn`), None if that is not known or not wanted."""
+        """What finds the turn that the prompt continues (`dispatch.turn`), None if that is not
+        known or not wanted.
+        """
         self.beginning: PromptBeginning | None = None
         """What indexes of engines' caches know the prompt by, None if nothing asks them."""
         self.left = left
         """How often other engines may still go on with the stream."""
         self.record: Record | NotContinued | None = None
-        """What others need to go on with the stream, or why they can't; None before the stream flows, or if that is off."""
+        """What others need to go on with the stream, or why they can't; None before the stream
+        flows, or if that is off.
+        """
         self.stalled = 0
         """How many engines have stood still under the prompt so far, perhaps because of it."""
         self.doubtful: DoubtfulFailures | None = None
-        """Failures of engines that it may have caused, until it is answered; None while there are none."""
+        """Failures of engines that it may have caused, until it is answered; None while there are
+        none.
+        """
         self.fingerprint: Fingerprint | None = None
         """None while nothing asks for it (`dispatch.engines_lost`)."""
         self.permit: Permit | None = None
@@ -113,11 +122,17 @@ class PromptRequest:
         self.relay: Relay | None = None
         """The relay of the last attempt's answer, None before an engine was asked for it."""
         self.prefilled = 0
-        """Tokens of the prompt, as the last prefill engine that has made its KV reported them; 0: none has."""
+        """Tokens of the prompt, as the last prefill engine that has made its KV reported them; 0:
+        none has.
+        """
         self.later: Custody | None = None
-        """KV that the prefill engine still computes behind the end of the exchange, None if it computes none."""
+        """KV that the prefill engine still computes behind the end of the exchange, None if it
+        computes none.
+        """
         self.may_be_answered = False
-        """Whether an engine may have begun with the answer, in the last attempt: it was asked, and its KV was made."""
+        """Whether an engine may have begun with the answer, in the last attempt: it was asked, and
+        its KV was made.
+        """
 
     @property
     def is_dropped(self) -> bool:
@@ -126,18 +141,28 @@ class PromptRequest:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether the record is still of use while another engine goes on: what that engine makes is parsed with it."""
+        """Whether the record is still of use while another engine goes on: what that engine makes
+        is parsed with it.
+        """
         return isinstance(self.record, Record) and self.record.chat != b""
 
     def drop(self) -> None:
         """Drop everything but the headers and the record. No further leg may be made from it."""
-        self.parsed, self.prompt, self.new_relay, self.stream_to, self.ids = _DROPPED, None, _no_relay, _no_writer, None
+        self.parsed, self.prompt, self.new_relay, self.stream_to, self.ids = (
+            _DROPPED,
+            None,
+            _no_relay,
+            _no_writer,
+            None,
+        )
         self.key = self.beginning = None
 
     # -- the attempt under way
 
     def suspect(self, assignment: Assignment) -> None:
-        """Note at engines, until their data, that the prompt may stop them: another one has stood still under it."""
+        """Note at engines, until their data, that the prompt may stop them: another one has stood
+        still under it.
+        """
         known = self.resources.engines.known
         self._suspects = tuple(known[lease.engine.url].open_legs for lease in assignment.leases)
         for open_legs in self._suspects:
@@ -167,12 +192,17 @@ class PromptRequest:
         streamed: bool = False,
         beside: bool = False,
     ) -> None:
-        """Note that a leg has failed: its engine may be lost. See `EnginesLost.broke`. `since` None: as the lease."""
+        """Note that a leg has failed: its engine may be lost. See `EnginesLost.broke`. `since`
+        None: as the lease.
+        """
         since = lease.since if since is None else since
         lost = self.resources.lost
-        may_be_lost = lost.broke(self.headers, lease.engine, error, since, streamed=streamed, beside=beside)
+        may_be_lost = lost.broke(
+            self.headers, lease.engine, error, since, streamed=streamed, beside=beside
+        )
         if may_be_lost and self.slot is not None:
-            # The permit ends by its time, not with this attempt: the loss is judged before the next request begins.
+            # The permit ends by its time, not with this attempt: the loss is judged before the next
+            # request begins.
             self.slot.permit = None
         if may_be_lost and self.permit is not None:
             self.permit.leave_in(SOON, harmless=False)  # unless it is tried again before
@@ -184,13 +214,17 @@ class PromptRequest:
         return self.doubtful
 
     def kv_failed(self) -> bool:
-        """Note that its KV was not made, or not moved. Return whether it is the first time, which alone counts."""
+        """Note that its KV was not made, or not moved. Return whether it is the first time, which
+        alone counts.
+        """
         doubtful = self.in_doubt()
         first, doubtful.kv_failed = not doubtful.kv_failed, True
         return first
 
     def answered_well(self) -> None:
-        """Count what has failed before: another engine has answered it, so that it was not the cause."""
+        """Count what has failed before: another engine has answered it, so that it was not the
+        cause.
+        """
         doubtful, self.doubtful = self.doubtful, None
         if doubtful is not None:
             self.resources.count(*doubtful.answered())
@@ -203,7 +237,11 @@ class PromptRequest:
         if lost.remembers:
             self.fingerprint = lost.began(self.headers, self.parsed.fields, self.fingerprint)
         if records is not None:
-            self.record = NotContinued.NONE_LEFT if self.left < 1 else records.planned(self.parsed, self.new_relay)
+            self.record = (
+                NotContinued.NONE_LEFT
+                if self.left < 1
+                else records.planned(self.parsed, self.new_relay)
+            )
         self.drop()
         self.leave_slot()
 

@@ -1,4 +1,5 @@
-"""What is kept of a request while its stream flows, so that another engine can go on with the stream: no more than that.
+"""What is kept of a request while its stream flows, so that another engine can go on with the
+stream: no more than that.
 
 Owns the bytes of all these records, which are bounded: a prompt's ids are most of them.
 """
@@ -17,14 +18,18 @@ _OVERHEAD = 512
 
 
 class Record:
-    """What another engine needs to go on. `prompt_ids`: a JSON array, b"" before they are known. `new_relay`: of the request.
+    """What another engine needs to go on. `prompt_ids`: a JSON array, b"" before they are known.
+    `new_relay`: of the request.
 
-    `is_parsed`: as of `Beginning`; `chat`: the client's body, b"" if nobody can parse what its parser would.
+    `is_parsed`: as of `Beginning`; `chat`: the client's body, b"" if nobody can parse what its
+    parser would.
     """
 
     __slots__ = ("chat", "is_parsed", "kept", "new_relay", "prompt_ids", "size")
 
-    def __init__(self, kept: Continuable, new_relay: Callable[[], Relay], chat: bytes = b"") -> None:
+    def __init__(
+        self, kept: Continuable, new_relay: Callable[[], Relay], chat: bytes = b""
+    ) -> None:
         self.kept = kept
         self.chat = chat
         self.new_relay = new_relay
@@ -43,13 +48,18 @@ class Record:
 
 
 class ContinuationRecords:
-    """The records of one process. `sampled`: also of answers that are drawn by chance; `max_bytes`: of all of them.
+    """The records of one process. `sampled`: also of answers that are drawn by chance; `max_bytes`:
+    of all of them.
 
     `derenders`: whether all engines of a model can parse its chats behind any token.
     """
 
     def __init__(
-        self, *, sampled: bool, max_bytes: int, derenders: Callable[[str | None], bool] = lambda _: False
+        self,
+        *,
+        sampled: bool,
+        max_bytes: int,
+        derenders: Callable[[str | None], bool] = lambda _: False,
     ) -> None:
         self._derenders = derenders
         self._sampled = sampled
@@ -61,11 +71,15 @@ class ContinuationRecords:
         return f"<Records {self.held} of {self._max_bytes} bytes>"
 
     def planned(self, parsed: Parsed, new_relay: Callable[[], Relay]) -> Record | NotContinued:
-        """Return a record of a request whose stream is about to flow, or why nobody may go on with it. It does not count yet."""
+        """Return a record of a request whose stream is about to flow, or why nobody may go on with
+        it. It does not count yet.
+        """
         kept = plan(parsed, sampled=self._sampled)
         if isinstance(kept, NotContinued):
             return kept
-        is_chat = parsed.route is Route.CHAT and not (kept.stops or kept.shows_ids or kept.ignores_eos)
+        is_chat = parsed.route is Route.CHAT and not (
+            kept.stops or kept.shows_ids or kept.ignores_eos
+        )
         may_parse = is_chat and (parsed.derenders or self._derenders(kept.model))
         if kept.calls_tools and not may_parse:
             return NotContinued.TOOLS

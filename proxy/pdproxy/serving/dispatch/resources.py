@@ -1,4 +1,6 @@
-"""What every exchange works with: the engines, the ledger, the custodian and others; and reports that all exchanges make."""
+"""What every exchange works with: the engines, the ledger, the custodian and others; and reports
+that all exchanges make.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ _MIN_EVENTS = 8
 class KvTransfer:
     """How KV gets from one engine to another: the contract, and what it needs besides the legs.
 
-    `recomputes`: a decode engine is asked even if no notice came in time, and computes the KV that did not arrive. `hosts`: which
-    hosts handles may name.
+    `recomputes`: a decode engine is asked even if no notice came in time, and computes the KV that
+    did not arrive. `hosts`: which hosts handles may name.
     """
 
     contract: Contract
@@ -86,11 +88,17 @@ class ExchangeResources:
     transfers: Transfers
     down_watch: DownWatch
     works: Callable[[str, str], Awaitable[bool]]
-    """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
+    """Returns whether the engine of a URL is seen to work although a leg is silent; the second
+    argument names the wait.
+    """
     is_push_lost: Callable[[Custody], Awaitable[bool]]
-    """Returns whether the push that a decode leg may wait for is lost, though its prefill engine has answered."""
+    """Returns whether the push that a decode leg may wait for is lost, though its prefill engine
+    has answered.
+    """
     lease_may_have_ended: Callable[[Custody], Awaitable[bool]]
-    """Returns whether a handle's lease may have ended before its KV was read, though the decode engine has answered."""
+    """Returns whether a handle's lease may have ended before its KV was read, though the decode
+    engine has answered.
+    """
     is_alive: Callable[[str], Awaitable[bool]]
     """Asks the engine of a URL whether it is healthy."""
     tokenizing: Tokenizing | None = None
@@ -104,12 +112,20 @@ class ExchangeResources:
     detokenizing: Detokenizing | None = None
     """Makes the text of token ids. None where no engine goes on with another one's stream."""
     derendering: Derendering | None = None
-    """Has an engine parse the rest of a chat. None where no engine goes on with another one's stream, or not with such a chat."""
+    """Has an engine parse the rest of a chat. None where no engine goes on with another one's
+    stream, or not with such a chat.
+    """
 
     def with_ids_of_calls(self, parsed: Parsed) -> Parsed:
-        """Return a chat with tools as one whose ids engines are asked for, where they are of use."""
+        """Return a chat with tools as one whose ids engines are asked for, where they are of
+        use.
+        """
         derendering = self.derendering
-        if derendering is None or not self.limits.continuations or not derendering.possible(parsed.model):
+        if (
+            derendering is None
+            or not self.limits.continuations
+            or not derendering.possible(parsed.model)
+        ):
             return parsed
         return msgspec.structs.replace(parsed, derenders=True)
 
@@ -124,10 +140,13 @@ class ExchangeResources:
         """Return the ids that a prefill engine is sent, None where it makes them itself."""
         return ids if self.tokenizing is None else self.tokenizing.check.sent(url, parsed, ids)
 
-    def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None, beside: int = 0) -> None:
+    def close(
+        self, lease: Lease, verdict: Verdict, relay: Relay | None = None, beside: int = 0
+    ) -> None:
         """End a lease. Report it if this takes the engine out of use.
 
-        `relay`: that of the answer, if the engine has answered; `beside`: how many streams it made at the same time.
+        `relay`: that of the answer, if the engine has answered; `beside`: how many streams it made
+        at the same time.
         """
         engine, tokens, now, ledger = lease.engine, None, self.now(), self.ledger
         if (failed := verdict is FAILED) or verdict is GOOD:
@@ -135,7 +154,15 @@ class ExchangeResources:
             seconds = None
             if lease.role is PREFILL:
                 seconds, beside = now - lease.since, engine.requests
-            self.outliers.ended(engine.url, lease.role, now, failed=failed, pace=pace, seconds=seconds, beside=beside)
+            self.outliers.ended(
+                engine.url,
+                lease.role,
+                now,
+                failed=failed,
+                pace=pace,
+                seconds=seconds,
+                beside=beside,
+            )
         if relay is not None and ledger.placement is not None:
             tokens = _made_tokens(relay)
         if ledger.close(lease, verdict, now, tokens):
@@ -152,7 +179,9 @@ class ExchangeResources:
                 self._out_of_use(lease.engine)
 
     def unanswered(self, doubtful: DoubtfulFailures) -> None:
-        """Count such failures of a request that has ended with the last of them; or note that they followed it."""
+        """Count such failures of a request that has ended with the last of them; or note that they
+        followed it.
+        """
         self.count(*doubtful.unanswered())
         if len(doubtful.engines) > 1:
             now = self.now()
@@ -161,25 +190,38 @@ class ExchangeResources:
                     engine.open_legs.doubted = now
 
     def doubted(self) -> tuple[str, ...]:
-        """Return the engines that have failed like others with a request, and have shown no sign since.
+        """Return the engines that have failed like others with a request, and have shown no sign
+        since.
 
-        A request that has failed elsewhere goes to them last: two that are broken would fail each request that they get first.
+        A request that has failed elsewhere goes to them last: two that are broken would fail each
+        request that they get first.
         """
         return tuple(
-            [url for url, engine in self.engines.items() if engine.open_legs.doubted > engine.open_legs.last_sign]
+            [
+                url
+                for url, engine in self.engines.items()
+                if engine.open_legs.doubted > engine.open_legs.last_sign
+            ]
         )
 
     def _out_of_use(self, engine: LedgerEngine) -> None:
         reason, state = engine.down_because, "down"
         if reason is None:
-            reason, state = f"failed {engine.failures} times in a row: its breaker is open", "excluded"
-        self.observers.notify(NodeChanged(engine.url, engine.role.value, up=False, reason=reason, state=state))
+            reason, state = (
+                f"failed {engine.failures} times in a row: its breaker is open",
+                "excluded",
+            )
+        self.observers.notify(
+            NodeChanged(engine.url, engine.role.value, up=False, reason=reason, state=state)
+        )
 
     def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
-        """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared.
+        """Return the seconds that an engine took for a prompt byte, or for an event; None where
+        they can't be compared.
 
-        A placement loads engines unevenly: it may keep one for prefill, and send it answers that will be late anyway. And where
-        requests go by what engines have in their caches, one gets the cached prompts and another one the new ones.
+        A placement loads engines unevenly: it may keep one for prefill, and send it answers that
+        will be late anyway. And where requests go by what engines have in their caches, one gets
+        the cached prompts and another one the new ones.
         """
         if self.ledger.placement is not None:
             return None
@@ -191,16 +233,22 @@ class ExchangeResources:
         return relay.fast_path.total / (relay.fast_path.events - 1)
 
     def suspected(self) -> tuple[str, ...]:
-        """Return the engines that have a request under which another one has stood still, perhaps because of it."""
+        """Return the engines that have a request under which another one has stood still, perhaps
+        because of it.
+        """
         return tuple([url for url, engine in self.engines.items() if engine.open_legs.suspects])
 
     def kv_took(self, prefill: str, decode: str, seconds: float) -> None:
-        """Count the time of a stream's KV phase, where engines may be compared by it: as of `_pace`."""
+        """Count the time of a stream's KV phase, where engines may be compared by it: as of
+        `_pace`.
+        """
         if self.ledger.placement is None and not self.ledger.needs_details:
             self.outliers.loaded(prefill, decode, self.now(), seconds)
 
     async def retry_slot(self, headers: LegHeaders) -> RetrySlot | None:
-        """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""
+        """Wait for a place for one more attempt behind one that has failed. None if none came free
+        in time.
+        """
         permit, has_lost = None, any(losses.engines for losses in headers.lost)
         if has_lost:
             permit = await self.lost.permit(self.deadlines.retry)
@@ -227,21 +275,26 @@ class ExchangeResources:
     ) -> None:
         """Report a leg that failed."""
         status = error.status if isinstance(error, EngineRefusedError) else None
-        self.observers.notify(LegFailed(headers.request_id, engine, phase, error.message, will_retry, status))
+        self.observers.notify(
+            LegFailed(headers.request_id, engine, phase, error.message, will_retry, status)
+        )
 
 
 def _made_tokens(relay: Relay) -> int | None:
-    """Return how many tokens an engine has made for the client, None where its answer does not show it."""
+    """Return how many tokens an engine has made for the client, None where its answer does not show
+    it.
+    """
     if relay.usage is not None and relay.usage.completion_tokens is not None:
         return relay.usage.completion_tokens
     return relay.fast_path.tokens or relay.fast_path.events or None
 
 
 class LegHeaders(msgspec.Struct, frozen=True):
-    """What every leg of one request carries: its id, its path and the headers that are forwarded. `hints` are for the proxy.
+    """What every leg of one request carries: its id, its path and the headers that are forwarded.
+    `hints` are for the proxy.
 
-    `salt`: of its tenant's caches, None where tenants share them. `client`: the name of its client; `lost`: the engines that
-    were lost under it (`loss.RequestLosses`).
+    `salt`: of its tenant's caches, None where tenants share them. `client`: the name of its client;
+    `lost`: the engines that were lost under it (`loss.RequestLosses`).
     """
 
     request_id: str
@@ -256,8 +309,14 @@ class LegHeaders(msgspec.Struct, frozen=True):
     @property
     def shown_id(self) -> str:
         """The id that engines are sent, and that answers show."""
-        return next((value.decode("ascii") for name, value in self.headers if name == b"x-request-id"), self.request_id)
+        return next(
+            (value.decode("ascii") for name, value in self.headers if name == b"x-request-id"),
+            self.request_id,
+        )
 
     def named(self, leg_id: str) -> tuple[tuple[bytes, bytes], ...]:
         """Return the headers for a leg with an id of its own."""
-        return tuple((name, leg_id.encode() if name == b"x-request-id" else value) for name, value in self.headers)
+        return tuple(
+            (name, leg_id.encode() if name == b"x-request-id" else value)
+            for name, value in self.headers
+        )

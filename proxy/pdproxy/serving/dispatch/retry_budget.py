@@ -1,8 +1,10 @@
-"""The retry budget: how many attempts behind the first one may be under way at once, of all requests.
+"""The retry budget: how many attempts behind the first one may be under way at once, of all
+requests.
 
-If one of two engines dies, half of all requests are tried again at once: as much work once more, on the engine that is left. So
-only a share of the requests in flight is tried again at the same time, and the others wait for their turn. Refusing them would
-lose what could be served; waiting bounds the load in the same way.
+If one of two engines dies, half of all requests are tried again at once: as much work once more, on
+the engine that is left. So only a share of the requests in flight is tried again at the same time,
+and the others wait for their turn. Refusing them would lose what could be served; waiting bounds
+the load in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ RETRIES = gauge(
     "pdproxy_retries",
     "requests",
     "Requests whose engine failed before its data, and that are tried again (limits.retry_share)",
-    Label("state", (("running", "another engine was asked, and has sent no data yet"), ("waiting", "too many run"))),
+    Label(
+        "state",
+        (
+            ("running", "another engine was asked, and has sent no data yet"),
+            ("waiting", "too many run"),
+        ),
+    ),
     workers=MergeRule.SUM,
 )
 RETRIES_REFUSED = counter(
@@ -31,7 +39,9 @@ RETRIES_REFUSED = counter(
 
 
 class RetrySlot:
-    """A place for one more attempt, from its beginning to its first data or its answer. Leave it once."""
+    """A place for one more attempt, from its beginning to its first data or its answer. Leave it
+    once.
+    """
 
     __slots__ = ("_budget", "permit")
 
@@ -50,14 +60,20 @@ class RetrySlot:
 
 
 class RetryBudget(PlacesInOrder):
-    """At most a share of the requests in flight are tried again at once, some of them in any case (`limits`).
+    """At most a share of the requests in flight are tried again at once, some of them in any case
+    (`limits`).
 
-    Others wait (`deadlines.retry`), in the order in which they came, at most `limits.max_inflight` of them. `inflight` returns
-    how many requests are being served. `clock`: of that deadline.
+    Others wait (`deadlines.retry`), in the order in which they came, at most `limits.max_inflight`
+    of them. `inflight` returns how many requests are being served. `clock`: of that deadline.
     """
 
     def __init__(
-        self, limits: Limits, deadlines: Deadlines, inflight: Callable[[], int], clock: Clock, observers: Observers
+        self,
+        limits: Limits,
+        deadlines: Deadlines,
+        inflight: Callable[[], int],
+        clock: Clock,
+        observers: Observers,
     ) -> None:
         super().__init__(clock)
         self.limits = limits
@@ -65,7 +81,9 @@ class RetryBudget(PlacesInOrder):
         self._inflight = inflight
         self.refused = 0
         """How many got no place in time."""
-        observers.show(RETRIES, lambda: [(("running",), self.running), (("waiting",), self.waiting)])
+        observers.show(
+            RETRIES, lambda: [(("running",), self.running), (("waiting",), self.waiting)]
+        )
         observers.show(RETRIES_REFUSED, lambda: [((), self.refused)])
 
     @property
@@ -79,7 +97,9 @@ class RetryBudget(PlacesInOrder):
 
     async def enter(self) -> RetrySlot | None:
         """Wait for a place; None if none came free in time."""
-        if self.take() or (self.waiting < self.limits.max_inflight and await self.wait(self._deadlines.retry)):
+        if self.take() or (
+            self.waiting < self.limits.max_inflight and await self.wait(self._deadlines.retry)
+        ):
             return RetrySlot(self)
         self.refused += 1
         return None

@@ -1,4 +1,5 @@
-"""What is remembered of the requests under which engines were lost: by their fingerprints, or by their clients.
+"""What is remembered of the requests under which engines were lost: by their fingerprints, or by
+their clients.
 
 Pure: `now` is an argument. Nothing here waits.
 """
@@ -20,14 +21,18 @@ KEPT = 600.0
 REFUSED_AT = 3
 """Losses behind which a fingerprint is refused for a time."""
 FIRST_REFUSAL = 15.0
-"""Seconds of the first refusal behind the last loss, doubled by each further loss. Then the fingerprint gets one engine, and no
-role's last one: engines that fail by themselves may all have had the same prompt."""
+"""Seconds of the first refusal behind the last loss, doubled by each further loss. Then the
+fingerprint gets one engine, and no role's last one: engines that fail by themselves may all have
+had the same prompt.
+"""
 LAST_REFUSAL = 3600.0
 """Seconds of the longest refusal."""
 MOST_LOSSES = 16
 """Losses of one suspect: the oldest is forgotten. As many are refused for the longest time."""
 FRESH = 60.0
-"""Seconds behind its last loss for which a suspect with one loss is kept from the last engine of that role."""
+"""Seconds behind its last loss for which a suspect with one loss is kept from the last engine of
+that role.
+"""
 MOST_KEPT = 1024
 """Suspects of one kind: the oldest is forgotten."""
 Counts: TypeAlias = Callable[[], bool] | None
@@ -35,10 +40,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Suspect(msgspec.Struct, eq=False):
-    """A fingerprint or a client. `streamed`: an engine was lost behind the first data of a stream, so that data clears nobody.
+    """A fingerprint or a client. `streamed`: an engine was lost behind the first data of a stream,
+    so that data clears nobody.
 
-    `engines`: each that was lost, with the question whether the loss counts, since it may turn out later that others were there;
-    None: it counts in any case.
+    `engines`: each that was lost, with the question whether the loss counts, since it may turn out
+    later that others were there; None: it counts in any case.
     `last`: when it has lost the last one. `turns`: of its requests, once they have some.
     """
 
@@ -56,7 +62,11 @@ class Suspect(msgspec.Struct, eq=False):
     def refused_for(self, now: float) -> float:
         """Return the seconds for which the fingerprint is refused from now on, 0 if it is not."""
         losses = self.losses
-        seconds = 0.0 if losses < REFUSED_AT else min(FIRST_REFUSAL * 2.0 ** (losses - REFUSED_AT), LAST_REFUSAL)
+        seconds = (
+            0.0
+            if losses < REFUSED_AT
+            else min(FIRST_REFUSAL * 2.0 ** (losses - REFUSED_AT), LAST_REFUSAL)
+        )
         return max(0.0, self.last + seconds - now)
 
 
@@ -74,7 +84,9 @@ class Suspects(Expiring[K, Suspect]):
     def add(self, key: K, loss: Loss, counts: Counts, now: float, *, streamed: bool) -> int:
         """Add a loss, and return how many count."""
         suspect = self.get(key) or Suspect()
-        suspect.engines = {one: still for one, still in suspect.engines.items() if still is None or still()}
+        suspect.engines = {
+            one: still for one, still in suspect.engines.items() if still is None or still()
+        }
         if counts is None or loss not in suspect.engines:
             suspect.engines[loss] = counts
         if len(suspect.engines) > MOST_LOSSES:
@@ -88,12 +100,16 @@ class Suspects(Expiring[K, Suspect]):
         return suspect.losses
 
     def forget_old(self, now: float) -> None:
-        """Forget those whose time is over: refusals have different lengths, so that the oldest may not be the first to end."""
+        """Forget those whose time is over: refusals have different lengths, so that the oldest may
+        not be the first to end.
+        """
         for key in [key for key, suspect in self.items() if suspect.until <= now]:
             del self[key]
 
     def fresh_roles(self, key: K, now: float) -> frozenset[Role]:
-        """Return the roles of which a suspect has lost an engine just before, as it was begun there."""
+        """Return the roles of which a suspect has lost an engine just before, as it was begun
+        there.
+        """
         found = self.get(key)
         if found is None or now >= found.last + FRESH:
             return frozenset()

@@ -1,9 +1,9 @@
 """Compares the token ids that a prefill engine really serves with those that are made here.
 
-Owns how often a prefill engine tokenizes a prompt by itself although its ids are known. Canaries only use `/tokenize`, but an
-engine's generating routes may make other ids (vLLM 0.32.0 renders chats of gpt-oss by another library there, and by the
-template in `/tokenize`). So an engine is sent ids only after one of its answers has shown the same ids, and is checked again
-from time to time.
+Owns how often a prefill engine tokenizes a prompt by itself although its ids are known. Canaries
+only use `/tokenize`, but an engine's generating routes may make other ids (vLLM 0.32.0 renders
+chats of gpt-oss by another library there, and by the template in `/tokenize`). So an engine is sent
+ids only after one of its answers has shown the same ids, and is checked again from time to time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route
 
 EVERY = 100
-"""The engine tokenizes one of so many prompts by itself, for the check: a hundredth of the work without ids."""
+"""The engine tokenizes one of so many prompts by itself, for the check: a hundredth of the work
+without ids.
+"""
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 
@@ -31,7 +33,9 @@ class Refuted(Protocol):
 
 
 class TokenizerCheck:
-    """Decides which ids a prefill engine is sent, and checks its answers: per run, model, route, and with or without tools."""
+    """Decides which ids a prefill engine is sent, and checks its answers: per run, model, route,
+    and with or without tools.
+    """
 
     def __init__(self, engines: EngineRegistry, refuted: Refuted) -> None:
         self._engines = engines
@@ -53,10 +57,22 @@ class TokenizerCheck:
         return None if count % EVERY == 0 else ids
 
     def served(
-        self, url: str, parsed: Parsed, ids: TokenIds | None, sent: TokenIds | None, served: bytes | None
+        self,
+        url: str,
+        parsed: Parsed,
+        ids: TokenIds | None,
+        sent: TokenIds | None,
+        served: bytes | None,
     ) -> None:
-        """Check a prompt that an engine has prefilled. `served`: its ids in the engine's answer, a JSON array."""
-        if ids is None or sent is not None or served is None or (engine := self._engines.known.get(url)) is None:
+        """Check a prompt that an engine has prefilled. `served`: its ids in the engine's answer, a
+        JSON array.
+        """
+        if (
+            ids is None
+            or sent is not None
+            or served is None
+            or (engine := self._engines.known.get(url)) is None
+        ):
             return
         kind, proven = _kind(parsed), engine.run.proven
         if served == ids.json or _same(served, ids):
@@ -64,7 +80,10 @@ class TokenizerCheck:
             return
         proven.pop(kind, None)
         what = "chats" if parsed.route is Route.CHAT else "completions"
-        why = f"it served other token ids than ours for a request, though its /tokenize agreed: {what} are left to the engines"
+        why = (
+            f"it served other token ids than ours for a request, though its /tokenize agreed: "
+            f"{what} are left to the engines"
+        )
         self._refuted.refuted(url, parsed.model, parsed.route, why)
 
 

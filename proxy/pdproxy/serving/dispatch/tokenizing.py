@@ -1,8 +1,10 @@
-"""One prompt's token ids before an engine gets the prompt: made here in a thread, or by an engine's `/tokenize`.
+"""One prompt's token ids before an engine gets the prompt: made here in a thread, or by an engine's
+`/tokenize`.
 
-Owns the threads that tokenize, and the number of prompts that wait for them. Ids save the engines work. If the contract does not
-need them, a request continues without ids after any failure: a deadline, a full queue, a request that only an engine understands.
-If the contract needs them, an engine's `/tokenize` is asked next.
+Owns the threads that tokenize, and the number of prompts that wait for them. Ids save the engines
+work. If the contract does not need them, a request continues without ids after any failure: a
+deadline, a full queue, a request that only an engine understands. If the contract needs them, an
+engine's `/tokenize` is asked next.
 """
 
 from __future__ import annotations
@@ -31,18 +33,26 @@ from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 THREADS = 2
-"""Number of threads. More would wait for each other: the interpreter's lock lets one at a time render templates and write ids."""
+"""Number of threads. More would wait for each other: the interpreter's lock lets one at a time
+render templates and write ids.
+"""
 WAITING = 64
-"""Prompts that may wait for a thread. One more would only reach its deadline: it goes to the engines at once, without ids."""
+"""Prompts that may wait for a thread. One more would only reach its deadline: it goes to the
+engines at once, without ids.
+"""
 MAX_BYTES = 4 * 2**20
 """Bytes that are read here for a prompt: more would take longer than its deadline."""
 MAX_ITEMS = 20_000
-"""Strings, arrays and objects of a body that is read here: parsing holds the interpreter's lock and stops the event loop."""
+"""Strings, arrays and objects of a body that is read here: parsing holds the interpreter's lock and
+stops the event loop.
+"""
 NO_ID = 2**32
 """Token ids are below this: engines keep them in 32 bits, and refuse others by themselves."""
 
 AskEngine = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
-"""Sends an engine (its URL) a body for `/tokenize` with the client's own `Authorization`, and returns the ids."""
+"""Sends an engine (its URL) a body for `/tokenize` with the client's own `Authorization`, and
+returns the ids.
+"""
 
 _Result = tuple[str, TokenIds | None]
 """The `result` of the event `Tokenized`, and the prompt's ids."""
@@ -62,7 +72,8 @@ _SOURCE = Label("source", (("here", "in this process"), ("engine", "by an engine
 TOKENIZED = counter(
     "pdproxy_tokenize_total",
     "prompts",
-    "Prompts whose token ids were requested before an engine gets them; a prompt counts once per source",
+    "Prompts whose token ids were requested before an engine gets them; a prompt counts once per "
+    "source",
     _SOURCE,
     Label("result", RESULTS_OF_TOKENIZING),
     of=Tokenized,
@@ -87,7 +98,9 @@ class Trust(Protocol):
 
 
 class Tokenizing:
-    """Makes prompts' ids. `required`: the contract needs them. `deadlines`: has the deadline of one prompt in all."""
+    """Makes prompts' ids. `required`: the contract needs them. `deadlines`: has the deadline of one
+    prompt in all.
+    """
 
     def __init__(
         self,
@@ -119,12 +132,16 @@ class Tokenizing:
     def __repr__(self) -> str:
         return f"<Tokenizing {self._waiting} waiting>"
 
-    async def ids(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None = None) -> TokenIds | None:
-        """Return a prompt's ids, None if there are none: then a request whose contract needs them can't be split.
+    async def ids(
+        self, parsed: Parsed, prompt: Prompt, authorization: bytes | None = None
+    ) -> TokenIds | None:
+        """Return a prompt's ids, None if there are none: then a request whose contract needs them
+        can't be split.
 
         `authorization` is the client's own header, for engines that check keys themselves.
         """
-        if prompt.tokens is not None:  # the client sent ids, and the engines get them with the request
+        # the client sent ids, and the engines get them with the request
+        if prompt.tokens is not None:
             return self._given(parsed, prompt) if self._required else None
         source, started = "here", self._now()
         # Where ids are required, half of the time is kept for asking an engine.
@@ -147,7 +164,9 @@ class Tokenizing:
 
     def _report(self, source: str, result: str, started: float, ids: TokenIds | None) -> None:
         seconds = self._now() - started
-        self._observers.notify(Tokenized(source, result, seconds, ids.count if ids is not None else 0))
+        self._observers.notify(
+            Tokenized(source, result, seconds, ids.count if ids is not None else 0)
+        )
 
     @staticmethod
     def _given(parsed: Parsed, prompt: Prompt) -> TokenIds | None:
@@ -201,7 +220,8 @@ class Tokenizing:
         able = [
             ledger_engine
             for ledger_engine in engines
-            if ledger_engine.usable(now) and (parsed.model is None or ledger_engine.serves(parsed.model))
+            if ledger_engine.usable(now)
+            and (parsed.model is None or ledger_engine.serves(parsed.model))
         ]
         if not able:
             return "failed", None
@@ -216,18 +236,24 @@ class Tokenizing:
 
 def _is_long(parsed: Parsed, prompt: Prompt) -> bool:
     """Return whether it would take long to parse what a prompt's ids are made of."""
-    return _bytes_to_read(parsed, prompt) > MAX_BYTES or (parsed.route is Route.CHAT and parsed.items > MAX_ITEMS)
+    return _bytes_to_read(parsed, prompt) > MAX_BYTES or (
+        parsed.route is Route.CHAT and parsed.items > MAX_ITEMS
+    )
 
 
 def _bytes_to_read(parsed: Parsed, prompt: Prompt) -> int:
-    """Return how many bytes are parsed for a prompt's ids: all of a chat's; of a list of prompts, the others don't count."""
+    """Return how many bytes are parsed for a prompt's ids: all of a chat's; of a list of prompts,
+    the others don't count.
+    """
     if parsed.route is Route.CHAT:
         return parsed.body_bytes
     return parsed.body_bytes - memoryview(parsed.fields["prompt"]).nbytes + prompt.text_bytes
 
 
 def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt) -> _Result:
-    """Tokenize a prompt. Runs in a thread. Raises nothing: exceptions may quote the prompt, and would be logged."""
+    """Tokenize a prompt. Runs in a thread. Raises nothing: exceptions may quote the prompt, and
+    would be logged.
+    """
     try:
         return "ok", ids_of(trusted.tokenizer, parsed, prompt, trusted.forms)
     except UnsureError:

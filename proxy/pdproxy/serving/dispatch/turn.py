@@ -1,4 +1,6 @@
-"""Turns of conversations from an attempt's side: which prompt it is, KV for its prefill, and what its answer leaves behind."""
+"""Turns of conversations from an attempt's side: which prompt it is, KV for its prefill, and what
+its answer leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,19 @@ _FAILED = 500
 
 
 def key_of(parsed: Parsed, prompt: Prompt, ids: TokenIds | None) -> bytes | None:
-    """Return what a prompt's turn is found by: its scope and its ids. None if the ids are not known before the prefill.
+    """Return what a prompt's turn is found by: its scope and its ids. None if the ids are not known
+    before the prefill.
 
     Prompts that are not only text have none: equal ids would not mean equal KV.
     """
     listed: bytes | None = None
     if ids is not None:
         listed = ids.json
-    elif prompt.tokens is not None and prompt.raw is not None and is_absent(parsed.fields, "truncate_prompt_tokens"):
+    elif (
+        prompt.tokens is not None
+        and prompt.raw is not None
+        and is_absent(parsed.fields, "truncate_prompt_tokens")
+    ):
         listed = bytes(prompt.raw) if memoryview(prompt.raw).nbytes <= MAX_BYTES else None
     text = None if listed is None else ids_text(listed)
     return None if text is None else _scope(parsed) + text
@@ -47,11 +54,15 @@ def _scope(parsed: Parsed) -> bytes:
 
 
 class TurnBefore:
-    """KV of the turn before in one prefill leg, if there is any; and how long the leg takes without."""
+    """KV of the turn before in one prefill leg, if there is any; and how long the leg takes
+    without.
+    """
 
     __slots__ = ("_answered", "_now", "_reuse", "_run", "_since", "_turns")
 
-    def __init__(self, turns: PoolTurns, reuse: Reuse | None, run: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, turns: PoolTurns, reuse: Reuse | None, run: int, now: Callable[[], float]
+    ) -> None:
         self._turns = turns
         self._reuse = reuse
         self._run = run
@@ -63,7 +74,8 @@ class TurnBefore:
         return f"<TurnBefore {self._reuse.tokens if self._reuse is not None else 'no'} tokens>"
 
     def spend(self) -> bytes | None:
-        """Give the KV to the prefill leg whose request is written in this step. Return what its engine is sent, None for nothing.
+        """Give the KV to the prefill leg whose request is written in this step. Return what its
+        engine is sent, None for nothing.
 
         It may have gone while the engine was connected to: then the prompt is prefilled without.
         """
@@ -75,8 +87,8 @@ class TurnBefore:
         return None if reuse is None else reuse.params
 
     def has_failed(self, status: int) -> bool:
-        """Take the status of the engine's answer. Return whether the prompt must be asked again without the KV: the KV may be
-        gone, and the prompt is sound.
+        """Take the status of the engine's answer. Return whether the prompt must be asked again
+        without the KV: the KV may be gone, and the prompt is sound.
         """
         self._answered = True
         if self._reuse is None or status < _FAILED:
@@ -95,7 +107,8 @@ class TurnBefore:
             self._turns.speeds.measured(self._run, tokens, self._now() - self._since)
 
     def hung(self) -> str | None:
-        """The leg has reached its deadline. Return the decode engine whose KV it was given, None if it was given none.
+        """The leg has reached its deadline. Return the decode engine whose KV it was given, None if
+        it was given none.
 
         Nobody knows which of the two does not answer the other.
         """
@@ -106,7 +119,9 @@ class TurnBefore:
         return reuse.turn.record.decode
 
     def over(self, *, asked: bool) -> None:
-        """The leg is over. `asked`: the engine has been sent the prompt, and may still pull if it has not answered."""
+        """The leg is over. `asked`: the engine has been sent the prompt, and may still pull if it
+        has not answered.
+        """
         reuse, self._reuse = self._reuse, None
         if reuse is None:
             return
@@ -116,10 +131,13 @@ class TurnBefore:
             self._turns.left(reuse)
 
 
-async def turn_before(request: PromptRequest, attempt: Attempt, turns: PoolTurns, sent: TokenIds | None) -> TurnBefore:
+async def turn_before(
+    request: PromptRequest, attempt: Attempt, turns: PoolTurns, sent: TokenIds | None
+) -> TurnBefore:
     """Return the KV of the turn before for the attempt's prefill leg, if there is any.
 
-    `sent`: the ids that the engine is sent. It compares nothing: what it tokenizes itself might not be what the KV is of.
+    `sent`: the ids that the engine is sent. It compares nothing: what it tokenizes itself might not
+    be what the KV is of.
     """
     engine, prompt = attempt.assignment.leases[0].engine, request.prompt
     exact = sent is not None or (prompt is not None and prompt.tokens is not None)
@@ -128,14 +146,23 @@ async def turn_before(request: PromptRequest, attempt: Attempt, turns: PoolTurns
 
 
 def with_turn(dispatch: Dispatch, params: bytes | None) -> Dispatch:
-    """Return a dispatch that has the prefill engine pull the KV of the turn before; with None, as it was before."""
+    """Return a dispatch that has the prefill engine pull the KV of the turn before; with None, as
+    it was before.
+    """
     return dispatch if params is dispatch.turn else structs.replace(dispatch, turn=params)
 
 
 def opened(
-    request: PromptRequest, attempt: Attempt, turns: PoolTurns, custody: Custody, handle: Handle, engine: Engine
+    request: PromptRequest,
+    attempt: Attempt,
+    turns: PoolTurns,
+    custody: Custody,
+    handle: Handle,
+    engine: Engine,
 ) -> OpenTurn | None:
-    """Begin the turn whose decode engine is asked now with `handle`, None if it will keep no KV of it."""
+    """Begin the turn whose decode engine is asked now with `handle`, None if it will keep no KV of
+    it.
+    """
     if not handle.params:
         return None
     record = TurnRecord(
@@ -151,7 +178,9 @@ def opened(
         may_stop=not is_absent(request.parsed.fields, "stop"),
     )
     evidence = engine.in_ledger.evidence
-    in_answer = not request.parsed.stream or (evidence is not None and shown_in_streams(evidence.version))
+    in_answer = not request.parsed.stream or (
+        evidence is not None and shown_in_streams(evidence.version)
+    )
     turn = turns.open.open(record, in_answer=in_answer)
     if turn is not None and not request.parsed.stream:
         attempt.dispatch = structs.replace(attempt.dispatch, answer_ids=True)
@@ -159,7 +188,9 @@ def opened(
 
 
 def _served(request: PromptRequest, handle: Handle) -> bytes | None:
-    """Return the key of the prompt on which the engines have worked, None if it is not known or can't be compared."""
+    """Return the key of the prompt on which the engines have worked, None if it is not known or
+    can't be compared.
+    """
     served = handle.token_ids
     key, prompt, ids = request.key, request.prompt, request.ids
     if key is None or served is None or prompt is None:
@@ -176,11 +207,15 @@ def _served(request: PromptRequest, handle: Handle) -> bytes | None:
 def streamed(turn: OpenTurn, relay: Relay) -> None:
     """Take a stream that has come to its end."""
     _take_handle(turn, relay)
-    turn.answered(relay.fast_path.ids, None if relay.usage is None else relay.usage.completion_tokens)
+    turn.answered(
+        relay.fast_path.ids, None if relay.usage is None else relay.usage.completion_tokens
+    )
 
 
 def whole(turn: OpenTurn | None, answer: Answer, parsed: Parsed, relay: Relay) -> Answer:
-    """Take a whole answer, and return it as a client gets it: without ids that it has not asked for."""
+    """Take a whole answer, and return it as a client gets it: without ids that it has not asked
+    for.
+    """
     if turn is None:
         return answer
     body = answer.body
@@ -197,7 +232,9 @@ def whole(turn: OpenTurn | None, answer: Answer, parsed: Parsed, relay: Relay) -
 
 
 def over(turn: OpenTurn, relay: Relay | None) -> None:
-    """The leg of a turn is over. An answer that is not complete may have brought a handle: then its KV is released."""
+    """The leg of a turn is over. An answer that is not complete may have brought a handle: then its
+    KV is released.
+    """
     if relay is not None:
         _take_handle(turn, relay)
     turn.close()

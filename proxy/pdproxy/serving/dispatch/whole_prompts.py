@@ -1,7 +1,7 @@
 """Which prompts decode engines may serve whole: `pools[].alone`.
 
-A decode engine computes a prompt between the tokens of its streams, which wait for it. Engines of other roles are not asked
-about: those that serve whole are there for it.
+A decode engine computes a prompt between the tokens of its streams, which wait for it. Engines of
+other roles are not asked about: those that serve whole are there for it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,33 @@ from pdproxy.wire.request import Alone
 BYTES_PER_TOKEN = 4
 """Assumed for a prompt whose tokens are not known."""
 _ALWAYS = frozenset({Alone.SHORT_PROMPT, Alone.PREFILL_REFUSED})
-"""A short prompt takes no time. One that a prefill engine has refused would be refused again: only the answer to the client's own
-request can say what is wrong with that."""
+"""A short prompt takes no time. One that a prefill engine has refused would be refused again: only
+the answer to the client's own request can say what is wrong with that.
+"""
 
 
 def spares_decode(resources: ExchangeResources, request: PromptRequest, why: Alone | None) -> bool:
-    """Return whether no engine of role decode may serve a prompt whole. `why`: it can't be split, None if it can."""
+    """Return whether no engine of role decode may serve a prompt whole. `why`: it can't be split,
+    None if it can.
+    """
     most = resources.ledger.alone_up_to
     return most is not None and why not in _ALWAYS and _tokens(request) > most
 
 
-def refusal(resources: ExchangeResources, request: PromptRequest, why: Alone) -> OverloadedError | None:
-    """Return the error of a prompt that a decode engine could serve whole, and may not; None: that is not what it lacks."""
+def refusal(
+    resources: ExchangeResources, request: PromptRequest, why: Alone
+) -> OverloadedError | None:
+    """Return the error of a prompt that a decode engine could serve whole, and may not; None: that
+    is not what it lacks.
+    """
     ledger = resources.ledger
     if not spares_decode(resources, request, why) or not ledger.decodes(request.parsed.model):
         return None
     most = f"up to {ledger.alone_up_to} tokens" if ledger.alone_up_to else "never"
-    text = f"this prompt can't be split now ({why.value}), and a decode engine may not serve it whole: pools[].alone is {most}"
+    text = (
+        f"this prompt can't be split now ({why.value}), and a decode engine may not serve it "
+        f"whole: pools[].alone is {most}"
+    )
     return OverloadedError(text, RefusalReason.ALONE)
 
 

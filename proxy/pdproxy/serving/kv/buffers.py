@@ -1,7 +1,9 @@
-"""Space in the decode engines' receive buffers: a prefill engine is asked only once there is space for the KV that it will push.
+"""Space in the decode engines' receive buffers: a prefill engine is asked only once there is space
+for the KV that it will push.
 
-Owns the count of taken chunks in each `Engine.buffer`, and the queue of prompts that wait for space. They wait here and not at
-the engines, because a full buffer stops the sender with everything else that the prefill engine has in that step.
+Owns the count of taken chunks in each `Engine.buffer`, and the queue of prompts that wait for
+space. They wait here and not at the engines, because a full buffer stops the sender with everything
+else that the prefill engine has in that step.
 """
 
 from __future__ import annotations
@@ -49,13 +51,19 @@ class BufferSpace:
 
 
 class ReceiveBuffers:
-    """The receive buffers of all engines, in chunks of `unit` tokens. Engines without `Engine.buffer` have no bound.
+    """The receive buffers of all engines, in chunks of `unit` tokens. Engines without
+    `Engine.buffer` have no bound.
 
     `deadlines` bound a wait for space.
     """
 
     def __init__(
-        self, engines: EngineRegistry, unit: int, clock: Clock, observers: Observers, deadlines: Deadlines
+        self,
+        engines: EngineRegistry,
+        unit: int,
+        clock: Clock,
+        observers: Observers,
+        deadlines: Deadlines,
     ) -> None:
         self._engines = engines
         self._unit = unit
@@ -68,7 +76,9 @@ class ReceiveBuffers:
         """Whether any engine's buffer has a bound."""
         self._count_bounded()
         engines.watch(self)
-        observers.show(KV_BUFFER_SLOTS, lambda: [((url,), taken) for url, taken in self.taken.items()])
+        observers.show(
+            KV_BUFFER_SLOTS, lambda: [((url,), taken) for url, taken in self.taken.items()]
+        )
 
     def __repr__(self) -> str:
         buffers = (f"{url}: {buffer.taken} of {buffer.capacity}" for url, buffer in self._buffers())
@@ -87,7 +97,11 @@ class ReceiveBuffers:
         self._freed.set()
 
     def _buffers(self) -> list[tuple[str, ReceiveBuffer]]:
-        return [(url, engine.buffer) for url, engine in self._engines.items() if engine.buffer is not None]
+        return [
+            (url, engine.buffer)
+            for url, engine in self._engines.items()
+            if engine.buffer is not None
+        ]
 
     @property
     def taken(self) -> dict[str, int]:
@@ -100,11 +114,15 @@ class ReceiveBuffers:
 
     def fits(self, tokens: int) -> bool:
         """Return whether any buffer is large enough for so many tokens, once it is empty."""
-        return self.chunks(tokens) <= max((buffer.capacity for _, buffer in self._buffers()), default=0)
+        return self.chunks(tokens) <= max(
+            (buffer.capacity for _, buffer in self._buffers()), default=0
+        )
 
     def full(self, count: int) -> tuple[str, ...]:
         """Return the engines that have no space for so many chunks."""
-        return tuple(url for url, buffer in self._buffers() if buffer.taken + count > buffer.capacity)
+        return tuple(
+            url for url, buffer in self._buffers() if buffer.taken + count > buffer.capacity
+        )
 
     def take(self, url: str, count: int) -> BufferSpace:
         """Take chunks of an engine's buffer."""
@@ -116,13 +134,17 @@ class ReceiveBuffers:
         await self._freed.wait()
 
     async def wait_for_space(
-        self, count: int, choose: Callable[[tuple[str, ...]], _T | None], possible: Callable[[], bool]
+        self,
+        count: int,
+        choose: Callable[[tuple[str, ...]], _T | None],
+        possible: Callable[[], bool],
     ) -> _T | None:
-        """Return what `choose` returns. Wait as long as that is None only because engines have no space.
+        """Return what `choose` returns. Wait as long as that is None only because engines have no
+        space.
 
-        `choose` is called with the URLs of the engines without space. `possible` returns whether it would find engines if none
-        were full: otherwise there is nothing to wait for. Prompts are served in their order, so that small ones can't overtake a
-        large one without end.
+        `choose` is called with the URLs of the engines without space. `possible` returns whether it
+        would find engines if none were full: otherwise there is nothing to wait for. Prompts are
+        served in their order, so that small ones can't overtake a large one without end.
 
         Raises:
             OverloadedError: there was no space in time.
@@ -139,5 +161,7 @@ class ReceiveBuffers:
                         await self._until_freed()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
-            message = f"no decode engine had space for the prompt's KV in {self._deadlines.queue:g} s"
+            message = (
+                f"no decode engine had space for the prompt's KV in {self._deadlines.queue:g} s"
+            )
             raise OverloadedError(message, RefusalReason.CAPACITY) from None

@@ -1,7 +1,9 @@
-"""All live handles of one pool: every handle from a prefill engine is loaded or released in the end, and none is forgotten.
+"""All live handles of one pool: every handle from a prefill engine is loaded or released in the
+end, and none is forgotten.
 
-Owns the handles and the background work that ends them: the releases (`serving.kv.release`), and the prefill legs whose client
-has left (`serving.kv.orphans`). That work may last longer than the request; a shutdown waits for it.
+Owns the handles and the background work that ends them: the releases (`serving.kv.release`), and
+the prefill legs whose client has left (`serving.kv.orphans`). That work may last longer than the
+request; a shutdown waits for it.
 """
 
 from __future__ import annotations
@@ -34,11 +36,26 @@ ENDS = (
     ("aborted", "the decode engine had it when its request was closed, and frees it"),
     ("lost", "it could not be released: the prefill engine frees it after its own time"),
     ("expired", "the prefill engine reported that its time is over"),
-    ("not_made", "the prefill failed or was closed while a decode engine was asked at the same time: there was no KV"),
-    ("stuck", "it was not made, or not pushed, and the decode engine may wait for it: see pdproxy_kv_stuck"),
+    (
+        "not_made",
+        (
+            "the prefill failed or was closed while a decode engine was asked at the same time: "
+            "there was no KV"
+        ),
+    ),
+    (
+        "stuck",
+        (
+            "it was not made, or not pushed, and the decode engine may wait for it: see "
+            "pdproxy_kv_stuck"
+        ),
+    ),
 )
 _STATES = (
-    ("promised", "both engines were asked at the same time, and the prefill engine has not answered yet"),
+    (
+        "promised",
+        "both engines were asked at the same time, and the prefill engine has not answered yet",
+    ),
     ("held", "no decode engine was asked"),
     ("asked", "a decode engine was sent the handle, and has shown nothing yet"),
     ("releasing", "it is being released"),
@@ -81,7 +98,8 @@ KV_BYTES = counter(
 KV_STUCK = gauge(
     "pdproxy_kv_stuck",
     "requests",
-    "Requests of a decode engine that may wait for KV that will not come, and keep their blocks. An upper bound",
+    "Requests of a decode engine that may wait for KV that will not come, and keep their blocks. "
+    "An upper bound",
     NODE,
     workers=MergeRule.SUM,
 )
@@ -121,20 +139,37 @@ class Custodian:
         self._hosts = hosts
         self._usual_lease = contract.holder.lease or math.inf
         self.when_unread: Callable[[str, str], object] = lambda _, __: None
-        """Called with the URLs of a prefill engine and of the decode engine that has reported that it could not read the KV."""
-        self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
+        """Called with the URLs of a prefill engine and of the decode engine that has reported that
+        it could not read the KV.
+        """
+        # the same custodies by the engines' own ids, if notices carry these
+        self._named: dict[str, Custody] = {}
         self._tasks = TaskOwner("custody")
         self.contacts = Contacts(engines)
         self.stuck = StuckKv(engines, contract.holder)
-        resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
+        resources = ReleaseResources(
+            ledger, engines, deadlines, observers, now, clock, self.contacts
+        )
         holds = release_for(contract.holder, resources)
         self._release = holds
         awaited = None if holds is None else lambda: holds.abandoned_timeout
-        self.orphans = Orphans(contract, awaited, observers, self._tasks, clock, self._release_at_once)
-        observers.show(KV_HANDLES, lambda: [((state,), count) for state, (count, _) in self.snapshot().items()])
-        observers.show(KV_HANDLE_AGE, lambda: [((state,), age) for state, (_, age) in self.snapshot().items()])
-        observers.show(KV_STUCK, lambda: [((url,), count) for url, (count, _) in self.stuck.snapshot(now()).items()])
-        observers.show(KV_STUCK_AGE, lambda: [((url,), age) for url, (_, age) in self.stuck.snapshot(now()).items()])
+        self.orphans = Orphans(
+            contract, awaited, observers, self._tasks, clock, self._release_at_once
+        )
+        observers.show(
+            KV_HANDLES, lambda: [((state,), count) for state, (count, _) in self.snapshot().items()]
+        )
+        observers.show(
+            KV_HANDLE_AGE, lambda: [((state,), age) for state, (_, age) in self.snapshot().items()]
+        )
+        observers.show(
+            KV_STUCK,
+            lambda: [((url,), count) for url, (count, _) in self.stuck.snapshot(now()).items()],
+        )
+        observers.show(
+            KV_STUCK_AGE,
+            lambda: [((url,), age) for url, (_, age) in self.stuck.snapshot(now()).items()],
+        )
 
     @property
     def holds(self) -> bool:
@@ -167,21 +202,31 @@ class Custodian:
         return {url for pair in (*legs, *self.orphans.named()) for url in pair if url is not None}
 
     def placed(self, handle: Handle, prefill: str) -> Handle:
-        """Return a handle with the host at which the settings say that others reach its prefill engine."""
+        """Return a handle with the host at which the settings say that others reach its prefill
+        engine.
+        """
         if self._at_host is None:
             return handle
         engine = self._engines.get(prefill)
-        return handle if engine is None or engine.kv_host is None else self._at_host(handle, engine.kv_host)
+        return (
+            handle
+            if engine is None or engine.kv_host is None
+            else self._at_host(handle, engine.kv_host)
+        )
 
     def leases_of(self, prefill: str) -> tuple[float, float | None]:
-        """Return the seconds for which a prefill engine keeps KV that nobody reads, and how many of its handles have expired.
+        """Return the seconds for which a prefill engine keeps KV that nobody reads, and how many of
+        its handles have expired.
 
         None: that is not known, or notices say it of each handle.
         """
         engine = self._engines.get(prefill)
         if engine is None:
             return self._usual_lease, None
-        return engine.kv_lease or self._usual_lease, None if self._has_notices else engine.kv_expired
+        return (
+            engine.kv_lease or self._usual_lease,
+            None if self._has_notices else engine.kv_expired,
+        )
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """Become responsible for a handle."""
@@ -193,16 +238,24 @@ class Custodian:
         return custody
 
     def promise(self, handle: Handle, leg: PrefillRecord) -> Custody:
-        """Become responsible for KV that both engines are asked for at once. `handle`: what the decode engine is sent."""
+        """Become responsible for KV that both engines are asked for at once. `handle`: what the
+        decode engine is sent.
+        """
         custody = Custody(self, handle, leg, promised=True)
         if custody.state is not None:
             custody.state = CustodyState.PROMISED
             self._live.add(custody)
         return custody
 
-    def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
-        """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
-        return self._release is None or self._release.decode_releases(prefill_run, decode_run, in_silence=in_silence)
+    def decode_releases(
+        self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool
+    ) -> bool:
+        """Return whether a decode engine that refuses or aborts the request releases the handle
+        itself.
+        """
+        return self._release is None or self._release.decode_releases(
+            prefill_run, decode_run, in_silence=in_silence
+        )
 
     def ended(self, custody: Custody, how: End) -> None:
         """Forget a handle that has ended. Called only by `Custody.end`."""
@@ -227,13 +280,17 @@ class Custodian:
         self._tasks.spawn(work, name)
 
     async def settle(self, timeout: float) -> int:
-        """Wait up to `timeout` seconds for the background work. Return how many tasks were cancelled."""
+        """Wait up to `timeout` seconds for the background work. Return how many tasks were
+        cancelled.
+        """
         return await self._tasks.settle(timeout)
 
     def receive(self, notice: Notice) -> None:
         """Process a notice about the KV of a handle."""
         custody = self._named.get(notice.remote_request_id or "")
-        self._observers.notify(KvNoticed(notice.event.value, "known" if custody is not None else "over"))
+        self._observers.notify(
+            KvNoticed(notice.event.value, "known" if custody is not None else "over")
+        )
         match notice.event:
             case NoticeEvent.LOADED:
                 self._observers.notify(KvTransferred(notice.seconds, notice.moved_bytes))
@@ -254,9 +311,14 @@ class Custodian:
                 gone, custody.on_gone = custody.on_gone, None
                 decode_may_read = custody.state is CustodyState.ASKED
                 custody.end(End.EXPIRED)
-                logger.warning("the lease on %s at %s has ended", notice.remote_request_id, custody.prefill)
+                logger.warning(
+                    "the lease on %s at %s has ended", notice.remote_request_id, custody.prefill
+                )
                 if decode_may_read and gone is not None:
-                    gone(f"the lease on the KV at {custody.prefill} ended before it was loaded", False)
+                    gone(
+                        f"the lease on the KV at {custody.prefill} ended before it was loaded",
+                        False,
+                    )
 
     def _release_at_once(self, handle: Handle, leg: PrefillRecord) -> None:
         named = self._hosts.checked(handle, leg.prefill)

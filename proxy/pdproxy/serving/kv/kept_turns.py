@@ -1,8 +1,9 @@
 """KV of finished turns that decode engines keep, until the conversation's next prompt uses it.
 
-Owns the handles, with the token ids whose KV they hold. A turn is found by comparing ids, within one model and one cache salt,
-and is given away once. It is dropped after its time, when its engine has restarted, or when there are too many: by number, by
-bytes of ids, and by blocks per decode engine.
+Owns the handles, with the token ids whose KV they hold. A turn is found by comparing ids, within
+one model and one cache salt, and is given away once. It is dropped after its time, when its engine
+has restarted, or when there are too many: by number, by bytes of ids, and by blocks per decode
+engine.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from pdproxy.transfer.turns import DecodeHandle, TurnRules
 
 SCOPE_BYTES = 16
 CANDIDATES = 8
-"""Turns that are looked at for one prompt: those that have the longest beginning in common with it."""
+"""Turns that are looked at for one prompt: those that have the longest beginning in common with
+it.
+"""
 
 
 def scope_of(model: str | None, cache_salt: bytes) -> bytes:
-    """Return what separates prompts whose equal token ids may have different KV: by the model's name (a LoRA has its own), and by
-    the salt with which a client separates its prefix cache.
+    """Return what separates prompts whose equal token ids may have different KV: by the model's
+    name (a LoRA has its own), and by the salt with which a client separates its prefix cache.
     """
     name = b"" if model is None else b"m" + model.encode("utf-8", "surrogatepass")
     return blake2b(b"%d:%b%b" % (len(name), name, cache_salt), digest_size=SCOPE_BYTES).digest()
@@ -48,10 +51,11 @@ class TurnLimits(msgspec.Struct, frozen=True):
 class TurnRecord(msgspec.Struct, frozen=True, eq=False):
     """A turn from the moment on at which its decode engine is asked.
 
-    `decode`, `prefill`: URLs; `*_run`: the numbers of their runs. `remote_request_id`: the prefill engine's id of the turn, by
-    which notices name it. `prompt`: the scope and the ids (`ids_text`) of the prompt, None if they are not known: such a turn is
-    only released.
-    `authorization`: of its client, for the release. `may_stop`: the answer may end at a stop string; then nothing is kept of it.
+    `decode`, `prefill`: URLs; `*_run`: the numbers of their runs. `remote_request_id`: the prefill
+    engine's id of the turn, by which notices name it. `prompt`: the scope and the ids (`ids_text`)
+    of the prompt, None if they are not known: such a turn is only released.
+    `authorization`: of its client, for the release. `may_stop`: the answer may end at a stop
+    string; then nothing is kept of it.
     """
 
     decode: str
@@ -67,7 +71,8 @@ class TurnRecord(msgspec.Struct, frozen=True, eq=False):
 
 
 class KeptTurn(msgspec.Struct, frozen=True, eq=False):
-    """A finished turn. `key`: the scope and the ids (`ids_text`); `known`: of how many of them there is KV.
+    """A finished turn. `key`: the scope and the ids (`ids_text`); `known`: of how many of them
+    there is KV.
 
     `owner`, `number`: the worker that keeps it, and its number there; None if this process does.
     """
@@ -87,7 +92,8 @@ class KeptTurn(msgspec.Struct, frozen=True, eq=False):
 
 
 class Reuse(msgspec.Struct, frozen=True, eq=False):
-    """A turn that is given to a prefill engine, once. `prefill`: its URL, `prefill_run`: the number of its run.
+    """A turn that is given to a prefill engine, once. `prefill`: its URL, `prefill_run`: the number
+    of its run.
 
     `params`: what the engine is sent; `tokens`: whose KV it names.
     """
@@ -103,8 +109,8 @@ class Reuse(msgspec.Struct, frozen=True, eq=False):
 class KeptTurns:
     """All turns of one pool, and what is known of other workers' turns.
 
-    `dropped(record, handle, reason)` is called for each own one that leaves unused (`turns.TURN_DROPS`), `removed(turn)`
-    for each that leaves.
+    `dropped(record, handle, reason)` is called for each own one that leaves unused
+    (`turns.TURN_DROPS`), `removed(turn)` for each that leaves.
     """
 
     def __init__(
@@ -172,9 +178,12 @@ class KeptTurns:
             self._lose(turn, "too_long")
             return False
         if (namesake := self._by_name.get(turn.record.remote_request_id)) is not None:
-            self.drop(namesake, "evicted")  # a notice that its engine has freed it could be of either one
+            # a notice that its engine has freed it could be of either one
+            self.drop(namesake, "evicted")
         while self._blocks.get(url, 0) + turn.handle.blocks > limits.max_blocks:
-            self.drop(next(one for one in self._by_age.values() if one.record.decode == url), "evicted")
+            self.drop(
+                next(one for one in self._by_age.values() if one.record.decode == url), "evicted"
+            )
         self._by_age[id(turn)] = turn
         self._by_name[turn.record.remote_request_id] = turn
         self._index.add(turn.key, turn)
@@ -184,20 +193,28 @@ class KeptTurns:
         return True
 
     def leave_space(self, elsewhere: int) -> None:
-        """Drop the oldest turns until those that are left fit beside so many bytes that are held elsewhere."""
+        """Drop the oldest turns until those that are left fit beside so many bytes that are held
+        elsewhere.
+        """
         self._elsewhere = elsewhere
         while self._by_age and (
-            self._bytes + elsewhere > self._limits.max_bytes or len(self._by_age) > self._limits.count
+            self._bytes + elsewhere > self._limits.max_bytes
+            or len(self._by_age) > self._limits.count
         ):
             self.drop(next(iter(self._by_age.values())), "evicted")
 
     def find(
-        self, key: bytes, prefill: LedgerEngine, without: Collection[int] = (), silent: Collection[int] = ()
+        self,
+        key: bytes,
+        prefill: LedgerEngine,
+        without: Collection[int] = (),
+        silent: Collection[int] = (),
     ) -> Reuse | None:
-        """Return the turn that a prompt continues, None if there is none whose KV this prefill engine may pull.
+        """Return the turn that a prompt continues, None if there is none whose KV this prefill
+        engine may pull.
 
-        `key`: the prompt's scope and ids; `without`: runs of decode engines that are left out; `silent`: workers whose turns are.
-        Who uses it removes it.
+        `key`: the prompt's scope and ids; `without`: runs of decode engines that are left out;
+        `silent`: workers whose turns are. Who uses it removes it.
         """
         self.sweep()
         gone: list[tuple[KeptTurn, str]] = []
@@ -206,7 +223,8 @@ class KeptTurns:
         prompt = tokens = key.count(b",", SCOPE_BYTES)
         end = len(key)
         for common, turn in self._index.nearest(key, CANDIDATES):
-            begin = max(key.rfind(b",", SCOPE_BYTES, common) + 1, SCOPE_BYTES)  # behind the last whole id
+            # behind the last whole id
+            begin = max(key.rfind(b",", SCOPE_BYTES, common) + 1, SCOPE_BYTES)
             tokens -= key.count(b",", begin, end)
             end = begin
             if tokens < self._limits.min_tokens:
@@ -216,14 +234,18 @@ class KeptTurns:
                 gone.append((turn, "restarted"))
             elif turn.received <= oldest:  # its answer took long: it is not the oldest by its place
                 gone.append((turn, "expired"))
-            elif found is None and turn.record.decode_run not in without and turn.owner not in silent:
+            elif (
+                found is None and turn.record.decode_run not in without and turn.owner not in silent
+            ):
                 found = self._reuse(turn, tokens, prompt, prefill, engine.in_ledger)
         for turn, reason in gone:
             self.drop(turn, reason)
         return found
 
     def forget(self, name: str, reason: str) -> None:
-        """Drop a turn whose blocks its engine has freed. `name`: the prefill engine's id of it; if unknown, nothing changes."""
+        """Drop a turn whose blocks its engine has freed. `name`: the prefill engine's id of it; if
+        unknown, nothing changes.
+        """
         if (turn := self._by_name.get(name)) is not None:
             self.drop(turn, reason)
 
@@ -246,8 +268,15 @@ class KeptTurns:
     def _reuse(
         self, turn: KeptTurn, common: int, prompt: int, prefill: LedgerEngine, decode: LedgerEngine
     ) -> Reuse | None:
-        now, block_size = self._now(), None if decode.evidence is None else decode.evidence.block_size
-        if block_size is None or not decode.usable(now) or prefill_and_decode(prefill, decode) is not None:
+        now, block_size = (
+            self._now(),
+            None if decode.evidence is None else decode.evidence.block_size,
+        )
+        if (
+            block_size is None
+            or not decode.usable(now)
+            or prefill_and_decode(prefill, decode) is not None
+        ):
             return None
         fit = self._rules.fit(
             turn.handle,

@@ -1,9 +1,11 @@
-"""Pushes that are late, although both engines are up: whether one is lost, or nothing but patience is missing.
+"""Pushes that are late, although both engines are up: whether one is lost, or nothing but patience
+is missing.
 
-A decode leg is silent behind its deadline, and its engine works. It may wait for a place there; or for the KV of a prefill engine
-that computes one long step, and pushes behind that. Otherwise the push is lost, and nothing else would end the wait. So the
-decode engine is asked how many of its requests wait for KV, and the prefill engine for a token: a core that makes one has begun
-with the pushes that it owes. No decode engine shows which of its requests wait for KV: the oldest legs do.
+A decode leg is silent behind its deadline, and its engine works. It may wait for a place there; or
+for the KV of a prefill engine that computes one long step, and pushes behind that. Otherwise the
+push is lost, and nothing else would end the wait. So the decode engine is asked how many of its
+requests wait for KV, and the prefill engine for a token: a core that makes one has begun with the
+pushes that it owes. No decode engine shows which of its requests wait for KV: the oldest legs do.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pdproxy.upstream.metrics_page import Scrape
 class LatePushes:
     """Looks at the engines of one pool. `scrape(url)` reads an engine's metrics.
 
-    `moves(url)` asks an engine for a token: None if it can't be asked. `suspect(url, since)` has its silence watched.
+    `moves(url)` asks an engine for a token: None if it can't be asked. `suspect(url, since)` has
+    its silence watched.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class LatePushes:
         self._clock = clock
 
     async def is_lost(self, custody: Custody) -> bool:
-        """Return whether the push that a decode leg may wait for is lost. Its prefill engine has answered."""
+        """Return whether the push that a decode leg may wait for is lost. Its prefill engine has
+        answered.
+        """
         if not await self._late(custody):
             return False
         self._suspect(custody.prefill, self._clock.now())
@@ -59,7 +64,9 @@ class LatePushes:
         return engine is not None and engine.in_ledger.up and engine.in_ledger.stalled is None
 
     async def _late(self, custody: Custody) -> bool:
-        """Return whether a decode leg is among those that wait for KV, as far as its engine shows that."""
+        """Return whether a decode leg is among those that wait for KV, as far as its engine shows
+        that.
+        """
         if custody.decode is None:
             return True
         try:

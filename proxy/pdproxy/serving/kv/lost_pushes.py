@@ -1,15 +1,18 @@
-"""Ends decode legs that wait for a push which is lost, since the prefill engine has died before the push.
+"""Ends decode legs that wait for a push which is lost, since the prefill engine has died before the
+push.
 
-Nothing shows at a decode engine that a prefill engine has died before its push. The decode engine would wait until a deadline. So
-when a prefill engine is found down, or was started again, the decode legs are looked at whose prefill that engine has answered.
-(While a prefill's answer is awaited, the prefill leg itself shows the end of the engine.) If the engine is up again at once in
+Nothing shows at a decode engine that a prefill engine has died before its push. The decode engine
+would wait until a deadline. So when a prefill engine is found down, or was started again, the
+decode legs are looked at whose prefill that engine has answered. (While a prefill's answer is
+awaited, the prefill leg itself shows the end of the engine.) If the engine is up again at once in
 the same run, it was only busy and has missed probes: then no leg is ended.
 
-A decode leg that sends data has its KV, and goes on. A decode leg without data may have its KV, too: a push comes within
-milliseconds of the prefill's answer, and an answer that is not streamed may take minutes. No decode engine shows which of its
-requests wait for KV. Most show how many wait (`vllm:num_requests_waiting`). The number of lost pushes is this number, less the
-requests whose prefill has not been answered yet. So many decode legs are ended, the latest first. If a decode engine does not
-report the number, all its decode legs without data are ended.
+A decode leg that sends data has its KV, and goes on. A decode leg without data may have its KV,
+too: a push comes within milliseconds of the prefill's answer, and an answer that is not streamed
+may take minutes. No decode engine shows which of its requests wait for KV. Most show how many wait
+(`vllm:num_requests_waiting`). The number of lost pushes is this number, less the requests whose
+prefill has not been answered yet. So many decode legs are ended, the latest first. If a decode
+engine does not report the number, all its decode legs without data are ended.
 """
 
 from __future__ import annotations
@@ -29,13 +32,19 @@ from pdproxy.upstream.metrics_page import Scrape
 logger = logging.getLogger("pdproxy.kv")
 
 GRACE = 0.75
-"""Seconds before each look. A push takes milliseconds, and a stream's first data comes a step later."""
+"""Seconds before each look. A push takes milliseconds, and a stream's first data comes a step
+later.
+"""
 LOOKS = 3
-"""How often a decode engine is asked. The smallest number counts: who waits for a push under way is gone at the next look."""
+"""How often a decode engine is asked. The smallest number counts: who waits for a push under way is
+gone at the next look.
+"""
 
 
 class LostPushes:
-    """Watches the decode legs of one pool after the loss of a prefill engine. `scrape(url)` reads an engine's metrics."""
+    """Watches the decode legs of one pool after the loss of a prefill engine. `scrape(url)` reads
+    an engine's metrics.
+    """
 
     def __init__(
         self,
@@ -51,15 +60,24 @@ class LostPushes:
         self._clock = clock
         self._observers = observers
         self._watches: dict[tuple[str, str], _Watch] = {}
-        """The watch of a prefill and a decode engine: of two, the second would end what works, in place of what the first has."""
+        """The watch of a prefill and a decode engine: of two, the second would end what works, in
+        place of what the first has.
+        """
 
     def lost(self, prefill: str) -> None:
-        """An engine's run is over, or seems to be. `prefill`: its URL; of other engines nothing is awaited."""
+        """An engine's run is over, or seems to be. `prefill`: its URL; of other engines nothing is
+        awaited.
+        """
         now = self._clock.now()
         engine = self._engines.get(prefill)
-        run = engine.in_ledger.run_number if engine is not None and not engine.in_ledger.up else None
-        for decode in {one.decode for one in self._custodian.awaiting_push() if one.prefill == prefill}:
-            if decode is not None:  # also where nothing was answered yet: an answer may be on its way
+        run = (
+            engine.in_ledger.run_number if engine is not None and not engine.in_ledger.up else None
+        )
+        for decode in {
+            one.decode for one in self._custodian.awaiting_push() if one.prefill == prefill
+        }:
+            # also where nothing was answered yet: an answer may be on its way
+            if decode is not None:
                 watch = self._watches[prefill, decode] = _Watch(self, prefill, decode, now, run)
                 watch.look_later()
 
@@ -82,12 +100,20 @@ class LostPushes:
         self._clock.after(GRACE, then)
 
     def awaited(self, prefill: str, decode: str, until: float) -> list[Custody]:
-        """Return what a decode engine may await of a prefill engine that answered, since `until` or before, the latest first."""
-        found = [one for one in self._of(decode) if one.prefill == prefill and one.since <= until and not one.promised]
+        """Return what a decode engine may await of a prefill engine that answered, since `until` or
+        before, the latest first.
+        """
+        found = [
+            one
+            for one in self._of(decode)
+            if one.prefill == prefill and one.since <= until and not one.promised
+        ]
         return sorted(found, key=lambda one: one.since, reverse=True)
 
     def certainly_waiting(self, decode: str) -> int:
-        """Return how many requests wait at a decode engine for prefills that were not answered yet."""
+        """Return how many requests wait at a decode engine for prefills that were not answered
+        yet.
+        """
         oldest = self._clock.now() - GRACE  # the decode engine may not have counted a later one yet
         return sum(one.promised and one.since <= oldest for one in self._of(decode))
 
@@ -110,12 +136,15 @@ class LostPushes:
 
 
 class _Watch:
-    """The looks at one decode engine after the loss of one prefill engine at `lost_at` (monotonic seconds).
+    """The looks at one decode engine after the loss of one prefill engine at `lost_at` (monotonic
+    seconds).
 
     `run`: the number of the prefill engine's run, None if it was started again.
     """
 
-    def __init__(self, where: LostPushes, prefill: str, decode: str, lost_at: float, run: int | None) -> None:
+    def __init__(
+        self, where: LostPushes, prefill: str, decode: str, lost_at: float, run: int | None
+    ) -> None:
         self._where = where
         self.prefill = prefill
         self.decode = decode
@@ -140,7 +169,9 @@ class _Watch:
         return self._where.awaited(self.prefill, self.decode, self._lost_at)
 
     async def _compare(self) -> None:
-        """Compare the number of requests that wait with those that may; end legs after the last look."""
+        """Compare the number of requests that wait with those that may; end legs after the last
+        look.
+        """
         waiting = await self._where.waiting(self.decode)
         suspects = self._suspects()
         if waiting is not None:
@@ -155,6 +186,8 @@ class _Watch:
             return
         self._where.over(self)
         ended = suspects[: self._least]
-        logger.warning("%s was lost: %d requests at %s wait for its KV", self.prefill, len(ended), self.decode)
+        logger.warning(
+            "%s was lost: %d requests at %s wait for its KV", self.prefill, len(ended), self.decode
+        )
         for custody in ended:
             custody.push_lost()

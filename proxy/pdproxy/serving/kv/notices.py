@@ -1,4 +1,6 @@
-"""Passes each notice of an engine on: to the wait for KV, to the custody, or to the prefill legs whose client has left."""
+"""Passes each notice of an engine on: to the wait for KV, to the custody, or to the prefill legs
+whose client has left.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from pdproxy.wire.notices import Notice, NoticeEvent
 class NoticeRouter:
     """Routes the notices of one proxy."""
 
-    def __init__(self, ready: ReadyWaits, custodian: Custodian, turns: PoolTurns | None = None) -> None:
+    def __init__(
+        self, ready: ReadyWaits, custodian: Custodian, turns: PoolTurns | None = None
+    ) -> None:
         self._ready = ready
         self._custodian = custodian
         self._turns = turns

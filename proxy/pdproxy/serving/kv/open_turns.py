@@ -1,8 +1,9 @@
 """Turns whose answer is under way, until both are known: all token ids, and the handle of the KV.
 
-Owns the turns that decode engines were asked for. The handle comes with the answer (of a stream since vLLM 0.33.0), and in the
-notifier's notice, which may be earlier or later than a stream's end. A turn that is not kept is remembered for a while: its
-notice may still come, and then names blocks that have to be released.
+Owns the turns that decode engines were asked for. The handle comes with the answer (of a stream
+since vLLM 0.33.0), and in the notifier's notice, which may be earlier or later than a stream's end.
+A turn that is not kept is remembered for a while: its notice may still come, and then names blocks
+that have to be released.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pdproxy.serving.kv.kept_turns import KeptTurn, KeptTurns, TurnRecord
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
 
 WAIT = 30.0
-"""Seconds for which a notice is awaited. It comes milliseconds before or after the end of a stream."""
+"""Seconds for which a notice is awaited. It comes milliseconds before or after the end of a
+stream.
+"""
 MAX_OVER = 4096
 """Names of turns that are remembered without being kept."""
 MAX_NAMESAKES = 8
@@ -43,29 +46,40 @@ class OpenTurn:
         return f"<OpenTurn {self.record.remote_request_id} of {self.record.decode}>"
 
     def keeps(self, params: bytes) -> None:
-        """Take the handle in the answer. A notice's was perhaps of a request that was sent again: its answer may be another."""
+        """Take the handle in the answer. A notice's was perhaps of a request that was sent again:
+        its answer may be another.
+        """
         self._where.keeps(self, params, of_answer=True)
 
     def answered(self, ids: array[int], completion_tokens: int | None) -> None:
-        """Take the answer's ids. If they are not all of it (`completion_tokens`, by the engine), only the prompt's are used."""
+        """Take the answer's ids. If they are not all of it (`completion_tokens`, by the engine),
+        only the prompt's are used.
+        """
         prompt = self.record.prompt
         if prompt is not None:
             complete = len(ids) == completion_tokens
-            self.key = b"%b%b," % (prompt, b",".join([b"%d" % one for one in ids])) if complete and ids else prompt
+            self.key = (
+                b"%b%b," % (prompt, b",".join([b"%d" % one for one in ids]))
+                if complete and ids
+                else prompt
+            )
             # The token that was generated last has no KV.
             self.known = self.record.prompt_tokens + (max(len(ids) - 1, 0) if complete else 0)
         self._where.answered(self)
 
     def close(self) -> None:
-        """End a turn whose answer is not complete. Afterwards, and after `answered`, this changes nothing."""
+        """End a turn whose answer is not complete. Afterwards, and after `answered`, this changes
+        nothing.
+        """
         self._where.abandoned(self)
 
 
 class OpenTurns:
     """All such turns of one pool. `by_notice`: whether handles come in notices, too.
 
-    `checked(handle, decode)` returns a handle of the engine with this URL, or why it may not be used.
-    `dropped(record, handle, reason)` is called for each turn that is not kept; the handle is None if none has come.
+    `checked(handle, decode)` returns a handle of the engine with this URL, or why it may not be
+    used. `dropped(record, handle, reason)` is called for each turn that is not kept; the handle is
+    None if none has come.
     """
 
     def __init__(
@@ -93,14 +107,19 @@ class OpenTurns:
         self._open: dict[str, OpenTurn] = {}
         self._awaited: OrderedDict[str, tuple[float, OpenTurn]] = OrderedDict()
         self._over: OrderedDict[str, tuple[float, tuple[TurnRecord, ...]]] = OrderedDict()
-        """By name, the turns whose notice is released: until when, and the turns of that name. The soonest ends first."""
+        """By name, the turns whose notice is released: until when, and the turns of that name. The
+        soonest ends first.
+        """
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
     def __repr__(self) -> str:
-        return f"<OpenTurns {len(self._open)} open, {len(self._awaited)} without a notice, {self._bytes} bytes>"
+        return (
+            f"<OpenTurns {len(self._open)} open, {len(self._awaited)} without a notice, "
+            f"{self._bytes} bytes>"
+        )
 
     @property
     def size(self) -> int:
@@ -124,7 +143,9 @@ class OpenTurns:
         return turn
 
     def receive(self, name: str, params: bytes) -> None:
-        """Take the handle in a notice. `name`: the prefill engine's id of the turn. An unknown one is another proxy's."""
+        """Take the handle in a notice. `name`: the prefill engine's id of the turn. An unknown one
+        is another proxy's.
+        """
         self._sweep()
         turn = self._open.get(name)
         if turn is not None:
@@ -133,7 +154,9 @@ class OpenTurns:
             self._release(record, params)
 
     def keeps(self, turn: OpenTurn, params: bytes, *, of_answer: bool = False) -> None:
-        """Take the handle of a turn. Only the first one counts, and the answer's: KV that another one names is released."""
+        """Take the handle of a turn. Only the first one counts, and the answer's: KV that another
+        one names is released.
+        """
         is_open, first = self._open.get(turn.record.remote_request_id) is turn, turn.handle
         if first is not None and not (of_answer and is_open):
             return
@@ -184,10 +207,12 @@ class OpenTurns:
                 self._dropped(turn.record, turn.handle, "shutdown")
 
     def _has_namesake(self, record: TurnRecord) -> bool:
-        """Process a new turn whose name another one has. Return whether nothing may be kept of the new one.
+        """Process a new turn whose name another one has. Return whether nothing may be kept of the
+        new one.
 
-        A prefill engine may give prompts the client's own ids. Notices name a turn by that id alone: if two are to come, nobody
-        knows which turn the first one is of, and KV of the wrong one must not be used. So both are released.
+        A prefill engine may give prompts the client's own ids. Notices name a turn by that id
+        alone: if two are to come, nobody knows which turn the first one is of, and KV of the wrong
+        one must not be used. So both are released.
         """
         name = record.remote_request_id
         other = self._open.get(name)
@@ -209,8 +234,13 @@ class OpenTurns:
 
     def _read(self, record: TurnRecord, params: bytes) -> DecodeHandle | str:
         """Return the handle as other engines use it, or why there is none."""
-        handle, host = self._checked(self._rules.read(params), record.decode), self._host_of(record.decode)
-        return handle if host is None or isinstance(handle, str) else self._rules.at_host(handle, host)
+        handle, host = (
+            self._checked(self._rules.read(params), record.decode),
+            self._host_of(record.decode),
+        )
+        return (
+            handle if host is None or isinstance(handle, str) else self._rules.at_host(handle, host)
+        )
 
     def _keep(self, turn: OpenTurn, handle: DecodeHandle) -> None:
         self._end(turn)

@@ -1,7 +1,8 @@
-"""Prefill legs whose client has left: their answers are still awaited for a time, because only an answer names the KV.
+"""Prefill legs whose client has left: their answers are still awaited for a time, because only an
+answer names the KV.
 
-Owns these legs. Where engines send notices, it also remembers legs whose wait has ended: a notice with the handle may come in
-place of an answer, or long after that wait.
+Owns these legs. Where engines send notices, it also remembers legs whose wait has ended: a notice
+with the handle may come in place of an answer, or long after that wait.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from pdproxy.wire.notices import Notice
 MAX_REMEMBERED = 1024
 """Legs for which a notice may still come."""
 REMEMBERED = 60.0
-"""Seconds for which a leg is remembered whose answer nobody awaits any more: the engine has finished by then, or given it up.
-Meanwhile its engine stays known, also if it is removed."""
+"""Seconds for which a leg is remembered whose answer nobody awaits any more: the engine has
+finished by then, or given it up. Meanwhile its engine stays known, also if it is removed.
+"""
 MAX_REMEMBERED_BYTES = 4 << 20
-"""Bytes of client headers that are remembered with them: a header with a key may be as long as a request's head."""
+"""Bytes of client headers that are remembered with them: a header with a key may be as long as a
+request's head.
+"""
 
 
 class Promised(Protocol):
@@ -48,12 +52,14 @@ class Promised(Protocol):
 
 
 class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
-    """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
+    """What custody needs to know of a prefill leg: the engine, and how to ask engines in its
+    client's name.
 
-    `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, None if it is not pushed. `id` is
-    the leg's own id, `run` the number of the engine's run when it was asked, None if that is not known. `expected` and `space`
-    are the wait for its notices and its space in the receiver's buffer, if the custodian must end them. `promised` is the
-    custody of its KV, if that has begun before the answer.
+    `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to,
+    None if it is not pushed. `id` is the leg's own id, `run` the number of the engine's run when it
+    was asked, None if that is not known. `expected` and `space` are the wait for its notices and
+    its space in the receiver's buffer, if the custodian must end them. `promised` is the custody of
+    its KV, if that has begun before the answer.
     """
 
     prefill: str
@@ -78,7 +84,8 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Orphan:
-    """What is remembered of a leg: everything except its request, which may be long. `taken`: its KV is already in custody.
+    """What is remembered of a leg: everything except its request, which may be long. `taken`: its
+    KV is already in custody.
 
     `until`: the clock's time at which a notice can't come any more.
     """
@@ -87,16 +94,20 @@ class _Orphan:
 
     def __init__(self, leg: PrefillRecord, until: float = math.inf) -> None:
         self.until = until
-        self.leg = msgspec.structs.replace(leg, read=_unread, expected=None, space=None, promised=None)
-        self.size = sum(len(name) + len(value) for name, value in leg.authorization) + len(leg.model or "")
+        self.leg = msgspec.structs.replace(
+            leg, read=_unread, expected=None, space=None, promised=None
+        )
+        self.size = sum(len(name) + len(value) for name, value in leg.authorization) + len(
+            leg.model or ""
+        )
         self.taken = False
 
 
 class Orphans:
     """All such legs of one pool.
 
-    `timeout` returns the seconds that an answer is awaited. None: engines hold no KV for the proxy, so legs are closed at once.
-    `release` takes custody of a handle and releases it at once.
+    `timeout` returns the seconds that an answer is awaited. None: engines hold no KV for the proxy,
+    so legs are closed at once. `release` takes custody of a handle and releases it at once.
     """
 
     def __init__(
@@ -130,9 +141,11 @@ class Orphans:
         return [(orphan.leg.prefill, orphan.leg.receiver) for orphan in self._remembered.values()]
 
     def adopt(self, pending: Pending, leg: PrefillRecord, done: Callable[[], None]) -> None:
-        """Adopt a prefill leg whose client has left: await its answer for a time, and release the KV that it names.
+        """Adopt a prefill leg whose client has left: await its answer for a time, and release the
+        KV that it names.
 
-        Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg has ended.
+        Closing the leg instead would lose the handle if the engine was just finishing. `done` is
+        called when the leg has ended.
         """
         timeout = None if self._timeout is None else self._timeout()
         if timeout is None:
@@ -145,7 +158,9 @@ class Orphans:
         self._tasks.spawn(self._adopted(pending, leg, orphan, timeout, done), "adopted prefill")
 
     def remember(self, leg: PrefillRecord) -> None:
-        """Remember a leg whose connection was lost, for a while: a notice that names its KV has that KV released."""
+        """Remember a leg whose connection was lost, for a while: a notice that names its KV has
+        that KV released.
+        """
         self._remember(leg, self._clock.now() + REMEMBERED)
 
     def _remember(self, leg: PrefillRecord, until: float) -> _Orphan:
@@ -153,23 +168,29 @@ class Orphans:
         if leg.id is not None and self._handle_from_notice is not None:
             self._remembered[leg.id] = orphan
             self._remembered_bytes += orphan.size
-            while len(self._remembered) > MAX_REMEMBERED or self._remembered_bytes > MAX_REMEMBERED_BYTES:
+            while (
+                len(self._remembered) > MAX_REMEMBERED
+                or self._remembered_bytes > MAX_REMEMBERED_BYTES
+            ):
                 self._forgotten(next(iter(self._remembered)))
             if leg.expected is not None and leg.expected.notice is not None:
                 self._take(leg.expected.notice)  # it came just before
         return orphan
 
     def outlive(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
-        """Await a prefill's answer that is no longer needed, for `timeout` seconds, so that the engine can finish it.
+        """Await a prefill's answer that is no longer needed, for `timeout` seconds, so that the
+        engine can finish it.
 
         `done` is called when the leg has ended.
         """
         self._tasks.spawn(self._outlived(pending, timeout, done), "answer behind its notice")
 
     def receive(self, notice: Notice) -> bool:
-        """Process a notice that a prefill engine holds KV. Return whether that is all: no request waits for it.
+        """Process a notice that a prefill engine holds KV. Return whether that is all: no request
+        waits for it.
 
-        It may name KV of a leg whose wait for the answer has ended. Without the notice that KV would be lost.
+        It may name KV of a leg whose wait for the answer has ended. Without the notice that KV
+        would be lost.
         """
         known = self._take(notice)
         if self._handle_from_notice is None or (not known and self._early):
@@ -180,7 +201,11 @@ class Orphans:
     def _take(self, notice: Notice) -> bool:
         orphan = self._forgotten(notice.request_id)
         handle_from = self._handle_from_notice
-        if orphan is not None and handle_from is not None and (handle := handle_from(notice)) is not None:
+        if (
+            orphan is not None
+            and handle_from is not None
+            and (handle := handle_from(notice)) is not None
+        ):
             orphan.taken = True
             self._release(handle, orphan.leg)
         return orphan is not None
@@ -208,7 +233,12 @@ class Orphans:
             done()
 
     async def _adopted(
-        self, pending: Pending, leg: PrefillRecord, orphan: _Orphan, timeout: float, done: Callable[[], None]
+        self,
+        pending: Pending,
+        leg: PrefillRecord,
+        orphan: _Orphan,
+        timeout: float,
+        done: Callable[[], None],
     ) -> None:
         try:
             with self._clock.within(timeout):

@@ -1,8 +1,9 @@
 """Waits for the notices that KV is ready, and the notices that come before their wait.
 
-Owns both. A wait is for one prefill leg, identified by an id that was made for it, and is over once each of the engine's ranks
-has sent its notice. Early notices are kept, with limits on their time and number. Notices of an id whose wait is over are late;
-early ones whose wait never begins expire as unknown. Everything that is kept here has a limit, whatever is sent.
+Owns both. A wait is for one prefill leg, identified by an id that was made for it, and is over once
+each of the engine's ranks has sent its notice. Early notices are kept, with limits on their time
+and number. Notices of an id whose wait is over are late; early ones whose wait never begins expire
+as unknown. Everything that is kept here has a limit, whatever is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ KEPT = 4096
 MAX_MISSING = 64
 """How many missing ranks are named: an engine decides how many ranks there are."""
 KEPT_FOR = 30.0
-"""Seconds for which both are kept. A notice comes milliseconds before or after the prefill's answer."""
+"""Seconds for which both are kept. A notice comes milliseconds before or after the prefill's
+answer.
+"""
 NOTICES = ("ready", "loaded", "failed", "released", "expired", "kept")
 NOTICE_RESULTS = (
     ("awaited", "a prompt waited for it"),
@@ -49,7 +52,13 @@ KV_NOTICES = counter(
     "pdproxy_kv_notices_total",
     "notices",
     "Notices of KV transfers, by what pdproxy did with them",
-    Label("event", (*((event, f"the engine's event {event}") for event in NOTICES), ("unknown", "not decodable"))),
+    Label(
+        "event",
+        (
+            *((event, f"the engine's event {event}") for event in NOTICES),
+            ("unknown", "not decodable"),
+        ),
+    ),
     Label("result", NOTICE_RESULTS),
     together=_TOGETHER,
     of=KvNoticed,
@@ -60,11 +69,17 @@ KV_NOTICES_KEPT = gauge(
     "Notices that nobody has waited for yet",
     workers=MergeRule.SUM,
 )
-KV_READY_WAITS = gauge("pdproxy_kv_ready_waits", "prompts", "Prompts whose notices are expected", workers=MergeRule.SUM)
+KV_READY_WAITS = gauge(
+    "pdproxy_kv_ready_waits", "prompts", "Prompts whose notices are expected", workers=MergeRule.SUM
+)
 KV_READY_WAIT = histogram(
     "pdproxy_kv_ready_wait_seconds",
-    "Seconds from the prefill's answer to the last notice that its KV is ready; 0 if all came before",
-    Label("result", (("ready", "all ranks sent one"), ("timeout", "some did not before deadlines.kv_ready"))),
+    "Seconds from the prefill's answer to the last notice that its KV is ready; 0 if all came "
+    "before",
+    Label(
+        "result",
+        (("ready", "all ranks sent one"), ("timeout", "some did not before deadlines.kv_ready")),
+    ),
     of=KvWaited,
     by="seconds",
 )
@@ -78,16 +93,18 @@ SILENT_RANKS = counter(
     Label("rank", text='the rank\'s number; "unnamed" if notices name none, "more" after 64'),
     of=KvWaited,
     counts=lambda event: [
-        ((event.node, rank if at < MAX_RANKS else "more"), 1) for at, rank in enumerate(event.missing)
+        ((event.node, rank if at < MAX_RANKS else "more"), 1)
+        for at, rank in enumerate(event.missing)
     ],
 )
 
 
 class ExpectedNotices:
-    """One wait for the notices of a prefill leg's ranks. It is over when all have come, or when it is closed.
+    """One wait for the notices of a prefill leg's ranks. It is over when all have come, or when it
+    is closed.
 
-    `ranks`: how many ranks send a notice; None: the notices state it, otherwise one. Of a rank that states its number, only the
-    first notice counts. Notices without a rank's number count each.
+    `ranks`: how many ranks send a notice; None: the notices state it, otherwise one. Of a rank that
+    states its number, only the first notice counts. Notices without a rank's number count each.
     """
 
     __slots__ = ("_named", "_unnamed", "_where", "done", "leg_id", "notice", "ranks", "since")
@@ -104,7 +121,10 @@ class ExpectedNotices:
         self._unnamed = 0
 
     def __repr__(self) -> str:
-        return f"<Expected {self.leg_id}, {len(self._named) + self._unnamed} of {self.ranks or '?'} ranks received>"
+        return (
+            f"<Expected {self.leg_id}, {len(self._named) + self._unnamed} of {self.ranks or '?'} "
+            f"ranks received>"
+        )
 
     def receive(self, notice: Notice) -> bool:
         """Count a notice. Return whether it was new."""
@@ -122,7 +142,9 @@ class ExpectedNotices:
         return True
 
     def missing(self) -> list[str]:
-        """Return the first missing ranks: their numbers if notices state numbers, otherwise "unnamed" for each."""
+        """Return the first missing ranks: their numbers if notices state numbers, otherwise
+        "unnamed" for each.
+        """
         ranks = min(self.ranks or 1, len(self._named) + self._unnamed + MAX_MISSING)
         missing = max(0, ranks - len(self._named) - self._unnamed)
         if self._unnamed or (not self._named and ranks > 1):
@@ -175,7 +197,9 @@ class ReadyWaits:
         return expected
 
     async def wait(self, expected: ExpectedNotices, timeout: float, engine: str) -> bool:
-        """Wait until all ranks of `engine` have sent their notice, `timeout` seconds at most. Return whether they have."""
+        """Wait until all ranks of `engine` have sent their notice, `timeout` seconds at most.
+        Return whether they have.
+        """
         begun = self._now()
         try:
             if not expected.done.done():
@@ -183,7 +207,9 @@ class ReadyWaits:
                     await asyncio.shield(expected.done)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.KV_READY.value, engine))
-            self._observers.notify(KvWaited(engine, "timeout", self._now() - begun, expected.missing()))
+            self._observers.notify(
+                KvWaited(engine, "timeout", self._now() - begun, expected.missing())
+            )
             return False
         self._observers.notify(KvWaited(engine, "ready", self._now() - begun))
         return True

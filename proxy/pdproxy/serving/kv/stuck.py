@@ -1,8 +1,9 @@
 """Requests for which a decode engine waits for KV that will not come.
 
-Where a prefill engine pushes, nothing but the push frees the blocks that a decode engine has reserved. If the prefill fails, the
-request is closed there, but its blocks stay taken until the engine frees them after a time of its own, or restarts. The proxy can
-only count them. An engine that had not begun with the request keeps nothing: so the count is an upper bound. An engine that is
+Where a prefill engine pushes, nothing but the push frees the blocks that a decode engine has
+reserved. If the prefill fails, the request is closed there, but its blocks stay taken until the
+engine frees them after a time of its own, or restarts. The proxy can only count them. An engine
+that had not begun with the request keeps nothing: so the count is an upper bound. An engine that is
 removed keeps its blocks, too: they count again once it is back, if it was not restarted meanwhile.
 """
 
@@ -31,7 +32,9 @@ class _Stuck:
 
 
 class StuckKv:
-    """Counts them for each engine. `engines`: those of the pool. Of others, what they had is kept for when they are back."""
+    """Counts them for each engine. `engines`: those of the pool. Of others, what they had is kept
+    for when they are back.
+    """
 
     def __init__(self, engines: Mapping[str, Engine], holder: Holder) -> None:
         self._engines = engines
@@ -39,7 +42,9 @@ class StuckKv:
         self._by_engine: dict[str, _Stuck] = {}
 
     def __repr__(self) -> str:
-        return f"<StuckKv {', '.join(f'{url}: {one.count}' for url, one in self._by_engine.items())}>"
+        return (
+            f"<StuckKv {', '.join(f'{url}: {one.count}' for url, one in self._by_engine.items())}>"
+        )
 
     def run_of(self, url: str) -> int | None:
         """Return the number of an engine's present run, None if the engine is not known."""
@@ -51,7 +56,9 @@ class StuckKv:
         return url in self._by_engine
 
     def add(self, url: str, run: int | None, now: float) -> None:
-        """Count one more request of an engine's run `run`. One of an earlier run waits for nothing any more."""
+        """Count one more request of an engine's run `run`. One of an earlier run waits for nothing
+        any more.
+        """
         if run is None or self._over(url, run):
             return
         stuck = self._by_engine.get(url)
@@ -65,7 +72,9 @@ class StuckKv:
             stuck.times.append(now)
 
     def snapshot(self, now: float) -> dict[str, tuple[int, float]]:
-        """Return how many there are at each engine of the pool, and the age of the oldest in seconds."""
+        """Return how many there are at each engine of the pool, and the age of the oldest in
+        seconds.
+        """
         for url, stuck in list(self._by_engine.items()):
             if self._seconds is not None:
                 while stuck.times and stuck.times[0] <= now - self._seconds:
@@ -82,7 +91,8 @@ class StuckKv:
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong with engines, a sentence each."""
         return [
-            f"decode {url}: {count} requests may wait for KV that will not come (the oldest for {age:.0f} s), with their blocks: "
+            f"decode {url}: {count} requests may wait for KV that will not come (the oldest for "
+            f"{age:.0f} s), with their blocks: "
             + (
                 f"it frees each after {self._seconds:g} s"
                 if self._seconds is not None
@@ -92,6 +102,12 @@ class StuckKv:
         ]
 
     def _over(self, url: str, run: int) -> bool:
-        """Return whether an engine has shown that it is in another run. One that is removed, or was not probed yet, has not."""
+        """Return whether an engine has shown that it is in another run. One that is removed, or was
+        not probed yet, has not.
+        """
         engine = self._engines.get(url)
-        return engine is not None and engine.in_ledger.evidence is not None and engine.in_ledger.run_number != run
+        return (
+            engine is not None
+            and engine.in_ledger.evidence is not None
+            and engine.in_ledger.run_number != run
+        )

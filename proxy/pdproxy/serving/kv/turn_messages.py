@@ -1,4 +1,6 @@
-"""What workers tell each other of the turns that they keep, and what one leaves of them that is killed. Only data."""
+"""What workers tell each other of the turns that they keep, and what one leaves of them that is
+killed. Only data.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ from pdproxy.serving.kv.kept_turns import TurnRecord
 from pdproxy.transfer.turns import DecodeHandle
 
 _TURN = b"turn"
-"""Begins the records that are left of kept turns: no record of a handle does, which are arrays of MessagePack."""
+"""Begins the records that are left of kept turns: no record of a handle does, which are arrays of
+MessagePack.
+"""
 
 
 class KeptMessage(msgspec.Struct, array_like=True, frozen=True, tag="kept"):
-    """A worker keeps a turn. Numbers of engines' runs are its own, times those of the machine's monotonic clock."""
+    """A worker keeps a turn. Numbers of engines' runs are its own, times those of the machine's
+    monotonic clock.
+    """
 
     worker: int
     number: int

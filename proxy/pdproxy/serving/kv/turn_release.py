@@ -1,7 +1,9 @@
-"""Releasing KV of finished turns that no prefill engine will pull: a decode engine would hold it until its own time is over.
+"""Releasing KV of finished turns that no prefill engine will pull: a decode engine would hold it
+until its own time is over.
 
-A prefill engine is asked for a completion that it refuses. It then reports to the decode engine that nobody will read the KV, as
-a decode engine does for KV of a prefill engine (`serving.kv.release`). If that fails, the decode engine frees it after its time.
+A prefill engine is asked for a completion that it refuses. It then reports to the decode engine
+that nobody will read the KV, as a decode engine does for KV of a prefill engine
+(`serving.kv.release`). If that fails, the decode engine frees it after its time.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from pdproxy.fleet.engine import Engine
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    OverloadedError,
+    Wait,
+)
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
@@ -27,8 +35,9 @@ from pdproxy.wire.request import Route
 AT_ONCE = 8
 """Releases that run at the same time."""
 LEAST_WAITING = 1024
-"""Releases that may wait at least, or as many as turns may be kept: an orderly stop releases all. One more is left to the decode
-engine's own time."""
+"""Releases that may wait at least, or as many as turns may be kept: an orderly stop releases all.
+One more is left to the decode engine's own time.
+"""
 _REFUSED = 400
 """The status of a refusal by the handler that releases KV; 401 and 404 come from before it."""
 TURN_RELEASES = counter(
@@ -70,7 +79,9 @@ class TurnReleases:
         self._waiting: deque[tuple[TurnRecord, DecodeHandle]] = deque()
         self._running = 0
         self.contacts = Contacts(engines)
-        """Pairs of which the prefill engine has pulled from the decode engine. Before that, its report may not come at once."""
+        """Pairs of which the prefill engine has pulled from the decode engine. Before that, its
+        report may not come at once.
+        """
 
     def __repr__(self) -> str:
         return f"<TurnReleases {self._running} running, {len(self._waiting)} waiting>"
@@ -122,13 +133,16 @@ class TurnReleases:
         if not readers:
             return False
         decode = record.decode_run
-        reader = next((one for one in readers if self.contacts.met(one.run_number, decode)), readers[0])
+        reader = next(
+            (one for one in readers if self.contacts.met(one.run_number, decode)), readers[0]
+        )
         run = reader.run_number
         body = self._rules.release_body(record.model, handle)
         if await self._ask(reader.url, record, body) != _REFUSED:
             return False
         if not self.contacts.met(run, decode):
-            # The report waits for a step after the handshake, and an idle engine has none: a second request causes one.
+            # The report waits for a step after the handshake, and an idle engine has none: a second
+            # request causes one.
             await asyncio.sleep(FIRST_CONTACT)
             if await self._ask(reader.url, record, body) == _REFUSED:
                 self.contacts.add(run, decode)
@@ -142,10 +156,15 @@ class TurnReleases:
         client = engine.client
         try:
             answer = await client.whole(
-                client.request(Route.COMPLETIONS.value, headers, body), self._deadlines.release, Wait.RELEASE
+                client.request(Route.COMPLETIONS.value, headers, body),
+                self._deadlines.release,
+                Wait.RELEASE,
             )
         except (EngineError, OverloadedError) as error:
-            if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
+            if (
+                isinstance(error, EngineTimeoutError | EngineUnreachableError)
+                and error.wait is not None
+            ):
                 self._observers.notify(DeadlinePassed(error.wait.value, url))
             drop_traceback(error)  # its frames refer to the request, which refers to it
             return 0

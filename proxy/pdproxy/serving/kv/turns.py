@@ -1,7 +1,9 @@
-"""Turns that hand KV back: what decode engines keep of finished turns, given to prefill engines with the next prompt.
+"""Turns that hand KV back: what decode engines keep of finished turns, given to prefill engines
+with the next prompt.
 
-Owns the turns of one pool from the question to their use: those under way (`open_turns`), those kept (`kept_turns`), the release
-of the others (`turn_release`); and which pairs must not be given any for now.
+Owns the turns of one pool from the question to their use: those under way (`open_turns`), those
+kept (`kept_turns`), the release of the others (`turn_release`); and which pairs must not be given
+any for now.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from pdproxy.transfer.turns import DecodeHandle, TurnRules
 from pdproxy.wire.notices import Notice, NoticeEvent
 
 FAILURES = 3
-"""Handles that must fail in a row before a pair is given none for a while: an engine that can't pull takes seconds to fail."""
+"""Handles that must fail in a row before a pair is given none for a while: an engine that can't
+pull takes seconds to fail.
+"""
 PAUSE = 60.0
 """Seconds of that while."""
 _NOT_RELEASED = frozenset({"expired", "restarted", "released", "unanswered"})
@@ -45,7 +49,10 @@ TURN_DROPS = (
     ("unusable", "what the decode engine sent of it is not a handle"),
     ("no_notice", "its stream has ended, and no notice has named its KV"),
     ("abandoned", "its answer was not complete: its client has left, or its stream has failed"),
-    ("unused", "the prefill engine that was to get it could not be asked, or has refused the prompt"),
+    (
+        "unused",
+        "the prefill engine that was to get it could not be asked, or has refused the prompt",
+    ),
     ("failed", "the prefill engine that was given it has failed"),
     ("unanswered", "the prefill engine that was given it has not answered"),
     ("shutdown", "the proxy has stopped"),
@@ -54,7 +61,8 @@ TURN_DROPS = (
 TURNS_KEPT = counter(
     "pdproxy_turns_kept_total",
     "turns",
-    "Finished turns whose KV a decode engine keeps for the conversation's next prompt, with a handle that was kept here",
+    "Finished turns whose KV a decode engine keeps for the conversation's next prompt, with a "
+    "handle that was kept here",
     of=TurnKept,
     counts=lambda _: [((), 1)],
 )
@@ -63,7 +71,11 @@ TURNS_REUSED = counter(
     "prompts",
     "Prompts that were prefilled with KV of the turn before",
     Label(
-        "part", (("whole", "all that the decode engine kept"), ("trimmed", "the whole blocks that they have in common"))
+        "part",
+        (
+            ("whole", "all that the decode engine kept"),
+            ("trimmed", "the whole blocks that they have in common"),
+        ),
     ),
     of=TurnReused,
     counts=lambda event: [(("trimmed" if event.trimmed else "whole",), 1)],
@@ -78,20 +90,25 @@ TURNS_DROPPED = counter(
 TURN_TOKENS = counter(
     "pdproxy_turn_tokens_reused_total",
     "tokens",
-    "Prompt tokens whose KV prefill engines were given from decode engines. What they had in their own cache they did not pull",
+    "Prompt tokens whose KV prefill engines were given from decode engines. What they had in "
+    "their own cache they did not pull",
     of=TurnReused,
     by="tokens",
 )
 TURN_SECONDS = counter(
     "pdproxy_turn_prefill_seconds_saved_total",
     "seconds",
-    "Prefill engines' seconds saved by these tokens, estimated: the tokens beyond the prompt that the same engine prefilled "
-    "in the turn before, multiplied by its seconds per computed token. These are measured on its legs without such KV, queues "
+    "Prefill engines' seconds saved by these tokens, estimated: the tokens beyond the prompt "
+    "that the same engine prefilled "
+    "in the turn before, multiplied by its seconds per computed token. These are measured on its "
+    "legs without such KV, queues "
     "included, with a weight of 0.95 from prompt to prompt",
     of=TurnReused,
     by="saved_s",
 )
-TURNS = gauge("pdproxy_turns", "turns", "Finished turns whose KV may be used", workers=MergeRule.SUM)
+TURNS = gauge(
+    "pdproxy_turns", "turns", "Finished turns whose KV may be used", workers=MergeRule.SUM
+)
 TURN_BLOCKS = gauge(
     "pdproxy_turn_blocks",
     "blocks",
@@ -103,13 +120,18 @@ TURN_BYTES = gauge(
     "pdproxy_turn_bytes",
     "bytes",
     "Bytes of token ids and handles that are held (turns.max_bytes)",
-    Label("of", (("kept", "turns that may be used"), ("open", "turns whose answer or notice has not come"))),
+    Label(
+        "of",
+        (("kept", "turns that may be used"), ("open", "turns whose answer or notice has not come")),
+    ),
     workers=MergeRule.SUM,
 )
 
 
 class PrefillSpeeds:
-    """How long prefill engines take for a token, from the prompts that they computed. By the number of their run."""
+    """How long prefill engines take for a token, from the prompts that they computed. By the number
+    of their run.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, float]] = {}
@@ -129,7 +151,9 @@ class PrefillSpeeds:
 
 
 class PoolTurns:
-    """All turns of one pool. `by_notice`: whether engines report the handles of streams. `hosts`: which hosts these may name."""
+    """All turns of one pool. `by_notice`: whether engines report the handles of streams. `hosts`:
+    which hosts these may name.
+    """
 
     def __init__(
         self,
@@ -153,7 +177,9 @@ class PoolTurns:
         self._silent = 0
         self._engines = engines
         self.speeds = PrefillSpeeds()
-        self.releases = TurnReleases(rules, ledger, engines.known, deadlines, observers, clock.now, limits.count)
+        self.releases = TurnReleases(
+            rules, ledger, engines.known, deadlines, observers, clock.now, limits.count
+        )
         self.kept = KeptTurns(rules, limits, engines, self._dropped, clock.now)
         self.open = OpenTurns(
             rules,
@@ -167,8 +193,12 @@ class PoolTurns:
             checked=hosts.checked,
         )
         observers.show(TURNS, lambda: [((), len(self.kept.own))])
-        observers.show(TURN_BLOCKS, lambda: [((url,), count) for url, count in self.kept.blocks().items()])
-        observers.show(TURN_BYTES, lambda: [(("kept",), self.kept.size), (("open",), self.open.size)])
+        observers.show(
+            TURN_BLOCKS, lambda: [((url,), count) for url, count in self.kept.blocks().items()]
+        )
+        observers.show(
+            TURN_BYTES, lambda: [(("kept",), self.kept.size), (("open",), self.open.size)]
+        )
 
     def __repr__(self) -> str:
         return f"<Turns {self.open!r}, {self.kept!r}, {self.releases!r}>"
@@ -176,13 +206,17 @@ class PoolTurns:
     # -- using one
 
     async def take(self, key: bytes, prefill: LedgerEngine) -> Reuse | None:
-        """Return the turn that a prompt continues, None if there is none for this prefill engine. It is not kept any longer."""
+        """Return the turn that a prompt continues, None if there is none for this prefill engine.
+        It is not kept any longer.
+        """
         found = self._find(key, prefill)
         if found is not None:
             self.kept.remove(found.turn)
         return found
 
-    def _find(self, key: bytes, prefill: LedgerEngine, silent: Collection[int] = ()) -> Reuse | None:
+    def _find(
+        self, key: bytes, prefill: LedgerEngine, silent: Collection[int] = ()
+    ) -> Reuse | None:
         """See `KeptTurns.find`."""
         if not len(self.kept) or prefill.run_number in self._hung:
             return None
@@ -195,14 +229,18 @@ class PoolTurns:
         return self.kept.find(key, prefill, paused, silent)
 
     def is_there(self, reuse: Reuse) -> bool:
-        """Return whether a decode engine still keeps what was taken: not if it was restarted, or if the time is over."""
+        """Return whether a decode engine still keeps what was taken: not if it was restarted, or if
+        the time is over.
+        """
         record = reuse.turn.record
         engine = self._engines.get(record.decode)
         fresh = reuse.turn.received > self._now() - self.kept.seconds
         return fresh and engine is not None and engine.in_ledger.run_number == record.decode_run
 
     def used(self, reuse: Reuse) -> None:
-        """The prefill engine has answered: it has pulled the KV, or has had it, and the decode engine frees it."""
+        """The prefill engine has answered: it has pulled the KV, or has had it, and the decode
+        engine frees it.
+        """
         record, run = reuse.turn.record, reuse.prefill_run
         self._failed.pop((run, record.decode_run), None)
         # What this engine computed of the turn's own prompt is probably still in its prefix cache.
@@ -225,16 +263,22 @@ class PoolTurns:
         self._dropped(reuse.turn.record, reuse.turn.handle, "failed")
 
     def left(self, reuse: Reuse) -> None:
-        """Nobody awaits the prefill engine's answer. It may still pull, and must not find other KV: nothing is released."""
+        """Nobody awaits the prefill engine's answer. It may still pull, and must not find other KV:
+        nothing is released.
+        """
         self._dropped(reuse.turn.record, reuse.turn.handle, "unanswered")
 
     def hung(self, reuse: Reuse) -> None:
-        """The prefill engine has not answered in time. One without the option never does: its run gets no more handles."""
+        """The prefill engine has not answered in time. One without the option never does: its run
+        gets no more handles.
+        """
         self._never_answers(reuse.prefill_run, reuse.prefill)
         self.left(reuse)
 
     def engine_leaves(self, url: str) -> None:
-        """Drop the turns that a decode engine keeps: it gets no more requests that could use them."""
+        """Drop the turns that a decode engine keeps: it gets no more requests that could use
+        them.
+        """
         self.kept.engine_leaves(url)
 
     # -- notices
@@ -257,7 +301,8 @@ class PoolTurns:
         """Return what is wrong with them, a sentence each."""
         runs = {engine.in_ledger.run_number for engine in self._engines.values()}
         found = [
-            f"{url} did not answer a prompt with KV of a decode engine: it gets none until it is started again "
+            f"{url} did not answer a prompt with KV of a decode engine: it gets none until it is "
+            f"started again "
             "(is it started with bidirectional_kv_xfer?)"
             for run, url in self._hung.items()
             if run in runs
@@ -265,7 +310,8 @@ class PoolTurns:
         if self._silent >= SILENT:
             options = "bidirectional_kv_xfer and the notifier"
             found.append(
-                f"no notice has named the KV of the last {self._silent} turns: do decode engines run with {options}?"
+                f"no notice has named the KV of the last {self._silent} turns: do decode engines "
+                f"run with {options}?"
             )
         return found
 
@@ -274,7 +320,9 @@ class PoolTurns:
         return self.releases.named
 
     async def close(self, timeout: float) -> int:
-        """Release all that is kept, `timeout` seconds at most. Return how many turns are left to their engines' own time."""
+        """Release all that is kept, `timeout` seconds at most. Return how many turns are left to
+        their engines' own time.
+        """
         self.open.drop_all()
         self.kept.drop_all("shutdown")
         return await self.releases.settle(timeout)

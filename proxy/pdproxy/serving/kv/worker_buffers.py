@@ -29,7 +29,11 @@ class _SharedSpace(BufferSpace):
     __slots__ = ("_show",)
 
     def __init__(
-        self, buffer: ReceiveBuffer | None, count: int, freed: asyncio.Event, show: Callable[[], None]
+        self,
+        buffer: ReceiveBuffer | None,
+        count: int,
+        freed: asyncio.Event,
+        show: Callable[[], None],
     ) -> None:
         super().__init__(buffer, count, freed)
         self._show = show
@@ -42,7 +46,9 @@ class _SharedSpace(BufferSpace):
 
 
 class WorkerReceiveBuffers(ReceiveBuffers):
-    """The receive buffers of one of several workers. Two that take the last space at the same moment may take too much."""
+    """The receive buffers of one of several workers. Two that take the last space at the same
+    moment may take too much.
+    """
 
     def __init__(
         self,
@@ -83,7 +89,9 @@ class WorkerReceiveBuffers(ReceiveBuffers):
             self._column.write(key_of(url), (engine.buffer.taken,))
 
     async def _until_freed(self) -> None:
-        """Wait until there may be more space: nobody tells this worker when another one releases some."""
+        """Wait until there may be more space: nobody tells this worker when another one releases
+        some.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_EVERY):
                 await self._freed.wait()

@@ -1,6 +1,8 @@
-"""Custody of one of several workers: what must be known to release a handle is in memory that outlives this process.
+"""Custody of one of several workers: what must be known to release a handle is in memory that
+outlives this process.
 
-If this worker is killed, the parent reads its records, and another worker becomes responsible for the handles: it releases them.
+If this worker is killed, the parent reads its records, and another worker becomes responsible for
+the handles: it releases them.
 """
 
 from __future__ import annotations
@@ -28,13 +30,17 @@ from pdproxy.wire.engine import PrefillAnswer
 logger = logging.getLogger("pdproxy.kv")
 
 UNITS = 16_384
-"""Units of a worker's area, 8 MiB. A handle has some hundred bytes, and 6 per block of its prompt."""
+"""Units of a worker's area, 8 MiB. A handle has some hundred bytes, and 6 per block of its
+prompt.
+"""
 
 
 class _Record(msgspec.Struct, array_like=True, frozen=True):
-    """What another process needs to have a handle released: neither the prompt's ids nor its first token, and no counts.
+    """What another process needs to have a handle released: neither the prompt's ids nor its first
+    token, and no counts.
 
-    The first four: of the handle. `decode`: the engine that KV is pushed to, if it is pushed. `pool`: the number of its pool.
+    The first four: of the handle. `decode`: the engine that KV is pushed to, if it is pushed.
+    `pool`: the number of its pool.
     """
 
     params: bytes
@@ -53,7 +59,9 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 
 
 class _Recorded(OrderedSet[Custody]):
-    """Live custodies, each with the place of its record. `area`: for the records of all pools; `pool`: the number of this one."""
+    """Live custodies, each with the place of its record. `area`: for the records of all pools;
+    `pool`: the number of this one.
+    """
 
     def __init__(self, area: Area, pool: int) -> None:
         super().__init__()
@@ -95,7 +103,9 @@ class _RecordedLate(_Recorded):
     """
 
     def add(self, member: Custody) -> None:
-        """Add a custody. Its record is written once all its notices have come; now if nobody has made the KV yet."""
+        """Add a custody. Its record is written once all its notices have come; now if nobody has
+        made the KV yet.
+        """
         if member.promised:
             super().add(member)
             return
@@ -117,7 +127,9 @@ class _RecordedLate(_Recorded):
 
 
 class WorkerCustodian(Custodian):
-    """A `Custodian` of one of several workers. `area`: for the records of all its pools; `pool`: the number of this one."""
+    """A `Custodian` of one of several workers. `area`: for the records of all its pools; `pool`:
+    the number of this one.
+    """
 
     def __init__(
         self,
@@ -134,18 +146,26 @@ class WorkerCustodian(Custodian):
         pool: int = 0,
     ) -> None:
         super().__init__(contract, ledger, engines, deadlines, observers, now, clock, hosts)
-        awaits_notices = contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
+        awaits_notices = (
+            contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
+        )
         self._live = (_RecordedLate if awaits_notices else _Recorded)(area, pool)
         self._pool = pool
 
     def adopt(self, records: list[bytes]) -> None:
-        """Release the handles of a worker that has ended, those of this pool. Nobody else asks for their KV."""
+        """Release the handles of a worker that has ended, those of this pool. Nobody else asks for
+        their KV.
+        """
         found = [one for one in map(_decode, records) if one.pool == self._pool]
         for one in found:
-            handle = Handle(one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release)
+            handle = Handle(
+                one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release
+            )
             engine = self._engines.get(one.prefill)
             run = None if engine is None else engine.in_ledger.run_number
-            leg = PrefillRecord(one.prefill, one.model, one.authorization, _not_read, one.decode, run=run)
+            leg = PrefillRecord(
+                one.prefill, one.model, one.authorization, _not_read, one.decode, run=run
+            )
             custody = self.take(handle, leg)
             if isinstance(self._live, _RecordedLate):
                 self._live.note(custody)  # all its notices have come

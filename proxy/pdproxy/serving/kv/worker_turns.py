@@ -1,7 +1,9 @@
-"""Turns of one of several workers: each finished turn is known to all, and kept by the worker that served it.
+"""Turns of one of several workers: each finished turn is known to all, and kept by the worker that
+served it.
 
-A worker whose prompt continues another one's turn asks that worker for it, which gives it away once. Nobody waits for one that
-does not answer: the prompt is prefilled without. What a killed worker kept is in memory that outlives it, and is released.
+A worker whose prompt continues another one's turn asks that worker for it, which gives it away
+once. Nobody waits for one that does not answer: the prompt is prefilled without. What a killed
+worker kept is in memory that outlives it, and is released.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ PATIENCE = 0.05
 CLAIMS = 2
 """Workers that are asked for one prompt, if a turn is gone."""
 SILENT = 1.0
-"""Seconds for which one that has not answered is asked no more: it may have ended, or be stopped."""
+"""Seconds for which one that has not answered is asked no more: it may have ended, or be
+stopped.
+"""
 LARGEST = 1 << 20
 """Bytes of ids and handle: larger turns are used by their own worker only."""
 TOLD_AGAIN = 4 << 20
@@ -82,7 +86,9 @@ class OtherWorkers(Protocol):
 
 
 class WorkerTurns(PoolTurns):
-    """`PoolTurns` of worker `number`, in pool `pool`. `area`: for the records of what it keeps; `siblings`: the other workers."""
+    """`PoolTurns` of worker `number`, in pool `pool`. `area`: for the records of what it keeps;
+    `siblings`: the other workers.
+    """
 
     def __init__(
         self,
@@ -101,7 +107,17 @@ class WorkerTurns(PoolTurns):
         area: Area,
         siblings: OtherWorkers,
     ) -> None:
-        super().__init__(rules, limits, ledger, engines, deadlines, observers, clock, by_notice=by_notice, hosts=hosts)
+        super().__init__(
+            rules,
+            limits,
+            ledger,
+            engines,
+            deadlines,
+            observers,
+            clock,
+            by_notice=by_notice,
+            hosts=hosts,
+        )
         self._number = number
         self._pool = pool
         self._area = area
@@ -115,7 +131,9 @@ class WorkerTurns(PoolTurns):
         self._silent_workers: dict[int, float] = {}
         """Workers that have not answered, and until when they are asked no more."""
         self._last = int.from_bytes(os.urandom(6))
-        """The number of the last question. An answer to the process that had this worker's number before has another one."""
+        """The number of the last question. An answer to the process that had this worker's number
+        before has another one.
+        """
         self._claims: dict[int, tuple[asyncio.Future[bool], KeptTurn]] = {}
         """Questions whose tasks wait: whether the turn is given, and the turn."""
         self._late: OrderedDict[int, KeptTurn] = OrderedDict()
@@ -132,7 +150,9 @@ class WorkerTurns(PoolTurns):
         """See `PoolTurns`."""
         for _ in range(CLAIMS):
             now = self._now()
-            found = self._find(key, prefill, [one for one, until in self._silent_workers.items() if until > now])
+            found = self._find(
+                key, prefill, [one for one, until in self._silent_workers.items() if until > now]
+            )
             if found is None:
                 return None
             self.kept.remove(found.turn)
@@ -186,7 +206,8 @@ class WorkerTurns(PoolTurns):
         super()._added(turn)
         if turn not in self.kept:
             return
-        # Not the next of a row: a worker that is started again has the number of the one before, and must not give another turn.
+        # Not the next of a row: a worker that is started again has the number of the one before,
+        # and must not give another turn.
         number = int.from_bytes(os.urandom(7))
         place = self._area.put(record_of(TurnLeft(self._pool, turn.record, turn.handle)))
         self._own[number] = turn
@@ -205,7 +226,9 @@ class WorkerTurns(PoolTurns):
             self._tell(Gone(self._number, number))
 
     def _message(self, number: int, turn: KeptTurn) -> KeptMessage:
-        return KeptMessage(self._number, number, turn.record, turn.handle, turn.key, turn.known, turn.received)
+        return KeptMessage(
+            self._number, number, turn.record, turn.handle, turn.key, turn.known, turn.received
+        )
 
     def _tell(self, message: msgspec.Struct) -> None:
         """Tell all others. What is lost costs a prompt a question in vain, or the use of a turn."""
@@ -240,24 +263,34 @@ class WorkerTurns(PoolTurns):
         place = message.worker, message.number
         if place in self._copies:  # it was told again
             return
-        turn = KeptTurn(record, message.handle, message.key, message.known, message.received, *place)
+        turn = KeptTurn(
+            record, message.handle, message.key, message.known, message.received, *place
+        )
         self._copies[place] = turn
         if not self.kept.add(turn):
             del self._copies[place]
 
     def _answer(self, message: Claim) -> None:
-        """Give a turn away, if it is here and its engine's run goes on. Without space for the answer nothing is given."""
+        """Give a turn away, if it is here and its engine's run goes on. Without space for the
+        answer nothing is given.
+        """
         if self._siblings.is_behind():
             return
         self.kept.sweep()
         turn = self._own.get(message.number)
         engine = None if turn is None else self._engines.get(turn.record.decode)
-        given = turn is not None and engine is not None and engine.in_ledger.run_number == turn.record.decode_run
+        given = (
+            turn is not None
+            and engine is not None
+            and engine.in_ledger.run_number == turn.record.decode_run
+        )
         if turn is not None and given:
             self.kept.remove(turn)  # with its record, before anybody else may use it
         elif turn is not None:
             self.kept.drop(turn, "restarted")
-        self._siblings.pass_on(message.worker, self._topic, encode(ClaimAnswer(message.claim, given)))
+        self._siblings.pass_on(
+            message.worker, self._topic, encode(ClaimAnswer(message.claim, given))
+        )
 
     def _answered(self, message: ClaimAnswer) -> None:
         waiting = self._claims.get(message.claim)
@@ -292,9 +325,13 @@ class WorkerTurns(PoolTurns):
                 self._dropped(record, left.handle, "worker_ended")
 
     def _with_own_runs(self, record: TurnRecord) -> TurnRecord | None:
-        """Return another worker's record with the numbers of engines' runs here, None if its decode engine is not known."""
+        """Return another worker's record with the numbers of engines' runs here, None if its decode
+        engine is not known.
+        """
         decode, prefill = self._engines.get(record.decode), self._engines.get(record.prefill)
         if decode is None:
             return None
         run = 0 if prefill is None else prefill.in_ledger.run_number
-        return msgspec.structs.replace(record, decode_run=decode.in_ledger.run_number, prefill_run=run)
+        return msgspec.structs.replace(
+            record, decode_run=decode.in_ledger.run_number, prefill_run=run
+        )

@@ -1,12 +1,14 @@
 """Admission: requests wait here, before any engine works for them.
 
-Owns the places of requests being served, and how many there are; `kit.fair_queue` decides which request is next, and
-`scheduling.waits` predicts how long that takes. A request with a deadline waits only as long as it can spare; half as long, once
-others have been waiting for longer than a request is served: places would go to requests that just miss their deadlines, if
-each were begun at the last moment. `scheduling.concurrency_limit` lowers the number of places where too many requests at once
-make each other late, and `spaced_places` keeps requests from beginning all together where others have been waiting for long. A
-prefilled request never waits here, because the lease on its KV is running. While a request waits, a client with more places than
-its share loses one, if it reads that answer too slowly.
+Owns the places of requests being served, and how many there are; `kit.fair_queue` decides which
+request is next, and `scheduling.waits` predicts how long that takes. A request with a deadline
+waits only as long as it can spare; half as long, once others have been waiting for longer than a
+request is served: places would go to requests that just miss their deadlines, if each were begun at
+the last moment. `scheduling.concurrency_limit` lowers the number of places where too many requests
+at once make each other late, and `spaced_places` keeps requests from beginning all together where
+others have been waiting for long. A prefilled request never waits here, because the lease on its KV
+is running. While a request waits, a client with more places than its share loses one, if it reads
+that answer too slowly.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ from pdproxy.settings.limits import Deadlines, Limits, Overload
 class Ended(msgspec.Struct, frozen=True):
     """How a request ended its place.
 
-    `seconds`: for how long the place was taken. `prompt`, `completion`: the tokens that the request had, None where no engine has
-    reported any. `late`: whether it missed a deadline. `answered`: whether it got a whole answer.
+    `seconds`: for how long the place was taken. `prompt`, `completion`: the tokens that the request
+    had, None where no engine has reported any. `late`: whether it missed a deadline. `answered`:
+    whether it got a whole answer.
     """
 
     seconds: float = 0.0
@@ -70,7 +73,9 @@ class Place(msgspec.Struct, eq=False):
         return entry
 
     def grant(self) -> bool:
-        """Grant the place to a request that waits for it. Return False if it was cancelled or refused, and has not run since."""
+        """Grant the place to a request that waits for it. Return False if it was cancelled or
+        refused, and has not run since.
+        """
         if self.wake is None or self.wake.done():
             return False
         self.wake.set_result(None)
@@ -92,30 +97,42 @@ class Place(msgspec.Struct, eq=False):
         late: bool = False,
         answered: bool = True,
     ) -> None:
-        """Release the place: it is granted to a request that waits, if there is one. The arguments: see `Ended`."""
+        """Release the place: it is granted to a request that waits, if there is one. The arguments:
+        see `Ended`.
+        """
         self.left(self, Ended(seconds, prompt, completion, late, answered))
 
 
 OPTIMISM = 0.5
-"""The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
-INFLIGHT = gauge("pdproxy_inflight", "requests", "Requests that have a place and have not ended", workers=MergeRule.SUM)
+"""The part of a predicted wait that is believed where a request is refused by it: predictions may
+be twice too long.
+"""
+INFLIGHT = gauge(
+    "pdproxy_inflight",
+    "requests",
+    "Requests that have a place and have not ended",
+    workers=MergeRule.SUM,
+)
 QUEUE = gauge("pdproxy_queue", "requests", "Requests that wait for a place", workers=MergeRule.SUM)
 PLACES = gauge(
     "pdproxy_places",
     "requests",
-    "Requests that may be served at once now: by limits.max_inflight, by what engines can take, and by clients' deadlines",
+    "Requests that may be served at once now: by limits.max_inflight, by what engines can take, "
+    "and by clients' deadlines",
     workers=MergeRule.LEAST,  # one number for all; the fewest are in force
 )
 TOKENS_IN_FLIGHT = gauge(
     "pdproxy_tokens_in_flight",
     "tokens",
-    "Tokens of the requests that have a place: prompts and expected answers, as estimated before (limits.max_inflight_tokens)",
+    "Tokens of the requests that have a place: prompts and expected answers, as estimated before "
+    "(limits.max_inflight_tokens)",
     workers=MergeRule.SUM,
 )
 
 
 class Admission:
-    """At most so many requests at once, with so many tokens, as `limits` say; others wait in a queue, as all three sections say.
+    """At most so many requests at once, with so many tokens, as `limits` say; others wait in a
+    queue, as all three sections say.
 
     What is read for each request is taken from the sections by `configure`.
     """
@@ -132,7 +149,11 @@ class Admission:
         self._limits, self._deadlines, self._overload = limits, deadlines, overload
         self._take_settings()
         self._queue: FairQueue[Place] = FairQueue(
-            limits.max_inflight, limits.max_queue, limits.max_inflight_tokens, self._granted, self._displaced
+            limits.max_inflight,
+            limits.max_queue,
+            limits.max_inflight_tokens,
+            self._granted,
+            self._displaced,
         )
         self._engines_places: int | None = None
         self._engines_tokens = 0
@@ -154,7 +175,10 @@ class Admission:
         observers.show(TOKENS_IN_FLIGHT, lambda: [((), self.tokens)])
 
     def __repr__(self) -> str:
-        return f"<Admission {self.inflight} in flight, {self.waiting} waiting{', closed' * self._closed}>"
+        return (
+            f"<Admission {self.inflight} in flight, {self.waiting} "
+            f"waiting{', closed' * self._closed}>"
+        )
 
     @property
     def inflight(self) -> int:
@@ -182,37 +206,56 @@ class Admission:
         return self._closed
 
     def resize(self, places: int | None, tokens: int = 0) -> None:
-        """Change the number of places, at most those of the settings (None: these), and their tokens, the same (0: these)."""
+        """Change the number of places, at most those of the settings (None: these), and their
+        tokens, the same (0: these).
+        """
         self._engines_places, self._engines_tokens = places, tokens
         self._resize()
 
     def configure(self) -> None:
-        """Use the settings as they are now. Requests that have a place or wait for one keep what they have."""
+        """Use the settings as they are now. Requests that have a place or wait for one keep what
+        they have.
+        """
         self._take_settings()
         self._queue.max_waiting = self._limits.max_queue
         self._resize()
 
     def _take_settings(self) -> None:
-        self._max_inflight, self._max_tokens = self._limits.max_inflight, self._limits.max_inflight_tokens
+        self._max_inflight, self._max_tokens = (
+            self._limits.max_inflight,
+            self._limits.max_inflight_tokens,
+        )
         self._timeout = self._deadlines.queue
-        self._output_weight, self._by_priority = self._overload.output_weight, self._overload.priority == "within"
+        self._output_weight, self._by_priority = (
+            self._overload.output_weight,
+            self._overload.priority == "within",
+        )
 
-    async def enter(self, client: Client, demand: RequestDemand = NO_DEMAND, deadline: float | None = None) -> Place:
-        """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client wants its answer at the latest.
+    async def enter(
+        self, client: Client, demand: RequestDemand = NO_DEMAND, deadline: float | None = None
+    ) -> Place:
+        """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client
+        wants its answer at the latest.
 
         Raises:
-            OverloadedError: shutting down, the queue is full, no place came free in time, or the deadline can't be met.
+            OverloadedError: shutting down, the queue is full, no place came free in time, or the
+                deadline can't be met.
             LimitError: the queue is full, and the client has the most requests in it.
         """
         if self._closed:
             raise _shutting_down()
-        prompt = min(demand.prompt, MOST_TOKENS)  # engines read a text with many others a few at a time
+        # engines read a text with many others a few at a time
+        prompt = min(demand.prompt, MOST_TOKENS)
         expected = self._outputs.expected(prompt, demand.limit) * demand.answers
         place, size = Place(self._left, demand, expected), prompt + int(expected)
         cost = prompt + self._output_weight * expected
         if self._spaced.kept and not self._queue.waiting:
             self._spaced.release()
-        priority, patience, now = demand.priority if self._by_priority else 0, self._timeout, self._clock.now()
+        priority, patience, now = (
+            demand.priority if self._by_priority else 0,
+            self._timeout,
+            self._clock.now(),
+        )
         if deadline is not None:
             place.time = deadline - now
             patience = min(self._check(client, demand, cost, priority, now, place.time), patience)
@@ -229,7 +272,9 @@ class Admission:
                 )
             except QueueFullError:
                 text = f"{self.inflight} requests are being served and {self.waiting} are waiting"
-                raise OverloadedError(text, RefusalReason.QUEUE_FULL, retry_after=self._wait_of(client)) from None
+                raise OverloadedError(
+                    text, RefusalReason.QUEUE_FULL, retry_after=self._wait_of(client)
+                ) from None
             await self._wait(client, place, patience)
         return place
 
@@ -257,7 +302,9 @@ class Admission:
             cost += self._output_weight * (place.expected if completion is None else completion)
             self._waits.ended(now, cost, ended.seconds)
         says_time = late or (is_known and ended.answered)
-        self._limit.left(entry.tenant.name, now - place.begun if says_time else None, time, late=late)
+        self._limit.left(
+            entry.tenant.name, now - place.begun if says_time else None, time, late=late
+        )
         weight = (1 if late else self._waits.learns(now)) if says_time else 0
         if weight:
             longer = self._waits.served(now, demand.prompt, ended.seconds, weight, late=late)
@@ -284,8 +331,10 @@ class Admission:
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
         place.wake = asyncio.get_running_loop().create_future()
-        self._clients.evict_slow(client, self.over_share)  # a client is over its share only while others wait
-        self._queue.fill()  # this request may have displaced the large one that the others waited for
+        # a client is over its share only while others wait
+        self._clients.evict_slow(client, self.over_share)
+        # this request may have displaced the large one that the others waited for
+        self._queue.fill()
         try:
             with self._clock.within(patience):
                 await place.wake
@@ -295,7 +344,9 @@ class Admission:
             if patience < self._timeout:
                 raise self._too_late(client) from None
             text = f"no place came free in {self._timeout:g} s"
-            raise OverloadedError(text, RefusalReason.QUEUE_TIMEOUT, retry_after=self._wait_of(client)) from None
+            raise OverloadedError(
+                text, RefusalReason.QUEUE_TIMEOUT, retry_after=self._wait_of(client)
+            ) from None
         except LimitError as error:
             self._give_up(place)
             error.retry_after = self._wait_of(client)
@@ -305,14 +356,16 @@ class Admission:
             raise
         finally:
             place.wake = None
-            self._check_drained()  # a place that was granted to a request that no longer wants it was released
+            # a place that was granted to a request that no longer wants it was released
+            self._check_drained()
 
     def _give_up(self, place: Place) -> None:
         entry = place.out_of_queue()
         if entry.has_place:
             self._add_up(self._clock.now(), self._queue.taken)
             self._limit.left(entry.tenant.name, None, place.time)
-            self._queue.leave(entry)  # granted in the same turn of the loop in which the caller was cancelled
+            # granted in the same turn of the loop in which the caller was cancelled
+            self._queue.leave(entry)
         else:
             self._queue.stop_waiting(entry)
 
@@ -335,9 +388,15 @@ class Admission:
         self._served_at = now
 
     def _resize(self) -> None:
-        places = self._max_inflight if self._engines_places is None else min(self._engines_places, self._max_inflight)
+        places = (
+            self._max_inflight
+            if self._engines_places is None
+            else min(self._engines_places, self._max_inflight)
+        )
         places = int(min(places, self._limit.places))
-        tokens = min(self._max_tokens or self._engines_tokens, self._engines_tokens or self._max_tokens)
+        tokens = min(
+            self._max_tokens or self._engines_tokens, self._engines_tokens or self._max_tokens
+        )
         if (places, tokens) != (self._queue.places, self._queue.max_size):
             self._queue.resize(places, tokens)
 
@@ -347,22 +406,36 @@ class Admission:
             self._observers.notify(Evicted("queue"))
 
     def _check(
-        self, client: Client, demand: RequestDemand, cost: float, priority: int, now: float, left: float
+        self,
+        client: Client,
+        demand: RequestDemand,
+        cost: float,
+        priority: int,
+        now: float,
+        left: float,
     ) -> float:
-        """Return how long a request may wait for a place. `left`: the seconds in which it is to be answered.
+        """Return how long a request may wait for a place. `left`: the seconds in which it is to be
+        answered.
 
         Raises:
             OverloadedError: it can't be done in that time.
         """
         waiting = self._queue.waiting
-        patience = may_wait(self._waits, self._outputs, demand, now, left, self._queued_since if waiting else None)
+        patience = may_wait(
+            self._waits, self._outputs, demand, now, left, self._queued_since if waiting else None
+        )
         if patience is None:
             raise self._too_late(client)
-        if waiting and patience < (self._wait_of(client, cost, priority, now + patience) or 0.0) * OPTIMISM:
+        if (
+            waiting
+            and patience < (self._wait_of(client, cost, priority, now + patience) or 0.0) * OPTIMISM
+        ):
             raise self._too_late(client)
         return patience
 
-    def _wait_of(self, client: Client, cost: float = 0.0, priority: int = 0, until: float = math.inf) -> float | None:
+    def _wait_of(
+        self, client: Client, cost: float = 0.0, priority: int = 0, until: float = math.inf
+    ) -> float | None:
         """Return the predicted wait of a new request of a client, None if nothing is known.
 
         `cost`: its own, which stands for the request that must end before it gets a place.

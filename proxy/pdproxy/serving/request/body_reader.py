@@ -1,7 +1,8 @@
-"""Reads clients' bodies: those that take a few milliseconds in the event loop, all others in reader processes.
+"""Reads clients' bodies: those that take a few milliseconds in the event loop, all others in reader
+processes.
 
-Owns the reader processes and their deadline. A parser holds the interpreter's lock until it is done, in a thread as well: one
-client's body would delay all other requests.
+Owns the reader processes and their deadline. A parser holds the interpreter's lock until it is
+done, in a thread as well: one client's body would delay all other requests.
 """
 
 from __future__ import annotations
@@ -23,29 +24,48 @@ from pdproxy.wire.request import Parsed, Route, parse_if_quick
 
 READER = "pdproxy.wire.reader_process"
 WAITING = 64
-"""Requests that may wait for a reader process. Each takes up to a second, so one more would miss its deadline."""
+"""Requests that may wait for a reader process. Each takes up to a second, so one more would miss
+its deadline.
+"""
 IDLE = 60.0
-"""Seconds after which a reader process without work ends. A process takes 20 MB, and 60 ms to start."""
+"""Seconds after which a reader process without work ends. A process takes 20 MB, and 60 ms to
+start.
+"""
 MEMORY = 256 * 2**20
-"""Bytes of address space for a reader process itself, and for its objects: `limits.max_body_items` objects take 100 MB."""
+"""Bytes of address space for a reader process itself, and for its objects: `limits.max_body_items`
+objects take 100 MB.
+"""
 COPIES = 6
-"""Additional address space, as a multiple of the largest body: a body with NaN or in UTF-16 becomes objects, then JSON again."""
+"""Additional address space, as a multiple of the largest body: a body with NaN or in UTF-16 becomes
+objects, then JSON again.
+"""
 BODY_READERS = gauge(
     "pdproxy_body_readers",
     "processes",
     "Reader processes, and large bodies that wait for one, by state",
-    Label("state", (("busy", "processes at work"), ("idle", "free ones"), ("awaited", "bodies that wait for one"))),
+    Label(
+        "state",
+        (
+            ("busy", "processes at work"),
+            ("idle", "free ones"),
+            ("awaited", "bodies that wait for one"),
+        ),
+    ),
     workers=MergeRule.SUM,
 )
 
 
 def memory_for(max_body: int) -> int:
-    """Return the bytes of address space of a reader process for bodies of up to `max_body` bytes."""
+    """Return the bytes of address space of a reader process for bodies of up to `max_body`
+    bytes.
+    """
     return MEMORY + COPIES * max_body
 
 
 def readers(max_readers: int, max_body: int, clock: Clock, observers: Observers) -> ProcessPool:
-    """Return at most `max_readers` reader processes for bodies of up to `max_body` bytes. None is started yet."""
+    """Return at most `max_readers` reader processes for bodies of up to `max_body` bytes. None is
+    started yet.
+    """
     return ProcessPool(
         READER,
         max_processes=max_readers,
@@ -58,7 +78,8 @@ def readers(max_readers: int, max_body: int, clock: Clock, observers: Observers)
 
 
 class BodyReader:
-    """Reads bodies within the bounds of `limits` and `media`; large ones in reader processes (`deadlines.read_body`).
+    """Reads bodies within the bounds of `limits` and `media`; large ones in reader processes
+    (`deadlines.read_body`).
 
     `workers`: these processes, None: as `limits` say.
     """
@@ -73,7 +94,9 @@ class BodyReader:
         workers: ProcessPool | None = None,
     ) -> None:
         self._limits, self._deadlines, self._media = limits, deadlines, media
-        self.workers = workers or readers(limits.body_readers, limits.max_body_bytes, clock, observers)
+        self.workers = workers or readers(
+            limits.body_readers, limits.max_body_bytes, clock, observers
+        )
         self._clock = clock
         self._observers = observers
         self._bounds = self._bounds_of_settings()
@@ -81,7 +104,11 @@ class BodyReader:
 
     def _states(self) -> Samples:
         workers = self.workers
-        return [(("busy",), workers.busy), (("idle",), workers.idle), (("awaited",), workers.waiting)]
+        return [
+            (("busy",), workers.busy),
+            (("idle",), workers.idle),
+            (("awaited",), workers.waiting),
+        ]
 
     def configure(self) -> None:
         """Use the settings as they are now, from the next body on."""
@@ -95,7 +122,8 @@ class BodyReader:
         """Read a client's generating request.
 
         Raises:
-            BadRequestError: no engine would read it as a JSON object, or it holds more than one request may.
+            BadRequestError: no engine would read it as a JSON object, or it holds more than one
+                request may.
             OverloadedError: too many are being read, or it took too long.
         """
         light = parse_if_quick(route, body, self._bounds)
@@ -105,9 +133,15 @@ class BodyReader:
         return request_in(await self._in_process(question, body, client), body)
 
     async def passed(
-        self, dialect: Dialect, body: Body, client: Client, name: Rename | None = None, salt: Salt | None = None
+        self,
+        dialect: Dialect,
+        body: Body,
+        client: Client,
+        name: Rename | None = None,
+        salt: Salt | None = None,
     ) -> PassedBody:
-        """Read the body of a request that one engine serves whole. Raises what `request`, `name` and `salt` raise.
+        """Read the body of a request that one engine serves whole. Raises what `request`, `name`
+        and `salt` raise.
 
         `name`, `salt`: see `wire.passthrough_body`.
         """
@@ -115,7 +149,9 @@ class BodyReader:
         if light is not None:
             return light
         question = BodyQuestion(self._bounds, None, dialect)
-        return passed_body(dialect, *fields_in(await self._in_process(question, body, client), body), name, salt)
+        return passed_body(
+            dialect, *fields_in(await self._in_process(question, body, client), body), name, salt
+        )
 
     async def _in_process(self, question: BodyQuestion, body: Body, client: Client) -> Found:
         end = self._clock.now() + self._deadlines.read_body
@@ -128,4 +164,6 @@ class BodyReader:
                 f"the body was not read in {self._deadlines.read_body:g} s", RefusalReason.READERS
             ) from None
         except NoMemoryError:
-            raise BodyTooLargeError("The body takes too much memory to be read", param="body") from None
+            raise BodyTooLargeError(
+                "The body takes too much memory to be read", param="body"
+            ) from None

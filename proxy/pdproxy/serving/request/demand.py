@@ -1,4 +1,6 @@
-"""What a request asks for, as far as that is known before an engine works on it: tokens, priority."""
+"""What a request asks for, as far as that is known before an engine works on it: tokens,
+priority.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ from pdproxy.wire.request import Parsed, Prompt, Route
 BYTES_PER_TOKEN = 4
 """Of a text. What it is exactly is known at the end."""
 MOST_TOKENS = 2**20
-"""Of a prompt: images in base64 are many bytes and few tokens. Also of what a prompt has besides its bytes (a chat template's
-words, a video behind a URL), and of an answer without a limit."""
+"""Of a prompt: images in base64 are many bytes and few tokens. Also of what a prompt has besides
+its bytes (a chat template's words, a video behind a URL), and of an answer without a limit.
+"""
 MOST_ANSWERS = 2**14
-"""To one prompt: engines refuse more (vLLM's `VLLM_MAX_N_SEQUENCES`), so that nobody may wait or pay for them."""
+"""To one prompt: engines refuse more (vLLM's `VLLM_MAX_N_SEQUENCES`), so that nobody may wait or
+pay for them.
+"""
 PRIORITY = b"x-vllm-priority"
 Lines = tuple[tuple[bytes, bytes], ...]
 _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
@@ -25,10 +30,12 @@ _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
 
 
 class RequestDemand(msgspec.Struct, frozen=True):
-    """What a request asks for. `prompt`: tokens of all its prompts; `answers`: how many it wants, 0 for a route without any.
+    """What a request asks for. `prompt`: tokens of all its prompts; `answers`: how many it wants, 0
+    for a route without any.
 
-    `limit`: the most tokens of one answer, None if it has none. `priority` as vLLM reads it: the smallest is the most urgent.
-    `best_of`: answers that are generated for each one that it wants. `longest`: the most tokens that its prompts may have.
+    `limit`: the most tokens of one answer, None if it has none. `priority` as vLLM reads it: the
+    smallest is the most urgent. `best_of`: answers that are generated for each one that it wants.
+    `longest`: the most tokens that its prompts may have.
     """
 
     prompt: int = 1
@@ -74,13 +81,18 @@ def demand_of(parsed: Parsed) -> RequestDemand:
 
 
 def _unread_limit(parsed: Parsed) -> int | None:
-    """Return the most tokens of an answer to a request that only an engine reads, None if that may be any number.
+    """Return the most tokens of an answer to a request that only an engine reads, None if that may
+    be any number.
 
-    An engine may read an invocation as a chat or as a completion, of which only `max_tokens` counts.
+    An engine may read an invocation as a chat or as a completion, of which only `max_tokens`
+    counts.
     """
     if parsed.route is not Route.INVOCATIONS:
         limit = limit_of(parsed)
-    elif "max_tokens" in parsed.fields and (limit := lenient_integer(parsed.fields["max_tokens"])) is not None:
+    elif (
+        "max_tokens" in parsed.fields
+        and (limit := lenient_integer(parsed.fields["max_tokens"])) is not None
+    ):
         limit = max(limit, limit_of(parsed) or 0)
     else:
         return None
@@ -93,7 +105,9 @@ def tokens_of(prompt: Prompt) -> int:
 
 
 def is_priority_known(parsed: Parsed) -> bool:
-    """Return whether a body's priority was read. vLLM reads more than integers of 64 bits: "-5", -5.0 and longer ones."""
+    """Return whether a body's priority was read. vLLM reads more than integers of 64 bits: "-5",
+    -5.0 and longer ones.
+    """
     raw = parsed.fields.get("priority")
     return raw is None or _number(raw) is not None
 
@@ -105,11 +119,12 @@ def _bounded(tokens: int) -> int:
 def prioritized(
     demand: RequestDemand, forward: Lines, allowed: tuple[int, int] | None, *, is_known: bool = True
 ) -> tuple[RequestDemand, Lines]:
-    """Return the demand with the priority that counts, and the header lines that give engines this priority.
+    """Return the demand with the priority that counts, and the header lines that give engines this
+    priority.
 
-    `forward`: the client's lines that go on to engines. The header goes before the body's field, and is not read if it is no
-    integer, as in vLLM 0.32. `allowed`: the least and the greatest that the request may have; `is_known`: whether the body's
-    field was read.
+    `forward`: the client's lines that go on to engines. The header goes before the body's field,
+    and is not read if it is no integer, as in vLLM 0.32. `allowed`: the least and the greatest that
+    the request may have; `is_known`: whether the body's field was read.
     """
     if allowed is None and not forward:
         return demand, forward
@@ -124,15 +139,23 @@ def prioritized(
     if counts != asked or (allowed is not None and not is_sent):
         forward = (*[line for line in forward if line[0] != PRIORITY], (PRIORITY, b"%d" % counts))
     counts = min(max(counts, _SMALLEST), _LARGEST)
-    return (demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)), forward
+    return (
+        demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)
+    ), forward
 
 
-def passed_demand(size: int, limit: int | None, pairs: Pairs = NO_PAIRS, *, generates: bool) -> RequestDemand:
-    """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `RequestDemand`."""
+def passed_demand(
+    size: int, limit: int | None, pairs: Pairs = NO_PAIRS, *, generates: bool
+) -> RequestDemand:
+    """Return what a request asks for that one engine gets whole. `size`: bytes of its body;
+    `limit`: as in `RequestDemand`.
+    """
     times = max(pairs.times, 1)
     size += (times - 1) * pairs.size
     prompt = min(max(size // BYTES_PER_TOKEN, 1), MOST_TOKENS * times)
-    return RequestDemand(prompt=prompt, answers=int(generates), limit=limit, longest=size + MOST_TOKENS * times)
+    return RequestDemand(
+        prompt=prompt, answers=int(generates), limit=limit, longest=size + MOST_TOKENS * times
+    )
 
 
 def _number(raw: msgspec.Raw) -> int | None:

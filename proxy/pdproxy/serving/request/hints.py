@@ -1,4 +1,6 @@
-"""Reads what a client says in headers that are for the proxy itself. Values of `X-PDProxy-...` that can't be used are refused."""
+"""Reads what a client says in headers that are for the proxy itself. Values of `X-PDProxy-...` that
+can't be used are refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from pdproxy.serving.dispatch.hints import Hints
 
 logger = logging.getLogger("pdproxy")
 
-SLO_TTFT, SLO_TPOT, SLO_GAP = b"x-pdproxy-slo-ttft-ms", b"x-pdproxy-slo-tpot-ms", b"x-pdproxy-slo-gap-ms"
+SLO_TTFT, SLO_TPOT, SLO_GAP = (
+    b"x-pdproxy-slo-ttft-ms",
+    b"x-pdproxy-slo-tpot-ms",
+    b"x-pdproxy-slo-gap-ms",
+)
 DECISION = b"x-pdproxy-decision"
 """As a request's header it asks for the answer's header of this name."""
 TIMEOUT = b"x-request-timeout"
@@ -35,12 +41,18 @@ _NOBODY = frozenset({b"", b"null", b'""'})
 
 
 def noted(*session_headers: str | None) -> frozenset[bytes]:
-    """Return the headers that are read, in lower case. `session_headers`: those that name a session, None where none does."""
-    return HINTS | {header.lower().encode("latin-1") for header in session_headers if header is not None}
+    """Return the headers that are read, in lower case. `session_headers`: those that name a
+    session, None where none does.
+    """
+    return HINTS | {
+        header.lower().encode("latin-1") for header in session_headers if header is not None
+    }
 
 
 def session_in(lines: Sequence[tuple[bytes, bytes]], fields: Mapping[str, bytes]) -> str | None:
-    """Return what names a conversation, for the choice of a pool: a header that is none of `HINTS`, or the body's `user`."""
+    """Return what names a conversation, for the choice of a pool: a header that is none of `HINTS`,
+    or the body's `user`.
+    """
     named = next((value for name, value in lines if name not in HINTS), b"")
     return named[:MAX_SESSION].decode("latin-1") or user_in(fields)
 
@@ -55,7 +67,8 @@ def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None)
     """Return what a request's headers say. Of a header that came twice, the first one counts.
 
     Raises:
-        BadRequestError: a value that can't be used; the message names the header, and quotes nothing.
+        BadRequestError: a value that can't be used; the message names the header, and quotes
+            nothing.
     """
     found = dict(reversed([*lines]))
     slo = Slo(*[_seconds(found, name) for name in (SLO_TTFT, SLO_TPOT, SLO_GAP)])
@@ -67,25 +80,34 @@ def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None)
 
 
 def timeout_of(lines: Sequence[tuple[bytes, bytes]]) -> float | None:
-    """Return the seconds within which a client wants its answer, from its complete request on; None if it does not say so.
+    """Return the seconds within which a client wants its answer, from its complete request on; None
+    if it does not say so.
 
-    What is no number of seconds (`30s`) is ignored: other servers read the header otherwise, and vLLM reads none.
+    What is no number of seconds (`30s`) is ignored: other servers read the header otherwise, and
+    vLLM reads none.
     """
     value = next((value for name, value in lines if name == TIMEOUT), None)
     if value is None:
         return None
     text = value.strip(b" \t")
     if not _SECONDS.fullmatch(text):
-        logger.info("X-Request-Timeout is ignored: it is not a number of seconds, such as 30 or 0.5")
+        logger.info(
+            "X-Request-Timeout is ignored: it is not a number of seconds, such as 30 or 0.5"
+        )
         return None
     return float(text)
 
 
 def session_of(session_header: str | None, found: Mapping[bytes, bytes]) -> str | None:
-    """Return the session that a request's headers name, None if they name none. `session_header`: as above."""
+    """Return the session that a request's headers name, None if they name none. `session_header`:
+    as above.
+    """
     if session_header is None:
         return None
-    return found.get(session_header.lower().encode("latin-1"), b"")[:MAX_SESSION].decode("latin-1") or None
+    return (
+        found.get(session_header.lower().encode("latin-1"), b"")[:MAX_SESSION].decode("latin-1")
+        or None
+    )
 
 
 def _seconds(found: dict[bytes, bytes], name: bytes) -> float | None:
@@ -96,7 +118,8 @@ def _seconds(found: dict[bytes, bytes], name: bytes) -> float | None:
     number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not 0 < number <= _MOST_MS:
         raise BadRequestError(
-            f"{_NAMES[name]}: expected milliseconds, above 0 and up to {_MOST_MS}", param=_NAMES[name]
+            f"{_NAMES[name]}: expected milliseconds, above 0 and up to {_MOST_MS}",
+            param=_NAMES[name],
         )
     return number / 1000
 

@@ -1,4 +1,6 @@
-"""A request on its way from the connection to the service: a generating one, or one that an engine serves whole, as it came."""
+"""A request on its way from the connection to the service: a generating one, or one that an engine
+serves whole, as it came.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ from pdproxy.wire.request import Route
 class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
-    `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
-    `adapter` is the value of `client_routes.ADAPTER_HEADER`, None for a blank one, which names no model. `client`: the client's
-    address; `key`: the name of its key; `salt`: of its tenant's caches, None where tenants share them. `found`: the key
-    itself, None without one; `refusal`: why its sender is refused; `head`: what looks at the head again.
+    `forward` has the headers (name, value) that go on to engines, without the credentials, `hints`
+    those for the proxy itself; `adapter` is the value of `client_routes.ADAPTER_HEADER`, None for a
+    blank one, which names no model. `client`: the client's address; `key`: the name of its key;
+    `salt`: of its tenant's caches, None where tenants share them. `found`: the key itself, None
+    without one; `refusal`: why its sender is refused; `head`: what looks at the head again.
     """
 
     route: Route
@@ -41,11 +44,13 @@ class Incoming(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class IncomingPassthrough:
-    """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
+    """A request as it came: `forward` holds the header lines that go on to the engine, without the
+    credentials.
 
-    `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does;
-    `hints`: the header lines for the proxy itself; `salt`: of its tenant's caches, None where tenants share them;
-    `found`: the key, None without one; `refusal`: why its sender is refused; `head`: what looks at the head again.
+    `client`: the client's address; `key`: the name of its key; `session`: what names its
+    conversation, None where nothing does; `hints`: the header lines for the proxy itself; `salt`:
+    of its tenant's caches, None where tenants share them; `found`: the key, None without one;
+    `refusal`: why its sender is refused; `head`: what looks at the head again.
     """
 
     entry: RouteEntry

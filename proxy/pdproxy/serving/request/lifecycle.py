@@ -1,7 +1,9 @@
-"""The steps of a request that engines serve, the same for every route: it is read, admitted, served, answered, reported.
+"""The steps of a request that engines serve, the same for every route: it is read, admitted,
+served, answered, reported.
 
-Owns the order of these steps, the request's place, its total deadline, its use of its key's limits, and the report of its end
-(`RequestEnded`): one per request, however it ended. The subclasses of `LiveRequest` have what differs by route.
+Owns the order of these steps, the request's place, its total deadline, its use of its key's limits,
+and the report of its end (`RequestEnded`): one per request, however it ended. The subclasses of
+`LiveRequest` have what differs by route.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ logger = logging.getLogger("pdproxy")
 JSON_TYPE = (b"content-type", b"application/json")
 STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 _AS_IT_COMES = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-"""Headers of a stream for proxies in between: nginx would collect tokens into blocks of its buffer's size."""
+"""Headers of a stream for proxies in between: nginx would collect tokens into blocks of its
+buffer's size.
+"""
 STREAM_HEADERS = (STREAM_TYPE, *_AS_IT_COMES)
 
 Writer = TypeVar("Writer", ResponseWriter, AsyncResponseWriter)
@@ -54,10 +58,12 @@ Serve = Callable[[], Awaitable[None]]
 
 
 class LiveRequest(ABC, Generic[Writer]):
-    """One request, and what is known of it so far. Subclasses have the steps that differ. Owned by one call of `Lifecycle.run`.
+    """One request, and what is known of it so far. Subclasses have the steps that differ. Owned by
+    one call of `Lifecycle.run`.
 
-    `method` and `endpoint`: the route's. `received`, `admitted` and `first` are times in seconds of `ExchangeResources.now`;
-    `first` is that of a stream's first data. `address` and `key`: the client's address and the name of its key, for the report.
+    `method` and `endpoint`: the route's. `received`, `admitted` and `first` are times in seconds of
+    `ExchangeResources.now`; `first` is that of a stream's first data. `address` and `key`: the
+    client's address and the name of its key, for the report.
     """
 
     __slots__ = (
@@ -78,7 +84,9 @@ class LiveRequest(ABC, Generic[Writer]):
         "writer",
     )
 
-    def __init__(self, endpoint: str, request_id: str | None, writer: Writer, received: float) -> None:
+    def __init__(
+        self, endpoint: str, request_id: str | None, writer: Writer, received: float
+    ) -> None:
         self.method = "POST"
         self.endpoint = endpoint
         self.request_id = usable(request_id) or mint()
@@ -91,7 +99,9 @@ class LiveRequest(ABC, Generic[Writer]):
         self.key: str | None = None
         self.demand = NO_DEMAND
         self.timeout: float | None = None
-        """Seconds from `received` within which the client wants its answer, None if it does not say so."""
+        """Seconds from `received` within which the client wants its answer, None if it does not say
+        so.
+        """
         self.admitted: float | None = None
         self.first: float | None = None
         self.status = 0
@@ -109,7 +119,9 @@ class LiveRequest(ABC, Generic[Writer]):
 
     @abstractmethod
     async def answer_error(self, error: PdproxyError) -> None:
-        """Answer an error, as far as an answer is still possible. After ClientLeftError, only end an answer that was begun."""
+        """Answer an error, as far as an answer is still possible. After ClientLeftError, only end
+        an answer that was begun.
+        """
 
     @abstractmethod
     def add_up(self) -> None:
@@ -138,11 +150,18 @@ class LiveRequest(ABC, Generic[Writer]):
         )
 
     def answer_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
-        """Return the headers of an engine's answer: those named in `passed`, and the request's id."""
-        return [*[line for line in headers if line[0] in passed], (b"x-request-id", self.request_id.encode())]
+        """Return the headers of an engine's answer: those named in `passed`, and the request's
+        id.
+        """
+        return [
+            *[line for line in headers if line[0] in passed],
+            (b"x-request-id", self.request_id.encode()),
+        ]
 
     def stream_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
-        """Return the headers of an engine's stream: as `answer_headers`, and that it must not be buffered on its way."""
+        """Return the headers of an engine's stream: as `answer_headers`, and that it must not be
+        buffered on its way.
+        """
         return [*self.answer_headers(headers, passed), *_AS_IT_COMES]
 
     def error_headers(self, error: PdproxyError) -> Headers:
@@ -156,7 +175,9 @@ class LiveRequest(ABC, Generic[Writer]):
 class Lifecycle:
     """Takes requests through their steps. One for all requests of a service."""
 
-    def __init__(self, resources: ExchangeResources, admission: Admission, quotas: Quotas, keys: Keys) -> None:
+    def __init__(
+        self, resources: ExchangeResources, admission: Admission, quotas: Quotas, keys: Keys
+    ) -> None:
         self._resources = resources
         self._keys = keys
         self._admission = admission
@@ -165,7 +186,9 @@ class Lifecycle:
         """The requests that run, None where nobody is shown them."""
 
     async def run(self, request: LiveRequest[Writer]) -> None:
-        """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when the client has left."""
+        """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when
+        the client has left.
+        """
         resources = self._resources
         error: PdproxyError | None = None
         place: Place | None = None
@@ -190,7 +213,8 @@ class Lifecycle:
                 total = max(deadline - resources.now(), 0.0)
             with resources.clock.within(total):
                 place = await self._admission.enter(request.writer.client, request.demand, deadline)
-                while self._keys.changes != changes:  # its key may be good for less than when it began to wait
+                # its key may be good for less than when it began to wait
+                while self._keys.changes != changes:
                     changes = self._keys.changes
                     serve = await request.read()
                 request.admitted = resources.now()
@@ -198,7 +222,9 @@ class Lifecycle:
         except asyncio.CancelledError:
             error = ClientLeftError("the client closed the connection")
             if not request.writer.gone:  # its key is not valid any more, or it was the shutdown
-                error = request.writer.ended_by or OverloadedError("pdproxy is shutting down", RefusalReason.DRAINING)
+                error = request.writer.ended_by or OverloadedError(
+                    "pdproxy is shutting down", RefusalReason.DRAINING
+                )
             raise
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.TOTAL.value))
@@ -208,14 +234,18 @@ class Lifecycle:
         except PdproxyError as failed:
             error = failed
         except Exception as failed:
-            logger.error("request %s failed in pdproxy itself: %s", request.request_id, frames(failed))  # noqa: TRY400
+            logger.error(  # noqa: TRY400
+                "request %s failed in pdproxy itself: %s", request.request_id, frames(failed)
+            )
             error = PdproxyError(type(failed).__name__)
         finally:
             meter = request.totals.meter
             try:
                 request.add_up()
                 if error is not None:
-                    meter.end(error, request.demand, sent=request.first is not None, own_limit=own_limit)
+                    meter.end(
+                        error, request.demand, sent=request.first is not None, own_limit=own_limit
+                    )
                 meter.bound(request.demand)
             finally:
                 try:
@@ -223,13 +253,20 @@ class Lifecycle:
                         unseen = meter.unseen / (request.demand.answers or 1)
                         use.end(meter.prompt + meter.completion, unseen, meter.seen)
                         for custody in meter.later:
-                            custody.when_over(partial(_pay_later, use, custody, request.demand.longest))
+                            custody.when_over(
+                                partial(_pay_later, use, custody, request.demand.longest)
+                            )
                 finally:
                     if place is not None:
                         seconds = resources.now() - (request.admitted or request.received)
-                        tokens = (meter.prompt, meter.completion) if meter.measured else (None, None)
+                        tokens = (
+                            (meter.prompt, meter.completion) if meter.measured else (None, None)
+                        )
                         place.leave(
-                            seconds, *tokens, late=isinstance(error, EngineTimeoutError), answered=error is None
+                            seconds,
+                            *tokens,
+                            late=isinstance(error, EngineTimeoutError),
+                            answered=error is None,
                         )
             try:
                 if error is not None:

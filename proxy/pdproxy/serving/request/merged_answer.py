@@ -1,7 +1,8 @@
 """Merges the answers to a list of prompts, or to a batch of chats, in the order of the list.
 
-Each prompt is one exchange. Lists are never sent whole to a prefill engine: vLLM keeps only the KV handle of the first prompt and
-decodes the others with it. The merged answer is the one that a single engine would send: choices by index, usage added up.
+Each prompt is one exchange. Lists are never sent whole to a prefill engine: vLLM keeps only the KV
+handle of the first prompt and decodes the others with it. The merged answer is the one that a
+single engine would send: choices by index, usage added up.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from pdproxy.wire.usage import add_up
 MAX_USAGE = 4096
 """Bytes of a usage, all of which becomes objects. vLLM's has 200."""
 MAX_REENCODED = 1 << 20
-"""Bytes of an answer that is decoded and encoded again, since its form is not vLLM's: all of its fields become objects."""
+"""Bytes of an answer that is decoded and encoded again, since its form is not vLLM's: all of its
+fields become objects.
+"""
 _FIRST = b'{"index":0,'
 """How each of vLLM's choices begins."""
 _MAX_SAME_NAME = 16
 """How many fields of one name are examined, in an answer and in the objects inside it."""
 _CHOICES, _USAGE = b"\0", b"\1"
-"""Placeholders for choices and usage in the first answer until all answers have come: JSON never contains these bytes."""
+"""Placeholders for choices and usage in the first answer until all answers have come: JSON never
+contains these bytes.
+"""
 
 
 _ABSENT = msgspec.Raw(b"null")
@@ -49,11 +54,13 @@ class _Choice(msgspec.Struct, frozen=True):
 
 _body_decoder = msgspec.json.Decoder(Fields)
 _completion_decoder = msgspec.json.Decoder(_Completion)
-_choices_decoder = msgspec.json.Decoder(tuple[_Choice])  # of one prompt: a list of millions ends with the second
+# of one prompt: a list of millions ends with the second
+_choices_decoder = msgspec.json.Decoder(tuple[_Choice])
 
 
 class MergedAnswer:
-    """One whole answer, merged from the prompts' answers, each of status 200. `share` counts the bytes that are kept of them.
+    """One whole answer, merged from the prompts' answers, each of status 200. `share` counts the
+    bytes that are kept of them.
 
     `chats`: they are those of a batch of chats, whose answer reports nothing about single prompts.
     """
@@ -89,8 +96,15 @@ class MergedAnswer:
             if index == 0:
                 changes = {"choices": (found.choices, _CHOICES), "usage": (found.usage, _USAGE)}
                 if self._chats:
-                    own_only = {"prompt_token_ids": found.prompt_token_ids, "metrics": found.metrics}
-                    changes |= {name: (raw, b"null") for name, raw in own_only.items() if bytes(raw) != b"null"}
+                    own_only = {
+                        "prompt_token_ids": found.prompt_token_ids,
+                        "metrics": found.metrics,
+                    }
+                    changes |= {
+                        name: (raw, b"null")
+                        for name, raw in own_only.items()
+                        if bytes(raw) != b"null"
+                    }
                 self._first = _with(answer.body, **changes)
                 self._headers = answer.headers
         except UNREADABLE as error:
@@ -109,7 +123,9 @@ class MergedAnswer:
         except UNREADABLE as error:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
         choices = b"[%b]" % b",".join([self._choices[index] for index in indices])
-        return Answer(200, self._headers, self._first.replace(_USAGE, usage).replace(_CHOICES, choices))
+        return Answer(
+            200, self._headers, self._first.replace(_USAGE, usage).replace(_CHOICES, choices)
+        )
 
 
 def _usage(raw: msgspec.Raw) -> bytes:
@@ -119,7 +135,8 @@ def _usage(raw: msgspec.Raw) -> bytes:
 
 
 def _with(body: bytes, **changes: tuple[msgspec.Raw, bytes]) -> bytes:
-    """Return a JSON object with some fields changed. `changes`: the old value (empty: no such field) and the new one, by name.
+    """Return a JSON object with some fields changed. `changes`: the old value (empty: no such
+    field) and the new one, by name.
 
     The bytes are changed without decoding the object: an engine may have sent millions of fields.
 
@@ -131,7 +148,8 @@ def _with(body: bytes, **changes: tuple[msgspec.Raw, bytes]) -> bytes:
         if len(body) > MAX_REENCODED:
             raise EngineError("an engine's answer is large, and its form is not vLLM's")
         return msgspec.json.encode(
-            _body_decoder.decode(body) | {name: msgspec.Raw(new) for name, (_, new) in changes.items()}
+            _body_decoder.decode(body)
+            | {name: msgspec.Raw(new) for name, (_, new) in changes.items()}
         )
     parts: list[bytes] = []
     at = 0
@@ -144,7 +162,9 @@ def _with(body: bytes, **changes: tuple[msgspec.Raw, bytes]) -> bytes:
 
 
 def _position(body: bytes, name: str, value: memoryview) -> int | None:
-    """Return the position of the value of the only field with this name and value; None if there are several, or none."""
+    """Return the position of the value of the only field with this name and value; None if there
+    are several, or none.
+    """
     key = b'"%b":' % name.encode()
     found = None
     at = body.find(key) if value.nbytes else -1
@@ -176,7 +196,9 @@ def merge_usage_events(events: Sequence[bytes]) -> bytes:
 
 
 class MergedStream:
-    """One client stream from several engine streams. The owner of the client's output begins and ends that, once each."""
+    """One client stream from several engine streams. The owner of the client's output begins and
+    ends that, once each.
+    """
 
     def __init__(self, output: ResponseWriter) -> None:
         self._output = output
@@ -233,7 +255,9 @@ class MergedStream:
 
 
 class _Channel:
-    """The output of one of the engine streams: it passes bytes on. The owner of the merged stream begins and ends the answer."""
+    """The output of one of the engine streams: it passes bytes on. The owner of the merged stream
+    begins and ends the answer.
+    """
 
     def __init__(self, stream: MergedStream) -> None:
         self._stream = stream

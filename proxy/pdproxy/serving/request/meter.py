@@ -1,8 +1,10 @@
-"""The meter of one request: how many tokens its prompts had, and how many engines have generated for it.
+"""The meter of one request: how many tokens its prompts had, and how many engines have generated
+for it.
 
-Owns the rule. What an engine reports counts. Without a report, the answer counts as far as it was seen: by the token ids in its
-stream, else by its events; and the prompt counts as the prefill engine has reported it, else by its size. An answer that is not
-streamed shows nothing before its end: if its client leaves before that, the answer is `unseen`.
+Owns the rule. What an engine reports counts. Without a report, the answer counts as far as it was
+seen: by the token ids in its stream, else by its events; and the prompt counts as the prefill
+engine has reported it, else by its size. An answer that is not streamed shows nothing before its
+end: if its client leaves before that, the answer is `unseen`.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from pdproxy.serving.request.demand import BYTES_PER_TOKEN, MOST_TOKENS, Request
 class Meter(msgspec.Struct, eq=False):
     """What one request has used, in tokens. Owned by one `RequestTotals`.
 
-    `asked`: whether an engine was asked for anything that counts. `measured`: whether an engine has reported its usage, or some
-    of the answer was seen. `unseen`: how many answers an engine was asked for and that ended before any of them was seen, or
-    whose client did not read what had come; `seen`: the tokens of these that were seen. `lost`: those that were cut since a later
-    prompt of their list was wrong. `prefilled`: whether a prefill engine has reported a prompt, which it has computed then.
-    `later`: the custody of prompts that prefill engines still compute, though the request has ended.
+    `asked`: whether an engine was asked for anything that counts. `measured`: whether an engine has
+    reported its usage, or some of the answer was seen. `unseen`: how many answers an engine was
+    asked for and that ended before any of them was seen, or whose client did not read what had
+    come; `seen`: the tokens of these that were seen. `lost`: those that were cut since a later
+    prompt of their list was wrong. `prefilled`: whether a prefill engine has reported a prompt,
+    which it has computed then. `later`: the custody of prompts that prefill engines still compute,
+    though the request has ended.
     """
 
     prompt: int = 0
@@ -43,15 +47,21 @@ class Meter(msgspec.Struct, eq=False):
     prefilled: bool = False
     later: tuple[Custody, ...] = ()
 
-    def add(self, exchange: Exchange, streams: Streams, prompt: int, answers: int, most: int = 1) -> None:
-        """Add what an exchange with these streams has used. `prompt`: the likely tokens of its prompt.
+    def add(
+        self, exchange: Exchange, streams: Streams, prompt: int, answers: int, most: int = 1
+    ) -> None:
+        """Add what an exchange with these streams has used. `prompt`: the likely tokens of its
+        prompt.
 
-        `answers`: how many answers it was asked for that show nothing before their end; 0 for a stream. `most`: how many answers
-        a stream has.
+        `answers`: how many answers it was asked for that show nothing before their end; 0 for a
+        stream. `most`: how many answers a stream has.
         """
         usage = streams.usage
         if usage is not None:
-            self.report(max(usage.prompt_tokens - streams.done, 0), (usage.completion_tokens or 0) + streams.done)
+            self.report(
+                max(usage.prompt_tokens - streams.done, 0),
+                (usage.completion_tokens or 0) + streams.done,
+            )
         elif exchange.was_asked:
             last = streams.paths[-1] if streams.paths else None
             seen = 0 if last is None else streams.done + (last.tokens or last.events)
@@ -63,10 +73,11 @@ class Meter(msgspec.Struct, eq=False):
             self.see(counted or prompt, seen, unseen, unread=unread)
 
     def refuse(self, exchange: Exchange) -> None:
-        """Add an exchange that an engine has refused as wrong: its prompt, if a prefill engine has computed it before that.
+        """Add an exchange that an engine has refused as wrong: its prompt, if a prefill engine has
+        computed it before that.
 
-        The client chooses what only the decode engine reads, and so could have prompts computed for nothing. A prompt that the
-        prefill engine still computes is known behind the request's end.
+        The client chooses what only the decode engine reads, and so could have prompts computed for
+        nothing. A prompt that the prefill engine still computes is known behind the request's end.
         """
         if exchange.later is not None:
             self.later += (exchange.later,)
@@ -81,7 +92,9 @@ class Meter(msgspec.Struct, eq=False):
         self.asked = self.measured = True
 
     def see(self, prompt: int, completion: int, unseen: int = 0, *, unread: bool = False) -> None:
-        """Add what is known of a request without a report. `unread`: there is more than was seen."""
+        """Add what is known of a request without a report. `unread`: there is more than was
+        seen.
+        """
         self.prompt += prompt
         self.completion += completion
         if completion:
@@ -91,15 +104,23 @@ class Meter(msgspec.Struct, eq=False):
             self.seen += completion
         self.asked = True
 
-    def end(self, error: PdproxyError, demand: RequestDemand, *, sent: bool, own_limit: bool) -> None:
-        """Keep what the client pays for. `demand`: what it has asked for. `sent`: whether a part of the answer was sent to it.
+    def end(
+        self, error: PdproxyError, demand: RequestDemand, *, sent: bool, own_limit: bool
+    ) -> None:
+        """Keep what the client pays for. `demand`: what it has asked for. `sent`: whether a part of
+        the answer was sent to it.
 
-        A client that leaves, whose key is taken away, or whose own time limit ends the request (`own_limit`), pays for what was
-        made. So does one whose answer is too large. One whose answer found no space pays for as much of the answer as had come,
-        by its bytes, and for no more than it has asked for. For a request that is wrong: see `end_wrong`. Of any other failure
-        before the answer, a client pays for the prompt.
+        A client that leaves, whose key is taken away, or whose own time limit ends the request
+        (`own_limit`), pays for what was made. So does one whose answer is too large. One whose
+        answer found no space pays for as much of the answer as had come, by its bytes, and for no
+        more than it has asked for. For a request that is wrong: see `end_wrong`. Of any other
+        failure before the answer, a client pays for the prompt.
         """
-        if sent or own_limit or isinstance(error, ClientLeftError | RevokedError | AnswerTooLargeError):
+        if (
+            sent
+            or own_limit
+            or isinstance(error, ClientLeftError | RevokedError | AnswerTooLargeError)
+        ):
             return
         if error.fault is Fault.CLIENT:
             self.end_wrong()
@@ -113,10 +134,12 @@ class Meter(msgspec.Struct, eq=False):
             self.measured = self.completion > 0
 
     def end_wrong(self) -> None:
-        """Keep what the client pays for a request that is wrong: nothing, unless engines have worked on it.
+        """Keep what the client pays for a request that is wrong: nothing, unless engines have
+        worked on it.
 
-        A prompt that was prefilled is paid, whoever refused it then. If one prompt of a list was refused, so are the others that
-        engines were asked for: their prefills go on. So are answers that were begun before: nobody has seen how far they were.
+        A prompt that was prefilled is paid, whoever refused it then. If one prompt of a list was
+        refused, so are the others that engines were asked for: their prefills go on. So are answers
+        that were begun before: nobody has seen how far they were.
         """
         self.unseen, self.seen = self.lost, 0
         if not (self.measured or self.prefilled or self.lost):
@@ -124,10 +147,13 @@ class Meter(msgspec.Struct, eq=False):
             self.asked = False
 
     def bound(self, demand: RequestDemand) -> None:
-        """Take no more tokens from engines' reports than the request may have used: a defect must not take a key's share away."""
+        """Take no more tokens from engines' reports than the request may have used: a defect must
+        not take a key's share away.
+        """
         if self.prompt > demand.longest:
             self.prompt = demand.longest
         answers = (demand.answers or 1) * demand.best_of
-        most = max(demand.limit or 0, MOST_TOKENS) * answers  # a response that calls tools has its limit several times
+        # a response that calls tools has its limit several times
+        most = max(demand.limit or 0, MOST_TOKENS) * answers
         if self.completion > most:
             self.completion = most

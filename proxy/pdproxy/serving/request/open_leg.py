@@ -1,4 +1,6 @@
-"""A leg of a request that one engine serves whole, as the watch over engines that stand still sees it (`fleet.stalls`)."""
+"""A leg of a request that one engine serves whole, as the watch over engines that stand still sees
+it (`fleet.stalls`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pdproxy.kit.errors import EngineError
 
 
 class OpenPassedLeg:
-    """Such a leg, while it is entered as a context, by the task that works for it. Raises what it was ended with."""
+    """Such a leg, while it is entered as a context, by the task that works for it. Raises what it
+    was ended with.
+    """
 
     __slots__ = (
         "_error",
@@ -27,7 +31,9 @@ class OpenPassedLeg:
 
     waits_for = None
 
-    def __init__(self, legs: OpenLegs, since: float, prompt_bytes: int, stalled_before: int = 0) -> None:
+    def __init__(
+        self, legs: OpenLegs, since: float, prompt_bytes: int, stalled_before: int = 0
+    ) -> None:
         self._legs = legs
         self.stalled_before = stalled_before
         """How many engines have stood still under its request before."""
@@ -50,7 +56,10 @@ class OpenPassedLeg:
         self._legs.suspects += bool(self.stalled_before)
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._legs.remove(self, ended_well=self.ended_well)
         self._legs.suspects -= bool(self.stalled_before)

@@ -1,7 +1,8 @@
-"""A request that one engine serves whole: it is sent to one engine after the other, until one has sent data.
+"""A request that one engine serves whole: it is sent to one engine after the other, until one has
+sent data.
 
-Owns the answer to the client. Nothing reaches the client before the engine has sent data, so that until then another engine
-can be asked. The request's steps are those of `lifecycle`.
+Owns the answer to the client. Nothing reaches the client before the engine has sent data, so that
+until then another engine can be asked. The request's steps are those of `lifecycle`.
 """
 
 from __future__ import annotations
@@ -115,12 +116,16 @@ class Passthrough:
 
 
 class _Lost:
-    """The engines that disappear under one such request: see `dispatch.engines_lost`. `body`: as engines get it.
+    """The engines that disappear under one such request: see `dispatch.engines_lost`. `body`: as
+    engines get it.
 
-    `computes`: whether an engine's core computes its prompt. Otherwise its answer says nothing of that core.
+    `computes`: whether an engine's core computes its prompt. Otherwise its answer says nothing of
+    that core.
     """
 
-    def __init__(self, resources: ExchangeResources, headers: LegHeaders, body: bytes, *, computes: bool) -> None:
+    def __init__(
+        self, resources: ExchangeResources, headers: LegHeaders, body: bytes, *, computes: bool
+    ) -> None:
         self._resources = resources
         self._headers = headers
         self._body = body
@@ -129,13 +134,17 @@ class _Lost:
         self._permit: Permit | None = None
 
     async def admit(self) -> None:
-        """As `EnginesLost.admit` and `in_turn`. Raises EnginesLostError also if too many engines were lost under it before."""
+        """As `EnginesLost.admit` and `in_turn`. Raises EnginesLostError also if too many engines
+        were lost under it before.
+        """
         lost, headers = self._resources.lost, self._headers
         if headers.lost:
             await lost.look_back(headers)
         if lost.remembers:
             self._fingerprint = lost.admit(headers, fields_of(self._body))
-            self._permit = await lost.in_turn(headers, self._fingerprint, self._resources.deadlines.queue)
+            self._permit = await lost.in_turn(
+                headers, self._fingerprint, self._resources.deadlines.queue
+            )
         if headers.lost:
             why_not = await lost.judge(headers, fields_of(self._body), self._fingerprint)
             if why_not is not None:
@@ -169,7 +178,9 @@ class _Lost:
             self._permit.leave_in(SOON, harmless=False)
             self._permit = None
 
-    async def under(self, lease: Lease, error: EngineError, *, streamed: bool) -> EnginesLostError | None:
+    async def under(
+        self, lease: Lease, error: EngineError, *, streamed: bool
+    ) -> EnginesLostError | None:
         """Note an engine that has failed. Return why no other one is risked, None if one may be."""
         lost, headers = self._resources.lost, self._headers
         may_be_lost = lost.broke(headers, lease.engine, error, lease.since, streamed=streamed)
@@ -184,7 +195,8 @@ class _Lost:
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     """A request of a route that one engine serves whole.
 
-    `losses`: the engines that were lost under it before, where parts of it were served on another route (`LegHeaders.lost`).
+    `losses`: the engines that were lost under it before, where parts of it were served on another
+    route (`LegHeaders.lost`).
     """
 
     __slots__ = (
@@ -213,7 +225,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         losses: list[RequestLosses] | None = None,
     ) -> None:
         super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
-        self.method, self.address, self.key = incoming.entry.methods[0], incoming.client, incoming.key
+        self.method, self.address, self.key = (
+            incoming.entry.methods[0],
+            incoming.client,
+            incoming.key,
+        )
         self._service = service
         self._incoming = incoming
         self._forward = incoming.forward
@@ -234,7 +250,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._losses = [] if losses is None else losses
         self._lost: _Lost | None = None
         self._doubtful: DoubtfulFailures | None = None
-        """Failures of engines that it may have caused, until it is answered; None while there are none."""
+        """Failures of engines that it may have caused, until it is answered; None while there are
+        none.
+        """
         self._commenting: asyncio.Task[None] | None = None
         """The write of the last comment."""
 
@@ -257,20 +275,30 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             salt = check if incoming.salt is None else incoming.salt.put_into
         body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
-        demand = passed_demand(len(body.data), body.limit, body.pairs, generates=incoming.entry.generates)
+        demand = passed_demand(
+            len(body.data), body.limit, body.pairs, generates=incoming.entry.generates
+        )
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
 
     def _name(
-        self, routes: Routes[Passthrough] | None, rights: KeyRights | None, model: str | None, fields: Fields
+        self,
+        routes: Routes[Passthrough] | None,
+        rights: KeyRights | None,
+        model: str | None,
+        fields: Fields,
     ) -> str | None:
-        """Choose the pool, and return the engines' name of a model. Raises what `Routes.of` raises, and ForbiddenError."""
+        """Choose the pool, and return the engines' name of a model. Raises what `Routes.of` raises,
+        and ForbiddenError.
+        """
         self.model, known = model, model
         if routes is not None:
             session = session_within(self._incoming.salt, self._incoming.session or user_in(fields))
             try:
-                self._service, known = routes.of(model, session, None if rights is None else rights.pools)
+                self._service, known = routes.of(
+                    model, session, None if rights is None else rights.pools
+                )
             except ModelNotFoundError as error:
                 raise shown_to(rights, error) from None
         if rights is not None:
@@ -280,7 +308,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         return known
 
     async def serve(self, body: PassedBody) -> None:
-        """Ask engines one after the other, until one has sent data. Raises the last one's EngineError."""
+        """Ask engines one after the other, until one has sent data. Raises the last one's
+        EngineError.
+        """
         resources = self._service.resources
         comments = Comments(
             resources.clock,
@@ -299,12 +329,19 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         incoming, resources = self._incoming, self._service.resources
         authorization = self._service.keys.to_engine(incoming.authorization)
         own = [JSON_TYPE] if incoming.entry.has_body else []
-        headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *self._forward)
+        headers = (
+            *own,
+            (b"x-request-id", self.request_id.encode()),
+            *authorization,
+            *self._forward,
+        )
         client, losses = self.writer.client.name, self._losses
         leg_headers = LegHeaders(
             self.request_id, incoming.entry.path, headers, authorization, client=client, lost=losses
         )
-        lost = self._lost = _Lost(resources, leg_headers, body.data, computes=incoming.entry.computes)
+        lost = self._lost = _Lost(
+            resources, leg_headers, body.data, computes=incoming.entry.computes
+        )
         try:
             await lost.admit()
             if any(one.engines for one in losses):
@@ -314,16 +351,25 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self._leave_slot()
             lost.leave()
 
-    async def _ask_one_after_the_other(self, body: PassedBody, leg_headers: LegHeaders, lost: _Lost) -> None:
+    async def _ask_one_after_the_other(
+        self, body: PassedBody, leg_headers: LegHeaders, lost: _Lost
+    ) -> None:
         incoming, resources, size = self._incoming, self._service.resources, len(body.data)
         without: set[str] = set()
         stalled, refused, until = 0, 0, 0.0
         avoid: tuple[str, ...] = ()
         while True:
-            ask = Ask(body.model, size, resources.now(), session=session_within(incoming.salt, incoming.session))
+            ask = Ask(
+                body.model,
+                size,
+                resources.now(),
+                session=session_within(incoming.salt, incoming.session),
+            )
             assign = resources.ledger.assign_alone
             forbidden = resources.lost.forbidden(leg_headers)
-            lease = assign(ask, without=without.union(avoid, forbidden)) if avoid or forbidden else None
+            lease = (
+                assign(ask, without=without.union(avoid, forbidden)) if avoid or forbidden else None
+            )
             lease = lease or assign(ask, without=without.union(forbidden)) or assign(ask)
             if lease is not None and lease.engine.url in forbidden:
                 resources.close(lease, Verdict.NEUTRAL)
@@ -333,7 +379,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 self._leave_slot()  # others are tried again meanwhile
                 until = until or resources.now() + resources.deadlines.queue
                 if not await resources.comebacks.wait(body.model, until):
-                    raise OverloadedError("no engine can serve this request: see /ready", RefusalReason.NO_ENGINE)
+                    raise OverloadedError(
+                        "no engine can serve this request: see /ready", RefusalReason.NO_ENGINE
+                    )
                 if is_retry:
                     await self._take_slot(leg_headers)
                 continue
@@ -359,7 +407,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             except _ModelRefusedError as error:
                 resources.report_failure(leg_headers, url, "alone", error, will_retry=True)
                 without.add(url)
-                refused += 1  # this says nothing of the others, and the engine is asked for this model no more
+                # this says nothing of the others, and the engine is asked for this model no more
+                refused += 1
                 continue
             except EngineError as error:
                 verdict = verdict_of(error, streamed=self.first is not None)
@@ -395,7 +444,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             await self._take_slot(leg_headers)
 
     def _note_doubt(self, lease: Lease, error: EngineError) -> bool:
-        """Note an engine that has failed perhaps because of the request. Return whether a second one has failed so."""
+        """Note an engine that has failed perhaps because of the request. Return whether a second
+        one has failed so.
+        """
         if self.first is not None or not is_doubtful(error):
             return False
         if self._doubtful is None:
@@ -404,7 +455,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         return self._doubtful.follow(prefill=False)
 
     def _answered_well(self) -> None:
-        """Count what has failed before: another engine has answered, so that the request was not the cause."""
+        """Count what has failed before: another engine has answered, so that the request was not
+        the cause.
+        """
         doubtful, self._doubtful = self._doubtful, None
         if doubtful is not None:
             self._service.resources.count(*doubtful.answered())
@@ -422,7 +475,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self._commenting = asyncio.ensure_future(self._write_comment(comment))
 
     async def _write_comment(self, comment: bytes) -> None:
-        """Send a comment. The first one sends the status: what fails from then on is an event of the stream."""
+        """Send a comment. The first one sends the status: what fails from then on is an event of
+        the stream.
+        """
         output = self.writer
         with suppress(ClientLeftError):
             if not output.begun:
@@ -436,11 +491,20 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             slot.leave()
 
     async def _try(
-        self, lease: Lease, leg_headers: LegHeaders, body: PassedBody, open_leg: OpenPassedLeg, without: Collection[str]
+        self,
+        lease: Lease,
+        leg_headers: LegHeaders,
+        body: PassedBody,
+        open_leg: OpenPassedLeg,
+        without: Collection[str],
     ) -> Verdict:
         url, resources = lease.engine.url, self._service.resources
         deadlines = resources.deadlines
-        seconds = deadlines.total if self._incoming.entry.slow and not body.stream else deadlines.first_token
+        seconds = (
+            deadlines.total
+            if self._incoming.entry.slow and not body.stream
+            else deadlines.first_token
+        )
         leg: PassthroughLeg | None = None
         answer: Answer | None = None
         try:
@@ -450,7 +514,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             try:
                 with resources.clock.within(seconds):
                     method = self._incoming.entry.methods[0]
-                    leg = await self._service.legs.send(method, url, leg_headers.path, leg_headers.headers, body.data)
+                    leg = await self._service.legs.send(
+                        method, url, leg_headers.path, leg_headers.headers, body.data
+                    )
                     if not (leg.streamed and leg.status == 200):
                         answer = Answer(leg.status, leg.headers, await leg.read())
                         if body.own is not None and is_schema_refusal(answer):
@@ -461,7 +527,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                             if leg.status == answer.status:
                                 answer = Answer(leg.status, leg.headers, await leg.read())
             except TimeoutError:
-                raise EngineTimeoutError(f"{url} did not answer in {seconds:g} s", wait=Wait.FIRST_TOKEN) from None
+                raise EngineTimeoutError(
+                    f"{url} did not answer in {seconds:g} s", wait=Wait.FIRST_TOKEN
+                ) from None
             open_leg.in_silence = False
             if answer is None:
                 await self._relay(leg, lease, open_leg)
@@ -472,7 +540,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         # vLLM answers 501 if its model can't do this: the engine has not failed.
         if answer.status not in (200, 501) and not is_clients_fault(answer):
             raise refused(url, answer)
-        if answer.status == 404 and body.unknown_id is not None and body.unknown_id.encode() in answer.body:
+        if (
+            answer.status == 404
+            and body.unknown_id is not None
+            and body.unknown_id.encode() in answer.body
+        ):
             why = "no response is stored to be fetched later"
             raise BadRequestError(f"`background` is not supported: {why}", param="background")
         if body.model is not None and is_unknown_model(answer):
@@ -490,11 +562,15 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             shown = passed_without_inside(answer.body)
         else:
             shown = error_without_inside(answer.body, answer.status, self._engines())
-        await self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), shown)
+        await self.writer.whole(
+            answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), shown
+        )
         return Verdict.GOOD if answer.status == 200 else Verdict.NEUTRAL
 
     async def _relay(self, leg: PassthroughLeg, lease: Lease, open_leg: OpenPassedLeg) -> None:
-        """Pass a stream on in whole events; the first ones only once the model has begun to generate."""
+        """Pass a stream on in whole events; the first ones only once the model has begun to
+        generate.
+        """
         resources, output = self._service.resources, self.writer
         url, deadlines, now = lease.engine.url, resources.deadlines, resources.now
         stream = self._stream = WholeEvents(self._incoming.entry.dialect)
@@ -517,7 +593,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 break
             open_leg.paused = True
             held += self._shown(stream, data)
-            if stream.generating:  # events before that are the API server's: they say nothing of the engine's core
+            # events before that are the API server's: they say nothing of the engine's core
+            if stream.generating:
                 open_leg.sign = now()
             leg.share.hold(len(held) + stream.waiting)
             if held and (stream.generating or stream.ended):
@@ -538,7 +615,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         await output.finish()
 
     def _shown(self, stream: WholeEvents, data: bytes) -> bytes:
-        """Return the events that are whole now, as clients see them. The last ones may be an error."""
+        """Return the events that are whole now, as clients see them. The last ones may be an
+        error.
+        """
         events = passed_events_without_inside(stream.feed(data))
         return error_events_without_inside(events, self._engines()) if stream.ended else events
 
@@ -547,7 +626,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         return [*self._service.resources.engines.known]
 
     async def answer_error(self, error: PdproxyError) -> None:
-        """Answer an error in the route's dialect: with its status, or as the last event of a stream that was begun."""
+        """Answer an error in the route's dialect: with its status, or as the last event of a stream
+        that was begun.
+        """
         if isinstance(error, ClientLeftError):
             return
         dialect = self._incoming.entry.dialect
@@ -559,7 +640,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 return
             self.status = error.status
             await self.writer.whole(
-                error.status, self.error_headers(error), failure_body(dialect, error, self._engines())
+                error.status,
+                self.error_headers(error),
+                failure_body(dialect, error, self._engines()),
             )
         except ClientLeftError:
             return  # nobody reads the answer
@@ -571,7 +654,13 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             first_s, decode_s = self.first - self._asked, self._service.resources.now() - self.first
         elif self._whole is not None:
             whole_s = self._whole - self._asked
-        return LegTimes(decode=self._url, first_s=first_s, decode_s=decode_s, whole_s=whole_s, attempts=self._attempts)
+        return LegTimes(
+            decode=self._url,
+            first_s=first_s,
+            decode_s=decode_s,
+            whole_s=whole_s,
+            attempts=self._attempts,
+        )
 
     def legs_so_far(self) -> Sequence[LegTimes]:
         """Return those of the engine that was asked last."""
@@ -584,7 +673,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self.measure(self.totals.meter, self.demand)
 
     def measure(self, meter: Meter, demand: RequestDemand) -> None:
-        """Add what was used to a meter. A route that runs no model uses nothing, nor does what an engine has refused as wrong."""
+        """Add what was used to a meter. A route that runs no model uses nothing, nor does what an
+        engine has refused as wrong.
+        """
         usage, stream = self._usage, self._stream
         if self._url is None or not self._incoming.entry.computes or 400 <= self.status < 500:
             return

@@ -1,7 +1,9 @@
-"""Serves a list of prompts, or a batch of chats, one exchange per prompt. A limited number of exchanges runs at once.
+"""Serves a list of prompts, or a batch of chats, one exchange per prompt. A limited number of
+exchanges runs at once.
 
-Owns the tasks of one list. An exchange is made when its turn comes: until then, only the position of its prompt in the body is
-kept. Of an exchange that has ended, its answer and its totals are kept.
+Owns the tasks of one list. An exchange is made when its turn comes: until then, only the position
+of its prompt in the body is kept. Of an exchange that has ended, its answer and its totals are
+kept.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ from pdproxy.wire.continuable import shows_ids
 from pdproxy.wire.request import Parsed, Route
 
 PROMPTS_AT_ONCE = 16
-"""Prompts of one list that run at once: a list takes one place of `limits.max_inflight`, and must not fill all engines."""
+"""Prompts of one list that run at once: a list takes one place of `limits.max_inflight`, and must
+not fill all engines.
+"""
 
 
 class PromptList:
-    """One list of prompts, served once. `begin` is called with the headers of each stream when its data begins."""
+    """One list of prompts, served once. `begin` is called with the headers of each stream when its
+    data begins.
+    """
 
     def __init__(
         self,
@@ -68,7 +74,9 @@ class PromptList:
         return self._events + sum(exchange.events for exchange in self._running.values())
 
     async def run(self) -> None:
-        """Serve all prompts: begun in order, some at once. The first failure or refusal ends the others and is raised."""
+        """Serve all prompts: begun in order, some at once. The first failure or refusal ends the
+        others and is raised.
+        """
         try:
             await in_order(len(self._parsed.prompts), self._one)
         finally:
@@ -77,7 +85,9 @@ class PromptList:
     async def _one(self, index: int) -> None:
         parsed, prompt = self._parsed.exchange_of(index)
         size, unseen = tokens_of(self._parsed.prompts[index]), 0 if parsed.stream else 1
-        exchange = Exchange(self._resources, parsed, prompt, self._leg_headers, lambda: self._relay(index))
+        exchange = Exchange(
+            self._resources, parsed, prompt, self._leg_headers, lambda: self._relay(index)
+        )
         del parsed, prompt  # the exchange drops them once no engine needs them
         channel = self._stream.channel()
 
@@ -98,7 +108,8 @@ class PromptList:
             if answer is None or answer.status == 200:
                 before = meter.unseen
                 meter.add(exchange, streams, size, unseen)
-                if self._wrong is not None and index < self._wrong:  # those behind it may be wrong in the same way
+                # those behind it may be wrong in the same way
+                if self._wrong is not None and index < self._wrong:
                     meter.lost += meter.unseen - before
             else:
                 if self._wrong is None:
@@ -112,7 +123,9 @@ class PromptList:
         elif answer.status == 200:
             self.answer.add(index, answer)
         else:
-            raise EngineRefusedError("one of the prompts was refused", status=answer.status, body=answer.body)
+            raise EngineRefusedError(
+                "one of the prompts was refused", status=answer.status, body=answer.body
+            )
 
     def _relay(self, index: int) -> Relay:
         return Relay(
@@ -130,7 +143,9 @@ class PromptList:
 
 
 async def in_order(count: int, one: Callable[[int], Awaitable[None]]) -> None:
-    """Run `one` for each index below `count`, in order, `PROMPTS_AT_ONCE` at once. The first that fails ends the others."""
+    """Run `one` for each index below `count`, in order, `PROMPTS_AT_ONCE` at once. The first that
+    fails ends the others.
+    """
     indices = iter(range(count))
 
     async def run_next() -> None:

@@ -1,7 +1,8 @@
-"""What a key lets a request's body ask for: `max_tokens` and `n`. A body that names no limit of tokens gets the key's. Pure.
+"""What a key lets a request's body ask for: `max_tokens` and `n`. A body that names no limit of
+tokens gets the key's. Pure.
 
-vLLM reads more forms of a number than JSON's integers: text, and fractions of zero. These are refused here, so that nobody can
-write a number in a way in which only an engine reads it.
+vLLM reads more forms of a number than JSON's integers: text, and fractions of zero. These are
+refused here, so that nobody can write a number in a way in which only an engine reads it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ def bound_request(rights: KeyRights, parsed: Parsed) -> None:
     if rights.n is not None:
         if not parsed.prompts:
             raise ForbiddenError(
-                "This API key has a limit of answers (n), and this body's can't be counted.", param="n"
+                "This API key has a limit of answers (n), and this body's can't be counted.",
+                param="n",
             )
         each = max(_largest(fields, _ANSWERS, rights.n, "n"), 1)
         if each * len(parsed.prompts) > rights.n:
-            text = f"This API key is good for {rights.n} answers to one request, to all of its prompts together."
+            text = (
+                f"This API key is good for {rights.n} answers to one request, to all of its "
+                f"prompts together."
+            )
             raise ForbiddenError(text, param="n")
     if (most := rights.max_tokens) is not None:
         is_completion = parsed.route is Route.COMPLETIONS
@@ -50,7 +55,8 @@ def bound_request(rights: KeyRights, parsed: Parsed) -> None:
 
 
 def bound_passed(rights: KeyRights, dialect: Dialect, fields: Fields) -> None:
-    """Do the same with the body of a request that one engine serves whole. It has one answer, or none.
+    """Do the same with the body of a request that one engine serves whole. It has one answer, or
+    none.
 
     Raises:
         ForbiddenError: it asks for more than the key is good for.
@@ -68,14 +74,19 @@ def _bound_tokens(fields: Fields, names: Iterable[str], most: int, usual: str) -
 
 
 def _largest(fields: Fields, names: Iterable[str], most: int, right: str) -> int:
-    """Return the largest of fields, 0 if there is none. Raises ForbiddenError: one is no integer, or above `most`."""
+    """Return the largest of fields, 0 if there is none. Raises ForbiddenError: one is no integer,
+    or above `most`.
+    """
     largest = 0
     for name in names:
         if is_absent(fields, name):
             continue
         value = _number(fields[name])
         if value is None or value > most:
-            text = f"This API key is good for {right} up to {most}: `{name}` must be an integer up to that."
+            text = (
+                f"This API key is good for {right} up to {most}: `{name}` must be an integer up "
+                f"to that."
+            )
             raise ForbiddenError(text, param=name)
         largest = max(largest, value)
     return largest

@@ -37,7 +37,13 @@ from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
 from pdproxy.serving.request.hints import DECISION, read_hints, session_in, session_of, timeout_of
 from pdproxy.serving.request.incoming import Incoming, IncomingPassthrough
-from pdproxy.serving.request.lifecycle import STREAM_HEADERS, STREAM_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.lifecycle import (
+    STREAM_HEADERS,
+    STREAM_TYPE,
+    Lifecycle,
+    LiveRequest,
+    Serve,
+)
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.passthrough import Passthrough, PassthroughRequest
@@ -63,13 +69,17 @@ from pdproxy.wire.passthrough_body import PassedBody
 from pdproxy.wire.request import Alone, Parsed, Route
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
-"""The last one is the load of the engine that answered; vLLM sends it with whole answers to clients that name a format."""
+"""The last one is the load of the engine that answered; vLLM sends it with whole answers to clients
+that name a format.
+"""
 
 _BATCH, _INVOCATIONS = Route.BATCH, Route.INVOCATIONS
 
 
 class Service:
-    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole."""
+    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must
+    get whole.
+    """
 
     def __init__(
         self,
@@ -85,7 +95,9 @@ class Service:
         self.session_header: str | None = None
         """The header that names a conversation, None where nothing needs it."""
         self.routes: Routes[Service] | None = None
-        """The services of all pools, None where there is nothing to choose: one pool without aliases."""
+        """The services of all pools, None where there is nothing to choose: one pool without
+        aliases.
+        """
         self.resources = resources
         self.passthrough = passthrough
         self.keys = keys
@@ -111,14 +123,17 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self._exchange: Exchange | None = None
         """The only exchange, if the request is not a list."""
         self._metered = False
-        """Whether the meter has what was used: by one engine that has got a batch or an invocation whole."""
+        """Whether the meter has what was used: by one engine that has got a batch or an invocation
+        whole.
+        """
         self._whole: Parsed | None = None
         """A batch or an invocation, while one engine may still get it whole."""
 
     async def read(self) -> Serve:
         """Check and read the request.
 
-        Once it is served, only the exchanges hold the body: they drop it once no engine needs it any more.
+        Once it is served, only the exchanges hold the body: they drop it once no engine needs it
+        any more.
         """
         incoming, service = self._incoming, self._service
         rights = service.keys.admit(incoming)
@@ -139,26 +154,35 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             parsed, service = self._routed(parsed, service.routes, rights)
         if rights is not None:
             check_pool(rights, service.pool)
-            check_model(rights, parsed.model if not is_invocation or incoming.adapter is not None else None)
+            check_model(
+                rights, parsed.model if not is_invocation or incoming.adapter is not None else None
+            )
             bound_request(rights, parsed)
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         allowed = service.keys.priorities(self.key)
         self.demand, incoming.forward = prioritized(
-            demand_of(parsed), incoming.forward, allowed, is_known=allowed is None or is_priority_known(parsed)
+            demand_of(parsed),
+            incoming.forward,
+            allowed,
+            is_known=allowed is None or is_priority_known(parsed),
         )
         hints = NO_HINTS
         if incoming.hints:
             hints = read_hints(incoming.hints, service.session_header)
             if salt is not None and hints.wants_decision:
-                hints = msgspec.structs.replace(hints, wants_decision=False)  # it shows what others have engines do
+                # it shows what others have engines do
+                hints = msgspec.structs.replace(hints, wants_decision=False)
             self.timeout = timeout_of(incoming.hints)
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
         route, forward = parsed.route, incoming.forward
         is_batch = route is _BATCH
         if is_batch:  # vLLM reports no load with the answer to a batch
-            route, forward = Route.CHAT, tuple(line for line in forward if line[0] != b"endpoint-load-metrics-format")
+            route, forward = (
+                Route.CHAT,
+                tuple(line for line in forward if line[0] != b"endpoint-load-metrics-format"),
+            )
         leg_headers = LegHeaders(
             self.request_id,
             route.path,
@@ -178,7 +202,12 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             prompt, choices = parsed.prompts[0], 1
         else:  # only its engine knows surely how many choices an unusual request has
             prompt, choices = None, 1 if parsed.alone is Alone.UNUSUAL else self.demand.answers
-        if parsed.stream and "tools" in parsed.fields and route is Route.CHAT and prompt is not None:
+        if (
+            parsed.stream
+            and "tools" in parsed.fields
+            and route is Route.CHAT
+            and prompt is not None
+        ):
             parsed = service.resources.with_ids_of_calls(parsed)
         new_relay = partial(
             Relay,
@@ -189,13 +218,19 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             budget=service.resources.answer_budget,
             templates=service.resources.templates,
             now=service.resources.now,
-            comment=partial(_engine_comment, self.writer, self.request_id) if parsed.stream else None,
+            comment=partial(_engine_comment, self.writer, self.request_id)
+            if parsed.stream
+            else None,
         )
         self._exchange = Exchange(service.resources, parsed, prompt, leg_headers, new_relay)
         return self._serve_one
 
-    def _routed(self, parsed: Parsed, routes: Routes[Service], rights: KeyRights | None) -> tuple[Parsed, Service]:
-        """Choose the pool, and name the model as its engines do. `rights`: of the request's key, None: all."""
+    def _routed(
+        self, parsed: Parsed, routes: Routes[Service], rights: KeyRights | None
+    ) -> tuple[Parsed, Service]:
+        """Choose the pool, and name the model as its engines do. `rights`: of the request's key,
+        None: all.
+        """
         pools = None if rights is None else rights.pools
         incoming = self._incoming
         session = session_within(incoming.salt, session_in(incoming.hints, parsed.fields))
@@ -204,7 +239,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         except ModelNotFoundError as error:
             if incoming.route is not _INVOCATIONS or incoming.adapter is not None:
                 raise shown_to(rights, error) from None
-            service, model = routes.of(None, session, pools)  # vLLM does not read the `model` of an invocation's body
+            # vLLM does not read the `model` of an invocation's body
+            service, model = routes.of(None, session, pools)
         self._service = service
         if model != parsed.model and model is not None:
             fields = {**parsed.fields, "model": msgspec.Raw(msgspec.json.encode(model))}
@@ -241,7 +277,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             if self.first is None:
                 self._begin(headers)
 
-        prompts = PromptList(self._service.resources, parsed, leg_headers, output, begin, self.totals)
+        prompts = PromptList(
+            self._service.resources, parsed, leg_headers, output, begin, self.totals
+        )
         comments = self._comments(lambda: prompts.events)
         try:
             await prompts.run()
@@ -268,9 +306,11 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self._end_merged(parsed, prompts)
 
     async def _serve_whole(self, losses: list[RequestLosses]) -> None:
-        """Have one engine serve the whole request on the client's route. `losses`: the engines that were lost under it before.
+        """Have one engine serve the whole request on the client's route. `losses`: the engines that
+        were lost under it before.
 
-        Also after engines refused a part of it on another route: only this one has the client's route's words for that.
+        Also after engines refused a part of it on another route: only this one has the client's
+        route's words for that.
         """
         incoming, parsed, self._whole = self._incoming, self._whole, None
         assert parsed is not None
@@ -297,9 +337,13 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             session=session,
             salt=incoming.salt,
         )
-        request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer), losses)
+        request = PassthroughRequest(
+            self._service.passthrough, passed, WaitingWriter(self.writer), losses
+        )
         fields = parsed.fields
-        body = PassedBody(msgspec.json.encode(fields), parsed.model, has_value(fields, "stream", b"true"))
+        body = PassedBody(
+            msgspec.json.encode(fields), parsed.model, has_value(fields, "stream", b"true")
+        )
         request.stream = body.stream
         del parsed, fields
         try:
@@ -310,7 +354,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             meter = Meter()
             request.measure(meter, self.demand)
             if meter.asked:
-                self.totals.meter = meter  # each token counts once, also if it was computed before the refusal
+                # each token counts once, also if it was computed before the refusal
+                self.totals.meter = meter
             else:
                 if self._exchange is not None:
                     self.totals.meter.refuse(self._exchange)
@@ -328,12 +373,21 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.writer.finish()
 
     def _comments(self, sent: Callable[[], int]) -> Comments:
-        """Return the comments of the answer, if it is a stream; stop them. `sent` changes with each event."""
+        """Return the comments of the answer, if it is a stream; stop them. `sent` changes with each
+        event.
+        """
         resources, wanted = self._service.resources, self.stream
-        return Comments(resources.clock, resources.deadlines.stream_comment if wanted else 0.0, sent, self._comment)
+        return Comments(
+            resources.clock,
+            resources.deadlines.stream_comment if wanted else 0.0,
+            sent,
+            self._comment,
+        )
 
     def _comment(self, comment: bytes) -> None:
-        """Send a comment. The first one sends the status: what fails from then on is an event of the stream."""
+        """Send a comment. The first one sends the status: what fails from then on is an event of
+        the stream.
+        """
         self.status = 200
         lines = self.stream_headers([STREAM_TYPE], _PASSED_HEADERS)
         write_comment(self.writer, [*lines, *self._decision()], comment)
@@ -346,7 +400,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.writer.begin([*lines, *self._decision()] if self._incoming.hints else lines)
 
     def _answer(self, answer: Answer) -> None:
-        """Send a whole answer. Behind a comment it is an event: an engine's error, since a stream was asked for.
+        """Send a whole answer. Behind a comment it is an event: an engine's error, since a stream
+        was asked for.
 
         Raises:
             EngineError: the answer of an engine, in a stream that has begun.
@@ -356,16 +411,24 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.status = answer.status
         lines, body = self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body
         if answer.status != 200:
-            body = error_without_inside(body, answer.status, [*self._service.resources.engines.known])
-        self.writer.whole(answer.status, [*lines, *self._decision()] if self._incoming.hints else lines, body)
+            body = error_without_inside(
+                body, answer.status, [*self._service.resources.engines.known]
+            )
+        self.writer.whole(
+            answer.status, [*lines, *self._decision()] if self._incoming.hints else lines, body
+        )
 
     def _decision(self) -> Headers:
-        """Return the header that shows which engines were chosen, if the client wants it and the request is no list."""
+        """Return the header that shows which engines were chosen, if the client wants it and the
+        request is no list.
+        """
         shown = None if self._exchange is None else self._exchange.decision
         return [] if shown is None else [(DECISION, shown.encode("latin-1", "replace"))]
 
     async def answer_error(self, error: PdproxyError) -> None:
-        """Answer an error: with its status, or as the last event of a stream that was begun. Never waits."""
+        """Answer an error: with its status, or as the last event of a stream that was begun. Never
+        waits.
+        """
         if isinstance(error, ClientLeftError):
             self.writer.break_off()
             return
@@ -374,7 +437,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self.status = 200
             self.writer.write(sse.data(body))
             if error.reason is RefusalReason.DRAINING:
-                self.writer.break_off()  # the connection ends as well: its client must not send the next request there
+                # the connection ends as well: its client must not send the next request there
+                self.writer.break_off()
             else:
                 self.writer.finish()
             return
@@ -383,7 +447,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     def legs_so_far(self) -> Sequence[LegTimes]:
         """Return those of the only exchange, or of a list's that have ended."""
-        return self.totals.legs or ([self._exchange.times()] if self._exchange and self.admitted is not None else [])
+        return self.totals.legs or (
+            [self._exchange.times()] if self._exchange and self.admitted is not None else []
+        )
 
     def add_up(self) -> None:
         """Add the only exchange. Those of a list are added as they end."""
@@ -397,10 +463,16 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             else:
                 demand = self.demand
                 self.totals.meter.add(
-                    exchange, streams, demand.prompt, 0 if self.stream else demand.answers, demand.answers
+                    exchange,
+                    streams,
+                    demand.prompt,
+                    0 if self.stream else demand.answers,
+                    demand.answers,
                 )
 
 
 def _engine_comment(writer: ResponseWriter, request_id: str, comment: bytes) -> None:
-    """Pass an engine's comment on, which has come before its data. It refers to nothing that refers to the engine's answer."""
+    """Pass an engine's comment on, which has come before its data. It refers to nothing that refers
+    to the engine's answer.
+    """
     write_comment(writer, [*STREAM_HEADERS, (b"x-request-id", request_id.encode())], comment)

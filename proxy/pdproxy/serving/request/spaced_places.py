@@ -1,8 +1,9 @@
-"""Places that come free while requests have been waiting for long: one after another, though many requests end at once.
+"""Places that come free while requests have been waiting for long: one after another, though many
+requests end at once.
 
-Requests that begin together are prefilled together, end together, and so begin together again: the more, the longer all of them
-take, until all are late at once. So what has come free is granted at most `FASTER` times as fast as requests end on average. Owns
-the places that are kept back for that.
+Requests that begin together are prefilled together, end together, and so begin together again: the
+more, the longer all of them take, until all are late at once. So what has come free is granted at
+most `FASTER` times as fast as requests end on average. Owns the places that are kept back for that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Ticket = TypeVar("Ticket")
 
 
 class SpacedPlaces(Generic[Ticket]):
-    """`give_back(entry, cost)` releases a place. See `FairQueue.leave`. None is kept back for longer than `seconds / FASTER`."""
+    """`give_back(entry, cost)` releases a place. See `FairQueue.leave`. None is kept back for
+    longer than `seconds / FASTER`.
+    """
 
     def __init__(self, give_back: Callable[[TenantRequest[Ticket], float | None], None]) -> None:
         self._give_back = give_back
@@ -33,8 +36,17 @@ class SpacedPlaces(Generic[Ticket]):
     def __repr__(self) -> str:
         return f"<SpacedPlaces: {len(self.kept)} kept back>"
 
-    def leave(self, now: float, entry: TenantRequest[Ticket], cost: float | None, seconds: float, taken: int) -> None:
-        """Release a place, now or soon. `seconds`: for which places are taken on average; `taken`: how many are."""
+    def leave(
+        self,
+        now: float,
+        entry: TenantRequest[Ticket],
+        cost: float | None,
+        seconds: float,
+        taken: int,
+    ) -> None:
+        """Release a place, now or soon. `seconds`: for which places are taken on average; `taken`:
+        how many are.
+        """
         begin = max(now, self._next)
         self._next = begin + seconds / (FASTER * max(taken, 1))
         if begin - now < LEAST:

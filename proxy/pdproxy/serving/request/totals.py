@@ -1,4 +1,5 @@
-"""The totals of one request over its exchanges: the engines that served it, the gaps of its streams, and its meter.
+"""The totals of one request over its exchanges: the engines that served it, the gaps of its
+streams, and its meter.
 
 Owns the sums. An exchange is added once it is over and is not kept: a list may have thousands.
 """
@@ -51,7 +52,9 @@ class RequestTotals(msgspec.Struct, eq=False):
         self._legs.append((index, times))
 
     def add(self, index: int, exchange: Exchange) -> Streams:
-        """Add the exchange of the prompt at `index`: its legs and gaps. Return its streams, for `Meter.add`."""
+        """Add the exchange of the prompt at `index`: its legs and gaps. Return its streams, for
+        `Meter.add`.
+        """
         self._legs.append((index, exchange.times()))
         streams = exchange.streams
         for fast_path in streams.paths:

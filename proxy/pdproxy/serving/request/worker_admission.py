@@ -1,8 +1,9 @@
-"""Admission of one of several workers: places, tokens in flight and the queue's length are those of all together.
+"""Admission of one of several workers: places, tokens in flight and the queue's length are those of
+all together.
 
-A request waits in the queue of its own worker, and shares of tenants are kept there. Of the requests that are next in the
-workers' queues, the one that has waited for the longest comes first. Where one worker has found that fewer places are better,
-that holds for all.
+A request waits in the queue of its own worker, and shares of tenants are kept there. Of the
+requests that are next in the workers' queues, the one that has waited for the longest comes first.
+Where one worker has found that fewer places are better, that holds for all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.serving.request.demand import NO_DEMAND, RequestDemand
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 
-# For each request: a method of the base class as a function of this module takes half the time of `super()`.
+# For each request: a method of the base class as a function of this module takes half the time of
+# `super()`.
 _enter, _begin, _give_back = Admission.enter, Admission._begin, Admission._give_back  # noqa: SLF001
 
 
@@ -41,7 +43,9 @@ class WorkerAdmission(Admission):
         self._began: dict[Place, float] = {}
         """Since when the requests wait that do."""
         self._own_places = self._queue.places
-        """What this worker shows the others: places that the settings and deadlines leave. What engines can take, each knows."""
+        """What this worker shows the others: places that the settings and deadlines leave. What
+        engines can take, each knows.
+        """
         self._learned: float | None = None
         """When the number of places was last found to be right by this worker, None: never."""
         self._bounds: tuple[int, int | None, int, int] | None = None
@@ -77,7 +81,9 @@ class WorkerAdmission(Admission):
     def enter(
         self, client: Client, demand: RequestDemand = NO_DEMAND, deadline: float | None = None
     ) -> Coroutine[Any, Any, Place]:
-        """See `Admission`. It is called for each request: a coroutine around another one would cost more than what it reads."""
+        """See `Admission`. It is called for each request: a coroutine around another one would cost
+        more than what it reads.
+        """
         if self._plain:
             taken = size = 0
             for other in self._rows:
@@ -94,7 +100,9 @@ class WorkerAdmission(Admission):
         return _enter(self, client, demand, deadline)
 
     def _read(self) -> None:
-        """Take over what the others have. No place is free here for as long as a request of theirs comes first."""
+        """Take over what the others have. No place is free here for as long as a request of theirs
+        comes first.
+        """
         shared, queue = self._shared, self._queue
         shared.read()
         places, taken = self._own_places, shared.taken
@@ -105,15 +113,23 @@ class WorkerAdmission(Admission):
             places = min(places, self._engines_places)
         if shared.first is not None and shared.yields(self._since):
             taken = max(taken, places)
-        queue.taken_elsewhere, queue.size_elsewhere, queue.waiting_elsewhere = taken, shared.size, shared.waiting
-        tokens = min(self._max_tokens or self._engines_tokens, self._engines_tokens or self._max_tokens)
+        queue.taken_elsewhere, queue.size_elsewhere, queue.waiting_elsewhere = (
+            taken,
+            shared.size,
+            shared.waiting,
+        )
+        tokens = min(
+            self._max_tokens or self._engines_tokens, self._engines_tokens or self._max_tokens
+        )
         if places != queue.places or tokens != queue.max_size:
             queue.resize(places, tokens)
         self._plain = shared.first is None and shared.places is None and not shared.waiting
         self._quiet = self._quiet and shared.first is None
 
     def _show(self, taken: int | None = None, size: int | None = None) -> None:
-        """Show the others what is taken here, and wake the one whose turn it is if a place is free."""
+        """Show the others what is taken here, and wake the one whose turn it is if a place is
+        free.
+        """
         shared, queue = self._shared, self._queue
         taken = queue.taken if taken is None else taken
         size = queue.size if size is None else size
@@ -125,7 +141,8 @@ class WorkerAdmission(Admission):
             return
         self._quiet = False
         full = taken + self._elsewhere
-        # A worker that would take no place, because it has found fewer of them right, asks for none.
+        # A worker that would take no place, because it has found fewer of them right, asks for
+        # none.
         since = self._since if full <= queue.places + 1 else None
         shared.write(taken, size, queue.waiting, since, self._own_places, self._learned)
         if full < queue.places and shared.yields(self._since):
@@ -139,7 +156,8 @@ class WorkerAdmission(Admission):
         return None if first is None else self._began.get(first)
 
     def _give_back(self, entry: TenantRequest[Place], cost: float | None) -> None:
-        if self._quiet and not self._closed:  # nearly always: what `Admission` does, without a call of it
+        # nearly always: what `Admission` does, without a call of it
+        if self._quiet and not self._closed:
             queue, row = self._queue, self._row
             queue.leave(entry, cost)
             size = queue.size
@@ -154,7 +172,8 @@ class WorkerAdmission(Admission):
         else:
             _give_back(self, entry, cost)
             self._show()
-        for other in self._rows:  # read behind the write: a request that begins to wait now sees the free place
+        # read behind the write: a request that begins to wait now sees the free place
+        for other in self._rows:
             if other[SINCE]:
                 self.look()
                 return

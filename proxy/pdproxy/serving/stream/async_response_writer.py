@@ -1,4 +1,6 @@
-"""The interface for answers whose writes wait for the client. `response_writer` has the one whose writes never wait."""
+"""The interface for answers whose writes wait for the client. `response_writer` has the one whose
+writes never wait.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pdproxy.upstream.connection import Headers
 class AsyncResponseWriter(Protocol):
     """The client's end. An answer is either `whole`, or `begin`, `write`..., `finish`.
 
-    Each call waits until the client can take more, and raises ClientLeftError if that takes too long.
+    Each call waits until the client can take more, and raises ClientLeftError if that takes too
+    long.
     """
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:

@@ -1,4 +1,6 @@
-"""What the first events of a stream show besides its data: the ids of its prompt, and whether a parser makes its events. Pure."""
+"""What the first events of a stream show besides its data: the ids of its prompt, and whether a
+parser makes its events. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ _PARSED = (
     b'"reasoning_content":',
     b'"tool_calls":',
 )
-"""In a chat's events, where a quote cannot be a model's text. Searched one by one: that is faster than a pattern."""
+"""In a chat's events, where a quote cannot be a model's text. Searched one by one: that is faster
+than a pattern.
+"""
 
 
 class StreamBeginning(msgspec.Struct, frozen=True):
     """What a stream has begun with.
 
-    `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them. `is_parsed`: a parser of the engine makes
-    the events: reasoning or calls of the text so far, or it has held text back.
+    `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them.
+    `is_parsed`: a parser of the engine makes the events: reasoning or calls of the text so far, or
+    it has held text back.
     """
 
     prompt_ids: bytes = b""

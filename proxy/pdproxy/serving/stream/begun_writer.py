@@ -11,7 +11,9 @@ from pdproxy.upstream.connection import Headers
 
 
 class BegunWriter:
-    """A `ResponseWriter` in front of the one that a stream has begun on, whose owner ends it there. Subclasses write."""
+    """A `ResponseWriter` in front of the one that a stream has begun on, whose owner ends it there.
+    Subclasses write.
+    """
 
     begun = True
 

@@ -1,6 +1,8 @@
-"""Comments in a stream that sends nothing for a while, so that nobody on the way takes its silence for its end.
+"""Comments in a stream that sends nothing for a while, so that nobody on the way takes its silence
+for its end.
 
-Load balancers and clients close connections that are silent for a minute. A comment (`: ...`) is no event: clients skip it.
+Load balancers and clients close connections that are silent for a minute. A comment (`: ...`) is no
+event: clients skip it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ COMMENT = b": the engine is at work\n\n"
 
 
 def write_comment(writer: ResponseWriter, headers: Headers, comment: bytes) -> None:
-    """Write a comment. The first bytes of an answer send its status and `headers`: what fails behind it is an event."""
+    """Write a comment. The first bytes of an answer send its status and `headers`: what fails
+    behind it is an event.
+    """
     if not writer.begun:
         writer.begin(headers)
     if not writer.paused:
@@ -23,14 +27,22 @@ def write_comment(writer: ResponseWriter, headers: Headers, comment: bytes) -> N
 
 
 class Comments:
-    """Has `comment` called for each `seconds` in which `sent` stays the same: after twice that time of silence at most.
+    """Has `comment` called for each `seconds` in which `sent` stays the same: after twice that time
+    of silence at most.
 
-    `sent` returns a number that changes with each event. Runs from its making until it is stopped; 0 seconds: never.
+    `sent` returns a number that changes with each event. Runs from its making until it is stopped;
+    0 seconds: never.
     """
 
     __slots__ = ("_clock", "_comment", "_seconds", "_sent", "_sent_before", "_timer")
 
-    def __init__(self, clock: Clock, seconds: float, sent: Callable[[], int], comment: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        seconds: float,
+        sent: Callable[[], int],
+        comment: Callable[[bytes], None],
+    ) -> None:
         self._clock = clock
         self._seconds = seconds
         self._sent = sent

@@ -1,4 +1,6 @@
-"""The client's end of a stream that another engine goes on with: its events become those of the client's stream."""
+"""The client's end of a stream that another engine goes on with: its events become those of the
+client's stream.
+"""
 
 from __future__ import annotations
 

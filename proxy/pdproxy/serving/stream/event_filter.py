@@ -1,11 +1,14 @@
-"""Decides which events of a stream go to the client. Events that only pdproxy asked for are removed, errors end the stream.
+"""Decides which events of a stream go to the client. Events that only pdproxy asked for are
+removed, errors end the stream.
 
-Owns the usage of a stream, and the last event of each choice until the usage event has come. An engine puts the fingerprint into
-the usage event if it sends one, otherwise into these last events. If the client did not ask for the usage event, its fingerprint
-is moved back to them. Of several choices, the first ones to end so get their last events later than from the engine.
+Owns the usage of a stream, and the last event of each choice until the usage event has come. An
+engine puts the fingerprint into the usage event if it sends one, otherwise into these last events.
+If the client did not ask for the usage event, its fingerprint is moved back to them. Of several
+choices, the first ones to end so get their last events later than from the engine.
 
-An engine with `--enable-force-include-usage` sends every client the usage, in each event and in one of its own. pdproxy never
-asks for the first, so a usage in the last event of a choice shows that flag: then the client gets the usage event, too.
+An engine with `--enable-force-include-usage` sends every client the usage, in each event and in one
+of its own. pdproxy never asks for the first, so a usage in the last event of a choice shows that
+flag: then the client gets the usage event, too.
 """
 
 from __future__ import annotations
@@ -18,19 +21,22 @@ from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_cache
 
 _MAX_HELD = 1 << 20
-"""Bytes of the last events of choices that are held back while other choices go on. More go to the client as they are."""
+"""Bytes of the last events of choices that are held back while other choices go on. More go to the
+client as they are.
+"""
 
 
 class EventFilter:
     """The filter of one stream.
 
     `wants_usage`: whether the client asked for the usage event, which pdproxy always asks for.
-    `keeps_usage`: whether the client gets that event, possibly at the end of several merged streams. Both become True if the
-    engine forces the usage on every client; for one stream of several (`index`), only `keeps_usage`.
-    `wants_done`: whether the end mark goes to the client (False for one stream of several).
-    `choices`: how many choices must have ended before the end of the stream.
-    `index`, `creation_time`: what the events of one stream of several show in place of their own.
-    `every`: each batch must go through `filtered`; otherwise only those that `sse.may_be_special`.
+    `keeps_usage`: whether the client gets that event, possibly at the end of several merged
+    streams. Both become True if the engine forces the usage on every client; for one stream of
+    several (`index`), only `keeps_usage`. `wants_done`: whether the end mark goes to the client
+    (False for one stream of several). `choices`: how many choices must have ended before the end of
+    the stream. `index`, `creation_time`: what the events of one stream of several show in place of
+    their own. `every`: each batch must go through `filtered`; otherwise only those that
+    `sse.may_be_special`.
     """
 
     __slots__ = (
@@ -86,22 +92,33 @@ class EventFilter:
         self.finished = 0
         """Choices that have ended."""
         self.handle: bytes | None = None
-        """The KV handle that the engine has put into its answer, None if it has put none. No client gets it."""
+        """The KV handle that the engine has put into its answer, None if it has put none. No client
+        gets it.
+        """
         self.last_events: list[bytes] = []
-        """Last events of all choices, which are held back until the next event. That should be the usage."""
+        """Last events of all choices, which are held back until the next event. That should be the
+        usage.
+        """
 
     def __repr__(self) -> str:
-        return f"<EventFilter {'done' if self.done else self.failure or 'open'}, {len(self.last_events)} events held>"
+        return (
+            f"<EventFilter {'done' if self.done else self.failure or 'open'}, "
+            f"{len(self.last_events)} events held>"
+        )
 
     def whole(self, body: bytes) -> bytes:
-        """Return a whole answer with the usage that its client gets, and without what no client may see."""
+        """Return a whole answer with the usage that its client gets, and without what no client may
+        see.
+        """
         body, self.handle = inside.without_inside(body)
         body = with_cache(body, cached=self.cached_tokens, created=self.created_cache_tokens)
         self.usage = usage_of(body)
         return body
 
     def filtered(self, batch: bytes) -> bytes:
-        """Return the part of a batch of whole events that goes to the client: nothing after the end mark or a failure."""
+        """Return the part of a batch of whole events that goes to the client: nothing after the end
+        mark or a failure.
+        """
         if sse.has_tiny_lines(batch):
             self.failure = tiny_lines()
             return b""
@@ -128,11 +145,15 @@ class EventFilter:
             if sse.is_usage_only(event):
                 if self._ends_early():
                     break
-                event = with_cache(event, cached=self.cached_tokens, created=self.created_cache_tokens)
+                event = with_cache(
+                    event, cached=self.cached_tokens, created=self.created_cache_tokens
+                )
                 self.usage = usage_of(sse.payload(event))
                 self.usage_event = event
                 if not self.wants_usage:
-                    passed += [sse.with_fingerprint(last, event) for last in self._take_last_events()]
+                    passed += [
+                        sse.with_fingerprint(last, event) for last in self._take_last_events()
+                    ]
                     continue
             passed += self._take_last_events()
             if sse.is_done(lines[0]):
@@ -148,7 +169,8 @@ class EventFilter:
                 self.finished += 1
                 if not self.keeps_usage:
                     if not sse.has_usage(event):
-                        passed += self._hold(event)  # its fingerprint is in the usage event, behind all choices
+                        # its fingerprint is in the usage event, behind all choices
+                        passed += self._hold(event)
                         continue
                     self.keeps_usage = True
                     self.wants_usage = self._index is None
@@ -166,7 +188,8 @@ class EventFilter:
     def _ends_early(self) -> bool:
         """Return whether the stream ends before its choices, and note that it has failed.
 
-        A terminated vLLM sends nothing of a choice without a token, and goes on with the usage and the end mark.
+        A terminated vLLM sends nothing of a choice without a token, and goes on with the usage and
+        the end mark.
         """
         if early := self.finished < self._choices:
             self.failure = GivenUpError("the engine ended the stream before the answer's end")
@@ -187,7 +210,9 @@ class EventFilter:
         return self.take_ended() if self._size > _MAX_HELD else []
 
     def take_ended(self) -> list[bytes]:
-        """Return the last events of choices that were held back while others go on, and hold them no more."""
+        """Return the last events of choices that were held back while others go on, and hold them
+        no more.
+        """
         events, self._ended, self._size = self._ended, [], 0
         return events
 

@@ -24,10 +24,14 @@ def failure_in(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
 
 
 def as_event(answer: Answer) -> EngineError:
-    """Return the error for an engine's whole answer to a client whose stream has begun: the client gets it as an event."""
+    """Return the error for an engine's whole answer to a client whose stream has begun: the client
+    gets it as an event.
+    """
     if answer.status < 400:
         return EngineError("an engine answered a stream with a whole answer")
-    return EngineRefusedError(f"an engine answered {answer.status}", status=answer.status, body=answer.body)
+    return EngineRefusedError(
+        f"an engine answered {answer.status}", status=answer.status, body=answer.body
+    )
 
 
 def tiny_lines() -> EngineError:
@@ -42,5 +46,8 @@ def _refusal(event: bytes) -> EngineError:
     detail = error_of(payload)
     code = detail.code if detail is not None else None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    # The engine's text may quote the prompt. The client gets it; the log, which shows this message, does not.
-    return EngineRefusedError(f"the engine sent an error event with status {status}", status=status, body=payload)
+    # The engine's text may quote the prompt. The client gets it; the log, which shows this message,
+    # does not.
+    return EngineRefusedError(
+        f"the engine sent an error event with status {status}", status=status, body=payload
+    )

@@ -1,11 +1,14 @@
-"""The fast path: it forwards nearly all reads of a stream to the client, past the HTTP parser and the relay.
+"""The fast path: it forwards nearly all reads of a stream to the client, past the HTTP parser and
+the relay.
 
-Such a read consists of whole chunks of plain data. Each chunk is an event of the form that was learned from the stream
-(`wire.event_template`), and a few comparisons recognize it. The fast path removes the ids that the client did not ask for, and
-forwards the rest. It leaves everything else to the relay.
+Such a read consists of whole chunks of plain data. Each chunk is an event of the form that was
+learned from the stream (`wire.event_template`), and a few comparisons recognize it. The fast path
+removes the ids that the client did not ask for, and forwards the rest. It leaves everything else to
+the relay.
 
-Most of the time per chunk goes to data that is not in the processor's caches, because other streams and processes ran since the
-last chunk. So one object holds everything that a stream needs per chunk, and streams share as much as they can.
+Most of the time per chunk goes to data that is not in the processor's caches, because other streams
+and processes ran since the last chunk. So one object holds everything that a stream needs per
+chunk, and streams share as much as they can.
 """
 
 from __future__ import annotations
@@ -22,31 +25,39 @@ from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.sse import END
 
 _MAX_UNPARSED = 32
-"""Lists of ids that are kept as bytes before they are parsed together, which costs less than one by one."""
+"""Lists of ids that are kept as bytes before they are parsed together, which costs less than one by
+one.
+"""
 _LEARN_INTERVAL = 8
 """Events between two attempts to learn, for streams whose events all differ (logprobs)."""
 
 _DATA = b"data: {"
 _PARAMS = b'_params":'
-"""In front of a text: the field of a KV handle, perhaps, which no client may see (`wire.inside`)."""
+"""In front of a text: the field of a KV handle, perhaps, which no client may see
+(`wire.inside`).
+"""
 _LF, _CR = b"\n\r"
 
 MAX_SENT = 64 << 10
-"""Bytes of the last event that a stream keeps, so that another engine can go on behind it. One of a token has some hundreds."""
+"""Bytes of the last event that a stream keeps, so that another engine can go on behind it. One of a
+token has some hundreds.
+"""
 
 
 class FastPath:
     """The counts of one stream, and the way of its events past the relay.
 
-    `enabled`: whether events go past the relay. The stream flows then, and the relay holds back nothing.
-    `events`: the number of events that were forwarded. `last`: when the last event was forwarded, in seconds of the clock.
-    `buckets`, `total`: as in `Gaps`. `templates`: the event templates of all streams.
-    `takes_ids`: whether token ids are removed from the events and kept. `shows_ids`: whether token ids are kept, and also stay in
-    the events for the client; then each event goes through the relay.
-    `sent`: where token ids are kept, the last event of data with its ids, perhaps framed as a chunk; b"" before the first event
-    of data, and behind an event of more than `MAX_SENT` bytes.
-    `several`: pairs of numbers, one pair for each event that had several ids: the place of its first id in `ids`, and how many.
-    `calls`: the ids of the stream's tool calls, None if the ids are not known.
+    `enabled`: whether events go past the relay. The stream flows then, and the relay holds back
+    nothing. `events`: the number of events that were forwarded. `last`: when the last event was
+    forwarded, in seconds of the clock. `buckets`, `total`: as in `Gaps`. `templates`: the event
+    templates of all streams. `takes_ids`: whether token ids are removed from the events and kept.
+    `shows_ids`: whether token ids are kept, and also stay in the events for the client; then each
+    event goes through the relay.
+    `sent`: where token ids are kept, the last event of data with its ids, perhaps framed as a
+    chunk; b"" before the first event of data, and behind an event of more than `MAX_SENT` bytes.
+    `several`: pairs of numbers, one pair for each event that had several ids: the place of its
+    first id in `ids`, and how many. `calls`: the ids of the stream's tool calls, None if the ids
+    are not known.
     """
 
     __slots__ = (
@@ -71,7 +82,12 @@ class FastPath:
     )
 
     def __init__(
-        self, time: Callable[[], float], templates: EventTemplates, *, takes_ids: bool, shows_ids: bool = False
+        self,
+        time: Callable[[], float],
+        templates: EventTemplates,
+        *,
+        takes_ids: bool,
+        shows_ids: bool = False,
     ) -> None:
         self.enabled = False
         self.events = 0
@@ -126,7 +142,11 @@ class FastPath:
 
     def _keep_calls(self, batch: bytes) -> None:
         found = tool_calls.ids_in(batch)
-        if found is None or self.calls is None or len(self.calls) + len(found) > tool_calls.MAX_CALLS:
+        if (
+            found is None
+            or self.calls is None
+            or len(self.calls) + len(found) > tool_calls.MAX_CALLS
+        ):
             self.calls = None
         else:
             self.calls += found
@@ -136,15 +156,18 @@ class FastPath:
         self.takes_ids, self.keeps_ids = False, True
 
     def written(self, batch: bytes) -> bytes:
-        """Keep the ids of whole events that the relay forwards. Return what the client gets of them.
+        """Keep the ids of whole events that the relay forwards. Return what the client gets of
+        them.
 
-        If it has not asked for ids: the events without them, and without those that were sent only for their ids.
+        If it has not asked for ids: the events without them, and without those that were sent only
+        for their ids.
         """
         at = batch.rfind(END, 0, -len(END))
         last = batch if at < 0 else batch[at + len(END) :]
         if last.startswith(_DATA):
             self.sent = last if len(last) <= MAX_SENT else b""
-        elif (at := batch.rfind(END + _DATA)) >= 0 or batch.startswith(_DATA):  # a comment is behind it
+        elif (at := batch.rfind(END + _DATA)) >= 0 or batch.startswith(_DATA):
+            # a comment is behind it
             start = at + len(END) if at >= 0 else 0
             end = batch.find(END, start) + len(END)
             self.sent = batch[start:end] if end - start <= MAX_SENT else b""
@@ -158,7 +181,9 @@ class FastPath:
         return tokens.without_withheld(rest) if tokens.WITHHELD in rest else rest
 
     def write_to(self, write: Callable[[bytes], None]) -> None:
-        """Have `forward` send whole HTTP chunks to the client by `write`. Call it before `forward`."""
+        """Have `forward` send whole HTTP chunks to the client by `write`. Call it before
+        `forward`.
+        """
         self._write = write
 
     def count(self, events: int, now: float) -> None:
@@ -174,11 +199,18 @@ class FastPath:
         self.last = now
 
     def forward(self, data: bytes) -> int:
-        """Forward the plain chunks at the beginning of a read, return their bytes. Most reads are one chunk with one event."""
+        """Forward the plain chunks at the beginning of a read, return their bytes. Most reads are
+        one chunk with one event.
+        """
         size = len(data)
         template = self._template
         opening = template.openings.get(size)
-        if opening is None or not data.startswith(opening) or not data.endswith(template.last) or not self.enabled:
+        if (
+            opening is None
+            or not data.startswith(opening)
+            or not data.endswith(template.last)
+            or not self.enabled
+        ):
             return self._forward_several(data)
         if template.takes_ids:
             front, _, back = data.rpartition(b"[")
@@ -196,8 +228,11 @@ class FastPath:
             if len(self._unparsed) >= _MAX_UNPARSED:
                 self._parse_ids()
             self.sent = data
-            # The payload is without the chunk's last two bytes, and `null` is two bytes longer than the brackets.
-            data = b"".join((SIZE_LINE_OF_PAYLOAD[len(body) + len(template.tail) - 2], body, template.tail))
+            # The payload is without the chunk's last two bytes, and `null` is two bytes longer than
+            # the brackets.
+            data = b"".join(
+                (SIZE_LINE_OF_PAYLOAD[len(body) + len(template.tail) - 2], body, template.tail)
+            )
         else:
             body = data[len(opening) : -len(template.last)]
             if _LF in body or _CR in body or body.find(_PARAMS) >= 0:
@@ -215,7 +250,9 @@ class FastPath:
         return size
 
     def _forward_several(self, data: bytes, *, learns: bool = True) -> int:
-        """Forward the plain chunks at the beginning of a read. Learn from the first other chunk, if an attempt is allowed."""
+        """Forward the plain chunks at the beginning of a read. Learn from the first other chunk, if
+        an attempt is allowed.
+        """
         if not self.enabled:
             return 0
         template = self._template
@@ -231,7 +268,11 @@ class FastPath:
             if takes_ids:
                 front, _, digits = part.rpartition(b"[")
                 body = front[len(opening) - template.opening_size :]
-                if not front.endswith(template.before_ids) or len(digits) > tokens.DIGITS or _is_odd(body, 0):
+                if (
+                    not front.endswith(template.before_ids)
+                    or len(digits) > tokens.DIGITS
+                    or _is_odd(body, 0)
+                ):
                     break
                 if digits:  # an event may have a text and no ids
                     ids.append(digits)
@@ -281,8 +322,14 @@ class FastPath:
 
 
 def _is_odd(part: bytes, start: int) -> bool:
-    """Return whether clients would find several events, or another event, where one is expected, or perhaps a KV handle."""
-    return part.find(b"\n", start) >= 0 or part.find(b"\r", start) >= 0 or part.find(_PARAMS, start) >= 0
+    """Return whether clients would find several events, or another event, where one is expected, or
+    perhaps a KV handle.
+    """
+    return (
+        part.find(b"\n", start) >= 0
+        or part.find(b"\r", start) >= 0
+        or part.find(_PARAMS, start) >= 0
+    )
 
 
 def _no_writer(data: bytes) -> None:

@@ -1,4 +1,6 @@
-"""The beginning of a stream, held back until one of its events is real data: until then its engine may fail unseen."""
+"""The beginning of a stream, held back until one of its events is real data: until then its engine
+may fail unseen.
+"""
 
 from __future__ import annotations
 

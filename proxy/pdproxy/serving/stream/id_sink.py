@@ -1,6 +1,7 @@
 """Puts the client's request id back into an answer whose leg had an id of its own.
 
-Owns the bytes that may be the beginning of that id. It is 32 random hex digits or more, which the answer's text can't contain.
+Owns the bytes that may be the beginning of that id. It is 32 random hex digits or more, which the
+answer's text can't contain.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from pdproxy.upstream.connection import ForwardRead, Headers, Leg, Sink
 
 
 class RenamedReads:
-    """Such a leg for its relay, if both ids have the same length: then whole chunks keep their framing on the fast path."""
+    """Such a leg for its relay, if both ids have the same length: then whole chunks keep their
+    framing on the fast path.
+    """
 
     def __init__(self, leg: Leg, named: str, shown: str) -> None:
         self._leg = leg
@@ -32,7 +35,9 @@ class RenamedReads:
 
 
 class IdSink(Sink):
-    """The sink of such a leg: passes everything on to `sink`, with `shown` in place of `named`. Both are ASCII."""
+    """The sink of such a leg: passes everything on to `sink`, with `shown` in place of `named`.
+    Both are ASCII.
+    """
 
     def __init__(self, sink: Sink, named: str, shown: str) -> None:
         self._sink = sink
@@ -73,4 +78,6 @@ class IdSink(Sink):
     def _beginning(self, chunk: bytes) -> int:
         """Return how many bytes at a chunk's end are the beginning of the id."""
         longest = min(len(self._named) - 1, len(chunk))
-        return next((count for count in range(longest, 0, -1) if chunk.endswith(self._named[:count])), 0)
+        return next(
+            (count for count in range(longest, 0, -1) if chunk.endswith(self._named[:count])), 0
+        )

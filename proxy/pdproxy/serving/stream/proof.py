@@ -1,4 +1,6 @@
-"""Whether a stream is proven good, by its first real data: an engine may answer 200 and then send only an error. Pure."""
+"""Whether a stream is proven good, by its first real data: an engine may answer 200 and then send
+only an error. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pdproxy.wire import sse
 
 
 def has_real_data(batch: bytes) -> bool:
-    """Return whether one of these events is real data: not the opening of a chat, a comment, an error or the end mark.
+    """Return whether one of these events is real data: not the opening of a chat, a comment, an
+    error or the end mark.
 
     Raises:
         EngineError: the stream has failed, or ends before any data.
@@ -22,7 +25,8 @@ def has_real_data(batch: bytes) -> bool:
             continue
         event = sse.compact(bare) if spaced else bare
         lines = sse.data_lines(event)
-        if not lines or sse.is_role_only(event):  # nothing, a keep-alive comment, the opening of a chat
+        # nothing, a keep-alive comment, the opening of a chat
+        if not lines or sse.is_role_only(event):
             continue
         if (error := failure_in(event, lines)) is not None:
             raise error

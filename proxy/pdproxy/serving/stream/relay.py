@@ -1,8 +1,9 @@
 """The relay: a decode engine's answer to the client, byte for byte, read by read.
 
-Owns one answer from its first byte to its last. It holds everything back until real data proves that the answer is good
-(`proof`): an engine may answer 200 and then fail, and a status that was sent can't be changed. Then it forwards whole plain
-events as they are, all others through its `EventFilter`. A stream without its end mark has failed.
+Owns one answer from its first byte to its last. It holds everything back until real data proves
+that the answer is good (`proof`): an engine may answer 200 and then fail, and a status that was
+sent can't be changed. Then it forwards whole plain events as they are, all others through its
+`EventFilter`. A stream without its end mark has failed.
 
     HOLDING --real data--> PROVEN --flow()--> FLOWING --[DONE]--> ENDED
        |  whole answer: `first` gets it           |
@@ -35,17 +36,20 @@ from pdproxy.wire.engine import Usage
 from pdproxy.wire.event_template import EventTemplates
 
 MAX_COMMENTS = 4096
-"""Bytes of comments that pass before an engine's first data. More is held, and counted, like its events."""
+"""Bytes of comments that pass before an engine's first data. More is held, and counted, like its
+events.
+"""
 
 
 class Relay:
     """One answer of an engine: the sink of its connection, the source of the client's bytes.
 
-    `first` resolves once the answer is known to be good or bad, `done` once it is over. A caller that stops waiting for one of
-    them closes the connection. `takes_ids`: whether the engine was asked for token ids that the client did not ask for; they are
-    kept in `fast_path.ids`; `shows_ids`: that it asked for. `budget`, `templates`: those of the process; without them, the relay
-    has its own. `comment` gets the engine's comments before its data: they pass at once. All other parameters are those of
-    `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
+    `first` resolves once the answer is known to be good or bad, `done` once it is over. A caller
+    that stops waiting for one of them closes the connection. `takes_ids`: whether the engine was
+    asked for token ids that the client did not ask for; they are kept in `fast_path.ids`;
+    `shows_ids`: that it asked for. `budget`, `templates`: those of the process; without them, the
+    relay has its own. `comment` gets the engine's comments before its data: they pass at once. All
+    other parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
     """
 
     __slots__ = (
@@ -112,7 +116,8 @@ class Relay:
         self._commented = 0
         self._phase = Phase.HOLDING
         self._is_stream = False
-        self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
+        # counts all that is held; keeps a whole answer, or the beginning of an event
+        self._share = self.budget.share()
         self._held = HeldEvents(self._share)  # of a stream, until it flows
         self.output: ResponseWriter | None = None  # before the stream flows
         self.beginning = beginning.UNKNOWN
@@ -138,7 +143,9 @@ class Relay:
     # -- for the caller
 
     def first_again(self) -> asyncio.Future[Answer | StreamStarted]:
-        """Return `first`; a new one if it was cancelled, as it is with the task that waits for it."""
+        """Return `first`; a new one if it was cancelled, as it is with the task that waits for
+        it.
+        """
         if self.first.cancelled():
             self.first = asyncio.get_running_loop().create_future()
             if self._phase is Phase.PROVEN:
@@ -148,7 +155,8 @@ class Relay:
         return self.first
 
     def flow(self, output: ResponseWriter, leg: Reads | None, *, direct: bool = True) -> None:
-        """Forward what was held, and from now on each read as it comes. Without a leg, everything has already come.
+        """Forward what was held, and from now on each read as it comes. Without a leg, everything
+        has already come.
 
         `direct`: the leg's answer is the client's, so that reads may take the fast path.
         """
@@ -168,7 +176,11 @@ class Relay:
         elif output.paused:
             self._pause()
         self._set_fast_path()
-        direct = direct and self.fast_path.keeps_ids == self.fast_path.takes_ids and not self.filter.every
+        direct = (
+            direct
+            and self.fast_path.keeps_ids == self.fast_path.takes_ids
+            and not self.filter.every
+        )
         if leg is not None and direct and (write := output.chunk_writer()) is not None:
             self.fast_path.write_to(write)
             leg.offer_reads(self.fast_path.forward)
@@ -180,12 +192,15 @@ class Relay:
         passed: Callable[[Wait], None],
         works: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        """Wait until the stream is over. The client's connection checks how slowly its client may read.
+        """Wait until the stream is over. The client's connection checks how slowly its client may
+        read.
 
-        `works` returns whether the engine is seen to work although it sends nothing: then the wait goes on.
+        `works` returns whether the engine is seen to work although it sends nothing: then the wait
+        goes on.
 
         Raises:
-            EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
+            EngineError: the stream failed after data had been sent; EngineTimeoutError: no event
+                for `between_tokens` s.
         """
 
         def last() -> float | None:
@@ -194,7 +209,9 @@ class Relay:
         def late() -> None:
             passed(Wait.BETWEEN_TOKENS)
             self._fail(
-                EngineTimeoutError(f"the engine sent nothing for {between_tokens:g} s", wait=Wait.BETWEEN_TOKENS)
+                EngineTimeoutError(
+                    f"the engine sent nothing for {between_tokens:g} s", wait=Wait.BETWEEN_TOKENS
+                )
             )
 
         timer = StallTimer(clock, between_tokens, last, late, works)
@@ -220,7 +237,9 @@ class Relay:
             self._share.add(chunk)
             return
         self.fast_path.enabled = False
-        if (self._share.kept or not chunk.endswith(sse.END)) and not (chunk := whole_events(self._share, chunk)):
+        if (self._share.kept or not chunk.endswith(sse.END)) and not (
+            chunk := whole_events(self._share, chunk)
+        ):
             return
         if self._phase is Phase.FLOWING:
             self._forward(chunk)
@@ -254,7 +273,9 @@ class Relay:
         self.fast_path.enabled = self._phase is Phase.FLOWING and not held
 
     def _hold(self, batch: bytes) -> None:
-        """Keep events until one of them is real data. Comments are not kept: whoever sends them wants to be heard now."""
+        """Keep events until one of them is real data. Comments are not kept: whoever sends them
+        wants to be heard now.
+        """
         if self._comment is not None and sse.is_comment(batch) and self._commented < MAX_COMMENTS:
             self._commented += len(batch)
             self._comment(batch)
@@ -278,12 +299,18 @@ class Relay:
         if fast_path.keeps_ids and tokens.are_too_many(batch):
             self._fail(EngineError("the engine sent an event with many lists of token ids"))
             return
-        if events.every or events.last_events or sse.may_be_special(batch) or inside.may_hide(batch):
+        if (
+            events.every
+            or events.last_events
+            or sse.may_be_special(batch)
+            or inside.may_hide(batch)
+        ):
             batch = events.filtered(batch)
             if events.failure is not None:
                 self._fail(events.failure)
         if fast_path.keeps_ids and batch:
-            batch = fast_path.written(batch)  # not before: the client has no ids of events that are held
+            # not before: the client has no ids of events that are held
+            batch = fast_path.written(batch)
         count = batch.count(sse.END) - (events.done and self.filter.wants_done)
         fast_path.count(count, now)
         fast_path.last = now
@@ -320,7 +347,8 @@ class Relay:
 
     def _refuse(self, error: PdproxyError) -> None:
         self.first.set_exception(error)
-        self.first.exception()  # asyncio would log the error if the caller has left and never reads it
+        # asyncio would log the error if the caller has left and never reads it
+        self.first.exception()
 
     def _pause(self) -> None:
         if not self.paused and self._leg is not None:

@@ -11,7 +11,8 @@ from pdproxy.upstream.connection import Headers
 
 
 class ResponseWriter(Protocol):
-    """The client's end. An answer is either `whole`, or `begin`, `write`..., then `finish` or `break_off`.
+    """The client's end. An answer is either `whole`, or `begin`, `write`..., then `finish` or
+    `break_off`.
 
     Calls after the client has left do nothing.
     """
@@ -26,7 +27,9 @@ class ResponseWriter(Protocol):
         """Send stream bytes."""
 
     def chunk_writer(self) -> Callable[[bytes], None] | None:
-        """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks can't be sent."""
+        """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks
+        can't be sent.
+        """
 
     def finish(self) -> None:
         """End the stream. The connection takes the next request."""

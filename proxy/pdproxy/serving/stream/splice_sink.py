@@ -1,7 +1,8 @@
-"""Rewrites an answer between the decode leg and its relay, if the client gets another answer than the engine sends.
+"""Rewrites an answer between the decode leg and its relay, if the client gets another answer than
+the engine sends.
 
-Owns the bytes of an event that is not whole yet. Errors, comments and the end mark are not changed. Data that can't be rewritten
-fails the relay, like any other invalid data of an engine.
+Owns the bytes of an event that is not whole yet. Errors, comments and the end mark are not changed.
+Data that can't be rewritten fails the relay, like any other invalid data of an engine.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class SpliceSink(Sink):
                 try:
                     body = self._splice.whole(body)
                 except NotACompletionError as error:
-                    self._relay.failed(EngineError(f"the engine answered 200 with an invalid completion: {error}"))
+                    self._relay.failed(
+                        EngineError(f"the engine answered 200 with an invalid completion: {error}")
+                    )
                     return
             try:
                 if body:
@@ -76,9 +79,13 @@ class SpliceSink(Sink):
                 passed.append(event + sse.END)
                 continue
             try:
-                passed += [sse.data(payload) for payload in self._splice.events(sse.payload(compact))]
+                passed += [
+                    sse.data(payload) for payload in self._splice.events(sse.payload(compact))
+                ]
             except NotACompletionError as error:
-                self._relay.failed(EngineError(f"the engine sent an invalid completion event: {error}"))
+                self._relay.failed(
+                    EngineError(f"the engine sent an invalid completion event: {error}")
+                )
                 return
         self._relay.data(b"".join(passed))
 

@@ -1,4 +1,6 @@
-"""The deadline between the events of a stream. It restarts with each event, without any work per event."""
+"""The deadline between the events of a stream. It restarts with each event, without any work per
+event.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,22 @@ from pdproxy.kit.clock import Clock
 class StallTimer:
     """Calls `stalled` once, when nothing has come for `seconds`. Runs until it is cancelled.
 
-    `last` returns when something came last (the clock's time, s), None while the stream is paused. `works` returns whether the
-    engine is seen to work although nothing comes: then the wait goes on for as long again. None: it is not asked.
+    `last` returns when something came last (the clock's time, s), None while the stream is paused.
+    `works` returns whether the engine is seen to work although nothing comes: then the wait goes on
+    for as long again. None: it is not asked.
     """
 
-    __slots__ = ("_asking", "_clock", "_excused", "_last", "_seconds", "_stalled", "_suspected", "_timer", "_works")
+    __slots__ = (
+        "_asking",
+        "_clock",
+        "_excused",
+        "_last",
+        "_seconds",
+        "_stalled",
+        "_suspected",
+        "_timer",
+        "_works",
+    )
 
     def __init__(
         self,
@@ -54,14 +67,17 @@ class StallTimer:
         elif now < (since := max(last, self._excused)) + self._seconds:
             wait = since + self._seconds - now
         elif self._suspected != last:
-            # If the event loop was held up, it may not have read what has arrived. It reads that before the next tick.
+            # If the event loop was held up, it may not have read what has arrived. It reads that
+            # before the next tick.
             self._suspected, wait = last, 0.0
         elif self._works is None:
             self._stalled()
             return
         else:
             ask = self._ask(self._works, last)
-            self._asking = asyncio.get_running_loop().create_task(ask, name="does a silent engine work")
+            self._asking = asyncio.get_running_loop().create_task(
+                ask, name="does a silent engine work"
+            )
             return
         self._timer = self._clock.after(wait, self._look)
 

@@ -11,7 +11,9 @@ from pdproxy.upstream.connection import Headers
 
 
 class WaitingWriter:
-    """An `AsyncResponseWriter` on a `ResponseWriter`. The connection has the deadline of a client that reads too slowly."""
+    """An `AsyncResponseWriter` on a `ResponseWriter`. The connection has the deadline of a client
+    that reads too slowly.
+    """
 
     def __init__(self, output: ResponseWriter) -> None:
         self._output = output

@@ -1,4 +1,6 @@
-"""Cuts reads into whole events; the rest waits in a leg's share of the answer budget. And the creation time of merged streams."""
+"""Cuts reads into whole events; the rest waits in a leg's share of the answer budget. And the
+creation time of merged streams.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ from pdproxy.upstream.answer_budget import BudgetShare
 from pdproxy.wire import sse
 
 MAX_EVENT = 16 << 20
-"""Bytes of a stream that are held: an event that is not whole, and what comes before the first data. The ids of a prompt of
-a million tokens take half of it. An event of this size holds up the event loop for 0.1 s."""
+"""Bytes of a stream that are held: an event that is not whole, and what comes before the first
+data. The ids of a prompt of a million tokens take half of it. An event of this size holds up the
+event loop for 0.1 s.
+"""
 
 
 def limit_to_events(share: BudgetShare) -> None:
@@ -23,7 +27,8 @@ def whole_events(share: BudgetShare, read: bytes) -> bytes:
     """
     if share.kept:
         if read.find(sse.END) < 0 and not (read.startswith(b"\n") and share.ends_with(b"\n")):
-            share.add(read)  # not searched again before its event is whole: each byte of it is copied once
+            # not searched again before its event is whole: each byte of it is copied once
+            share.add(read)
             return b""
         read = share.take() + read
     if read.endswith(sse.END):
@@ -37,7 +42,9 @@ def whole_events(share: BudgetShare, read: bytes) -> bytes:
 
 
 class CreationTime:
-    """The time of creation that all streams of one list show to their client: that of the first event that was sent."""
+    """The time of creation that all streams of one list show to their client: that of the first
+    event that was sent.
+    """
 
     def __init__(self) -> None:
         self._created: bytes | None = None

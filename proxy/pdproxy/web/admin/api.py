@@ -1,4 +1,6 @@
-"""What the routes of the admin API ask for: of one process here, of all workers in `app.admin_of_all`."""
+"""What the routes of the admin API ask for: of one process here, of all workers in
+`app.admin_of_all`.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +47,8 @@ class AdminApi:
         """Return the last decisions of the placements as JSON."""
         return page_of(self.service.decisions())
 
-    async def requests(self, limit: int, request_id: str | None, outcome: str | None) -> RequestList:
+    async def requests(
+        self, limit: int, request_id: str | None, outcome: str | None
+    ) -> RequestList:
         """Return requests that run and that have ended; see `Recent.shown`."""
         return RequestList(self.service.recent.shown(limit, request_id=request_id, outcome=outcome))

@@ -1,4 +1,6 @@
-"""The admin API's routes under /admin/v1, and those of vllm-router. `web.admin.service` does what they ask for."""
+"""The admin API's routes under /admin/v1, and those of vllm-router. `web.admin.service` does what
+they ask for.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,29 @@ BASE = "/admin/v1"
 MAX_SECONDS = 604_800
 _NAME = parameter("name", "the engine's id, or its URL with its slashes escaped (%2F)", "path")
 _AT_ONCE = parameter(
-    "at_once", "true: it is removed now, and its requests go on; false: it is drained first", "query", "boolean"
+    "at_once",
+    "true: it is removed now, and its requests go on; false: it is drained first",
+    "query",
+    "boolean",
 )
-_SECONDS = parameter("seconds", "until its requests are ended (default: deadlines.engine_drain)", "query", "number")
+_SECONDS = parameter(
+    "seconds", "until its requests are ended (default: deadlines.engine_drain)", "query", "number"
+)
 _POOL = parameter("pool", "only engines of the pool with this name", "query")
 _PAIRS = parameter("pairs", "whether entries show pairs (default: true)", "query", "boolean")
 _RECENT = [
-    parameter("limit", f"how many at most, up to {KEPT} (default: all that are shown)", "query", "integer"),
+    parameter(
+        "limit", f"how many at most, up to {KEPT} (default: all that are shown)", "query", "integer"
+    ),
     parameter("id", "only requests with this id", "query"),
     parameter("outcome", "only requests with this outcome; running: those that run", "query"),
 ]
 
 
 def create_admin_app(api: AdminApi, shown_too: Operation | None = None) -> FastAPI:
-    """Return the application. `shown_too`: makes the answers of what clients' listeners have for operators."""
+    """Return the application. `shown_too`: makes the answers of what clients' listeners have for
+    operators.
+    """
     app = FastAPI(
         title="pdproxy admin",
         version=__version__,
@@ -76,7 +87,14 @@ def create_admin_app(api: AdminApi, shown_too: Operation | None = None) -> FastA
         if error.status_code == 404 and (redirect := redirect_of(app, request)) is not None:
             return redirect
         kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-        body = {"error": {"message": error.detail, "type": kind, "param": None, "code": error.status_code}}
+        body = {
+            "error": {
+                "message": error.detail,
+                "type": kind,
+                "param": None,
+                "code": error.status_code,
+            }
+        }
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     _add_engines(app, api)
@@ -121,7 +139,16 @@ def _add_engines(app: FastAPI, api: AdminApi) -> None:
 
     one = f"{BASE}/engines/{{name:path}}"
     named = (400, 404, 409)
-    _route(app, "GET", f"{BASE}/engines", engines, "All engines", {200: EngineList}, (400,), [_POOL, _PAIRS])
+    _route(
+        app,
+        "GET",
+        f"{BASE}/engines",
+        engines,
+        "All engines",
+        {200: EngineList},
+        (400,),
+        [_POOL, _PAIRS],
+    )
     _route(
         app,
         "POST",
@@ -132,9 +159,37 @@ def _add_engines(app: FastAPI, api: AdminApi) -> None:
         (400, 409),
         body=EngineOrder,
     )
-    _route(app, "POST", f"{one}/drain", drain, "Drain an engine", {202: EngineChanged}, named, [_NAME], body=DrainOrder)
-    _route(app, "POST", f"{one}/undrain", undrain, "Use an engine again", {200: EngineChanged}, named, [_NAME])
-    _route(app, "GET", one, engine, "One engine, with all its pairs", {200: EngineEntry}, (404,), [_NAME])
+    _route(
+        app,
+        "POST",
+        f"{one}/drain",
+        drain,
+        "Drain an engine",
+        {202: EngineChanged},
+        named,
+        [_NAME],
+        body=DrainOrder,
+    )
+    _route(
+        app,
+        "POST",
+        f"{one}/undrain",
+        undrain,
+        "Use an engine again",
+        {200: EngineChanged},
+        named,
+        [_NAME],
+    )
+    _route(
+        app,
+        "GET",
+        one,
+        engine,
+        "One engine, with all its pairs",
+        {200: EngineEntry},
+        (404,),
+        [_NAME],
+    )
     _route(
         app,
         "DELETE",
@@ -169,7 +224,16 @@ def _add_others(app: FastAPI, api: AdminApi) -> None:
 
     path = f"{BASE}/log_level"
     _route(app, "GET", path, level, "The log level", {200: LevelShown})
-    _route(app, "PUT", path, set_level, "Set the log level", {200: LevelShown}, (400,), body=LogLevelOrder)
+    _route(
+        app,
+        "PUT",
+        path,
+        set_level,
+        "Set the log level",
+        {200: LevelShown},
+        (400,),
+        body=LogLevelOrder,
+    )
     _route(
         app,
         "GET",
@@ -180,7 +244,14 @@ def _add_others(app: FastAPI, api: AdminApi) -> None:
         (400,),
         _RECENT,
     )
-    _route(app, "GET", f"{BASE}/decisions", decisions, "The last decisions of the pools' placements", {200: None})
+    _route(
+        app,
+        "GET",
+        f"{BASE}/decisions",
+        decisions,
+        "The last decisions of the pools' placements",
+        {200: None},
+    )
 
 
 def _route(
@@ -197,7 +268,13 @@ def _route(
 ) -> None:
     responses, extra = operation(answers, (*errors, 401), parameters, body)
     app.add_api_route(
-        path, endpoint, methods=[method], summary=summary, response_model=None, responses=responses, openapi_extra=extra
+        path,
+        endpoint,
+        methods=[method],
+        summary=summary,
+        response_model=None,
+        responses=responses,
+        openapi_extra=extra,
     )
 
 

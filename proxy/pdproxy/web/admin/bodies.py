@@ -1,4 +1,6 @@
-"""What requests to the admin API bring: bodies and queries, read within bounds. Owns what is refused in them."""
+"""What requests to the admin API bring: bodies and queries, read within bounds. Owns what is
+refused in them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise _TwiceError(f"{quote(next(one for one in names if names.count(one) > 1))} is given twice")
+        raise _TwiceError(
+            f"{quote(next(one for one in names if names.count(one) > 1))} is given twice"
+        )
     return found
 
 
@@ -64,7 +68,9 @@ def _refuse_constant(name: str) -> None:
 
 
 def query_of(request: Request, names: Collection[str]) -> dict[str, str]:
-    """Return a request's query. Raises BadRequestError for a name that is none of `names`, or is given twice."""
+    """Return a request's query. Raises BadRequestError for a name that is none of `names`, or is
+    given twice.
+    """
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in names:
@@ -85,7 +91,9 @@ def flag_of(query: dict[str, str], name: str, *, usual: bool) -> bool:
     return found
 
 
-def number_of(query: dict[str, str], name: str, most: float, *, whole: bool = False) -> float | None:
+def number_of(
+    query: dict[str, str], name: str, most: float, *, whole: bool = False
+) -> float | None:
     """Return a parameter that is a number from 0 to `most`, None if it is not given."""
     if name not in query:
         return None
@@ -94,5 +102,7 @@ def number_of(query: dict[str, str], name: str, most: float, *, whole: bool = Fa
     except ValueError:
         found = -1
     if not 0 <= found <= most:
-        raise BadRequestError(f"{name}: expected a number from 0 to {most:g}, got {quote(query[name])}")
+        raise BadRequestError(
+            f"{name}: expected a number from 0 to {most:g}, got {quote(query[name])}"
+        )
     return found

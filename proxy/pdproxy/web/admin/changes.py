@@ -1,4 +1,6 @@
-"""A change that an operator asks for, and what came of it, in a form that can be sent to other processes."""
+"""A change that an operator asks for, and what came of it, in a form that can be sent to other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ Kind = Literal["add", "drain", "undrain", "remove", "log_level"]
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
-    """A change. `engine`: the URL or id of the engine that it is about; `body`: the request's, JSON.
+    """A change. `engine`: the URL or id of the engine that it is about; `body`: the request's,
+    JSON.
 
-    `at_once`, `seconds`: see `AdminService.remove`. `instead_of`: the level of the settings that a log level takes the place of.
+    `at_once`, `seconds`: see `AdminService.remove`. `instead_of`: the level of the settings that a
+    log level takes the place of.
     """
 
     kind: Kind
@@ -30,7 +34,9 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, kind: Kind, engine: str, fields: Mapping[str, Any]) -> Self:
-        """Return a change with the body of a request, which may have numbers of any size: JSON alone takes them all."""
+        """Return a change with the body of a request, which may have numbers of any size: JSON
+        alone takes them all.
+        """
         return cls(kind, engine, json.dumps(fields))
 
     @property
@@ -41,7 +47,8 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChangeOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a change in one process: what was done, or the status, message and owner of a refusal.
+    """What came of a change in one process: what was done, or the status, message and owner of a
+    refusal.
 
     `url`: of the engine, as far as it is known.
     """
@@ -77,7 +84,8 @@ class ChangeOutcome(msgspec.Struct, frozen=True, array_like=True):
 def is_accepted(kind: Kind, outcomes: Collection[ChangeOutcome]) -> bool:
     """Return whether a change is in force, by what came of it in all processes that have answered.
 
-    An engine must be added by all of them. A change of one that some do not have any more is made by the others.
+    An engine must be added by all of them. A change of one that some do not have any more is made
+    by the others.
     """
     if kind in ("add", "log_level"):
         return all(one.accepted for one in outcomes)

@@ -1,4 +1,6 @@
-"""What the admin API refuses, and how its errors look: OpenAI's shape, with the owner of an engine where that is the reason."""
+"""What the admin API refuses, and how its errors look: OpenAI's shape, with the owner of an engine
+where that is the reason.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class NotThereError(BadRequestError):
 
 
 class ConflictError(BadRequestError):
-    """It can't be done to this engine now. `owner`: the source that has added it, if that is why."""
+    """It can't be done to this engine now. `owner`: the source that has added it, if that is
+    why.
+    """
 
     status = 409
     type = "ConflictError"
@@ -60,7 +64,12 @@ def body_of(error: PdproxyError) -> bytes:
     """Return the body of an error. Operators may read engines' addresses."""
     if error.fault is not Fault.CLIENT:
         return error_body(error)
-    fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    fields = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
     if isinstance(error, ConflictError) and error.owner is not None:
         fields["owner"] = error.owner
     return msgspec.json.encode({"error": fields})

@@ -47,12 +47,19 @@ ADMIN_REQUESTS = counter(
 class Gate:
     """Lets requests through to an application: those with a key, where keys are set.
 
-    Without keys `is_tcp` decides: pages that a browser on this machine shows can reach a port of the loopback. So requests must
-    name the loopback as their host, and may not come from a page of another site.
+    Without keys `is_tcp` decides: pages that a browser on this machine shows can reach a port of
+    the loopback. So requests must name the loopback as their host, and may not come from a page of
+    another site.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, observers: Observers, wrong: WrongKeys | None = None, *, is_tcp: bool
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        observers: Observers,
+        wrong: WrongKeys | None = None,
+        *,
+        is_tcp: bool,
     ) -> None:
         self._app = app
         self._wrong = wrong
@@ -72,7 +79,8 @@ class Gate:
             nonlocal refusal
             message = await receive()
             if refusal is None:
-                refusal = self._why_no_more(digest, method)  # its body, which says what is to be done, may come late
+                # its body, which says what is to be done, may come late
+                refusal = self._why_no_more(digest, method)
             if refusal is not None:
                 raise refusal
             return message
@@ -80,7 +88,8 @@ class Gate:
         async def watched(message: Message) -> None:
             nonlocal status, refusal
             if message["type"] == "http.response.start":
-                refusal = refusal or self._why_no_more(digest)  # other workers may be asked for seconds
+                # other workers may be asked for seconds
+                refusal = refusal or self._why_no_more(digest)
                 if refusal is not None:
                     drop_traceback(refusal)
                     status = refusal.status
@@ -107,7 +116,9 @@ class Gate:
             drop_traceback(error)
             if not status:
                 await answer_of(PdproxyError(type(error).__name__))(scope, receive, watched)
-        self._observers.count(ADMIN_REQUESTS, "done" if status < 400 else "refused" if status < 500 else "failed")
+        self._observers.count(
+            ADMIN_REQUESTS, "done" if status < 400 else "refused" if status < 500 else "failed"
+        )
         if by is not None and scope["method"] not in _READING:
             logger.info("%s %s by %s: %d", scope["method"], quote(scope["path"]), by, status)
 
@@ -131,7 +142,8 @@ class Gate:
             return answer
 
     def _check(self, scope: Scope) -> tuple[str | None, bytes | None]:
-        """Return who sends a request, as the log names it, and the digest of the key that lets it in, None if none does.
+        """Return who sends a request, as the log names it, and the digest of the key that lets it
+        in, None if none does.
 
         For what is open to anybody nobody is named: there is nothing that could be changed.
         """
@@ -180,7 +192,9 @@ def _first(scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
 def _refuse_pages(headers: dict[bytes, bytes]) -> None:
     host = read_place(headers.get(b"host", b"").decode("latin-1"))
     if host is None or not is_loopback(host.host):
-        raise ForbiddenError("without keys, only requests to localhost or an address of the loopback are taken")
+        raise ForbiddenError(
+            "without keys, only requests to localhost or an address of the loopback are taken"
+        )
     origin = headers.get(b"origin")
     if origin is not None and read_place(origin.decode("latin-1").partition("://")[2]) != host:
         raise ForbiddenError("a page of another site may not use the admin API")

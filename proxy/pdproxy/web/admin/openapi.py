@@ -1,4 +1,6 @@
-"""The OpenAPI document of the admin API. The schemas are those of the structs that are read and written."""
+"""The OpenAPI document of the admin API. The schemas are those of the structs that are read and
+written.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from pdproxy.web.admin.shapes import (
 )
 
 _TEMPLATE = "#/components/schemas/{name}"
-_STRUCTS = (EngineOrder, DrainOrder, LogLevelOrder, EngineEntry, EngineList, EngineChanged, LevelShown, RequestList)
+_STRUCTS = (
+    EngineOrder,
+    DrainOrder,
+    LogLevelOrder,
+    EngineEntry,
+    EngineList,
+    EngineChanged,
+    LevelShown,
+    RequestList,
+)
 _TEXT = {"type": "string"}
 _ERROR = {
     "type": "object",
@@ -36,7 +47,10 @@ _ERROR = {
                 "type": _TEXT,
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["integer", "string", "null"]},
-                "owner": {**_TEXT, "description": "the source that has added the engine, if that is why"},
+                "owner": {
+                    **_TEXT,
+                    "description": "the source that has added the engine, if that is why",
+                },
             },
         }
     },
@@ -45,13 +59,24 @@ _ERROR = {
 
 def parameter(name: str, words: str, where: str, kind: str = "string") -> dict[str, Any]:
     """Return a parameter of a route."""
-    return {"name": name, "in": where, "required": where == "path", "description": words, "schema": {"type": kind}}
+    return {
+        "name": name,
+        "in": where,
+        "required": where == "path",
+        "description": words,
+        "schema": {"type": kind},
+    }
 
 
 def operation(
-    answers: dict[int, type | None], errors: Sequence[int], parameters: Sequence[dict[str, Any]], body: type | None
+    answers: dict[int, type | None],
+    errors: Sequence[int],
+    parameters: Sequence[dict[str, Any]],
+    body: type | None,
 ) -> tuple[dict[int | str, dict[str, Any]], dict[str, Any]]:
-    """Return a route's responses and the rest of its description. Structs are named by their schemas."""
+    """Return a route's responses and the rest of its description. Structs are named by their
+    schemas.
+    """
     found: dict[int | str, dict[str, Any]] = {}
     for status, struct in answers.items():
         found[status] = {"description": HTTPStatus(status).phrase}

@@ -1,4 +1,6 @@
-"""The connections of the admin API: uvicorn's protocol, with the bounds of clients' connections, without the data path."""
+"""The connections of the admin API: uvicorn's protocol, with the bounds of clients' connections,
+without the data path.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,14 @@ class AdminProtocol(GuardedProtocol):
         return self.gate.takes_body(self.scope)  # type: ignore[arg-type]
 
 
-def admin_protocol(bounds: ConnectionBounds, observers: Observers, gate: Gate) -> type[AdminProtocol]:
-    """Return a protocol class for uvicorn's `http` setting. `gate`: who may use the admin API, and send it a body."""
-    return type("BoundAdminProtocol", (AdminProtocol,), {"bounds": bounds, "observers": observers, "gate": gate})
+def admin_protocol(
+    bounds: ConnectionBounds, observers: Observers, gate: Gate
+) -> type[AdminProtocol]:
+    """Return a protocol class for uvicorn's `http` setting. `gate`: who may use the admin API, and
+    send it a body.
+    """
+    return type(
+        "BoundAdminProtocol",
+        (AdminProtocol,),
+        {"bounds": bounds, "observers": observers, "gate": gate},
+    )

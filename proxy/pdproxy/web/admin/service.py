@@ -1,4 +1,5 @@
-"""What the admin API does with engines, in one process. Owns what one that is added so may not have.
+"""What the admin API does with engines, in one process. Owns what one that is added so may not
+have.
 
 All of it is synchronous: an answer says what is the case.
 """
@@ -22,11 +23,28 @@ from pdproxy.settings.engines import ConfiguredEngine, both_schemes, engine_url
 from pdproxy.settings.errors import SettingsError, did_you_mean, quote
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.errors import ConflictError, refusal
-from pdproxy.web.admin.shapes import DrainOrder, EngineChanged, EngineOrder, LevelShown, LogLevelOrder
+from pdproxy.web.admin.shapes import (
+    DrainOrder,
+    EngineChanged,
+    EngineOrder,
+    LevelShown,
+    LogLevelOrder,
+)
 
-LASTS = "it stays until this process ends, also when the settings are read again: name it in the settings to keep it for longer"
-_FILES = (("api_key_file",), ("tls", "ca"), ("tls", "certificate"), ("tls", "key"), ("facts", "profile"))
-"""Settings of an engine that name files of this machine. Who may add engines need not be able to read them."""
+LASTS = (
+    "it stays until this process ends, also when the settings are read again: name it in the "
+    "settings to keep it for longer"
+)
+_FILES = (
+    ("api_key_file",),
+    ("tls", "ca"),
+    ("tls", "certificate"),
+    ("tls", "key"),
+    ("facts", "profile"),
+)
+"""Settings of an engine that name files of this machine. Who may add engines need not be able to
+read them.
+"""
 MAX_LABELS = 4096
 """Characters of an engine's labels: lists show those of thousands of engines."""
 
@@ -39,7 +57,8 @@ class LevelHolder(Protocol):
 
 
 class AdminService:
-    """All pools'. `decisions`: the last ones of their placements; `set_log_level(level)` has it used at once.
+    """All pools'. `decisions`: the last ones of their placements; `set_log_level(level)` has it
+    used at once.
 
     `serving(model)` returns the numbers of the pools that serve a model.
     """
@@ -66,7 +85,9 @@ class AdminService:
         return [pool.name for pool in self.entries.pools]
 
     def serving(self, model: str) -> list[str]:
-        """Return the names of the pools that serve a model: by their engines, an alias or a pattern."""
+        """Return the names of the pools that serve a model: by their engines, an alias or a
+        pattern.
+        """
         return [self.entries.pools[at].name for at in self._serving(model)]
 
     def pool(self, name: str | None, key: str = "pool") -> PoolEngines:
@@ -78,11 +99,17 @@ class AdminService:
         pools, names = self.entries.pools, self.pools
         if name is None and len(pools) == 1:
             return pools[0]
-        expected = f"expected {', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else f"expected {names[0]}"
+        expected = (
+            f"expected {', '.join(names[:-1])} or {names[-1]}"
+            if len(names) > 1
+            else f"expected {names[0]}"
+        )
         if name is None:
             raise BadRequestError(f"{key}: missing: there are several pools: {expected}")
         if name not in names:
-            raise BadRequestError(f"{key}: {quote(name)} is no pool: {expected}{did_you_mean(name, names)}")
+            raise BadRequestError(
+                f"{key}: {quote(name)} is no pool: {expected}{did_you_mean(name, names)}"
+            )
         return pools[names.index(name)]
 
     def added(self) -> set[str]:
@@ -106,7 +133,9 @@ class AdminService:
         return msgspec.structs.replace(change, engine=url)
 
     def do(self, change: Change) -> tuple[int, EngineChanged | LevelShown]:
-        """Do what an operator asks for. Return the status with the answer. The errors are those of the methods below."""
+        """Do what an operator asks for. Return the status with the answer. The errors are those of
+        the methods below.
+        """
         name = change.engine
         match change.kind:
             case "add":
@@ -144,13 +173,18 @@ class AdminService:
         """Add an engine. Return the status with the answer: 201 if it is new.
 
         Raises:
-            BadRequestError: its settings are wrong, it can't work in this pool, or it names no pool though there are several.
-            ConflictError: it is there with other settings, or in another pool, or there are too many.
+            BadRequestError: its settings are wrong, it can't work in this pool, or it names no pool
+                though there are several.
+            ConflictError: it is there with other settings, or in another pool, or there are too
+                many.
         """
         try:
             plain = conform(dict(fields), EngineOrder, "")
             _refuse_files(plain)
-            if sum(map(len, [*plain.get("labels", {}), *plain.get("labels", {}).values()])) > MAX_LABELS:
+            if (
+                sum(map(len, [*plain.get("labels", {}), *plain.get("labels", {}).values()]))
+                > MAX_LABELS
+            ):
                 raise BadRequestError(f"labels: more than {MAX_LABELS} characters")
             pool = self.pool(plain.pop("pool", None))
             engine = msgspec.convert(plain, ConfiguredEngine)
@@ -166,7 +200,9 @@ class AdminService:
             return 201, EngineChanged("added", LASTS, entry)
         if left:
             return 200, EngineChanged(
-                "serving_again", f"it was being removed by {source}, and serves again; {LASTS}", entry
+                "serving_again",
+                f"it was being removed by {source}, and serves again; {LASTS}",
+                entry,
             )
         note = (
             LASTS
@@ -200,8 +236,14 @@ class AdminService:
         except (SettingsError, MembershipError) as error:
             raise refusal(error) from None
         if member.leaves:
-            return EngineChanged("removing", f"{member.source} removes it: add it to keep it", self.entries.entry(url))
-        return EngineChanged("draining", "it gets no more requests until it is undrained", self.entries.entry(url))
+            return EngineChanged(
+                "removing",
+                f"{member.source} removes it: add it to keep it",
+                self.entries.entry(url),
+            )
+        return EngineChanged(
+            "draining", "it gets no more requests until it is undrained", self.entries.entry(url)
+        )
 
     def undrain(self, name: str) -> EngineChanged:
         """Give an engine requests again.
@@ -214,7 +256,9 @@ class AdminService:
             pool, url = self.entries.find(name)
             member = pool.membership.members[url]
             if member.leaves:
-                raise ConflictError(f"{url} is being removed by {member.source}: add it to keep it", member.source)
+                raise ConflictError(
+                    f"{url} is being removed by {member.source}: add it to keep it", member.source
+                )
             pool.membership.undrain(url, ADMIN)
         except MembershipError as error:
             raise refusal(error) from None
@@ -271,4 +315,6 @@ def _refuse_files(plain: Mapping[str, Any]) -> None:
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         if value is not None:
-            raise BadRequestError(f"{'.'.join(path)}: files of this machine can be named in the settings only")
+            raise BadRequestError(
+                f"{'.'.join(path)}: files of this machine can be named in the settings only"
+            )

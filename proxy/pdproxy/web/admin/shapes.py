@@ -13,14 +13,19 @@ from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.listen import LogLevel
 from pdproxy.settings.section import Section
 
-_SILENT = "of several workers, the numbers of those that have not answered in time: what they have is missing here"
+_SILENT = (
+    "of several workers, the numbers of those that have not answered in time: what they have is "
+    "missing here"
+)
 DrainSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 
 
 class EngineOrder(ConfiguredEngine, frozen=True):
     """An engine that is to be added: its settings, without those that name files, and its pool."""
 
-    pool: Annotated[str | None, Meta(description="the name of its pool, or null where there is one")] = None
+    pool: Annotated[
+        str | None, Meta(description="the name of its pool, or null where there is one")
+    ] = None
 
 
 class DrainOrder(Section, frozen=True):
@@ -28,10 +33,18 @@ class DrainOrder(Section, frozen=True):
 
     seconds: Annotated[
         DrainSeconds | None,
-        Meta(description="a number from 0 to 604800 until its requests are ended, or null for deadlines.engine_drain"),
+        Meta(
+            description="a number from 0 to 604800 until its requests are ended, or null for "
+            "deadlines.engine_drain"
+        ),
     ] = None
     keep: Annotated[
-        bool, Meta(description="true: it stays without requests until it is undrained; false: it is removed then")
+        bool,
+        Meta(
+            description="true: it stays without requests until it is undrained; false: it is "
+            "removed "
+            "then"
+        ),
     ] = True
 
 
@@ -52,7 +65,11 @@ class EngineChanged(msgspec.Struct, frozen=True):
     """What was done, and how the engine is now."""
 
     result: Annotated[
-        str, Meta(description="added, wanted, serving_again, draining, undrained, removing, removed or not_wanted")
+        str,
+        Meta(
+            description="added, wanted, serving_again, draining, undrained, removing, removed or "
+            "not_wanted"
+        ),
     ]
     note: Annotated[str, Meta(description="what that means, for people")]
     engine: Annotated[EngineEntry | None, Meta(description="null if it was removed")]
@@ -66,7 +83,9 @@ class EngineList(msgspec.Struct, frozen=True):
 
 
 class RequestList(msgspec.Struct, frozen=True):
-    """Up to 256 requests that run, the longest-running first, and the last 256 that have ended, the newest first."""
+    """Up to 256 requests that run, the longest-running first, and the last 256 that have ended, the
+    newest first.
+    """
 
     requests: list[RecentRequest]
     silent_workers: Annotated[list[int], Meta(description=_SILENT)] = []

@@ -1,7 +1,9 @@
-"""The routes with which vllm-router's engines are managed, with its shapes: what was written for it works here.
+"""The routes with which vllm-router's engines are managed, with its shapes: what was written for it
+works here.
 
-Three things differ: an engine is drained before it is removed, one that is not there is a 404, and a role must fit the pool.
-Of several pools a new engine comes into the one that `labels.pool` names, or else the only one that serves its `model_id`.
+Three things differ: an engine is drained before it is removed, one that is not there is a 404, and
+a role must fit the pool. Of several pools a new engine comes into the one that `labels.pool` names,
+or else the only one that serves its `model_id`.
 """
 
 from __future__ import annotations
@@ -54,11 +56,15 @@ def add_workers(app: FastAPI, api: AdminApi) -> None:
     async def add(request: Request) -> Response:
         body = await body_of(request)
         await api.change(_adding(api.service, body))
-        return JSONResponse({"success": True, "message": f"Successfully added worker: {body['url']}"})
+        return JSONResponse(
+            {"success": True, "message": f"Successfully added worker: {body['url']}"}
+        )
 
     async def remove(request: Request) -> Response:
         query = query_of(request, ("at_once",))
-        changed = await _removed(api, _name(request), at_once=flag_of(query, "at_once", usual=False))
+        changed = await _removed(
+            api, _name(request), at_once=flag_of(query, "at_once", usual=False)
+        )
         message = f"Worker {_name(request)} removed successfully"
         if changed.engine is not None:
             message = f"Worker {_name(request)}: {changed.note}"
@@ -66,7 +72,9 @@ def add_workers(app: FastAPI, api: AdminApi) -> None:
 
     async def urls(request: Request) -> Response:
         query_of(request, ())
-        return JSONResponse({"urls": [entry.url for entry in (await api.engines(pairs=False)).engines]})
+        return JSONResponse(
+            {"urls": [entry.url for entry in (await api.engines(pairs=False)).engines]}
+        )
 
     async def add_url(request: Request) -> Response:
         query = query_of(request, ("url", "pool"))
@@ -118,7 +126,9 @@ async def _removed(api: AdminApi, name: str, *, at_once: bool) -> EngineChanged:
 
 
 def _adding(service: AdminService, body: dict[str, Any], pool: str | None = None) -> Change:
-    """Return the change that adds a worker. Raises BadRequestError if it is there, or the body is wrong."""
+    """Return the change that adds a worker. Raises BadRequestError if it is there, or the body is
+    wrong.
+    """
     for name in body:
         if name not in _KNOWN:
             raise BadRequestError(f"{quote(name)}: unknown key{did_you_mean(name, _KNOWN)}")
@@ -152,7 +162,8 @@ def _pool(service: AdminService, body: dict[str, Any]) -> str:
         return found[0]
     names = ", ".join(service.pools)
     raise BadRequestError(
-        f"labels.pool: missing: there are several pools ({names}), and model_id is not what exactly one of them serves"
+        f"labels.pool: missing: there are several pools ({names}), and model_id is not what "
+        f"exactly one of them serves"
     )
 
 
@@ -206,7 +217,13 @@ def _url(query: dict[str, str]) -> str:
 
 
 def _as_json(error: PdproxyError) -> Response:
-    code = "WORKER_NOT_FOUND" if error.status == 404 else "CONFLICT" if error.status == 409 else "ADD_WORKER_FAILED"
+    code = (
+        "WORKER_NOT_FOUND"
+        if error.status == 404
+        else "CONFLICT"
+        if error.status == 409
+        else "ADD_WORKER_FAILED"
+    )
     if "already exists" not in error.message and error.status == 400:
         code = "BAD_REQUEST"
     body = {"error": error.message, "code": code}

@@ -1,4 +1,6 @@
-"""Checks of what clients get: a split answer is the same as that of one engine alone, for every form of request."""
+"""Checks of what clients get: a split answer is the same as that of one engine alone, for every
+form of request.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ async def compare(pair: PairUnderTest, *shapes: Shape) -> str:
             if not different:
                 break
             if tried == _TRIES:
-                raise FailedError(f"a {shape.name}: {', '.join(different)}; twice, with two prompts")
+                raise FailedError(
+                    f"a {shape.name}: {', '.join(different)}; twice, with two prompts"
+                )
             remarks.append(f"the first of two {shape.name}s differed")
     return "; ".join([f"the same ids, text, finish, usage and fields as {judged}", *remarks])
 
 
 async def against_others(pair: PairUnderTest, split: SplitRequest) -> tuple[list[str], str]:
-    """Return how a split answer differs from those of engines alone, and the names of these engines.
+    """Return how a split answer differs from those of engines alone, and the names of these
+    engines.
 
     Raises:
         NotJudgedError: no engine gave an answer that proves something.
@@ -48,19 +53,26 @@ async def against_others(pair: PairUnderTest, split: SplitRequest) -> tuple[list
             different += answer.differences(alone, name)
             others.append(name)
     if pair.options.plain is not None:
-        different += answer.differences(await pair.alone(pair.at(pair.options.plain), asked), "the plain engine")
+        different += answer.differences(
+            await pair.alone(pair.at(pair.options.plain), asked), "the plain engine"
+        )
         others.append("the plain engine")
     if different:
         return different, " and ".join(others)
     if not others and pair.able_alone is None:
-        raise NotJudgedError(f"no engine of {pair.contract.name} may be asked alone: name another one with --plain")
+        raise NotJudgedError(
+            f"no engine of {pair.contract.name} may be asked alone: name another one with --plain"
+        )
     if not others:
         raise NotJudgedError(
-            "D got KV of the prompt by transfer when it was asked alone, too: name an engine with --plain"
+            "D got KV of the prompt by transfer when it was asked alone, too: name an engine "
+            "with --plain"
         )
     due = pair.due(answer.prompt_tokens)
     if split.asked_decode and split.arrived is not None and split.arrived.all < due:
-        raise NotJudgedError("the answers are the same, but D computed the prompt itself: that proves nothing")
+        raise NotJudgedError(
+            "the answers are the same, but D computed the prompt itself: that proves nothing"
+        )
     return [], " and ".join(others)
 
 
@@ -68,7 +80,11 @@ def _check(name: str, does: str, shapes: Sequence[Shape]) -> Check:
     async def run(pair: PairUnderTest) -> str:
         return await compare(pair, *shapes)
 
-    return Check(name, f"{does}, through the proxy and by one engine alone; ids of greedy answers were compared", run)
+    return Check(
+        name,
+        f"{does}, through the proxy and by one engine alone; ids of greedy answers were compared",
+        run,
+    )
 
 
 async def ids(pair: PairUnderTest) -> str:
@@ -79,11 +95,16 @@ async def ids(pair: PairUnderTest) -> str:
         answer, what = split.answer, shape.name
         if not answer.ids or not answer.prompt_ids:
             raise FailedError(
-                f"a {what} with return_token_ids has {len(answer.ids)} ids, {len(answer.prompt_ids)} of its prompt"
+                f"a {what} with return_token_ids has {len(answer.ids)} ids, "
+                f"{len(answer.prompt_ids)} of its prompt"
             )
-        if len(answer.ids) != answer.completion_tokens or len(answer.prompt_ids) != answer.prompt_tokens:
+        if (
+            len(answer.ids) != answer.completion_tokens
+            or len(answer.prompt_ids) != answer.prompt_tokens
+        ):
             raise FailedError(
-                f"a {what} has {len(answer.ids)} ids for {answer.completion_tokens} tokens and {len(answer.prompt_ids)} for "
+                f"a {what} has {len(answer.ids)} ids for {answer.completion_tokens} tokens and "
+                f"{len(answer.prompt_ids)} for "
                 f"the {answer.prompt_tokens} of its prompt"
             )
         different, _ = await against_others(pair, split)
@@ -128,7 +149,9 @@ async def wrong_handle(pair: PairUnderTest) -> str:
     for shape in (COMPLETION, CHAT_STREAM):
         for place in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs"):
             since = tap.mark()
-            split = await pair.split(requests.with_field(pair.request(shape), place, _in(place, made_up)))
+            split = await pair.split(
+                requests.with_field(pair.request(shape), place, _in(place, made_up))
+            )
             clean = requests.without_field(split.request, place)
             reached = [leg for leg in tap.legs(since) if foreign.encode() in leg.body]
             if reached:
@@ -159,10 +182,15 @@ CHECKS = (
         "a completion and a streamed chat with max_tokens 1",
         [Shape(max_tokens=1), Shape(route=CHAT.route, stream=True, max_tokens=1)],
     ),
-    Check("ids_in_stream", "streams with return_token_ids and without, through the proxy and by D alone", ids),
+    Check(
+        "ids_in_stream",
+        "streams with return_token_ids and without, through the proxy and by D alone",
+        ids,
+    ),
     Check(
         "wrong_handle",
-        "requests with kv_transfer_params, ec_transfer_params and vllm_xargs made up by the client; every body that the"
+        "requests with kv_transfer_params, ec_transfer_params and vllm_xargs made up by the "
+        "client; every body that the"
         " proxy sent to the engines was searched for them",
         wrong_handle,
     ),

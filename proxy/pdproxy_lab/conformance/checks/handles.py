@@ -31,7 +31,9 @@ async def release(pair: PairUnderTest) -> str:
     handles, before, handle = await _taken(pair)
     begun = time.monotonic()
     if not await handles.release(pair.prefill, pair.decode.url, pair.model, handle, before.prefill):
-        raise FailedError(f"P still holds the KV {time.monotonic() - begun:.1f} s after D was asked to release it")
+        raise FailedError(
+            f"P still holds the KV {time.monotonic() - begun:.1f} s after D was asked to release it"
+        )
     if await _expired(pair, before):
         raise FailedError("the end of the lease freed P's KV, not D")
     return f"P's KV usage was back {time.monotonic() - begun:.1f} s after D was asked to release it"
@@ -59,7 +61,9 @@ async def _taken(pair: PairUnderTest) -> tuple[Handles, KvUsage, Handle]:
     handles = Handles(pair.http, contract, settings)
     before = await pair.usage()
     asked = pair.request(COMPLETION)
-    handle = await handles.take(pair.prefill, requests.as_parsed(asked), asked.request_id, _dispatch(pair))
+    handle = await handles.take(
+        pair.prefill, requests.as_parsed(asked), asked.request_id, _dispatch(pair)
+    )
     if isinstance(handle, str):
         raise FailedError(f"P returns no usable handle: {handle}")
     end = time.monotonic() + options.settle
@@ -69,7 +73,9 @@ async def _taken(pair: PairUnderTest) -> tuple[Handles, KvUsage, Handle]:
         if now is not None and now.kv_usage > before.prefill + _EPSILON:
             return handles, before, handle
         if is_last:
-            raise FailedError("P returned a handle, but its KV usage does not show that it holds KV")
+            raise FailedError(
+                "P returned a handle, but its KV usage does not show that it holds KV"
+            )
         await asyncio.sleep(options.poll)
 
 
@@ -87,14 +93,20 @@ def _dispatch(pair: PairUnderTest) -> Dispatch:
 
 def _nothing_held(pair: PairUnderTest) -> str | None:
     if pair.contract.leg_id is not minted_id:
-        return f"with {pair.contract.name} legs have ids that name both engines: only the proxy makes them"
+        return (
+            f"with {pair.contract.name} legs have ids that name both engines: only the proxy "
+            f"makes them"
+        )
     match pair.contract.holder:
         case HeldByPrefill():
             return None
         case PushedToDecode(release_body=body) if body is not None:
             return None
         case HeldByDecode():
-            return f"with {pair.contract.name} the decode engine holds it, in a buffer without a counter"
+            return (
+                f"with {pair.contract.name} the decode engine holds it, in a buffer without a "
+                f"counter"
+            )
         case _:
             return f"with {pair.contract.name} the prefill engine holds no KV for others"
 
@@ -103,7 +115,11 @@ def _not_watched(pair: PairUnderTest) -> str | None:
     if (why := _nothing_held(pair)) is not None:
         return why
     holder, watched = pair.contract.holder, pair.options.lease_watch
-    if isinstance(holder, PushedToDecode) and holder.stuck_for is not None and watched <= holder.stuck_for:
+    if (
+        isinstance(holder, PushedToDecode)
+        and holder.stuck_for is not None
+        and watched <= holder.stuck_for
+    ):
         return f"its lease is {holder.stuck_for:g} s, --lease-watch {watched:g}"
     return "--lease-watch 0" if not watched else None
 

@@ -1,4 +1,6 @@
-"""Checks of the pair: does the proxy pair it, does KV move by its own counters, is a short prompt not split, is nothing left?"""
+"""Checks of the pair: does the proxy pair it, does KV move by its own counters, is a short prompt
+not split, is nothing left?
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ async def pair(pair: PairUnderTest) -> str:
         raise FailedError(why)
     if (reason := await stand.ready(pair.stand, pair.options.timeout / 2)) is not None:
         raise FailedError(f"the proxy does not pair them: {reason}")
-    versions = " and ".join(sorted({f"vLLM {engine.version or '?'}" for engine in (pair.prefill, pair.decode)}))
+    versions = " and ".join(
+        sorted({f"vLLM {engine.version or '?'}" for engine in (pair.prefill, pair.decode)})
+    )
     return f"{versions}, model {pair.model}, blocks of {pair.decode.block_size} tokens"
 
 
@@ -40,7 +44,8 @@ async def _moved(pair: PairUnderTest, shape: Shape) -> str:
     due = pair.due(prompt)
     if not due:
         raise NotJudgedError(
-            f"the context is too short for a prompt of {pair.transfer_unit} tokens, which is the transfer unit"
+            f"the context is too short for a prompt of {pair.transfer_unit} tokens, which is the "
+            f"transfer unit"
         )
     if not split.asked_decode:
         raise FailedError(f"D was not asked to decode a {what}")
@@ -48,7 +53,8 @@ async def _moved(pair: PairUnderTest, shape: Shape) -> str:
         raise NotJudgedError("D has no vllm:prompt_tokens_by_source_total")
     if split.arrived.all < due or not split.arrived.moved:
         raise FailedError(
-            f"D answered a {what}, but counted {split.arrived.moved} of {prompt} prompt tokens as external_kv_transfer "
+            f"D answered a {what}, but counted {split.arrived.moved} of {prompt} prompt tokens "
+            f"as external_kv_transfer "
             f"({due} were expected): it computed the others itself"
         )
     return f"{prompt} tokens of a {what} {split.arrived.moved} moved"
@@ -71,15 +77,20 @@ async def short(pair: PairUnderTest) -> str:
             raise FailedError(f"a prompt under {size} tokens: {answer.text}")
         ended = await pair.stand.tap.ended(asked.request_id, pair.options.settle)
         if answer.prompt_tokens >= size:
-            raise NotJudgedError(f"a prompt that should be under {size} tokens has {answer.prompt_tokens}")
+            raise NotJudgedError(
+                f"a prompt that should be under {size} tokens has {answer.prompt_tokens}"
+            )
         why = ended.legs[0].why_alone if ended is not None and ended.legs else None
         if pair.stand.tap.legs(since, pair.prefill.url) or why != "short_prompt":
             raise FailedError(
-                f"a prompt of {answer.prompt_tokens} tokens was given to P, which can move no whole {size}"
+                f"a prompt of {answer.prompt_tokens} tokens was given to P, which can move no "
+                f"whole {size}"
             )
         alone = await pair.alone(pair.at(pair.decode.url), asked)
         if different := answer.differences(alone, "D"):
-            raise FailedError(f"a prompt of {answer.prompt_tokens} tokens has {', '.join(different)}")
+            raise FailedError(
+                f"a prompt of {answer.prompt_tokens} tokens has {', '.join(different)}"
+            )
         seen.append(f"{answer.prompt_tokens} tokens")
     await pair.wait_released(before)
     return f"{' and '.join(seen)}: P was not asked, the answer is D's own"
@@ -96,7 +107,10 @@ async def left(pair: PairUnderTest) -> str:
         health = await pair.http.get(engine.url, "/health")
         if getattr(health, "status", 0) != 200:
             raise FailedError(f"{engine.url} is no longer healthy")
-    first = [engine.metrics.kv_usage if engine.metrics is not None else 0.0 for engine in (pair.prefill, pair.decode)]
+    first = [
+        engine.metrics.kv_usage if engine.metrics is not None else 0.0
+        for engine in (pair.prefill, pair.decode)
+    ]
     await asyncio.sleep(pair.options.poll)
     usage = await pair.usage()
     await pair.wait_released(KvUsage(first[0], first[1], usage.expired))
@@ -112,7 +126,8 @@ CHECKS = (
     Check("pair", "each engine was asked for its identity, the proxy whether it pairs them", pair),
     Check(
         "kv_moved",
-        "a completion and a chat, each with a prompt that no engine has cached; D's vllm:prompt_tokens_by_source_total was read"
+        "a completion and a chat, each with a prompt that no engine has cached; D's "
+        "vllm:prompt_tokens_by_source_total was read"
         " before and after",
         moved,
     ),
@@ -123,4 +138,10 @@ CHECKS = (
         _splits_all,
     ),
 )
-LAST = (Check("nothing_left", "/health, /metrics and the proxy's own records were read after all other checks", left),)
+LAST = (
+    Check(
+        "nothing_left",
+        "/health, /metrics and the proxy's own records were read after all other checks",
+        left,
+    ),
+)

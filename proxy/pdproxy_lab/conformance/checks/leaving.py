@@ -1,6 +1,7 @@
 """Checks with clients that leave: no KV and no request of theirs may stay, whenever they leave.
 
-A moment can be missed, because engines are fast. Then another client tries; after all tries the check could not be judged.
+A moment can be missed, because engines are fast. Then another client tries; after all tries the
+check could not be judged.
 """
 
 from __future__ import annotations
@@ -43,13 +44,20 @@ async def _leave(pair: PairUnderTest, shape: Shape, url: str, missed: str) -> st
     for _ in range(_TRIES):
         since = tap.mark()
         asked = pair.request(
-            shape, partial(requests.long_text, transfer_unit=pair.transfer_unit, max_model_len=pair.max_model_len)
+            shape,
+            partial(
+                requests.long_text,
+                transfer_unit=pair.transfer_unit,
+                max_model_len=pair.max_model_len,
+            ),
         )
 
         async def reached(since: int = since) -> bool:
             return await tap.until(lambda: tap.legs(since, url), options.timeout / _TRIES)
 
-        answer = await pair.client.leave_when(Endpoint(pair.stand.url, pair.stand.key), asked, reached)
+        answer = await pair.client.leave_when(
+            Endpoint(pair.stand.url, pair.stand.key), asked, reached
+        )
         if isinstance(answer, NoAnswer):
             raise FailedError(f"before the client could leave: {answer.text}")
         outcome = await _outcome(pair, asked)
@@ -73,9 +81,16 @@ async def stream(pair: PairUnderTest) -> str:
     for _ in range(_TRIES):
         since = pair.stand.tap.mark()
         asked = pair.request(
-            shape, partial(requests.multi_block_text, transfer_unit=pair.transfer_unit, max_model_len=max_prompt)
+            shape,
+            partial(
+                requests.multi_block_text,
+                transfer_unit=pair.transfer_unit,
+                max_model_len=max_prompt,
+            ),
         )
-        no_answer = await pair.client.leave_in_stream(Endpoint(pair.stand.url, pair.stand.key), asked)
+        no_answer = await pair.client.leave_in_stream(
+            Endpoint(pair.stand.url, pair.stand.key), asked
+        )
         if no_answer is not None:
             raise FailedError(f"before the client could leave: {no_answer.text}")
         outcome = await _outcome(pair, asked)
@@ -89,7 +104,8 @@ async def stream(pair: PairUnderTest) -> str:
 
 
 def _none_lost(pair: PairUnderTest, since: int) -> None:
-    """Check that the proxy has released its handles: a decode engine's receive buffer has no counter.
+    """Check that the proxy has released its handles: a decode engine's receive buffer has no
+    counter.
 
     Raises:
         FailedError: a handle was not released.
@@ -114,7 +130,19 @@ async def _outcome(pair: PairUnderTest, asked: Request) -> str:
 
 
 CHECKS = (
-    Check("leave_prefill", "a client closed its connection as soon as P had received its long prompt", prefill),
-    Check("leave_decode", "a client closed its connection as soon as D had been asked, before any answer", decode),
-    Check("leave_stream", "a client closed its connection at the first output of a long stream", stream),
+    Check(
+        "leave_prefill",
+        "a client closed its connection as soon as P had received its long prompt",
+        prefill,
+    ),
+    Check(
+        "leave_decode",
+        "a client closed its connection as soon as D had been asked, before any answer",
+        decode,
+    ),
+    Check(
+        "leave_stream",
+        "a client closed its connection at the first output of a long stream",
+        stream,
+    ),
 )

@@ -1,4 +1,6 @@
-"""Checks of notices: each rank sends one, D is not asked before, and requests are served if no notice comes."""
+"""Checks of notices: each rank sends one, D is not asked before, and requests are served if no
+notice comes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ async def each_rank(pair: PairUnderTest) -> str:
     """Each rank sends one notice."""
     if pair.contract.handle_from_notice is not None:
         return await _handle_notices(pair)
-    split = await pair.split(pair.request(COMPLETION), alone_for=Alone.KV_LATE.value)  # reported below
+    # reported below
+    split = await pair.split(pair.request(COMPLETION), alone_for=Alone.KV_LATE.value)
     tap = pair.stand.tap
     received = [event.result for event in tap.events(KvNoticed, split.since)]
     waits = tap.events(KvWaited, split.since)
@@ -30,18 +33,25 @@ async def each_rank(pair: PairUnderTest) -> str:
     if late := [wait for wait in waits if wait.result != "ready"]:
         silent = ", ".join(late[0].missing)
         raise FailedError(
-            f"{len(received)} notices came in {late[0].seconds:.1f} s; ranks that sent none: {silent or 'none'}"
+            f"{len(received)} notices came in {late[0].seconds:.1f} s; ranks that sent none: "
+            f"{silent or 'none'}"
         )
     if "double" in received or "undecodable" in received:
         raise FailedError(
-            f"of {len(received)} notices some were sent twice or could not be read: {', '.join(received)}"
+            f"of {len(received)} notices some were sent twice or could not be read: "
+            f"{', '.join(received)}"
         )
     count = sum(result in ("awaited", "early") for result in received)
-    return f"{count} notice{'' if count == 1 else 's'}, the last {waits[0].seconds * 1000:.0f} ms after P's answer"
+    return (
+        f"{count} notice{'' if count == 1 else 's'}, the last {waits[0].seconds * 1000:.0f} ms "
+        f"after P's answer"
+    )
 
 
 async def _handle_notices(pair: PairUnderTest) -> str:
-    """P reports its handle, and D that it has loaded the KV; the number of ranks does not matter."""
+    """P reports its handle, and D that it has loaded the KV; the number of ranks does not
+    matter.
+    """
     split = await pair.split(pair.request(COMPLETION))
     tap = pair.stand.tap
 
@@ -50,7 +60,10 @@ async def _handle_notices(pair: PairUnderTest) -> str:
 
     wanted = {"ready", "loaded"}
     if not await tap.until(lambda: wanted <= received(), pair.options.settle):
-        raise FailedError(f"no notice was {' or '.join(sorted(wanted - received()))}: is the notifier in both engines?")
+        raise FailedError(
+            f"no notice was {' or '.join(sorted(wanted - received()))}: is the notifier in both "
+            f"engines?"
+        )
     return f"notices that came: {', '.join(sorted(received()))}"
 
 
@@ -61,7 +74,9 @@ async def waited(pair: PairUnderTest) -> str:
         split = await pair.split(pair.request(shape))
         tap = pair.stand.tap
         noticed = tap.place(_is_ready, split.since)
-        asked = tap.place(lambda entry: isinstance(entry, TappedLeg) and entry.url == pair.decode.url, split.since)
+        asked = tap.place(
+            lambda entry: isinstance(entry, TappedLeg) and entry.url == pair.decode.url, split.since
+        )
         if noticed is None or (asked is not None and asked < noticed):
             raise FailedError(f"for a {shape.name} D was asked before the notices had come")
         seen.append(shape.name)
@@ -88,7 +103,8 @@ async def missing(pair: PairUnderTest) -> str:
         if pair.has_notices and pair.settings.kv_ready.on_timeout == "fail":
             return await _refused(pair, alone)
         asked, begun = pair.request(COMPLETION), time.monotonic()
-        # KV that was pushed without a notice must not be read: one engine computes the prompt alone.
+        # KV that was pushed without a notice must not be read: one engine computes the prompt
+        # alone.
         split = await pair.split(
             asked, alone, None if pair.contract.holder.late_kv_may_be_read else Alone.KV_LATE.value
         )
@@ -111,11 +127,17 @@ async def _refused(pair: PairUnderTest, alone: stand.Stand) -> str:
         if isinstance(answer, NoAnswer):
             if answer.status != 504:
                 raise FailedError(f"kv_ready.on_timeout is fail; without notices: {answer.text}")
-            return f"504 after {time.monotonic() - begun:.1f} s, as kv_ready.on_timeout: fail requires"
+            return (
+                f"504 after {time.monotonic() - begun:.1f} s, as kv_ready.on_timeout: fail requires"
+            )
         ended = await alone.tap.ended(asked.request_id, pair.options.settle)
         if ended is None or ended.legs[0].why_alone != Alone.FIRST_TOKEN.value:
-            raise FailedError("kv_ready.on_timeout is fail, but without notices there was an answer")
-    raise NotJudgedError(f"P's first token can't be handed over, of {MAX_PROMPTS} prompts: the proxy did not wait")
+            raise FailedError(
+                "kv_ready.on_timeout is fail, but without notices there was an answer"
+            )
+    raise NotJudgedError(
+        f"P's first token can't be handed over, of {MAX_PROMPTS} prompts: the proxy did not wait"
+    )
 
 
 def _none(pair: PairUnderTest) -> str | None:
@@ -128,7 +150,8 @@ def _no_wait(pair: PairUnderTest) -> str | None:
     return (
         None
         if pair.has_notices
-        else f"with {pair.contract.name} D is asked at P's answer or before: the proxy does not wait"
+        else f"with {pair.contract.name} D is asked at P's answer or before: the proxy does not "
+        f"wait"
     )
 
 
@@ -136,13 +159,15 @@ CHECKS = (
     Check("notice_each_rank", "a completion; the notices for it were counted", each_rank, _none),
     Check(
         "notice_wait",
-        "a completion and a streamed chat; the order of what the proxy sent and received was checked",
+        "a completion and a streamed chat; the order of what the proxy sent and received was "
+        "checked",
         waited,
         _no_wait,
     ),
     Check(
         "notice_missing",
-        "a completion through a second proxy with a short deadlines.kv_ready, to which no engine sends notices",
+        "a completion through a second proxy with a short deadlines.kv_ready, to which no engine "
+        "sends notices",
         missing,
         _none,
     ),

@@ -1,8 +1,10 @@
-"""Runs one program and lets nothing of it outlive whoever started it: `guard.py GRACE PROGRAM [ARGUMENT ...]`.
+"""Runs one program and lets nothing of it outlive whoever started it: `guard.py GRACE PROGRAM
+[ARGUMENT ...]`.
 
-Leads a session of its own, so that a signal from the terminal reaches only the demo, and everything the program starts can be
-killed as one group. When standard input ends (the demo closed it, or is gone, however it went), the program gets SIGTERM and
-`GRACE` seconds. Whatever ends it, the whole group is killed last, this guard with it. Standard library only.
+Leads a session of its own, so that a signal from the terminal reaches only the demo, and everything
+the program starts can be killed as one group. When standard input ends (the demo closed it, or is
+gone, however it went), the program gets SIGTERM and `GRACE` seconds. Whatever ends it, the whole
+group is killed last, this guard with it. Standard library only.
 """
 
 import contextlib
@@ -17,7 +19,9 @@ _LOOK_EVERY = 0.2
 
 
 def _stay(number: int, frame: FrameType | None) -> None:
-    """Take a signal and go on. A handler, since an ignored signal would be ignored by the program, too."""
+    """Take a signal and go on. A handler, since an ignored signal would be ignored by the program,
+    too.
+    """
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""Prints what vLLM there is and what it can use, as one JSON object. Runs with vLLM's own interpreter."""
+"""Prints what vLLM there is and what it can use, as one JSON object. Runs with vLLM's own
+interpreter.
+"""
 
 import importlib
 import importlib.metadata
@@ -18,7 +20,9 @@ def main() -> None:
     except ImportError:
         gpus = 0
     nixl = importlib.util.find_spec("nixl") is not None
-    sys.stdout.write(json.dumps({"version": version, "nixl": nixl, "gpus": gpus, "cpu": cpu}) + "\n")
+    sys.stdout.write(
+        json.dumps({"version": version, "nixl": nixl, "gpus": gpus, "cpu": cpu}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Writes a tiny Llama with random weights and a tokenizer of its own: `tiny_model.py FOLDER`.
 
-Runs with vLLM's own interpreter (torch, transformers, tokenizers) and needs no network. Everything comes from a fixed seed and
-the interpreter's standard library. The words that it makes mean nothing; what carries them is real.
+Runs with vLLM's own interpreter (torch, transformers, tokenizers) and needs no network. Everything
+comes from a fixed seed and the interpreter's standard library. The words that it makes mean
+nothing; what carries them is real.
 """
 
 import importlib
@@ -18,7 +19,8 @@ TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' }}"
     "{%- if message['content'] is string %}{{- message['content'] }}"
-    "{%- else %}{%- for part in message['content'] or [] %}{{- part['text'] }}{%- endfor %}{%- endif %}"
+    "{%- else %}{%- for part in message['content'] or [] %}{{- part['text'] }}{%- endfor %}{%- "
+    "endif %}"
     "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -59,7 +61,9 @@ def main(folder: Path) -> None:
         chat_template=TEMPLATE,
         model_max_length=POSITIONS,
     ).save_pretrained(folder)
-    specials = {f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("bos", "eos", "pad")}
+    specials = {
+        f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("bos", "eos", "pad")
+    }
     torch.manual_seed(SEED)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,

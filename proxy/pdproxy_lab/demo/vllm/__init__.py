@@ -1,1 +1,3 @@
-"""Real vLLM engines for the demo: found, started in process groups of their own, watched, and ended without remains."""
+"""Real vLLM engines for the demo: found, started in process groups of their own, watched, and ended
+without remains.
+"""

@@ -21,13 +21,16 @@ LOOK_DEADLINE = 180.0
 """Seconds. Importing torch for the first time on a slow disk takes long."""
 
 HOW_TO_GET = (
-    "Install it in an environment of its own: `python -m venv vllm && vllm/bin/pip install vllm nixl`, then give"
+    "Install it in an environment of its own: `python -m venv vllm && vllm/bin/pip install vllm "
+    "nixl`, then give"
     " `--vllm vllm/bin/vllm`. Or take `--engine sim`, which needs neither vLLM nor a GPU."
 )
 
 
 class FoundVllm(msgspec.Struct, frozen=True):
-    """An installed vLLM: its version, whether NIXL is installed, the number of GPUs, and whether it is built for CPUs."""
+    """An installed vLLM: its version, whether NIXL is installed, the number of GPUs, and whether it
+    is built for CPUs.
+    """
 
     version: str | None
     nixl: bool
@@ -49,7 +52,8 @@ def find_program(name: str) -> Path:
 
 
 def interpreter_of(program: Path) -> Path:
-    """Return the Python that a console script belongs to, from its first line, else the one in the same folder.
+    """Return the Python that a console script belongs to, from its first line, else the one in the
+    same folder.
 
     Raises:
         DemoError: neither is there.
@@ -65,7 +69,8 @@ def interpreter_of(program: Path) -> Path:
     if beside.is_file():
         return beside
     raise DemoError(
-        f"can't tell which Python {program} belongs to: give vLLM's own console script as --vllm", CANT_START
+        f"can't tell which Python {program} belongs to: give vLLM's own console script as --vllm",
+        CANT_START,
     )
 
 
@@ -75,11 +80,15 @@ async def look(python: Path) -> FoundVllm:
     Raises:
         DemoError: the interpreter can't say.
     """
-    said = await run_to_end([python, SCRIPTS / "look.py"], LOOK_DEADLINE, f"looking at vLLM with {python}")
+    said = await run_to_end(
+        [python, SCRIPTS / "look.py"], LOOK_DEADLINE, f"looking at vLLM with {python}"
+    )
     try:
         return msgspec.json.decode(said.splitlines()[-1] if said else b"", type=FoundVllm)
     except msgspec.MsgspecError as error:
-        raise DemoError(f"{python} reports something unexpected about vLLM: {error}", CANT_START) from error
+        raise DemoError(
+            f"{python} reports something unexpected about vLLM: {error}", CANT_START
+        ) from error
 
 
 def judge(found: FoundVllm, python: Path, engines: int) -> None:
@@ -92,17 +101,21 @@ def judge(found: FoundVllm, python: Path, engines: int) -> None:
         raise DemoError(f"there is no vLLM in {python}'s environment. {HOW_TO_GET}", CANT_START)
     if not found.nixl:
         raise DemoError(
-            f"vLLM {found.version} has no NIXL beside it, which moves the KV: `{python} -m pip install nixl`",
+            f"vLLM {found.version} has no NIXL beside it, which moves the KV: `{python} -m pip "
+            f"install nixl`",
             CANT_START,
         )
     if not found.gpus and not found.cpu:
         raise DemoError(
-            f"vLLM {found.version} is built for GPUs and sees none here: install vLLM's CPU build, or take `--engine sim`",
+            f"vLLM {found.version} is built for GPUs and sees none here: install vLLM's CPU "
+            f"build, or take `--engine sim`",
             CANT_START,
         )
     if 0 < found.gpus < engines:
         raise DemoError(
-            f"{engines} engines need a GPU each, and vLLM sees {found.gpus}: lower --prefill or --decode", CANT_START
+            f"{engines} engines need a GPU each, and vLLM sees {found.gpus}: lower --prefill or "
+            f"--decode",
+            CANT_START,
         )
 
 
@@ -118,10 +131,14 @@ async def make_tiny_model(python: Path, cache: Path, deadline: float) -> Path:
     half = folder.with_suffix(".half")
     try:
         await asyncio.to_thread(_make_room, half)
-        await run_to_end([python, SCRIPTS / "tiny_model.py", half], deadline, "making the tiny model")
+        await run_to_end(
+            [python, SCRIPTS / "tiny_model.py", half], deadline, "making the tiny model"
+        )
         await asyncio.to_thread(half.rename, folder)
     except OSError as error:
-        raise DemoError(f"the tiny model can't be kept in {cache}: {error.strerror or error}", CANT_START) from error
+        raise DemoError(
+            f"the tiny model can't be kept in {cache}: {error.strerror or error}", CANT_START
+        ) from error
     return folder
 
 

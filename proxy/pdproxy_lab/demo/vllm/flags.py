@@ -18,7 +18,16 @@ SERVER = "vllm.entrypoints.openai.api_server"
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _CPU_FLAGS: tuple[str, ...] = (
     *("--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"),
-    *("--max-model-len", "2048", "--max-num-seqs", "16", "--block-size", "32", "--num-gpu-blocks-override", "512"),
+    *(
+        "--max-model-len",
+        "2048",
+        "--max-num-seqs",
+        "16",
+        "--block-size",
+        "32",
+        "--num-gpu-blocks-override",
+        "512",
+    ),
 )
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -43,15 +52,24 @@ class Model:
 def arguments(
     python: Path, model: Model, place: ShownEngine, port: int, *, cpu: bool, more: Sequence[str]
 ) -> list[str]:
-    """Return the command that starts one engine; `more` are the user's flags; they come last and override the others.
+    """Return the command that starts one engine; `more` are the user's flags; they come last and
+    override the others.
 
-    It is the module that `vllm serve` runs: the console script of some CPU builds looks for a distribution called vllm, and
-    ends when theirs is called otherwise.
+    It is the module that `vllm serve` runs: the console script of some CPU builds looks for a
+    distribution called vllm, and ends when theirs is called otherwise.
     """
     transfer: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[place.role]}
     if cpu:
         transfer["kv_buffer_device"] = "cpu"
-    command = [str(python), "-m", SERVER, "--model", model.source, "--served-model-name", model.name]
+    command = [
+        str(python),
+        "-m",
+        SERVER,
+        "--model",
+        model.source,
+        "--served-model-name",
+        model.name,
+    ]
     command += ["--host", LOOPBACK, "--port", str(port), "--enable-prompt-tokens-details"]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     return [*command, *(_CPU_FLAGS if cpu else ()), *more]
@@ -60,7 +78,8 @@ def arguments(
 def environment(
     given: Mapping[str, str], model: Model, side_port: int, *, gpu: str | None, threads: int
 ) -> dict[str, str]:
-    """Return an engine's environment: a CPU's defaults, overridden by the user's, overridden by what the demo needs.
+    """Return an engine's environment: a CPU's defaults, overridden by the user's, overridden by
+    what the demo needs.
 
     `gpu` None: there is none, and the engine may use so many `threads`.
     """

@@ -45,7 +45,9 @@ class VllmEngines:
         self._python = find.interpreter_of(self._program)
         self._local = options.model is not None and Path(options.model).is_dir()
         self.model = options.model or "tiny"
-        self.description = f"{options.prefill} prefill and {options.decode} decode engines, real vLLM"
+        self.description = (
+            f"{options.prefill} prefill and {options.decode} decode engines, real vLLM"
+        )
         self.pace = TrafficPace(people=8, pause=1.5)
         self.places: list[ShownEngine] = []
         self._processes: list[EngineProcess] = []
@@ -59,9 +61,13 @@ class VllmEngines:
                 await self._start(say)
         except TimeoutError:
             self._failed = True
-            late = "; ".join(f"{one.name}: {one.log}" for one in self._processes if not one.ended) or "none was started"
+            late = (
+                "; ".join(f"{one.name}: {one.log}" for one in self._processes if not one.ended)
+                or "none was started"
+            )
             raise DemoError(
-                f"the engines were not ready within {self._options.wait:.0f} s (--wait); logs: {late}"
+                f"the engines were not ready within {self._options.wait:.0f} s (--wait); logs: "
+                f"{late}"
             ) from None
         except DemoError:
             self._failed = True
@@ -85,8 +91,12 @@ class VllmEngines:
         self._logs = Path(tempfile.mkdtemp(prefix="pdproxy-demo-"))
         for number, role in enumerate(wanted):
             port, side_port = _free_ports(2)
-            place = ShownEngine(str(sum(one.role == role for one in self.places)), role, f"http://{LOOPBACK}:{port}")
-            command = arguments(self._python, model, place, port, cpu=not found.gpus, more=options.vllm_args)
+            place = ShownEngine(
+                str(sum(one.role == role for one in self.places)), role, f"http://{LOOPBACK}:{port}"
+            )
+            command = arguments(
+                self._python, model, place, port, cpu=not found.gpus, more=options.vllm_args
+            )
             gpu = gpus[number] if found.gpus else None
             process = EngineProcess(
                 f"{role} {place.name}",
@@ -107,14 +117,23 @@ class VllmEngines:
         options = self._options
         if found.gpus:
             self.model = options.model or GPU_MODEL
-            say(f"vLLM {found.version} sees {found.gpus} GPUs; serving {self.model} (downloaded if it is not here)")
+            say(
+                f"vLLM {found.version} sees {found.gpus} GPUs; serving {self.model} (downloaded "
+                f"if it is not here)"
+            )
             return Model(self.model, self.model)
         self.pace = TrafficPace(people=3, pause=3.0)
         say("on a CPU all is slow, and NIXL keeps a core busy in each engine, waiting for work")
         if options.model is not None:
-            say(f"vLLM {found.version} on the CPU; serving {options.model} (downloaded if it is not here)")
+            say(
+                f"vLLM {found.version} on the CPU; serving {options.model} (downloaded if it is "
+                f"not here)"
+            )
             return Model(options.model, options.model, local=self._local)
-        say(f"vLLM {found.version} on the CPU; a tiny model of random weights: its words mean nothing")
+        say(
+            f"vLLM {found.version} on the CPU; a tiny model of random weights: its words mean "
+            f"nothing"
+        )
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = await find.make_tiny_model(self._python, home / "pdproxy", options.wait)
         return Model(str(folder), "tiny", local=True)
@@ -132,13 +151,18 @@ class VllmEngines:
             await asyncio.gather(*waits, return_exceptions=True)
 
 
-async def _ready(session: aiohttp.ClientSession, process: EngineProcess, place: ShownEngine, say: Say) -> None:
+async def _ready(
+    session: aiohttp.ClientSession, process: EngineProcess, place: ShownEngine, say: Say
+) -> None:
     """Return once an engine is healthy; the caller has a deadline."""
     loop = asyncio.get_running_loop()
     begun, loading = loop.time(), False
     while True:
         if process.ended:
-            raise DemoError(f"{process.name} died while starting; its log, {process.log}, ends with:\n{process.tail()}")
+            raise DemoError(
+                f"{process.name} died while starting; its log, {process.log}, ends with:\n"
+                f"{process.tail()}"
+            )
         if not loading and process.said(*_LOADS):
             loading = True
             say(f"{process.name}: loading the model")
@@ -153,7 +177,9 @@ async def _ready(session: aiohttp.ClientSession, process: EngineProcess, place: 
 
 
 def _free_ports(count: int) -> Sequence[int]:
-    """Return different loopback ports that were just free, below those that the system gives to connections."""
+    """Return different loopback ports that were just free, below those that the system gives to
+    connections.
+    """
     found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):

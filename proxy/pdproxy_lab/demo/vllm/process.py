@@ -1,6 +1,7 @@
 """Processes that leave no children: programs that run to their end, and engines under a guard.
 
-Owns their process groups. See `scripts/guard.py` for how an engine ends even where the demo is killed.
+Owns their process groups. See `scripts/guard.py` for how an engine ends even where the demo is
+killed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _NOISE = ('"GET /',)
 
 
 async def run_to_end(command: Sequence[str | Path], deadline: float, doing: str) -> bytes:
-    """Run a program and return what it printed; its whole group is killed at the deadline, and on cancellation.
+    """Run a program and return what it printed; its whole group is killed at the deadline, and on
+    cancellation.
 
     Raises:
         DemoError: it failed or took too long; ends with its last line.
@@ -47,7 +49,9 @@ async def run_to_end(command: Sequence[str | Path], deadline: float, doing: str)
     finally:
         kill_group(process.pid)
     if process.returncode:
-        lines = [line for line in err.decode("utf-8", "replace").splitlines() if line.strip()] or ["no message"]
+        lines = [line for line in err.decode("utf-8", "replace").splitlines() if line.strip()] or [
+            "no message"
+        ]
         raise DemoError(f"{doing} failed with exit code {process.returncode}: {lines[-1].strip()}")
     return out
 
@@ -61,7 +65,9 @@ def kill_group(leader: int) -> None:
 class EngineProcess:
     """One engine under its guard."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> None:
         self.name = name
         self.log = log
         self._command = command
@@ -99,10 +105,14 @@ class EngineProcess:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
             return "it has no log"
-        return "\n".join([line for line in lines if not any(noise in line for noise in _NOISE)][-_TAIL:])
+        return "\n".join(
+            [line for line in lines if not any(noise in line for noise in _NOISE)][-_TAIL:]
+        )
 
     async def stop(self, at_once: asyncio.Event) -> None:
-        """End it with its children: gracefully, or by SIGKILL once `at_once` is set or the grace has passed."""
+        """End it with its children: gracefully, or by SIGKILL once `at_once` is set or the grace
+        has passed.
+        """
         guard = self._guard
         if guard is None:
             return

@@ -1,4 +1,5 @@
-"""What both generating routes share: ids, fingerprints, usage, and the ends of whole and streamed answers.
+"""What both generating routes share: ids, fingerprints, usage, and the ends of whole and streamed
+answers.
 
 Owns the order of refusals, and which of them release P's KV.
 """
@@ -42,7 +43,9 @@ def fingerprint(facts: SimFacts) -> str:
 
 def request_id(prefix: str, request: Request, body: GenerationBody) -> str:
     """Return the id of an answer: the client's own, else 16 random hex digits."""
-    return f"{prefix}-{request.headers.get('x-request-id') or body.request_id or secrets.token_hex(8)}"
+    return (
+        f"{prefix}-{request.headers.get('x-request-id') or body.request_id or secrets.token_hex(8)}"
+    )
 
 
 def rank_of(request: Request) -> int | None:
@@ -78,11 +81,17 @@ def shown_model(body_model: str | None, engine: SimEngine) -> str:
 
 def usage(prompt: int, completion: int) -> dict[str, object]:
     """Return a usage with its three counts."""
-    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+    }
 
 
 def details(facts: SimFacts, cached: int, created: int | None = None) -> dict[str, object] | None:
-    """Return `prompt_tokens_details`, None unless the engine's flag asks for them. Chats have `created`, too."""
+    """Return `prompt_tokens_details`, None unless the engine's flag asks for them. Chats have
+    `created`, too.
+    """
     if not facts.enable_prompt_tokens_details:
         return None
     return {"cached_tokens": cached, "created_cache_tokens": created, "multimodal_tokens": None}
@@ -94,8 +103,12 @@ class Handled(Protocol):
     kv_transfer_params: dict[str, Any] | None
 
 
-async def answered(engine: SimEngine, body: Handled, request: Request, work: Awaitable[Response]) -> Response:
-    """Return a route's answer, errors as vLLM's. A request that never ran leaves no KV waiting on P."""
+async def answered(
+    engine: SimEngine, body: Handled, request: Request, work: Awaitable[Response]
+) -> Response:
+    """Return a route's answer, errors as vLLM's. A request that never ran leaves no KV waiting on
+    P.
+    """
     params = body.kv_transfer_params
     accepted = False
     try:
@@ -135,7 +148,9 @@ async def _left(request: Request) -> None:
 
 
 def streamed(events: AsyncGenerator[bytes, None], version: str, *, chat: bool = False) -> Response:
-    """Return a stream of events as the answer; a later failure is an event, too. `version`: vLLM's."""
+    """Return a stream of events as the answer; a later failure is an event, too. `version`:
+    vLLM's.
+    """
     return StreamingResponse(_guarded(events, version, chat), media_type="text/event-stream")
 
 
@@ -145,10 +160,14 @@ def streamed_refusal(error: RefusedRequest, version: str, *, chat: bool = False)
 
 
 def _refused(error: RefusedRequest, version: str, chat: bool) -> bytes:
-    return error_event(str(error), error.kind, error.status, error.param, compact=chat and since.v033(version))
+    return error_event(
+        str(error), error.kind, error.status, error.param, compact=chat and since.v033(version)
+    )
 
 
-async def _guarded(events: AsyncGenerator[bytes, None], version: str, chat: bool) -> AsyncGenerator[bytes, None]:
+async def _guarded(
+    events: AsyncGenerator[bytes, None], version: str, chat: bool
+) -> AsyncGenerator[bytes, None]:
     compact = chat and since.v033(version)
     try:
         async with aclosing(events) as found:

@@ -1,7 +1,7 @@
 """The FastAPI application: the routes of vLLM's server and its middleware.
 
-Owns no state but the count of requests in flight. Bodies are pydantic models, so that FastAPI's own errors have the same
-texts as vLLM's.
+Owns no state but the count of requests in flight. Bodies are pydantic models, so that FastAPI's own
+errors have the same texts as vLLM's.
 """
 
 from __future__ import annotations
@@ -95,7 +95,11 @@ class _Keys:
         self._app, self._key = app, hashlib.sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(_GUARDED)
+        guarded = (
+            scope["type"] == "http"
+            and scope["method"] != "OPTIONS"
+            and scope["path"].startswith(_GUARDED)
+        )
         if guarded and not self._known(dict(scope["headers"]).get(b"authorization", b"")):
             await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
         else:
@@ -103,7 +107,9 @@ class _Keys:
 
     def _known(self, header: bytes) -> bool:
         scheme, _, given = header.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(given).digest(), self._key)
+        return scheme.lower() == b"bearer" and hmac.compare_digest(
+            hashlib.sha256(given).digest(), self._key
+        )
 
 
 def create_app(engine: SimEngine, date: Callable[[], str] = _today) -> FastAPI:
@@ -122,7 +128,11 @@ def create_app(engine: SimEngine, date: Callable[[], str] = _today) -> FastAPI:
     if engine.facts.api_key is not None:
         app.add_middleware(_Keys, key=engine.facts.api_key)
     app.add_middleware(
-        CORSMiddleware, allow_origins=["*"], allow_credentials=True, allow_methods=["*"], allow_headers=["*"]
+        CORSMiddleware,
+        allow_origins=["*"],
+        allow_credentials=True,
+        allow_methods=["*"],
+        allow_headers=["*"],
     )
     app.add_middleware(_Vary)
     app.add_middleware(_Load)
@@ -150,28 +160,40 @@ async def _dead(request: Request, _: Exception) -> Response:
 
 @cache
 def _generating() -> tuple[BaseRoute, ...]:
-    """Return the routes with bodies, the same for all engines of this process: FastAPI takes 20 ms to make them."""
+    """Return the routes with bodies, the same for all engines of this process: FastAPI takes 20 ms
+    to make them.
+    """
     router = APIRouter()
     json_only = [Depends(_json_only)]
 
     @router.post("/v1/completions", dependencies=json_only, response_model=None)
     async def _completions(body: CompletionBody, request: Request) -> Response:
         engine = _engine(request)
-        return _with_load(engine, request, await answered(engine, body, request, complete(engine, body, request)))
+        return _with_load(
+            engine, request, await answered(engine, body, request, complete(engine, body, request))
+        )
 
     @router.post("/v1/chat/completions", dependencies=json_only, response_model=None)
     async def _chat(body: ChatBody, request: Request) -> Response:
         engine, date = _engine(request), _date(request)
-        return _with_load(engine, request, await answered(engine, body, request, chat(engine, body, request, date)))
+        return _with_load(
+            engine,
+            request,
+            await answered(engine, body, request, chat(engine, body, request, date)),
+        )
 
     @router.post("/v1/chat/completions/batch", dependencies=json_only, response_model=None)
     async def _batch(body: BatchBody, request: Request) -> Response:
         engine = _engine(request)
-        return await answered(engine, body, request, chat_batch(engine, body, request, _date(request)))
+        return await answered(
+            engine, body, request, chat_batch(engine, body, request, _date(request))
+        )
 
     @router.post("/invocations", dependencies=json_only, response_model=None)
     async def _invoked(request: Request) -> Response:
-        return await invoke(request, lambda body: _chat(body, request), lambda body: _completions(body, request))
+        return await invoke(
+            request, lambda body: _chat(body, request), lambda body: _completions(body, request)
+        )
 
     @router.post("/generative_scoring", dependencies=json_only, response_model=None)
     async def _scored(body: ScoringBody, request: Request) -> Response:
@@ -243,7 +265,9 @@ def _date(request: Request) -> Callable[[], str]:
 def _with_load(engine: SimEngine, request: Request, found: Response) -> Response:
     """Add the engine's load to a whole answer, if the client asks for it."""
     if found.status_code == 200 and found.headers["content-type"] == "application/json":
-        found.headers.update(metrics.load_headers(engine, request.headers.get("endpoint-load-metrics-format", "")))
+        found.headers.update(
+            metrics.load_headers(engine, request.headers.get("endpoint-load-metrics-format", ""))
+        )
     return found
 
 
@@ -265,14 +289,22 @@ class _Vary:
 
 
 async def _disabled(_: Request) -> Response:
-    message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+    message = (
+        "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable "
+        "them."
+    )
     return response(error_body(message, "PermissionDeniedError", 403), 403)
 
 
-def _add(app: FastAPI, path: str, endpoint: Callable[[Request], Awaitable[Response]], methods: list[str]) -> None:
-    """Add a route without parameters: Starlette's own, which is made ten times faster than FastAPI's."""
+def _add(
+    app: FastAPI, path: str, endpoint: Callable[[Request], Awaitable[Response]], methods: list[str]
+) -> None:
+    """Add a route without parameters: Starlette's own, which is made ten times faster than
+    FastAPI's.
+    """
     route = Route(path, endpoint, methods=methods)
-    route.methods = set(methods)  # Starlette would answer HEAD, too; FastAPI's routes, and so vLLM's, don't
+    # Starlette would answer HEAD, too; FastAPI's routes, and so vLLM's, don't
+    route.methods = set(methods)
     app.router.routes.append(route)
 
 
@@ -280,9 +312,15 @@ def _tokenized(engine: SimEngine, body: TokenizeBody, date: Callable[[], str]) -
     check_model(body.model, engine)
     if body.messages is not None:
         given = body.model_dump(exclude_unset=True, by_alias=True)
-        ids = chat_prompt(engine, ChatBody.model_validate({**given, "messages": body.messages}), date).ids
+        ids = chat_prompt(
+            engine, ChatBody.model_validate({**given, "messages": body.messages}), date
+        ).ids
     elif body.prompt is None:
-        missing = {"type": "missing", "msg": "Field required", "input": body.model_dump(exclude_unset=True)}
+        missing = {
+            "type": "missing",
+            "msg": "Field required",
+            "input": body.model_dump(exclude_unset=True),
+        }
         fields = ("TokenizeCompletionRequest", "prompt"), ("TokenizeChatRequest", "messages")
         raise RequestValidationError([{**missing, "loc": ("body", *field)} for field in fields])
     else:
@@ -292,7 +330,9 @@ def _tokenized(engine: SimEngine, body: TokenizeBody, date: Callable[[], str]) -
     if body.return_token_strs:
         strings = [engine.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
     longest = engine.facts.max_model_len
-    return response({"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings})
+    return response(
+        {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
+    )
 
 
 def _about(app: FastAPI, engine: SimEngine) -> None:
@@ -342,7 +382,9 @@ def _about(app: FastAPI, engine: SimEngine) -> None:
 
     async def tokenizer_info(_: Request) -> Response:
         special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-        return response({"tokenizer_class": "Tokenizer", "add_bos_token": engine.tokenizer.add_bos, **special})
+        return response(
+            {"tokenizer_class": "Tokenizer", "add_bos_token": engine.tokenizer.add_bos, **special}
+        )
 
     async def page(_: Request) -> Response:
         return Response(metrics.page(engine), media_type=metrics.CONTENT_TYPE)

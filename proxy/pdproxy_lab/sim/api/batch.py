@@ -1,6 +1,8 @@
-"""`/v1/chat/completions/batch`: several conversations in, one choice for each out. Bodies have vLLM's bytes.
+"""`/v1/chat/completions/batch`: several conversations in, one choice for each out. Bodies have
+vLLM's bytes.
 
-Owns what vLLM does otherwise here than for one chat: no stream, no tools in the prompt, no details in the usage.
+Owns what vLLM does otherwise here than for one chat: no stream, no tools in the prompt, no details
+in the usage.
 """
 
 from __future__ import annotations
@@ -72,21 +74,28 @@ class BatchBody(BaseModel):
         check_salt(data)
         if data.get("use_beam_search"):
             raise RefusedRequest(
-                "Batch chat completions do not support beam search. Please set `use_beam_search` to False.",
+                "Batch chat completions do not support beam search. Please set `use_beam_search` "
+                "to False.",
                 "use_beam_search",
             )
         if data.get("logprob_token_ids") and not data.get("logprobs"):
-            raise RefusedRequest("when using `logprob_token_ids`, `logprobs` must be set to true.", "logprob_token_ids")
+            raise RefusedRequest(
+                "when using `logprob_token_ids`, `logprobs` must be set to true.",
+                "logprob_token_ids",
+            )
         handle = data.get("kv_transfer_params")
         if isinstance(handle, dict) and handle.get("prompt_token_ids") is not None:
             raise RefusedRequest(
-                "Batch chat completions do not support `kv_transfer_params['prompt_token_ids']`: one pre-tokenized prompt"
+                "Batch chat completions do not support `kv_transfer_params['prompt_token_ids']`: "
+                "one pre-tokenized prompt"
                 " cannot serve several conversations.",
                 "kv_transfer_params.prompt_token_ids",
             )
         n = data.get("n", 1)
         if n is not None and n != 1:
-            raise RefusedRequest("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", value=n)
+            raise RefusedRequest(
+                "Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", value=n
+            )
         return data
 
     def conversation(self, messages: list[dict[str, Any]]) -> ChatBody:
@@ -102,7 +111,9 @@ class BatchBody(BaseModel):
             raise RefusedRequest(str(error)) from None
 
 
-async def chat_batch(engine: SimEngine, body: BatchBody, request: Request, date: Callable[[], str]) -> Response:
+async def chat_batch(
+    engine: SimEngine, body: BatchBody, request: Request, date: Callable[[], str]
+) -> Response:
     """Answer one request.
 
     Raises:
@@ -114,14 +125,21 @@ async def chat_batch(engine: SimEngine, body: BatchBody, request: Request, date:
     check_lengths(chats[0], facts)
     # vLLM renders all conversations before it generates anything, and renders no tools.
     prompts = [chat_prompt(engine, chat.model_copy(update={"tools": None}), date) for chat in chats]
-    params = [sampling_params(chat, prompt.ids, facts, tokenizer) for chat, prompt in zip(chats, prompts, strict=True)]
+    params = [
+        sampling_params(chat, prompt.ids, facts, tokenizer)
+        for chat, prompt in zip(chats, prompts, strict=True)
+    ]
     rank = answer.rank_of(request)
     for one, chat, prompt in zip(params, chats, prompts, strict=True):
         admit(one, chat, prompt.ids, facts, tokenizer, rank=rank)
-    request_id = f"chatcmpl-{request.headers.get('x-request-id') or body.request_id or engine.new_id()}"
+    request_id = (
+        f"chatcmpl-{request.headers.get('x-request-id') or body.request_id or engine.new_id()}"
+    )
     created = int(time.time())
     made: list[list[Delta]] = [[] for _ in prompts]
-    async with aclosing(deltas(engine, request_id, prompts, params, chats[0], numbered=True, rank=rank)) as found:
+    async with aclosing(
+        deltas(engine, request_id, prompts, params, chats[0], numbered=True, rank=rank)
+    ) as found:
         async for delta in found:
             if delta.finish_reason == "error":
                 raise LoadFailedError

@@ -26,7 +26,9 @@ from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.request import SamplingParams
 
 
-async def chat(engine: SimEngine, body: ChatBody, request: Request, date: Callable[[], str]) -> Response:
+async def chat(
+    engine: SimEngine, body: ChatBody, request: Request, date: Callable[[], str]
+) -> Response:
     """Answer one request; `date` is what a template that prints the date prints.
 
     Raises:
@@ -35,7 +37,9 @@ async def chat(engine: SimEngine, body: ChatBody, request: Request, date: Callab
     answer.check_model(body.model, engine)
     check_lengths(body, engine.facts)
     if body.tools and body.tool_choice == "auto" and not engine.facts.enable_auto_tool_choice:
-        raise RefusedRequest('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+        raise RefusedRequest(
+            '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+        )
     prompt = chat_prompt(engine, body, date)
     calls = calls_tools(body, prompt.ids)
     rank = answer.rank_of(request)
@@ -73,14 +77,18 @@ def chat_prompt(engine: SimEngine, body: ChatBody, date: Callable[[], str]) -> S
 
 
 def _given_ids(engine: SimEngine, body: ChatBody) -> list[int] | None:
-    """Return the ids that stand for a chat's messages, None if there are none or the messages are needed."""
+    """Return the ids that stand for a chat's messages, None if there are none or the messages are
+    needed.
+    """
     ids = (body.kv_transfer_params or {}).get("prompt_token_ids")
     if ids is None or body.echo or not all(map(_is_text, body.messages)):
         return None
     param = "kv_transfer_params.prompt_token_ids"
     if not isinstance(ids, list) or not ids or any(type(one) is not int or one < 0 for one in ids):
         raise RefusedRequest(
-            "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.", param
+            "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative "
+            "integers.",
+            param,
         )
     if max(ids) >= engine.tokenizer.vocab_size:
         raise RefusedRequest(f"Token id {max(ids)} is out of vocabulary", param)
@@ -93,8 +101,12 @@ def _is_text(message: dict[str, Any]) -> bool:
     return all(not isinstance(part, dict) or part.get("type", "text") == "text" for part in parts)
 
 
-def choice_of(engine: SimEngine, body: ChatBody, prompt: SimPrompt, index: int, made: list[Delta]) -> dict[str, Any]:
-    """Return the choice that a batch has for one of its chats. It hides nothing of what is reported about the choice's tokens."""
+def choice_of(
+    engine: SimEngine, body: ChatBody, prompt: SimPrompt, index: int, made: list[Delta]
+) -> dict[str, Any]:
+    """Return the choice that a batch has for one of its chats. It hides nothing of what is reported
+    about the choice's tokens.
+    """
     return _Job(engine, body, prompt, "", batch=True).choice(index, made)
 
 
@@ -114,15 +126,21 @@ class _Job:
         self._engine, self._body, self._prompt, self._id = engine, body, prompt, request_id
         self._rank = rank
         self._created = int(time.time())
-        self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
+        self._usage_at_end, self._running_usage = body.usage_in_stream(
+            forced=engine.facts.enable_force_include_usage
+        )
         self._parsed = not batch and looks_for_calls(body)
         last = body.messages[-1]
         self._role = "assistant" if body.add_generation_prompt else str(last.get("role"))
-        self._echo = str(last.get("content") or "") if body.echo and last.get("role") == self._role else ""
+        self._echo = (
+            str(last.get("content") or "") if body.echo and last.get("role") == self._role else ""
+        )
         self._thinks = engine.facts.reasoning_parser != "none"
         # A parser of either kind hides the boundaries of tokens.
         self._hides = (
-            not batch and not body.include_reasoning and (self._thinks or engine.facts.enable_auto_tool_choice)
+            not batch
+            and not body.include_reasoning
+            and (self._thinks or engine.facts.enable_auto_tool_choice)
         )
 
     def _run(self, params: SamplingParams) -> AsyncGenerator[Delta, None]:
@@ -148,7 +166,9 @@ class _Job:
         if not self._body.logprobs or self._hides:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        return chat_logprobs(self._engine.tokenizer, delta.tokens, self._body.top_logprobs or 0, as_ids)
+        return chat_logprobs(
+            self._engine.tokenizer, delta.tokens, self._body.top_logprobs or 0, as_ids
+        )
 
     def _ids(self, delta: Delta) -> list[int] | None:
         return delta.ids if self._body.return_token_ids and not self._hides else None
@@ -170,8 +190,12 @@ class _Job:
                 handle = delta.kv_transfer_params or handle
         choices = [self.choice(index, made) for index, made in enumerate(parts)]
         first = parts[0][0]
-        counted = answer.usage(len(self._prompt.ids), sum(len(delta.tokens) for made in parts for delta in made))
-        thoughts = sum(reasoning.count([token for delta in made for token in delta.ids]) for made in parts)
+        counted = answer.usage(
+            len(self._prompt.ids), sum(len(delta.tokens) for made in parts for delta in made)
+        )
+        thoughts = sum(
+            reasoning.count([token for delta in made for token in delta.ids]) for made in parts
+        )
         return response(
             {
                 **self._head("chat.completion"),
@@ -208,12 +232,18 @@ class _Job:
             message["content"] = parser.content
             if parser.content is None:
                 function = {"name": parser.name, "arguments": parser.arguments}
-                call = {"id": f"chatcmpl-tool-{secrets.token_hex(8)}", "type": "function", "function": function}
+                call = {
+                    "id": f"chatcmpl-tool-{secrets.token_hex(8)}",
+                    "type": "function",
+                    "function": function,
+                }
                 message["tool_calls"] = [call]
         message["reasoning"] = thoughts if body.include_reasoning else None
         if self._echo:
             message["content"] = self._echo + (message["content"] or "")
-        merged = Delta(index, 0, text, tokens, last.finish_reason, last.stop_reason, 0, 0, None, None)
+        merged = Delta(
+            index, 0, text, tokens, last.finish_reason, last.stop_reason, 0, 0, None, None
+        )
         return {
             "index": index,
             "message": message,
@@ -234,7 +264,8 @@ class _Job:
         body, facts = self._body, self._engine.facts
         head = self._head("chat.completion.chunk")
         parsers = [
-            ChoiceParser(facts, self._prompt.ids, self._parser(), hides=self._hides) for _ in range(body.children)
+            ChoiceParser(facts, self._prompt.ids, self._parser(), hides=self._hides)
+            for _ in range(body.children)
         ]
         generated: list[list[int]] = [[] for _ in range(body.children)]
         cached: int | None = None
@@ -252,11 +283,20 @@ class _Job:
                 content = parser.add(delta.text, delta.ids)
                 logprobs = self._logprobs(delta)
                 if content is None:
-                    if delta.finish_reason is None and logprobs is None and self._ids(delta) is None:
+                    if (
+                        delta.finish_reason is None
+                        and logprobs is None
+                        and self._ids(delta) is None
+                    ):
                         continue
                     content = {}
                 finish = finish_of(body, delta.finish_reason, parser.calls)
-                choice = {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish}
+                choice = {
+                    "index": index,
+                    "delta": content,
+                    "logprobs": logprobs,
+                    "finish_reason": finish,
+                }
                 if finish is not None:
                     choice["stop_reason"] = delta.stop_reason
                 choice["token_ids"] = self._ids(delta)
@@ -266,29 +306,44 @@ class _Job:
                 if self._running_usage:
                     counted = answer.usage(len(self._prompt.ids), len(generated[index]))
                     thoughts = reasoning.count(generated[index])
-                    chunk["usage"] = counted | {"completion_tokens_details": self._thought(thoughts)}
+                    chunk["usage"] = counted | {
+                        "completion_tokens_details": self._thought(thoughts)
+                    }
                 if finish is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
                 if since.v033(facts.version):
-                    chunk["kv_transfer_params"] = None if finish is None else delta.kv_transfer_params
+                    chunk["kv_transfer_params"] = (
+                        None if finish is None else delta.kv_transfer_params
+                    )
                 yield answer.event(chunk)
         if self._usage_at_end:
             counted = answer.usage(len(self._prompt.ids), sum(map(len, generated)))
             details = answer.details(facts, cached or 0, created)
             if details is not None:
-                counted["prompt_tokens_details"] = {key: value for key, value in details.items() if value is not None}
+                counted["prompt_tokens_details"] = {
+                    key: value for key, value in details.items() if value is not None
+                }
             if self._thinks:
-                counted["completion_tokens_details"] = self._thought(sum(map(reasoning.count, generated)))
+                counted["completion_tokens_details"] = self._thought(
+                    sum(map(reasoning.count, generated))
+                )
             yield answer.event(
-                head | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
+                head
+                | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
             )
 
     def _openings(self, head: dict[str, Any]) -> list[bytes]:
         """Return the events before the first token: the role of each choice, and the echo."""
         body, found = self._body, []
-        counted = answer.usage(len(self._prompt.ids), 0) | {"completion_tokens_details": self._thought(0)}
+        counted = answer.usage(len(self._prompt.ids), 0) | {
+            "completion_tokens_details": self._thought(0)
+        }
         for index in range(body.children):
-            choice = {"index": index, "delta": {"role": self._role, "content": ""}, "logprobs": None}
+            choice = {
+                "index": index,
+                "delta": {"role": self._role, "content": ""},
+                "logprobs": None,
+            }
             choice["finish_reason"] = None
             chunk = head | {"choices": [choice]}
             if self._running_usage:
@@ -298,7 +353,12 @@ class _Job:
             found.append(answer.event(chunk))
         if self._echo:
             for index in range(body.children):
-                choice = {"index": index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
+                choice = {
+                    "index": index,
+                    "delta": {"content": self._echo},
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
                 chunk = head | {"choices": [choice]}
                 if self._running_usage:
                     chunk["usage"] = counted

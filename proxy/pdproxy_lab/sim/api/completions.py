@@ -33,7 +33,9 @@ async def complete(engine: SimEngine, body: CompletionBody, request: Request) ->
     prompts = _prompts(body, engine)
     rank = answer.rank_of(request)
     job = _Job(engine, body, prompts, answer.request_id("cmpl", request, body), rank)
-    params = [sampling_params(body, prompt.ids, engine.facts, engine.tokenizer) for prompt in prompts]
+    params = [
+        sampling_params(body, prompt.ids, engine.facts, engine.tokenizer) for prompt in prompts
+    ]
     try:
         for one, prompt in zip(params, prompts, strict=True):
             admit(one, body, prompt.ids, engine.facts, engine.tokenizer, rank=rank)
@@ -48,19 +50,29 @@ async def complete(engine: SimEngine, body: CompletionBody, request: Request) ->
 
 
 def _prompts(body: CompletionBody, engine: SimEngine) -> list[SimPrompt]:
-    """Return the prompts, tokenized. Ids in `kv_transfer_params` are not read here, only for chats."""
+    """Return the prompts, tokenized. Ids in `kv_transfer_params` are not read here, only for
+    chats.
+    """
     given: Any = body.prompt
     if given is None:
-        raise RefusedRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
-    several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        raise RefusedRequest(
+            "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
+        )
+    several = (
+        given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+    )
     if given == []:
         raise RefusedRequest(
-            "You must pass at least one prompt", "prompt" if since.v033(engine.facts.version) else None
+            "You must pass at least one prompt",
+            "prompt" if since.v033(engine.facts.version) else None,
         )
     found = []
     for one in several:
         if isinstance(one, str):
-            ids, tokenized = engine.tokenizer.encode(one, add_special_tokens=body.add_special_tokens), True
+            ids, tokenized = (
+                engine.tokenizer.encode(one, add_special_tokens=body.add_special_tokens),
+                True,
+            )
         else:
             ids, tokenized = list(one), False
         ids = check_prompt(ids, body, engine.facts, tokenized=tokenized)
@@ -72,25 +84,47 @@ class _Job:
     """The answer to one request while it is generated."""
 
     def __init__(
-        self, engine: SimEngine, body: CompletionBody, prompts: list[SimPrompt], request_id: str, rank: int | None
+        self,
+        engine: SimEngine,
+        body: CompletionBody,
+        prompts: list[SimPrompt],
+        request_id: str,
+        rank: int | None,
     ) -> None:
         self._rank = rank
         self._engine, self._body, self._prompts, self._id = engine, body, prompts, request_id
         self._created = int(time.time())
-        self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
+        self._usage_at_end, self._running_usage = body.usage_in_stream(
+            forced=engine.facts.enable_force_include_usage
+        )
         self._count = len(prompts) * body.children
         self._offsets = [0] * self._count
         self._logprobs = body.logprobs is not None
 
     def _run(self, params: list[SamplingParams]) -> AsyncGenerator[Delta, None]:
-        return deltas(self._engine, self._id, self._prompts, params, self._body, numbered=True, rank=self._rank)
+        return deltas(
+            self._engine,
+            self._id,
+            self._prompts,
+            params,
+            self._body,
+            numbered=True,
+            rank=self._rank,
+        )
 
     def _head(self) -> dict[str, Any]:
         model = answer.shown_model(self._body.model, self._engine)
-        return {"id": self._id, "object": "text_completion", "created": self._created, "model": model}
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": model,
+        }
 
     def _told(self, delta: Delta, first: bool) -> tuple[str, list[int], list[Entry]]:
-        """Return text, ids and probabilities of a delta, with the prompt's before them for `echo`."""
+        """Return text, ids and probabilities of a delta, with the prompt's before them for
+        `echo`.
+        """
         prompt = self._prompts[delta.prompt]
         entries: list[Entry] = [entry_of(token) for token in delta.tokens]
         if not (first and self._body.echo):
@@ -101,7 +135,9 @@ class _Job:
             return text, prompt.ids, before
         return text + delta.text, prompt.ids + delta.ids, before + entries
 
-    def _choice_logprobs(self, index: int, ids: list[int], entries: list[Entry]) -> dict[str, Any] | None:
+    def _choice_logprobs(
+        self, index: int, ids: list[int], entries: list[Entry]
+    ) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         logprobs, self._offsets[index] = completion_logprobs(
@@ -153,8 +189,12 @@ class _Job:
                     "finish_reason": last.finish_reason,
                     "stop_reason": last.stop_reason,
                     "token_ids": merged.ids if body.return_token_ids else None,
-                    "prompt_logprobs": prompt_logprobs(self._engine.tokenizer, first.prompt_logprobs),
-                    "prompt_token_ids": self._prompts[first.prompt].ids if body.return_token_ids else None,
+                    "prompt_logprobs": prompt_logprobs(
+                        self._engine.tokenizer, first.prompt_logprobs
+                    ),
+                    "prompt_token_ids": self._prompts[first.prompt].ids
+                    if body.return_token_ids
+                    else None,
                     "routed_experts": None,
                     **since.weight_versions(facts.version),
                 }
@@ -167,7 +207,10 @@ class _Job:
                 "service_tier": None,
                 "system_fingerprint": answer.fingerprint(facts),
                 "usage": counted
-                | {"prompt_tokens_details": answer.details(facts, cached), "completion_tokens_details": None},
+                | {
+                    "prompt_tokens_details": answer.details(facts, cached),
+                    "completion_tokens_details": None,
+                },
                 "kv_transfer_params": handle,
                 "ec_transfer_params": None,
                 "metrics": None,
@@ -191,7 +234,11 @@ class _Job:
                 first, started[index] = not started[index], True
                 text, ids, entries = self._told(delta, first)
                 counts[index] += len(delta.tokens)
-                shown = self._prompts[delta.prompt].ids if first and (body.return_token_ids or body.echo) else None
+                shown = (
+                    self._prompts[delta.prompt].ids
+                    if first and (body.return_token_ids or body.echo)
+                    else None
+                )
                 choice = {
                     "index": index,
                     "text": text,
@@ -208,13 +255,18 @@ class _Job:
                 if delta.finish_reason is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
                 if since.v033(facts.version):
-                    chunk["kv_transfer_params"] = None if delta.finish_reason is None else delta.kv_transfer_params
+                    chunk["kv_transfer_params"] = (
+                        None if delta.finish_reason is None else delta.kv_transfer_params
+                    )
                 yield answer.event(chunk)
         if self._usage_at_end:
             counted = answer.usage(sum(seen), sum(counts))
             details = answer.details(facts, cached or 0)
             if details is not None:
-                counted["prompt_tokens_details"] = {key: value for key, value in details.items() if value is not None}
+                counted["prompt_tokens_details"] = {
+                    key: value for key, value in details.items() if value is not None
+                }
             yield answer.event(
-                head | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
+                head
+                | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
             )

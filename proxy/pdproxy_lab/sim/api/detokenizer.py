@@ -1,6 +1,7 @@
 """Turns tokens into text one by one: holds back incomplete characters, finds stop strings. Pure.
 
-Owns vLLM's order of steps: text first, then stop strings in the new text, then what of it is held back.
+Owns vLLM's order of steps: text first, then stop strings in the new text, then what of it is held
+back.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._include_stop, self._min_tokens, self._skip_special = include_stop, min_tokens, skip_special_tokens
-        self._held = max((len(stop) for stop in stops), default=1) - 1 if stops and not include_stop else 0
+        self._include_stop, self._min_tokens, self._skip_special = (
+            include_stop,
+            min_tokens,
+            skip_special_tokens,
+        )
+        self._held = (
+            max((len(stop) for stop in stops), default=1) - 1 if stops and not include_stop else 0
+        )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._given = 0
         self.count = 0
@@ -36,7 +43,8 @@ class Detokenizer:
     def add(self, tokens: Iterable[int], stopped: bool) -> str | None:
         """Take new tokens; return the stop string that they complete, if any.
 
-        `stopped`: the last of them ended the request and is not text, unless stops are included in the output.
+        `stopped`: the last of them ended the request and is not text, unless stops are included in
+        the output.
         """
         ids = list(tokens)
         silent = ids.pop() if stopped and ids and not self._include_stop else None
@@ -56,7 +64,9 @@ class Detokenizer:
         return None
 
     def take(self, finished: bool) -> str:
-        """Return the text that is new since the last time, without what may be the beginning of a stop string."""
+        """Return the text that is new since the last time, without what may be the beginning of a
+        stop string.
+        """
         end = len(self.text) if finished else len(self.text) - self._held
         if end <= self._given:
             return ""

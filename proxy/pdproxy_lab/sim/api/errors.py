@@ -1,6 +1,7 @@
 """Errors with vLLM's texts and shapes: those of a handler, of a schema, and at the end of a stream.
 
-Owns the answers with errors. A handler raises `RefusedRequest`; the schema's errors are pydantic's own, formatted as vLLM formats them.
+Owns the answers with errors. A handler raises `RefusedRequest`; the schema's errors are pydantic's
+own, formatted as vLLM formats them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,39 @@ _MAX_INPUT = 200
 _MAX_ERROR = 1000
 _INTERNAL = frozenset(
     (
-        *("function-wrap", "function-after", "function-before", "function-plain", "json-or-python", "lax-or-strict"),
-        *("chain", "default", "nullable", "tagged-union", "union", "call", "arguments", "is-instance", "is-subclass"),
-        *("callable", "str", "int", "float", "bool", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset"),
+        *(
+            "function-wrap",
+            "function-after",
+            "function-before",
+            "function-plain",
+            "json-or-python",
+            "lax-or-strict",
+        ),
+        *(
+            "chain",
+            "default",
+            "nullable",
+            "tagged-union",
+            "union",
+            "call",
+            "arguments",
+            "is-instance",
+            "is-subclass",
+        ),
+        *(
+            "callable",
+            "str",
+            "int",
+            "float",
+            "bool",
+            "bytes",
+            "bytearray",
+            "list",
+            "tuple",
+            "dict",
+            "set",
+            "frozenset",
+        ),
         *("complex", "none", "nonetype"),
     )
 )
@@ -30,7 +61,8 @@ INTERNAL = "Internal server error"
 class RefusedRequest(Exception):  # noqa: N818 - vLLM's refusal, not our error
     """A request that vLLM's handler or validators refuse. `str()` is the message a client sees.
 
-    It is not a ValueError, as in vLLM: pydantic lets it pass, and the answer has the handler's shape.
+    It is not a ValueError, as in vLLM: pydantic lets it pass, and the answer has the handler's
+    shape.
     """
 
     def __init__(
@@ -82,7 +114,9 @@ def schema_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None
 
 def _clean(loc: Sequence[object]) -> str:
     parts = [str(part) for part in loc]
-    kept = [part for part in parts if part.lower() not in _INTERNAL and not set(part) & set("[]{}()")]
+    kept = [
+        part for part in parts if part.lower() not in _INTERNAL and not set(part) & set("[]{}()")
+    ]
     return ".".join(kept or parts)
 
 

@@ -1,6 +1,8 @@
-"""Runs a request: its prompts and choices become requests to the engine, their outputs become deltas of text.
+"""Runs a request: its prompts and choices become requests to the engine, their outputs become
+deltas of text.
 
-Owns these child requests: their ids, seeds and detokenizers. One delta is what one engine step made for one choice.
+Owns these child requests: their ids, seeds and detokenizers. One delta is what one engine step made
+for one choice.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Delta:
 
 
 class _Child:
-    def __init__(self, index: int, prompt: int, request: EngineRequest, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, index: int, prompt: int, request: EngineRequest, detokenizer: Detokenizer
+    ) -> None:
         self.index, self.prompt, self.request = index, prompt, request
         self._detokenizer = detokenizer
 
@@ -96,7 +100,8 @@ async def deltas(
     skip_special_tokens: bool = True,
     rank: int | None = None,
 ) -> AsyncGenerator[Delta, None]:
-    """Run all prompts and choices; yield their deltas as they are made; finish_reason "error": the KV never came.
+    """Run all prompts and choices; yield their deltas as they are made; finish_reason "error": the
+    KV never came.
 
     `numbered`: internal ids name the prompt.
 
@@ -105,7 +110,11 @@ async def deltas(
     """
     children: list[_Child] = []
     for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-        base = f"{request_id}-{place}-{engine.new_id()}" if numbered else f"{request_id}-{engine.new_id()}"
+        base = (
+            f"{request_id}-{place}-{engine.new_id()}"
+            if numbered
+            else f"{request_id}-{engine.new_id()}"
+        )
         for number in range(body.children):
             seed = sampling.seed + number if sampling.seed is not None else None
             detokenizer = Detokenizer(
@@ -121,7 +130,9 @@ async def deltas(
                 sampling=msgspec.structs.replace(sampling, seed=seed),
                 kv_transfer_params=body.kv_transfer_params,
                 cache_salt=body.cache_salt,
-                kv_cache_report_mode=str((body.vllm_xargs or {}).get("kv_cache_report_mode", "incremental")),
+                kv_cache_report_mode=str(
+                    (body.vllm_xargs or {}).get("kv_cache_report_mode", "incremental")
+                ),
                 priority=body.priority,
                 data_parallel_rank=rank,
             )

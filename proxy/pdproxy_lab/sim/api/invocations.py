@@ -1,6 +1,8 @@
-"""`/invocations`: SageMaker's route, which finds the API by the form of the body, as vLLM does for a generating model.
+"""`/invocations`: SageMaker's route, which finds the API by the form of the body, as vLLM does for
+a generating model.
 
-Owns the reading of the body: the model is that of a header, and errors in JSON have words of their own.
+Owns the reading of the body: the model is that of a header, and errors in JSON have words of their
+own.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ async def invoke(
         prompts = CompletionBody.model_validate(body)
     except ValidationError:
         names = ["ChatCompletionRequest", "CompletionRequest"]
-        raise RefusedRequest(f"Cannot find suitable handler for request. Expected one of: {names}") from None
+        raise RefusedRequest(
+            f"Cannot find suitable handler for request. Expected one of: {names}"
+        ) from None
     return await complete(prompts)
 
 

@@ -19,7 +19,12 @@ def entry_of(token: Token) -> Entry:
 
 
 def completion_logprobs(
-    tokenizer: BuiltInTokenizer, ids: Sequence[int], entries: Sequence[Entry], top: int, offset: int, as_ids: bool
+    tokenizer: BuiltInTokenizer,
+    ids: Sequence[int],
+    entries: Sequence[Entry],
+    top: int,
+    offset: int,
+    as_ids: bool,
 ) -> tuple[dict[str, Any], int]:
     """Return `logprobs` of a completion's choice, and the text offset after it."""
     offsets, logprobs, tokens, tops = [], [], [], []
@@ -30,11 +35,20 @@ def completion_logprobs(
         tokens.append(text)
         logprobs.append(None if entry is None else entry[0].logprob)
         kept = None if entry is None else entry if top == -1 else entry[: top + 1]
-        tops.append(None if kept is None else {_text(tokenizer, c.token, as_ids): c.logprob for c in kept})
-    return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}, offset
+        tops.append(
+            None if kept is None else {_text(tokenizer, c.token, as_ids): c.logprob for c in kept}
+        )
+    return {
+        "text_offset": offsets,
+        "token_logprobs": logprobs,
+        "tokens": tokens,
+        "top_logprobs": tops,
+    }, offset
 
 
-def chat_logprobs(tokenizer: BuiltInTokenizer, tokens: Sequence[Token], top: int, as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: BuiltInTokenizer, tokens: Sequence[Token], top: int, as_ids: bool
+) -> dict[str, Any]:
     """Return `logprobs` of a chat's choice."""
     content = []
     for token in tokens:
@@ -47,7 +61,9 @@ def chat_logprobs(tokenizer: BuiltInTokenizer, tokens: Sequence[Token], top: int
     return {"content": content}
 
 
-def prompt_logprobs(tokenizer: BuiltInTokenizer, entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(
+    tokenizer: BuiltInTokenizer, entries: Sequence[Entry] | None
+) -> list[dict[str, Any] | None] | None:
     """Return `prompt_logprobs`: for each prompt token a map from token id to its probability."""
     if entries is None:
         return None
@@ -55,7 +71,11 @@ def prompt_logprobs(tokenizer: BuiltInTokenizer, entries: Sequence[Entry] | None
         None
         if entry is None
         else {
-            str(c.token): {"logprob": c.logprob, "rank": c.rank, "decoded_token": tokenizer.decode([c.token])}
+            str(c.token): {
+                "logprob": c.logprob,
+                "rank": c.rank,
+                "decoded_token": tokenizer.decode([c.token]),
+            }
             for c in entry
         }
         for entry in entries

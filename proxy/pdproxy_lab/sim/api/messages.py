@@ -71,7 +71,11 @@ class MessagesBody(CountBody):
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    return (
+        content
+        if isinstance(content, str)
+        else "".join(str(part.get("text", "")) for part in content)
+    )
 
 
 def refused(error: RefusedRequest, version: str) -> Response:
@@ -87,17 +91,28 @@ async def count(engine: SimEngine, body: CountBody, date: Callable[[], str]) -> 
         tokens = len(chat_prompt(engine, body.chat(), date).ids)
     except RefusedRequest as error:
         return refused(error, engine.facts.version)
-    return response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
+    return response(
+        {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
+    )
 
 
-async def message(engine: SimEngine, body: MessagesBody, _: Request, date: Callable[[], str]) -> Response:
+async def message(
+    engine: SimEngine, body: MessagesBody, _: Request, date: Callable[[], str]
+) -> Response:
     """Answer one request.
 
     Raises:
         EngineDeadError, LoadFailedError: for the caller to answer.
     """
-    given: dict[str, Any] = {"max_completion_tokens": body.max_tokens, "temperature": body.temperature}
-    given |= {"stop": body.stop_sequences, "kv_transfer_params": body.kv_transfer_params, "cache_salt": body.cache_salt}
+    given: dict[str, Any] = {
+        "max_completion_tokens": body.max_tokens,
+        "temperature": body.temperature,
+    }
+    given |= {
+        "stop": body.stop_sequences,
+        "kv_transfer_params": body.kv_transfer_params,
+        "cache_salt": body.cache_salt,
+    }
     try:
         answer.check_model(body.model, engine)
         chat = body.chat(**{name: value for name, value in given.items() if value is not None})
@@ -110,21 +125,38 @@ async def message(engine: SimEngine, body: MessagesBody, _: Request, date: Calla
     name = f"chatcmpl-{secrets.token_hex(8)}"
     used = len(prompt.ids)
     found = deltas(engine, name, [prompt], [params], chat, numbered=False)
-    head = {"id": name, "type": "message", "role": "assistant", "content": [], "model": engine.facts.model}
+    head = {
+        "id": name,
+        "type": "message",
+        "role": "assistant",
+        "content": [],
+        "model": engine.facts.model,
+    }
 
     async def events() -> AsyncGenerator[bytes, None]:
         made, reason, opened = 0, None, False
         async with aclosing(found) as all_of_them:
             async for delta in all_of_them:
                 if not made:
-                    start = {**head, "stop_reason": None, "stop_sequence": None, "usage": _usage(used, 0)}
+                    start = {
+                        **head,
+                        "stop_reason": None,
+                        "stop_sequence": None,
+                        "usage": _usage(used, 0),
+                    }
                     yield _event("message_start", message=start)
                 made += len(delta.tokens)
                 if delta.text and not opened:
                     opened = True
-                    yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                    yield _event(
+                        "content_block_start", index=0, content_block={"type": "text", "text": ""}
+                    )
                 if delta.text:
-                    yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+                    yield _event(
+                        "content_block_delta",
+                        index=0,
+                        delta={"type": "text_delta", "text": delta.text},
+                    )
                 reason = delta.finish_reason
         if opened:
             yield _event("content_block_stop", index=0)
@@ -148,4 +180,7 @@ def _usage(used: int, made: int) -> dict[str, int]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
+    return b"event: %b\ndata: %b\n\n" % (
+        kind.encode(),
+        msgspec.json.encode({"type": kind, **fields}),
+    )

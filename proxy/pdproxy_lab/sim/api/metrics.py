@@ -1,6 +1,8 @@
-"""`/metrics` under vLLM's names, from the engine's counters, as vLLM's prometheus-client would write it.
+"""`/metrics` under vLLM's names, from the engine's counters, as vLLM's prometheus-client would
+write it.
 
-Proxies ask for it all the time, and prometheus-client takes some milliseconds for a page of families that live for one page.
+Proxies ask for it all the time, and prometheus-client takes some milliseconds for a page of
+families that live for one page.
 """
 
 from __future__ import annotations
@@ -28,13 +30,18 @@ def page(engine: SimEngine) -> bytes:
 
 
 def load_headers(engine: SimEngine, form: str) -> dict[str, str]:
-    """Return the header with the engine's load in the format that a client names, none for other formats."""
+    """Return the header with the engine's load in the format that a client names, none for other
+    formats.
+    """
     load = {
         "num_requests_waiting": float(sum(stats.waiting for stats in engine.rank_stats)),
         "kv_cache_usage_perc": float(max(stats.kv_cache_usage for stats in engine.rank_stats)),
     }
     if form.lower() == "text":
-        return {_LOAD: "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())}
+        return {
+            _LOAD: "TEXT "
+            + ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        }
     if form.lower() == "json":
         return {_LOAD: f"JSON {json.dumps({'named_metrics': load})}"}
     return {}
@@ -52,12 +59,20 @@ class _Page:
 
     def written(self) -> bytes:
         facts = self._engine.facts
-        self._head("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.")
+        self._head(
+            "process_start_time_seconds",
+            "gauge",
+            "Start time of the process since unix epoch in seconds.",
+        )
         self._lines.append(f"process_start_time_seconds {_number(self._engine.started_at)}\n")
         if facts.has_nixl and facts.role != "aggregated":
             self._nixl()
-        self._gauge("num_requests_running", "Number of requests in model execution batches.", "running")
-        self._gauge("num_requests_waiting", "Number of requests waiting to be processed.", "waiting")
+        self._gauge(
+            "num_requests_running", "Number of requests in model execution batches.", "running"
+        )
+        self._gauge(
+            "num_requests_waiting", "Number of requests waiting to be processed.", "waiting"
+        )
         self._several(
             "num_requests_waiting_by_reason",
             "gauge",
@@ -71,9 +86,13 @@ class _Page:
                 "gauge",
                 "Waiting requests by async KV load stage.",
                 "stage",
-                lambda _: [(stage, 0) for stage in ("waiting_to_start", "in_progress", "completed_waiting")],
+                lambda _: [
+                    (stage, 0) for stage in ("waiting_to_start", "in_progress", "completed_waiting")
+                ],
             )
-        self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", "kv_cache_usage")
+        self._gauge(
+            "kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", "kv_cache_usage"
+        )
         counters = (
             ("prefix_cache_queries", "Prefix cache queries, in tokens.", "prefix_cache_queries"),
             ("prefix_cache_hits", "Prefix cache hits, in tokens.", "prefix_cache_hits"),
@@ -82,7 +101,11 @@ class _Page:
                 "External cache queries, in tokens.",
                 "external_prefix_cache_queries",
             ),
-            ("external_prefix_cache_hits", "External cache hits, in tokens.", "external_prefix_cache_hits"),
+            (
+                "external_prefix_cache_hits",
+                "External cache hits, in tokens.",
+                "external_prefix_cache_hits",
+            ),
             ("num_preemptions", "Cumulative number of preemptions.", "preemptions"),
             ("prompt_tokens", "Number of prefill tokens processed.", "prompt_tokens"),
             ("generation_tokens", "Number of generation tokens processed.", "generation_tokens"),
@@ -107,8 +130,16 @@ class _Page:
             ("time_to_first_token_seconds", "Histogram of time to first token in seconds.", "ttft"),
             ("inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", "itl"),
             ("e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", "e2e"),
-            ("request_queue_time_seconds", "Histogram of time spent in WAITING phase for request.", "queue"),
-            ("request_prefill_time_seconds", "Histogram of time spent in PREFILL phase for request.", "prefill"),
+            (
+                "request_queue_time_seconds",
+                "Histogram of time spent in WAITING phase for request.",
+                "queue",
+            ),
+            (
+                "request_prefill_time_seconds",
+                "Histogram of time spent in PREFILL phase for request.",
+                "prefill",
+            ),
         )
         for name, words, counter in histograms:
             self._histogram(name, words, counter)
@@ -124,17 +155,35 @@ class _Page:
         return "".join(self._lines).encode()
 
     def _nixl(self) -> None:
-        self._histogram("nixl_xfer_time_seconds", "Transfer duration for NIXL KV Cache transfers.", "transfers")
-        self._histogram("nixl_bytes_transferred", "Bytes transferred per NIXL KV Cache transfer.", "transferred_bytes")
+        self._histogram(
+            "nixl_xfer_time_seconds", "Transfer duration for NIXL KV Cache transfers.", "transfers"
+        )
+        self._histogram(
+            "nixl_bytes_transferred",
+            "Bytes transferred per NIXL KV Cache transfer.",
+            "transferred_bytes",
+        )
         counters = (
-            ("nixl_num_failed_transfers", "Number of failed NIXL KV Cache transfers.", "failed_transfers"),
+            (
+                "nixl_num_failed_transfers",
+                "Number of failed NIXL KV Cache transfers.",
+                "failed_transfers",
+            ),
             (
                 "nixl_num_failed_notifications",
                 "Number of failed NIXL KV Cache notifications.",
                 "failed_notifications",
             ),
-            ("nixl_num_kv_expired_reqs", "Number of requests that had their KV expire.", "kv_expired"),
-            ("nixl_num_notifications_after_expiry", "Notifications for KV that is over.", "late_notifications"),
+            (
+                "nixl_num_kv_expired_reqs",
+                "Number of requests that had their KV expire.",
+                "kv_expired",
+            ),
+            (
+                "nixl_num_notifications_after_expiry",
+                "Notifications for KV that is over.",
+                "late_notifications",
+            ),
         )
         for name, words, counter in counters:
             self._counter(name, words, counter)
@@ -152,7 +201,12 @@ class _Page:
             self._sample(name, labels, getattr(stats, counter))
 
     def _several(
-        self, name: str, kind: _Kind, words: str, label: str, values: Callable[[Stats], Iterable[tuple[str, float]]]
+        self,
+        name: str,
+        kind: _Kind,
+        words: str,
+        label: str,
+        values: Callable[[Stats], Iterable[tuple[str, float]]],
     ) -> None:
         name = f"vllm:{name}_total" if kind == "counter" else f"vllm:{name}"
         self._head(name, kind, words)

@@ -1,4 +1,5 @@
-"""The parsers of one choice of a chat together: its thoughts, its tool calls, and what is hidden of both. Pure.
+"""The parsers of one choice of a chat together: its thoughts, its tool calls, and what is hidden of
+both. Pure.
 
 Owns the order: thoughts come first, calls are looked for in the text behind them.
 """
@@ -20,17 +21,26 @@ def looks_for_calls(body: ChatBody) -> bool:
 
 
 def finish_of(body: ChatBody, reason: str | None, parser: CallParser | None) -> str | None:
-    """Return the finish reason that a client sees. `parser`: of the choice, None if it looks for no calls."""
+    """Return the finish reason that a client sees. `parser`: of the choice, None if it looks for no
+    calls.
+    """
     named = isinstance(body.tool_choice, NamedTool)
     called = parser is not None and parser.name is not None and not named
     return "tool_calls" if called and reason == "stop" else reason
 
 
 class ChoiceParser:
-    """The parsers of one choice of a stream. `prompt`: its ids; `hides`: the client gets no reasoning."""
+    """The parsers of one choice of a stream. `prompt`: its ids; `hides`: the client gets no
+    reasoning.
+    """
 
     def __init__(
-        self, facts: SimFacts, prompt: Sequence[int], calls: CallParser | None, *, hides: bool = False
+        self,
+        facts: SimFacts,
+        prompt: Sequence[int],
+        calls: CallParser | None,
+        *,
+        hides: bool = False,
     ) -> None:
         self._thinks = facts.reasoning_parser != "none"
         self._looks = facts.enable_auto_tool_choice
@@ -54,7 +64,11 @@ class ChoiceParser:
             return self._thoughts.add(text, ids)
         if self.calls is not None:
             found = self.calls.add(text)
-            if found is not None and "id" in (found.get("tool_calls") or [{}])[0] and (more := self.calls.add("")):
+            if (
+                found is not None
+                and "id" in (found.get("tool_calls") or [{}])[0]
+                and (more := self.calls.add(""))
+            ):
                 # The step made several tokens: arguments came with the name.
                 found["tool_calls"][0]["function"] |= more["tool_calls"][0]["function"]
             return found

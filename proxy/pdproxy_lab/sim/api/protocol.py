@@ -1,4 +1,5 @@
-"""The request bodies, as pydantic models with vLLM's names and types, so that schema errors are vLLM's.
+"""The request bodies, as pydantic models with vLLM's names and types, so that schema errors are
+vLLM's.
 
 Owns what vLLM's validators refuse before a handler runs. Unknown fields are kept and ignored.
 """
@@ -127,11 +128,18 @@ class GenerationBody(_Body):
             return data
         check_salt(data)
         if data.get("stream_options") and not data.get("stream"):
-            raise RefusedRequest("Stream options can only be defined when `stream=True`.", "stream_options")
-        form = data.get("response_format")
-        if isinstance(form, dict) and form.get("type") == "json_schema" and form.get("json_schema") is None:
             raise RefusedRequest(
-                "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
+                "Stream options can only be defined when `stream=True`.", "stream_options"
+            )
+        form = data.get("response_format")
+        if (
+            isinstance(form, dict)
+            and form.get("type") == "json_schema"
+            and form.get("json_schema") is None
+        ):
+            raise RefusedRequest(
+                "When response_format type is 'json_schema', the 'json_schema' field must be "
+                "provided.",
                 "response_format",
             )
         structured = data.get("structured_outputs")
@@ -140,7 +148,8 @@ class GenerationBody(_Body):
             and sum(structured.get(key) is not None for key in ("json", "regex", "choice")) > 1
         ):
             raise RefusedRequest(
-                "You can only use one kind of constraints for structured outputs ('json', 'regex' or 'choice').",
+                "You can only use one kind of constraints for structured outputs ('json', "
+                "'regex' or 'choice').",
                 "structured_outputs",
             )
         for name in cls._counts():
@@ -149,7 +158,9 @@ class GenerationBody(_Body):
                 raise RefusedRequest(f"`{name}` must be an integer.", name, value=value)
         wanted = data.get("prompt_logprobs")
         if wanted is not None and data.get("stream") and (wanted > 0 or wanted == -1):
-            raise RefusedRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+            raise RefusedRequest(
+                "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
+            )
         for name in cls._counts():
             value = data.get(name)
             if value is not None and value < 0 and value != -1:
@@ -205,7 +216,9 @@ class CompletionBody(GenerationBody):
             if data.get("max_tokens") is None:
                 data = {**data, "max_tokens": 16}
             if data.get("prompt") in (None, "") and not data.get("prompt_embeds"):
-                raise RefusedRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+                raise RefusedRequest(
+                    "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
+                )
         return data
 
 
@@ -240,10 +253,13 @@ class ChatBody(GenerationBody):
             return data
         top = data.get("top_logprobs")
         if isinstance(top, int) and (top == -1 or top > 0) and not data.get("logprobs"):
-            raise RefusedRequest("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+            raise RefusedRequest(
+                "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs"
+            )
         if data.get("tools") == []:
             raise RefusedRequest(
-                "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.",
+                "`tools` must not be an empty array. Either provide at least one tool or omit "
+                "the field entirely.",
                 "tools",
             )
         if "tool_choice" not in data and data.get("tools"):
@@ -252,7 +268,9 @@ class ChatBody(GenerationBody):
         if choice is not None and choice != "none":
             _check_choice(choice, data.get("tools"))
         if data.get("continue_final_message") and data.get("add_generation_prompt"):
-            raise RefusedRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+            raise RefusedRequest(
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+            )
         return data
 
 
@@ -264,22 +282,26 @@ def _check_choice(choice: Any, tools: Any) -> None:
         return
     if not isinstance(choice, dict):
         raise RefusedRequest(
-            f'Invalid value for `tool_choice`: {choice}! Only named tools, "none", "auto" or "required" are supported.',
+            f'Invalid value for `tool_choice`: {choice}! Only named tools, "none", "auto" or '
+            f'"required" are supported.',
             "tool_choice",
         )
     function = choice.get("function")
     if not isinstance(function, dict):
         raise RefusedRequest(
-            f"Invalid value for `function`: `{function}` in `tool_choice`! {usage}", "tool_choice.function"
+            f"Invalid value for `function`: `{function}` in `tool_choice`! {usage}",
+            "tool_choice.function",
         )
     if "name" not in function:
         raise RefusedRequest(
-            f"Expected field `name` in `function` in `tool_choice`! {usage}", "tool_choice.function.name"
+            f"Expected field `name` in `function` in `tool_choice`! {usage}",
+            "tool_choice.function.name",
         )
     names = [tool.get("function", {}).get("name") for tool in tools if isinstance(tool, dict)]
     if function["name"] not in names:
         raise RefusedRequest(
-            "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
+            "The tool specified in `tool_choice` does not match any of the specified `tools`",
+            "tool_choice",
         )
 
 

@@ -1,7 +1,8 @@
 """A reasoning parser: a model's text before `</think>` is not content. Pure.
 
-Owns the rules of vLLM's `deepseek_r1` parser (0.32.0, `reasoning/deepseek_r1_reasoning_parser.py`), with its errors: text that
-is held back when the mark comes is lost in a stream, and reasoning tokens are counted only after a `<think>` of the answer.
+Owns the rules of vLLM's `deepseek_r1` parser (0.32.0, `reasoning/deepseek_r1_reasoning_parser.py`),
+with its errors: text that is held back when the mark comes is lost in a stream, and reasoning
+tokens are counted only after a `<think>` of the answer.
 """
 
 from __future__ import annotations

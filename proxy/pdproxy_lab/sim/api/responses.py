@@ -28,8 +28,10 @@ from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.request import SamplingParams
 
 _NO_BACKGROUND = (
-    "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable these"
-    " features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
+    "This vLLM engine does not support `store=True` and therefore does not support the "
+    "background mode. To enable these"
+    " features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching "
+    "the vLLM server."
 )
 
 
@@ -65,7 +67,9 @@ class ResponsesBody(BaseModel):
         return data
 
 
-async def respond(engine: SimEngine, body: ResponsesBody, _: Request, date: Callable[[], str]) -> Response:
+async def respond(
+    engine: SimEngine, body: ResponsesBody, _: Request, date: Callable[[], str]
+) -> Response:
     """Answer one request.
 
     Raises:
@@ -98,7 +102,10 @@ def _as_chat(body: ResponsesBody) -> ChatBody:
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        messages += [{"role": item.get("role", "user"), "content": _text(item.get("content"))} for item in body.input]
+        messages += [
+            {"role": item.get("role", "user"), "content": _text(item.get("content"))}
+            for item in body.input
+        ]
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -119,9 +126,20 @@ class _Job:
     """The answer to one request while it is generated."""
 
     def __init__(
-        self, engine: SimEngine, body: ResponsesBody, chat: ChatBody, prompt: SimPrompt, params: SamplingParams
+        self,
+        engine: SimEngine,
+        body: ResponsesBody,
+        chat: ChatBody,
+        prompt: SimPrompt,
+        params: SamplingParams,
     ) -> None:
-        self._engine, self._body, self._chat, self._prompt, self._params = engine, body, chat, prompt, params
+        self._engine, self._body, self._chat, self._prompt, self._params = (
+            engine,
+            body,
+            chat,
+            prompt,
+            params,
+        )
         self._id = f"resp_{secrets.token_hex(8)}"
         self._message = f"msg_{secrets.token_hex(8)}"
         self._created = int(time.time())
@@ -131,12 +149,22 @@ class _Job:
     def _response(self, status: str, text: str | None) -> dict[str, Any]:
         output = [] if text is None else [self._item(self._item_status(status), text)]
         used, made = len(self._prompt.ids), self._made
-        details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-        counted = {"input_tokens": used, "output_tokens": made, "total_tokens": used + made, **details}
+        details = {
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
+        counted = {
+            "input_tokens": used,
+            "output_tokens": made,
+            "total_tokens": used + made,
+            **details,
+        }
         return {
             "id": self._id,
             "created_at": self._created,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "instructions": self._body.instructions,
             "metadata": self._body.metadata,
             "model": self._engine.facts.model,
@@ -163,13 +191,21 @@ class _Job:
 
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
         content = [] if text is None else [self._part(text)]
-        return {"id": self._message, "content": content, "role": "assistant", "status": status, "type": "message"}
+        return {
+            "id": self._message,
+            "content": content,
+            "role": "assistant",
+            "status": status,
+            "type": "message",
+        }
 
     def _part(self, text: str) -> dict[str, Any]:
         return {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
 
     async def _texts(self) -> AsyncGenerator[tuple[str, str | None], None]:
-        found = deltas(self._engine, self._id, [self._prompt], [self._params], self._chat, numbered=False)
+        found = deltas(
+            self._engine, self._id, [self._prompt], [self._params], self._chat, numbered=False
+        )
         async with aclosing(found) as all_of_them:
             async for delta in all_of_them:
                 self._made += len(delta.tokens)
@@ -184,7 +220,9 @@ class _Job:
         return response(self._response("incomplete" if finish == "length" else "completed", text))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield a stream's events. vLLM up to 0.32.0 ends every stream of text with `response.completed`."""
+        """Yield a stream's events. vLLM up to 0.32.0 ends every stream of text with
+        `response.completed`.
+        """
         started = self._response("in_progress", None)
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)

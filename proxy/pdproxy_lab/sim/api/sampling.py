@@ -1,6 +1,8 @@
-"""Turns a request's body into sampling parameters; refuses what vLLM refuses, with its texts and in its order. Pure.
+"""Turns a request's body into sampling parameters; refuses what vLLM refuses, with its texts and in
+its order. Pure.
 
-The handler refuses some values. The engine refuses others later, when a stream's status 200 has been sent.
+The handler refuses some values. The engine refuses others later, when a stream's status 200 has
+been sent.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def check_lengths(body: GenerationBody, facts: SimFacts) -> None:
     longest = facts.max_model_len
     if wanted is not None and wanted > longest:
         raise RefusedRequest(
-            f"{name}={wanted} cannot be greater than max_model_len={longest}. Please request fewer output tokens.",
+            f"{name}={wanted} cannot be greater than max_model_len={longest}. Please request "
+            f"fewer output tokens.",
             name,
             value=wanted,
         )
@@ -44,7 +47,9 @@ def check_lengths(body: GenerationBody, facts: SimFacts) -> None:
         )
 
 
-def check_prompt(ids: list[int], body: GenerationBody, facts: SimFacts, *, tokenized: bool) -> list[int]:
+def check_prompt(
+    ids: list[int], body: GenerationBody, facts: SimFacts, *, tokenized: bool
+) -> list[int]:
     """Return a prompt's ids as the engine takes them, truncated if the request asks for it.
 
     `tokenized`: vLLM's tokenizer made them, and stops one token beyond the longest prompt.
@@ -54,12 +59,19 @@ def check_prompt(ids: list[int], body: GenerationBody, facts: SimFacts, *, token
     longest = facts.max_model_len
     if body.truncate_prompt_tokens is not None:
         keep = longest - 1 if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
-        ids = ids[:keep] if body.truncation_side == "right" else ids[len(ids) - keep :] if keep < len(ids) else ids
+        ids = (
+            ids[:keep]
+            if body.truncation_side == "right"
+            else ids[len(ids) - keep :]
+            if keep < len(ids)
+            else ids
+        )
     if len(ids) > longest:
         count = longest + 1 if tokenized else len(ids)
         qualifier = "at least " if count == longest + 1 else ""
         raise RefusedRequest(
-            f"This model's maximum context length is {longest} tokens. However, your prompt contains {qualifier}{count}"
+            f"This model's maximum context length is {longest} tokens. However, your prompt "
+            f"contains {qualifier}{count}"
             " input tokens, which exceeds this limit even without any output tokens."
             " Please reduce the length of the input prompt.",
             "input_tokens",
@@ -104,11 +116,15 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         logit_bias=logit_bias,
-        bad_words=tuple(tuple(tokenizer.encode(word, add_special_tokens=False)) for word in body.bad_words),
+        bad_words=tuple(
+            tuple(tokenizer.encode(word, add_special_tokens=False)) for word in body.bad_words
+        ),
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        thinking_token_budget=None if body.thinking_token_budget == -1 else body.thinking_token_budget,
+        thinking_token_budget=None
+        if body.thinking_token_budget == -1
+        else body.thinking_token_budget,
     )
 
 
@@ -132,7 +148,8 @@ def admit(
         asked = tokenizer.vocab_size if count == -1 else count
         if asked is not None and asked > _MAX_LOGPROBS:
             raise EngineRefused(
-                f"Requested {kind} logprobs of {asked}, which is greater than max allowed: {_MAX_LOGPROBS}",
+                f"Requested {kind} logprobs of {asked}, which is greater than max allowed: "
+                f"{_MAX_LOGPROBS}",
                 "logprobs" if kind == "sample" else "prompt_logprobs",
                 value=asked,
             )
@@ -140,11 +157,14 @@ def admit(
     params.grammar = grammar() if grammar is not None else grammar_for(body, tokenizer)
     if params.thinking_token_budget is not None and facts.reasoning_parser == "none":
         raise EngineRefused(
-            "thinking_token_budget is set but reasoning_config is not configured. Please set --reasoning-parser and/or"
+            "thinking_token_budget is set but reasoning_config is not configured. Please set "
+            "--reasoning-parser and/or"
             " --reasoning-config to use thinking_token_budget."
         )
     if rank is not None and not 0 <= rank < facts.data_parallel_size:
-        raise EngineRefused(f"data_parallel_rank {rank} is out of range [0, {facts.data_parallel_size}).")
+        raise EngineRefused(
+            f"data_parallel_rank {rank} is out of range [0, {facts.data_parallel_size})."
+        )
     if not prompt:
         raise EngineRefused("The decoder prompt cannot be empty")
     if max(prompt) >= tokenizer.vocab_size:
@@ -160,22 +180,34 @@ def _logit_bias(body: GenerationBody) -> dict[int, float]:
         except ValueError:
             wrong.append(token)
     if wrong:
-        message = f"logit_bias contains key(s) that cannot be converted to integer token IDs: {wrong!r}"
+        message = (
+            f"logit_bias contains key(s) that cannot be converted to integer token IDs: {wrong!r}"
+        )
         raise RefusedRequest(message, "logit_bias", value=wrong)
     return found
 
 
 def _check_vocabulary(body: GenerationBody, logit_bias: dict[int, float], size: int) -> None:
-    for name, tokens in (("logit_bias", list(logit_bias)), ("stop_token_ids", body.stop_token_ids or [])):
+    for name, tokens in (
+        ("logit_bias", list(logit_bias)),
+        ("stop_token_ids", body.stop_token_ids or []),
+    ):
         wrong = [token for token in tokens if not 0 <= token < size]
         if wrong:
-            message = f"token_id(s) {wrong} in {name} contain out-of-vocab token ids. Vocabulary size: {size}"
+            message = (
+                f"token_id(s) {wrong} in {name} contain out-of-vocab token ids. Vocabulary size: "
+                f"{size}"
+            )
             raise EngineRefused(message, name, value=wrong)
     allowed = body.allowed_token_ids
     if allowed is not None and not allowed:
-        raise EngineRefused("allowed_token_ids is not None and empty!", "allowed_token_ids", value=[])
+        raise EngineRefused(
+            "allowed_token_ids is not None and empty!", "allowed_token_ids", value=[]
+        )
     if wrong := [token for token in allowed or () if not 0 <= token < size]:
-        raise EngineRefused("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids", value=wrong)
+        raise EngineRefused(
+            "allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids", value=wrong
+        )
 
 
 def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
@@ -185,7 +217,8 @@ def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
         raise RefusedRequest(f"n must be at least 1, got {n}.")
     if n > _MAX_CHOICES:
         raise RefusedRequest(
-            f"n must be at most {_MAX_CHOICES}, got {n}. To increase this limit, set the VLLM_MAX_N_SEQUENCES"
+            f"n must be at most {_MAX_CHOICES}, got {n}. To increase this limit, set the "
+            f"VLLM_MAX_N_SEQUENCES"
             " environment variable."
         )
     for name in ("presence_penalty", "frequency_penalty"):
@@ -197,12 +230,20 @@ def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
         raise RefusedRequest(f"repetition_penalty must be greater than zero, got {penalty}.")
     if not math.isfinite(temperature):
         raise RefusedRequest(
-            f"temperature must be a finite number, got {temperature}.", "temperature", value=temperature
+            f"temperature must be a finite number, got {temperature}.",
+            "temperature",
+            value=temperature,
         )
     if temperature < 0.0:
-        raise RefusedRequest(f"temperature must be non-negative, got {temperature}.", "temperature", value=temperature)
+        raise RefusedRequest(
+            f"temperature must be non-negative, got {temperature}.",
+            "temperature",
+            value=temperature,
+        )
     if temperature > 2.0:
-        raise RefusedRequest(f"temperature must be in [0, 2], got {temperature}.", "temperature", value=temperature)
+        raise RefusedRequest(
+            f"temperature must be in [0, 2], got {temperature}.", "temperature", value=temperature
+        )
     top_p = 1.0 if body.top_p is None else body.top_p
     if not 0.0 < top_p <= 1.0:
         raise RefusedRequest(f"top_p must be in (0, 1], got {top_p}.", "top_p", value=top_p)
@@ -211,12 +252,17 @@ def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
     if body.min_p is not None and not 0.0 <= body.min_p <= 1.0:
         raise RefusedRequest(f"min_p must be in [0, 1], got {body.min_p}.")
     if max_tokens < 1:
-        raise RefusedRequest(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", value=max_tokens)
+        raise RefusedRequest(
+            f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", value=max_tokens
+        )
     if body.min_tokens < 0:
-        raise RefusedRequest(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
+        raise RefusedRequest(
+            f"min_tokens must be greater than or equal to 0, got {body.min_tokens}."
+        )
     if body.min_tokens > max_tokens:
         raise RefusedRequest(
-            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}."
+            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got "
+            f"{body.min_tokens}."
         )
     budget = body.thinking_token_budget
     if budget is not None and budget < -1:
@@ -225,6 +271,8 @@ def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
     if "" in body.stops:
         raise RefusedRequest("stop cannot contain an empty string.")
     if "" in body.bad_words:
-        raise RefusedRequest(f"bad_words cannot contain an empty string. Got bad_words={body.bad_words}")
+        raise RefusedRequest(
+            f"bad_words cannot contain an empty string. Got bad_words={body.bad_words}"
+        )
     if n > 1 and temperature < _GREEDY:
         raise RefusedRequest(f"n must be 1 when using greedy sampling, got {n}.")

@@ -1,8 +1,10 @@
-"""`--enable-scale-out`: chats to token ids and sampling parameters (render), and token ids to chats (derender).
+"""`--enable-scale-out`: chats to token ids and sampling parameters (render), and token ids to chats
+(derender).
 
-Owns the routes `/v1/chat/completions/render` and, for streams, `/v1/chat/completions/derender`, with vLLM's bounds and faults:
-each finish reason becomes `tool_calls` behind a call, a stop token is text, and no token counts as reasoning. The other routes
-of scale-out answer as without the flag. Source: vLLM 0.32.0 `entrypoints/scale_out`, `renderers/online_derenderer.py`.
+Owns the routes `/v1/chat/completions/render` and, for streams, `/v1/chat/completions/derender`,
+with vLLM's bounds and faults: each finish reason becomes `tool_calls` behind a call, a stop token
+is text, and no token counts as reasoning. The other routes of scale-out answer as without the flag.
+Source: vLLM 0.32.0 `entrypoints/scale_out`, `renderers/online_derenderer.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class GeneratedChunk(_Model):
 
 
 class StreamState(_Model):
-    """What the client carries from one call to the next. The first five fields are used without parsers."""
+    """What the client carries from one call to the next. The first five fields are used without
+    parsers.
+    """
 
     prev_tokens: list[str] = []
     prefix_offset: int = Field(default=0, ge=0)
@@ -87,7 +91,8 @@ class StreamState(_Model):
         total, count = sum(self.output_chunk_lens), len(self.output_token_ids)
         if total != count:
             raise ValueError(
-                f"output_chunk_lens must sum to len(output_token_ids) (got sum={total}, len(output_token_ids)={count})"
+                f"output_chunk_lens must sum to len(output_token_ids) (got sum={total}, "
+                f"len(output_token_ids)={count})"
             )
         return self
 
@@ -104,7 +109,9 @@ class DerenderBody(_Model):
     chat_request: ChatBody | None = None
 
 
-def rendered(engine: SimEngine, body: ChatBody, request: Request, date: Callable[[], str]) -> Response:
+def rendered(
+    engine: SimEngine, body: ChatBody, request: Request, date: Callable[[], str]
+) -> Response:
     """Answer `/v1/chat/completions/render`: the body of `/inference/v1/generate` for a chat.
 
     Raises:
@@ -127,11 +134,15 @@ def rendered(engine: SimEngine, body: ChatBody, request: Request, date: Callable
             "sampling_params": _shown(params, body),
             "model": body.model,
             "reasoning_ended": None,
-            "reasoning_parser_kwargs": {"chat_template_kwargs": body.chat_template_kwargs or {}} if thinks else None,
+            "reasoning_parser_kwargs": {"chat_template_kwargs": body.chat_template_kwargs or {}}
+            if thinks
+            else None,
             "return_token_ids": None,
             "output_mode": "tokens",
             "stream": bool(body.stream),
-            "stream_options": body.stream_options.model_dump() if body.stream and body.stream_options else None,
+            "stream_options": body.stream_options.model_dump()
+            if body.stream and body.stream_options
+            else None,
             "cache_salt": body.cache_salt,
             "priority": body.priority,
             "kv_transfer_params": None,
@@ -141,7 +152,9 @@ def rendered(engine: SimEngine, body: ChatBody, request: Request, date: Callable
 
 
 def _shown(params: SamplingParams, body: ChatBody) -> dict[str, Any]:
-    """Return sampling parameters as vLLM shows them: without most of those that have its defaults."""
+    """Return sampling parameters as vLLM shows them: without most of those that have its
+    defaults.
+    """
     forced = body.structured_outputs.model_dump(by_alias=True) if body.structured_outputs else None
     if body.tools and body.tool_choice not in (None, "none", "auto"):
         forced = {"structural_tag": "tool calls"}
@@ -172,7 +185,8 @@ def _shown(params: SamplingParams, body: ChatBody) -> dict[str, Any]:
 
 
 def derendered(engine: SimEngine, body: DerenderBody) -> Response:
-    """Answer `/v1/chat/completions/derender`: what the chat's stream shows of one event of token ids, and the state behind it.
+    """Answer `/v1/chat/completions/derender`: what the chat's stream shows of one event of token
+    ids, and the state behind it.
 
     Raises:
         Refused: for the caller to answer.
@@ -182,27 +196,36 @@ def derendered(engine: SimEngine, body: DerenderBody) -> Response:
     parses = facts.enable_auto_tool_choice or facts.reasoning_parser != "none"
     if parses and chat is None:
         raise RefusedRequest(
-            "chat_request is required when a tool or reasoning parser is configured because plain detokenization would leak"
+            "chat_request is required when a tool or reasoning parser is configured because "
+            "plain detokenization would leak"
             " raw parser markup into content."
         )
     if parses and body.prompt_token_ids is None:
         raise RefusedRequest(
-            "prompt_token_ids is required when a tool or reasoning parser is configured. Without it parse_delta cannot tell"
-            " whether the prompt left reasoning open (e.g. a chat template that pre-opens <think>) and would misclassify"
+            "prompt_token_ids is required when a tool or reasoning parser is configured. Without "
+            "it parse_delta cannot tell"
+            " whether the prompt left reasoning open (e.g. a chat template that pre-opens "
+            "<think>) and would misclassify"
             " reasoning content as plain content."
         )
     if len(chunk.choices) > 1:
-        raise RefusedRequest(f"derender_chat_stream expects at most one choice per chunk (got {len(chunk.choices)}).")
+        raise RefusedRequest(
+            f"derender_chat_stream expects at most one choice per chunk (got {len(chunk.choices)})."
+        )
     state = body.stream_state or StreamState()
     prompt, prior = body.prompt_token_ids or [], len(state.output_token_ids)
     delta = sum(len(choice.token_ids or ()) for choice in chunk.choices)
     if len(prompt) + prior + delta > facts.max_model_len:
         raise RefusedRequest(
-            f"prompt_token_ids length ({len(prompt)}) plus output_token_ids length ({prior}) plus delta ({delta})"
+            f"prompt_token_ids length ({len(prompt)}) plus output_token_ids length ({prior}) "
+            f"plus delta ({delta})"
             f" exceeds max_model_len ({facts.max_model_len})."
         )
     try:
-        choices = [_choice(engine, chat or ChatBody(messages=[]), prompt, state, one) for one in chunk.choices]
+        choices = [
+            _choice(engine, chat or ChatBody(messages=[]), prompt, state, one)
+            for one in chunk.choices
+        ]
     except IndexError:
         raise RefusedRequest("invalid stream_state: derender failed") from None
     counted = chunk.usage
@@ -227,11 +250,19 @@ def derendered(engine: SimEngine, body: DerenderBody) -> Response:
 
 
 def _choice(
-    engine: SimEngine, chat: ChatBody, prompt: Sequence[int], state: StreamState, choice: GeneratedChoice
+    engine: SimEngine,
+    chat: ChatBody,
+    prompt: Sequence[int],
+    state: StreamState,
+    choice: GeneratedChoice,
 ) -> dict[str, Any]:
-    """Return a choice, parsed behind all tokens of `state`, which are parsed again; update the state."""
+    """Return a choice, parsed behind all tokens of `state`, which are parsed again; update the
+    state.
+    """
     facts = engine.facts
-    hides = not chat.include_reasoning and (facts.reasoning_parser != "none" or facts.enable_auto_tool_choice)
+    hides = not chat.include_reasoning and (
+        facts.reasoning_parser != "none" or facts.enable_auto_tool_choice
+    )
     calls = CallParser(f"chatcmpl-tool-{secrets.token_hex(8)}") if looks_for_calls(chat) else None
     parser = ChoiceParser(facts, prompt, calls, hides=hides)
     detokenizer = Detokenizer(engine.tokenizer, skip_special_tokens=False)
@@ -254,7 +285,11 @@ def _choice(
             call["id"] = state.last_tool_call_ids[call["index"]]
         else:
             state.last_tool_call_ids.append(call["id"])
-    delta = {"role": None if state.role_sent else "assistant", "content": None, "reasoning": None} | found
+    delta = {
+        "role": None if state.role_sent else "assistant",
+        "content": None,
+        "reasoning": None,
+    } | found
     state.role_sent = True
     if "tool_calls" in delta:
         delta["tool_calls"] = [_spelled_out(call) for call in delta["tool_calls"]]
@@ -270,7 +305,9 @@ def _choice(
     }
 
 
-def _add(parser: ChoiceParser, detokenizer: Detokenizer, ids: Sequence[int]) -> dict[str, Any] | None:
+def _add(
+    parser: ChoiceParser, detokenizer: Detokenizer, ids: Sequence[int]
+) -> dict[str, Any] | None:
     detokenizer.add(ids, stopped=False)
     return parser.add(detokenizer.take(finished=False), ids)
 

@@ -1,4 +1,6 @@
-"""`/generative_scoring`: how likely a token is as the next one after a query and an item. Bodies have vLLM's bytes."""
+"""`/generative_scoring`: how likely a token is as the next one after a query and an item. Bodies
+have vLLM's bytes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ async def score(engine: SimEngine, body: ScoringBody, request: Request) -> Respo
     for label in body.label_token_ids:
         if not 0 <= label < size:
             raise RefusedRequest(
-                f"label_token_id {label} is out of vocabulary range [0, {size}). Please provide valid token IDs."
+                f"label_token_id {label} is out of vocabulary range [0, {size}). Please provide "
+                f"valid token IDs."
             )
     if not body.label_token_ids:
         raise RefusedRequest("label_token_ids must contain at least one token ID.")
@@ -68,23 +71,32 @@ async def score(engine: SimEngine, body: ScoringBody, request: Request) -> Respo
     if len(body.label_token_ids) > _MAX_LABELS:
         count = len(body.label_token_ids)
         raise RefusedRequest(
-            f"Requested logprob_token_ids of length {count}, which is greater than max allowed: {_MAX_LABELS}",
+            f"Requested logprob_token_ids of length {count}, which is greater than max allowed: "
+            f"{_MAX_LABELS}",
             "logprob_token_ids",
             value=count,
         )
-    base = f"generative-scoring-{request.headers.get('x-request-id') or body.request_id or engine.new_id()}"
+    base = (
+        f"generative-scoring-"
+        f"{request.headers.get('x-request-id') or body.request_id or engine.new_id()}"
+    )
     created = int(time.time())
     prompts = _prompts(engine, body)
     if not all(prompts):
         raise RefusedRequest("The decoder prompt cannot be empty")
     names = (f"{base}-{number}" for number in range(len(prompts)))
-    reads = [asyncio.ensure_future(_read(engine, body, name, ids)) for name, ids in zip(names, prompts, strict=False)]
+    reads = [
+        asyncio.ensure_future(_read(engine, body, name, ids))
+        for name, ids in zip(names, prompts, strict=False)
+    ]
     try:
         found = await asyncio.gather(*reads)
     finally:
         for read in reads:
             read.cancel()
-    data = [{"index": n, "object": "score", "score": _score(read, body)} for n, read in enumerate(found)]
+    data = [
+        {"index": n, "object": "score", "score": _score(read, body)} for n, read in enumerate(found)
+    ]
     return response(
         {
             "id": base,
@@ -100,7 +112,11 @@ async def score(engine: SimEngine, body: ScoringBody, request: Request) -> Respo
 
 def _prompts(engine: SimEngine, body: ScoringBody) -> list[list[int]]:
     def ids(text: str | list[int], *, special: bool) -> list[int]:
-        return engine.tokenizer.encode(text, add_special_tokens=special) if isinstance(text, str) else text
+        return (
+            engine.tokenizer.encode(text, add_special_tokens=special)
+            if isinstance(text, str)
+            else text
+        )
 
     query = ids(body.query, special=body.add_special_tokens)
     items = [ids(item, special=False) for item in body.items]
@@ -123,7 +139,10 @@ async def _read(engine: SimEngine, body: ScoringBody, name: str, ids: list[int])
         for token in output.tokens:
             known = {candidate.token: candidate.logprob for candidate in token.top}
     likeliest = next(iter(known), 0)
-    return [known.get(label, -12.0 - (mix(likeliest, label) % 4096) / 1024) for label in body.label_token_ids]
+    return [
+        known.get(label, -12.0 - (mix(likeliest, label) % 4096) / 1024)
+        for label in body.label_token_ids
+    ]
 
 
 def _score(logprobs: list[float], body: ScoringBody) -> float:

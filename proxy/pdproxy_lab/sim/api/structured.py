@@ -1,7 +1,8 @@
 """Structured outputs in simple form: a few valid texts, of which the model generates one. Pure.
 
-Owns the making of texts that fit a JSON schema, a regular expression or a list of choices. A real engine may generate any text
-that fits. Here the answer is valid, depends on the KV, and takes several tokens.
+Owns the making of texts that fit a JSON schema, a regular expression or a list of choices. A real
+engine may generate any text that fits. Here the answer is valid, depends on the KV, and takes
+several tokens.
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ class TextGrammar:
     binds_thoughts = False
 
     def __init__(self, tokenizer: BuiltInTokenizer, texts: Iterable[str]) -> None:
-        self._paths = list(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
+        self._paths = list(
+            dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        )
 
     def allowed(self, generated: Sequence[int]) -> Sequence[int]:
         """Return the ids that may follow."""
         so_far, length = tuple(generated), len(generated)
-        found = [path[length] if len(path) > length else EOS for path in self._paths if path[:length] == so_far]
+        found = [
+            path[length] if len(path) > length else EOS
+            for path in self._paths
+            if path[:length] == so_far
+        ]
         return list(dict.fromkeys(found)) or [EOS]
 
 
@@ -72,14 +79,23 @@ def grammar_for(body: GenerationBody, tokenizer: BuiltInTokenizer) -> Grammar | 
         schema = json.loads(wanted.json_) if isinstance(wanted.json_, str) else wanted.json_
     elif form is not None and form.type == "json_schema" and form.json_schema is not None:
         schema = form.json_schema.schema_ or {}
-    elif (form is not None and form.type == "json_object") or (wanted is not None and wanted.json_object):
-        schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    elif (form is not None and form.type == "json_object") or (
+        wanted is not None and wanted.json_object
+    ):
+        schema = {
+            "type": "object",
+            "properties": {"answer": {"type": "string"}},
+            "required": ["answer"],
+        }
     return None if schema is None else TextGrammar(tokenizer, texts_of_schema(schema))
 
 
 def texts_of_schema(schema: Mapping[str, Any]) -> list[str]:
     """Return some texts that fit a JSON schema."""
-    return [json.dumps(_value(schema, variant, schema, 0), ensure_ascii=False) for variant in range(_VARIANTS)]
+    return [
+        json.dumps(_value(schema, variant, schema, 0), ensure_ascii=False)
+        for variant in range(_VARIANTS)
+    ]
 
 
 def _value(schema: Any, variant: int, root: Mapping[str, Any], depth: int) -> Any:
@@ -104,11 +120,15 @@ def _value(schema: Any, variant: int, root: Mapping[str, Any], depth: int) -> An
         case "object":
             names = schema.get("properties", {})
             return {
-                name: _value(one, variant + place, root, depth + 1) for place, (name, one) in enumerate(names.items())
+                name: _value(one, variant + place, root, depth + 1)
+                for place, (name, one) in enumerate(names.items())
             }
         case "array":
             count = max(schema.get("minItems", 1), 1)
-            return [_value(schema.get("items", {}), variant + place, root, depth + 1) for place in range(count)]
+            return [
+                _value(schema.get("items", {}), variant + place, root, depth + 1)
+                for place in range(count)
+            ]
         case "string":
             if "pattern" in schema:
                 return texts_of_regex(schema["pattern"])[variant % _VARIANTS]
@@ -160,8 +180,14 @@ def _matching(tree: Iterable[tuple[Any, Any]], seed: int) -> str:
 
 def _one_of(options: Sequence[tuple[Any, Any]], seed: int) -> str:
     if options[0][0] is sre.NEGATE:
-        excluded = re.compile("[" + "".join(re.escape(chr(v)) for kind, v in options[1:] if kind is sre.LITERAL) + "]")
-        found = [char for char in "abcdefghijklmnop0123456789 " if len(options) == 1 or not excluded.match(char)]
+        excluded = re.compile(
+            "[" + "".join(re.escape(chr(v)) for kind, v in options[1:] if kind is sre.LITERAL) + "]"
+        )
+        found = [
+            char
+            for char in "abcdefghijklmnop0123456789 "
+            if len(options) == 1 or not excluded.match(char)
+        ]
         return found[seed % len(found)]
     kind, value = options[seed % len(options)]
     if kind is sre.LITERAL:
@@ -169,7 +195,11 @@ def _one_of(options: Sequence[tuple[Any, Any]], seed: int) -> str:
     if kind is sre.RANGE:
         return chr(value[0] + seed % (value[1] - value[0] + 1))
     if kind is sre.CATEGORY:
-        named = {sre.CATEGORY_DIGIT: "0123456789", sre.CATEGORY_SPACE: " ", sre.CATEGORY_WORD: "abcdefxyz_0123456789"}
+        named = {
+            sre.CATEGORY_DIGIT: "0123456789",
+            sre.CATEGORY_SPACE: " ",
+            sre.CATEGORY_WORD: "abcdefxyz_0123456789",
+        }
         if value in named:
             return named[value][seed % len(named[value])]
     raise NotImplementedError(f"unsupported set {kind}")

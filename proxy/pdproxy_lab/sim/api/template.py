@@ -1,7 +1,7 @@
 """The chat templates: messages to the text of a prompt. Pure.
 
-Owns how roles, tools and thinking are printed. `chatml` is common, `plain` has other marks, `dated` prints the date, as some
-real templates do: around midnight two engines may make different prompts.
+Owns how roles, tools and thinking are printed. `chatml` is common, `plain` has other marks, `dated`
+prints the date, as some real templates do: around midnight two engines may make different prompts.
 """
 
 from __future__ import annotations
@@ -36,14 +36,20 @@ def render(
         Refused: the conversation is empty, or has content that is not text.
     """
     if not messages:
-        raise RefusedRequest("Cannot apply chat template to an empty conversation. Provide at least one message.")
+        raise RefusedRequest(
+            "Cannot apply chat template to an empty conversation. Provide at least one message."
+        )
     if not isinstance(messages[0].get("role"), str):
         raise RefusedRequest("Each message must have a role.")
     begin, end = _MARKS[template]
     parts = [begin.format("system") + f"Today is {date}." + end] if template == "dated" else []
     parts += [begin.format(message.get("role")) + _content(message) + end for message in messages]
     if tools:
-        parts.append(begin.format("tools") + json.dumps(list(tools), ensure_ascii=False, sort_keys=True) + end)
+        parts.append(
+            begin.format("tools")
+            + json.dumps(list(tools), ensure_ascii=False, sort_keys=True)
+            + end
+        )
     if continue_final_message:
         return "".join(parts)[: -len(end)]
     if add_generation_prompt:
@@ -64,7 +70,10 @@ def _content(message: Mapping[str, Any]) -> str:
     else:
         raise RefusedRequest("Message content must be a string or a list of parts.")
     calls = message.get("tool_calls") or ()
-    printed = [json.dumps(_call(call.get("function", {})), ensure_ascii=False, sort_keys=True) for call in calls]
+    printed = [
+        json.dumps(_call(call.get("function", {})), ensure_ascii=False, sort_keys=True)
+        for call in calls
+    ]
     return text + "".join(f"<tool_call>\n{call}\n</tool_call>" for call in printed)
 
 
@@ -84,7 +93,13 @@ def _call(function: Any) -> Any:
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+    if (
+        isinstance(part, Mapping)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+    ):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RefusedRequest(f"At most 0 {str(kind).removesuffix('_url')}(s) may be provided in one prompt.")
+    raise RefusedRequest(
+        f"At most 0 {str(kind).removesuffix('_url')}(s) may be provided in one prompt."
+    )

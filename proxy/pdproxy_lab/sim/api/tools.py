@@ -1,6 +1,8 @@
-"""Tool calls in simple form: the text that a model is forced to generate, and the parser that turns it into calls. Pure.
+"""Tool calls in simple form: the text that a model is forced to generate, and the parser that turns
+it into calls. Pure.
 
-Owns both sides: what is forced by `tool_choice`, and the deltas of names and arguments that a client gets.
+Owns both sides: what is forced by `tool_choice`, and the deltas of names and arguments that a
+client gets.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _BEGIN, _END = "<tool_call>\n", "\n</tool_call>"
 
 
 def calls_tools(body: ChatBody, prompt: Sequence[int]) -> bool:
-    """Return whether the model calls a tool: always if it must, else depending on the prompt's ids."""
+    """Return whether the model calls a tool: always if it must, else depending on the prompt's
+    ids.
+    """
     if not body.tools or body.tool_choice in (None, "none"):
         return False
     return body.tool_choice != "auto" or mix(*prompt[-64:]) % 2 == 0
@@ -43,8 +47,13 @@ def grammar_of_calls(body: ChatBody, tokenizer: BuiltInTokenizer) -> TextGrammar
 
 
 def grammar_of_begun_call(prompt: Sequence[int], tokenizer: BuiltInTokenizer) -> Grammar | None:
-    """Return how a model ends a call that a prompt ends with the beginning of, None where it does not. As a real model would."""
-    begun = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (TOOL_CALL, IM_END)), None)
+    """Return how a model ends a call that a prompt ends with the beginning of, None where it does
+    not. As a real model would.
+    """
+    begun = next(
+        (place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (TOOL_CALL, IM_END)),
+        None,
+    )
     if begun is None or prompt[begun] != TOOL_CALL:
         return None
     found = _TOOLS.findall(tokenizer.decode(prompt[:begun], skip_special_tokens=False))
@@ -69,7 +78,9 @@ class _Rest:
 
 
 class CallParser:
-    """Turns the text of one choice into deltas. Free text passes, a call comes as its name and pieces of its arguments."""
+    """Turns the text of one choice into deltas. Free text passes, a call comes as its name and
+    pieces of its arguments.
+    """
 
     def __init__(self, call_id: str) -> None:
         self._call_id = call_id
@@ -102,7 +113,11 @@ class CallParser:
             return None
         before, self.arguments = len(self.arguments), _first_value(self._text[marker.end() :])
         new = self.arguments[before:]
-        return {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": new}}]} if new else None
+        return (
+            {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": new}}]}
+            if new
+            else None
+        )
 
 
 def _first_value(text: str) -> str:

@@ -17,18 +17,29 @@ from pdproxy_lab.sim.sse import DONE
 
 NO_HTTP = b"\x16\x03\x01\x02\x00 this is no HTTP \x00\xff\xfe\r\n\r\n"
 _NO_JSON = b'{"id":"cmpl-0","object":"text_completion","choices":[{"index":0,"te'
-_TYPES = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError"}
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+}
 
 
 class _HalfChunk(FaultKind):
     name = "half_chunk"
-    summary = "half of what is due (an HTTP chunk or a whole body) is sent, then the connection is closed"
+    summary = (
+        "half of what is due (an HTTP chunk or a whole body) is sent, then the connection is closed"
+    )
     moments = ("mid_stream", "head", "before_first_token", "last_chunk", "before_done")
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         if not answer.writer.head_out and answer.start is not None:
             await answer.writer.send(answer.start)
-        due = answer.due or {"type": "http.response.body", "body": b"data: " + _NO_JSON, "more_body": True}
+        due = answer.due or {
+            "type": "http.response.body",
+            "body": b"data: " + _NO_JSON,
+            "more_body": True,
+        }
         data, _ = await answer.writer.rendered(due)
         await answer.writer.raw(data[: len(data) - len(data) // 2])
         answer.ended()
@@ -37,7 +48,10 @@ class _HalfChunk(FaultKind):
 
 class _Garbage(FaultKind):
     name = "garbage"
-    summary = "bytes that are no HTTP (what=http; close=true: then the connection is closed) or no JSON (what=json)"
+    summary = (
+        "bytes that are no HTTP (what=http; close=true: then the connection is closed) or no "
+        "JSON (what=json)"
+    )
     moments = default_first("queued", ANSWER)
     args = arguments(what="http", close=False)
 
@@ -90,7 +104,9 @@ class _Status(FaultKind):
             headers.append((b"location", now.args["location"].encode()))
         elif not body:
             phrase = responses.get(status, str(status))
-            body = msgspec.json.encode(error_body(phrase, _TYPES.get(status, "InternalServerError"), status))
+            body = msgspec.json.encode(
+                error_body(phrase, _TYPES.get(status, "InternalServerError"), status)
+            )
         await send_whole(answer, status, body, *headers)
 
 
@@ -109,13 +125,16 @@ class _ErrorEvent(FaultKind):
 class _TextAfterError(FaultKind):
     name = "text_after_error"
     summary = (
-        "an error event, behind it in the same write the due event twice and `[DONE]`, and the stream's regular end"
+        "an error event, behind it in the same write the due event twice and `[DONE]`, and the "
+        "stream's regular end"
     )
     moments = ("mid_stream",)
     streams = True
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
-        await send_stream(answer, error_event("Internal server error") + 2 * _due_body(answer) + DONE)
+        await send_stream(
+            answer, error_event("Internal server error") + 2 * _due_body(answer) + DONE
+        )
 
 
 class _EmptyBody(FaultKind):
@@ -151,12 +170,20 @@ class _NoDone(FaultKind):
 
 class _AbortFinish(FaultKind):
     name = "abort_finish"
-    summary = 'finish_reason "abort" (in a stream with a token) and `[DONE]`: what a terminated vLLM may send'
+    summary = (
+        'finish_reason "abort" (in a stream with a token) and `[DONE]`: what a terminated vLLM '
+        "may send"
+    )
     moments = ("mid_stream", "before_first_token", "last_chunk")
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
-        if answer.streamed and now.at == "before_first_token":  # vLLM skips events of a choice without any token
-            usage = b"data: " + _only_usage(_due_event(answer)) + b"\n\n" if answer.usage_at_end else b""
+        # vLLM skips events of a choice without any token
+        if answer.streamed and now.at == "before_first_token":
+            usage = (
+                b"data: " + _only_usage(_due_event(answer)) + b"\n\n"
+                if answer.usage_at_end
+                else b""
+            )
             await send_stream(answer, usage, DONE)
         elif answer.streamed:
             event = _aborted(_due_event(answer))

@@ -69,12 +69,19 @@ class PlannedFault(msgspec.Struct, frozen=True, kw_only=True):
         kind = self.definition
         at = self.at or kind.moments[0]
         if at not in kind.moments:
-            raise FaultError(f"at = {at!r} is no moment of {self.kind}: its moments are {', '.join(kind.moments)}")
+            raise FaultError(
+                f"at = {at!r} is no moment of {self.kind}: its moments are "
+                f"{', '.join(kind.moments)}"
+            )
         self._check_choice()
         args = _complete(kind, self.args)
         kind.check(at, args)
-        if at in MESSAGES and (self.path is not None or self.stream is not None or self.holds is not None):
-            raise FaultError(f"{self.kind} takes no path, no stream and no holds: {SPELLED[at]} is no answer")
+        if at in MESSAGES and (
+            self.path is not None or self.stream is not None or self.holds is not None
+        ):
+            raise FaultError(
+                f"{self.kind} takes no path, no stream and no holds: {SPELLED[at]} is no answer"
+            )
         if kind.streams and self.stream is False:
             raise FaultError(f"{self.kind} can't happen to whole answers (stream = false)")
         msgspec.structs.force_setattr(self, "at", at)
@@ -97,7 +104,9 @@ class PlannedFault(msgspec.Struct, frozen=True, kw_only=True):
                 "holds": self.holds,
             }
             if wrong := [name for name, value in given.items() if value is not None]:
-                raise FaultError(f"{self.kind} takes no {wrong[0]}: a closed port receives no requests")
+                raise FaultError(
+                    f"{self.kind} takes no {wrong[0]}: a closed port receives no requests"
+                )
         if self.next is not None and self.rate is not None:
             raise FaultError("next and rate exclude each other")
         if self.next is not None and self.next < 1:
@@ -131,7 +140,14 @@ def _complete(kind: FaultKind, given: Mapping[str, Argument]) -> dict[str, Argum
     for key, value in given.items():
         if key not in kind.args:
             known = ", ".join(
-                [*kind.args, *(name for name in PlannedFault.__struct_fields__ if name not in ("kind", "at", "args"))]
+                [
+                    *kind.args,
+                    *(
+                        name
+                        for name in PlannedFault.__struct_fields__
+                        if name not in ("kind", "at", "args")
+                    ),
+                ]
             )
             raise FaultError(f"{kind.name} takes no {key!r}: it takes {known}")
         wanted = type(kind.args[key])
@@ -145,7 +161,8 @@ def _complete(kind: FaultKind, given: Mapping[str, Argument]) -> dict[str, Argum
 
 
 def fault_of(values: Mapping[str, Any]) -> PlannedFault:
-    """Make a fault of names and values. A kind's own arguments stand among them or in `args`; texts are converted.
+    """Make a fault of names and values. A kind's own arguments stand among them or in `args`; texts
+    are converted.
 
     Raises:
         FaultError: a name or a value is wrong.
@@ -245,7 +262,9 @@ class FaultBook:
         return [one for one in self.armed.values() if one.fault.definition.closes_port]
 
     def due(self, at: Moment, now: Situation) -> Iterator[Occurrence]:
-        """Yield the faults that happen to a request at this moment, in the order of arming. Each one is counted."""
+        """Yield the faults that happen to a request at this moment, in the order of arming. Each
+        one is counted.
+        """
         for one in list(self.armed.values()):
             fault = one.fault
             if not fault.fits(at, now) or fault.definition.closes_port:

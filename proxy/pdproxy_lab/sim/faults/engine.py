@@ -21,11 +21,14 @@ class _DeadCore(FaultKind):
 
     def on_answer(self, answer: AnswerTarget, now: Occurrence) -> bool:
         answer.engine.kill_core()
-        # What the API server already has is written; the next event of a stream would have come from the core.
+        # What the API server already has is written; the next event of a stream would have come
+        # from the core.
         return not (answer.streamed and answer.writer.head_out) or now.at == "after"
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
-        await send_stream(answer, error_event(since.dead_message(answer.engine.facts.version)), DONE)
+        await send_stream(
+            answer, error_event(since.dead_message(answer.engine.facts.version)), DONE
+        )
 
 
 class _LeaseExpiry(FaultKind):
@@ -40,7 +43,9 @@ class _LeaseExpiry(FaultKind):
 
 class _LoadFailure(FaultKind):
     name = "load_failure"
-    summary = "the next transfer of KV that the engine begins fails: D's pull or registration, P's push"
+    summary = (
+        "the next transfer of KV that the engine begins fails: D's pull or registration, P's push"
+    )
     moments = ("handed_over", "queued")
 
     def on_answer(self, answer: AnswerTarget, now: Occurrence) -> bool:
@@ -71,7 +76,9 @@ class _Kill(FaultKind):
 
 class _Freeze(FaultKind):
     name = "freeze"
-    summary = "stopped (SIGSTOP) for `seconds` (0: until thawed): sockets stay open, nothing answers"
+    summary = (
+        "stopped (SIGSTOP) for `seconds` (0: until thawed): sockets stay open, nothing answers"
+    )
     moments = REQUEST
     args = arguments(seconds=0.0)
 
@@ -83,7 +90,8 @@ class _Freeze(FaultKind):
 class _CoreFreeze(FaultKind):
     name = "core_freeze"
     summary = (
-        "the engine core is stopped (SIGSTOP) for `seconds` (0: until thawed), the API server stays up: `/health` answers, no"
+        "the engine core is stopped (SIGSTOP) for `seconds` (0: until thawed), the API server "
+        "stays up: `/health` answers, no"
         " metric moves (`rank`: only that data-parallel rank's core, empty: all)"
     )
     moments = REQUEST
@@ -101,7 +109,9 @@ class _CoreFreeze(FaultKind):
 
 class _NoFin(FaultKind):
     name = "no_fin"
-    summary = "terminated (SIGTERM): the listener is closed, open answers send nothing more and no FIN"
+    summary = (
+        "terminated (SIGTERM): the listener is closed, open answers send nothing more and no FIN"
+    )
     moments = REQUEST
     engine_continues = True
 

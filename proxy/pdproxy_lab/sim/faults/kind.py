@@ -1,8 +1,8 @@
 """A kind of fault: the base class of all faults.
 
-A kind acts in one of four ways, by the method that it overrides: `on_connection` (no answer is under way), `on_answer` (the
-application's answer goes on), `take_over` (the client gets something else instead), `on_notice`. Kinds with `closes_port` act by
-being armed.
+A kind acts in one of four ways, by the method that it overrides: `on_connection` (no answer is
+under way), `on_answer` (the application's answer goes on), `take_over` (the client gets something
+else instead), `on_notice`. Kinds with `closes_port` act by being armed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Occurrence(msgspec.Struct, frozen=True):
 
 
 class FaultKind:
-    """One kind of fault. Subclasses set the facts and override the actions that their moments need."""
+    """One kind of fault. Subclasses set the facts and override the actions that their moments
+    need.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -49,7 +51,9 @@ class FaultKind:
     replaces: ClassVar[bool] = False
     """It can only happen while nothing of the answer has been sent."""
     closes_port: ClassVar[bool] = False
-    """The port refuses connections while it is armed, for `seconds` (0: until it is disarmed). It has no other action."""
+    """The port refuses connections while it is armed, for `seconds` (0: until it is disarmed). It
+    has no other action.
+    """
     engine_continues: ClassVar[bool] = False
     """The engine goes on working for an answer that was taken over."""
 
@@ -61,19 +65,29 @@ class FaultKind:
         """
 
     def on_connection(self, connection: Connection, now: Occurrence) -> bool:
-        """Act on a connection before its first request or right after a whole answer; return whether it has acted."""
+        """Act on a connection before its first request or right after a whole answer; return
+        whether it has acted.
+        """
         return False
 
     def on_answer(self, answer: AnswerTarget, now: Occurrence) -> bool:
-        """Act and leave the answer to the application; return False to take the answer over instead."""
+        """Act and leave the answer to the application; return False to take the answer over
+        instead.
+        """
         return False
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
-        """Give the client something else. On return the answer is complete, or the connection ends by itself or by the client."""
-        raise NotImplementedError(self.name)  # pragma: no cover - a kind that nothing implements is a defect
+        """Give the client something else. On return the answer is complete, or the connection ends
+        by itself or by the client.
+        """
+        raise NotImplementedError(
+            self.name
+        )  # pragma: no cover - a kind that nothing implements is a defect
 
     def on_notice(self, delivery: Delivery, now: Occurrence) -> None:
-        """Change how a notice, or a message with KV events, is sent, or a replay of them is answered."""
+        """Change how a notice, or a message with KV events, is sent, or a replay of them is
+        answered.
+        """
 
 
 def arguments(**defaults: Argument) -> Mapping[str, Argument]:

@@ -9,7 +9,9 @@ _JSON = (b"content-type", b"application/json")
 _VARY = (b"vary", b"Origin")
 
 
-async def send_whole(answer: AnswerTarget, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+async def send_whole(
+    answer: AnswerTarget, status: int, body: bytes, *headers: tuple[bytes, bytes]
+) -> None:
     """Send a whole answer."""
     named = [(b"content-length", b"%d" % len(body)), _JSON, _VARY, *headers]
     await answer.writer.send({"type": "http.response.start", "status": status, "headers": named})
@@ -18,7 +20,9 @@ async def send_whole(answer: AnswerTarget, status: int, body: bytes, *headers: t
 
 
 async def send_stream(answer: AnswerTarget, *events: bytes) -> None:
-    """Send events (empty ones are left out) and the stream's regular end; before them the head if it has not been sent."""
+    """Send events (empty ones are left out) and the stream's regular end; before them the head if
+    it has not been sent.
+    """
     if not answer.writer.head_out:
         start: Message = {"type": "http.response.start", "status": 200, "headers": [_SSE, _VARY]}
         await answer.writer.send(start)

@@ -1,6 +1,7 @@
 """The moments at which faults can happen. Data only.
 
-A moment is an instant in one request's life. A fault whose moment does not come for a request does not fire, and stays armed.
+A moment is an instant in one request's life. A fault whose moment does not come for a request does
+not fire, and stays armed.
 
 | moment | the instant |
 |---|---|
@@ -18,8 +19,9 @@ A moment is an instant in one request's life. A fault whose moment does not come
 | kv_events | a message with KV events is due (as for a notice; `rank` is the data-parallel one) |
 | kv_replay | somebody has asked for KV events again (as for a notice) |
 
-From `head` on, and for the `last_chunk` of whole answers, only answers with status 200 have moments.
-"""
+From `head` on, and for the `last_chunk` of whole answers, only answers with status 200 have
+moments.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 NOTICE: tuple[Moment, ...] = ("notice",)
 KV_EVENTS: tuple[Moment, ...] = ("kv_events",)
 KV_REPLAY: tuple[Moment, ...] = ("kv_replay",)
-SPELLED: dict[Moment, str] = {"notice": "a notice", "kv_events": "a message with KV events", "kv_replay": "a replay"}
+SPELLED: dict[Moment, str] = {
+    "notice": "a notice",
+    "kv_events": "a message with KV events",
+    "kv_replay": "a replay",
+}
 MESSAGES: tuple[Moment, ...] = tuple(SPELLED)
 """Those at which a message is due that is no answer."""
 ANSWER: tuple[Moment, ...] = tuple(one for one in MOMENTS if one not in MESSAGES)

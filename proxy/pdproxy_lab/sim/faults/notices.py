@@ -19,7 +19,9 @@ NO_NOTICES = (
     msgspec.msgpack.encode({"type": "ProxyNotif"}),
     msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": 7}),
     msgspec.msgpack.encode({"type": "AllocRequest", "keys": []}),
-    msgspec.msgpack.encode({"type": notifier.TYPE, "v": 99, "event": "ready", "req_id": "from the future"}),
+    msgspec.msgpack.encode(
+        {"type": notifier.TYPE, "v": 99, "event": "ready", "req_id": "from the future"}
+    ),
     msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": "x" * 100})[:-1],
 )
 """Messages that no receiver can take for a notice."""
@@ -27,7 +29,9 @@ NO_NOTICES = (
 
 class _LostNotice(FaultKind):
     name = "lost_notice"
-    summary = "a notice is not sent (`rank`: only that worker's, empty: any); with rate=1 none is sent"
+    summary = (
+        "a notice is not sent (`rank`: only that worker's, empty: any); with rate=1 none is sent"
+    )
     moments = NOTICE
     args = arguments(rank="")
 
@@ -70,7 +74,8 @@ class _GarbageNotice(FaultKind):
 class _LostKvEvents(FaultKind):
     name = "lost_kv_events"
     summary = (
-        "a message with KV events is not sent; a replay has it (`rank`: only that data-parallel rank's, empty: any)"
+        "a message with KV events is not sent; a replay has it (`rank`: only that data-parallel "
+        "rank's, empty: any)"
     )
     moments = KV_EVENTS
     args = arguments(rank="")

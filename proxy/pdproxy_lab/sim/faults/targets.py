@@ -1,4 +1,5 @@
-"""What a fault acts on: a connection, an answer, the engine, its process, a notice. Protocols and values only.
+"""What a fault acts on: a connection, an answer, the engine, its process, a notice. Protocols and
+values only.
 
 The server implements the protocols, so faults need neither sockets nor an event loop.
 """
@@ -72,7 +73,9 @@ class EngineControls(Protocol):
 
 
 class ProcessControls(Protocol):
-    """What can happen to the whole process. Nothing of it waits: it happens after the caller's step."""
+    """What can happen to the whole process. Nothing of it waits: it happens after the caller's
+    step.
+    """
 
     def kill_soon(self) -> None:
         """SIGKILL."""
@@ -87,7 +90,9 @@ class ProcessControls(Protocol):
         """SIGSTOP; SIGCONT after some seconds, 0: never."""
 
     def freeze_core_now(self, seconds: float, rank: int | None) -> None:
-        """SIGSTOP of the engine core alone, or of one rank's; SIGCONT after some seconds, 0: never."""
+        """SIGSTOP of the engine core alone, or of one rank's; SIGCONT after some seconds, 0:
+        never.
+        """
 
 
 class AnswerTarget(Protocol):

@@ -11,7 +11,10 @@ from pdproxy_lab.sim.faults.targets import AnswerTarget, Connection
 
 class _Slow(FaultKind):
     name = "slow"
-    summary = "`delay` seconds before every further write; at queued also before the engine gets the request"
+    summary = (
+        "`delay` seconds before every further write; at queued also before the engine gets the "
+        "request"
+    )
     moments = ("queued", "accept", "prefilling", "handed_over", "head", *STREAM)
     args = arguments(delay=0.05)
 
@@ -26,13 +29,18 @@ class _Slow(FaultKind):
 
 class _Split(FaultKind):
     name = "split"
-    summary = "every further write is cut at `cuts` places (0: everywhere), with `delay` seconds between the pieces"
+    summary = (
+        "every further write is cut at `cuts` places (0: everywhere), with `delay` seconds "
+        "between the pieces"
+    )
     moments = ("queued", "prefilling", "handed_over", "head", *STREAM)
     args = arguments(cuts=3, delay=0.0)
 
     def on_answer(self, answer: AnswerTarget, now: Occurrence) -> bool:
         cuts, delay = now.args["cuts"], now.args["delay"]
-        answer.writer.style = replace(answer.writer.style, cuts=cuts, cut_delay=delay, chance=now.chance)
+        answer.writer.style = replace(
+            answer.writer.style, cuts=cuts, cut_delay=delay, chance=now.chance
+        )
         return True
 
 
