@@ -43,9 +43,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(engine: Any) -> None:
+def pytest_testnodedown(node: Any) -> None:
     """Take over what such a process tells. Each has collected all tests."""
-    found = getattr(engine, "workeroutput", {}).get(
+    found = getattr(node, "workeroutput", {}).get(
         "several", {"with": [], "without": [], "left_out": {}}
     )
     several.ran[True].update(found["with"])

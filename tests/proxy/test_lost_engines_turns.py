@@ -283,3 +283,27 @@ async def test_an_hour_of_one_body() -> None:
             await again(w)
             await clock.advance(30.0)
         assert 3 <= lost <= 10
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_who_leaves_while_its_engine_is_asked_for_its_health_is_counted(path: str) -> None:
+    body = killer() if path == COMPLETIONS else responses(input=MARK)
+    async with world(0, 0, aggregated=3, limits=UNBROKEN, leaves=True) as w:
+        armed(sims(w.aggregated))
+        detector = lost_of(w)._detector
+        is_alive, asked, go_on = detector._is_alive, asyncio.Event(), asyncio.Event()
+
+        async def slow(url: str) -> bool:
+            asked.set()
+            await go_on.wait()
+            return await is_alive(url)
+
+        detector._is_alive = slow
+        client = await w.client()
+        client.send(request("POST", path, body))
+        await asked.wait()
+        client.close()
+        await until(lambda: w.inflight == 0)
+        go_on.set()
+        await until(lambda: w.events(EngineLost))
+        assert len(lost_of(w)._fingerprints) == 1

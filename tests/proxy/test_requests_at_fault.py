@@ -330,6 +330,56 @@ async def test_an_answer_without_space_costs_no_more_than_was_asked_for(
         assert most <= minute - left(w) < most + 200
 
 
+async def test_an_answer_without_space_and_limit_costs_what_who_leaves_pays(
+    tmp_path: Path,
+) -> None:
+    """Its bytes say little of its tokens: with `top_logprobs` each has hundreds."""
+    minute = 100_000
+    limits = {"max_answer_bytes": 1 << 20, "max_buffered_answer_bytes": 1 << 20}
+    auth = keys(tmp_path, f"a:sk-a tpm={minute}")
+    async with world(
+        prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()
+    ) as w:
+        w.proxy.answer_budget.held += (1 << 20) - 300_000
+        for engine in w.decode:
+            engine.default = scripts.whole(LARGE[:400_000])
+        body = chat(logprobs=True, top_logprobs=20)
+        body.pop("max_tokens", None)
+        answer = await w.ask(CHAT, body, bearer("sk-a"))
+        assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
+        await until(lambda: w.events(RequestEnded))
+        w.proxy.answer_budget.held -= (1 << 20) - 300_000
+        assert minute / 4 <= minute - left(w) < minute / 4 + 200
+
+
+async def test_a_list_without_space_costs_no_more_than_was_asked_for(tmp_path: Path) -> None:
+    """The answers that found space count once, as engines have reported them."""
+    minute, made, count = 10_000_000, 100, 16
+    one = json.dumps(
+        {
+            "id": "x",
+            "object": "text_completion",
+            "created": 1,
+            "model": "tiny",
+            "choices": [
+                {"index": 0, "text": "x" * 30_000, "logprobs": None, "finish_reason": "length"}
+            ],
+            "usage": {"prompt_tokens": 20, "completion_tokens": made, "total_tokens": made + 20},
+        }
+    ).encode()
+    limits = {"max_answer_bytes": 400_000, "max_buffered_answer_bytes": 400_000}
+    auth = keys(tmp_path, f"a:sk-a tpm={minute}")
+    async with world(auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
+        w.decode[0].default = scripts.whole(one)
+        prompts = [f"prompt {number} " for number in range(count)]
+        answer = await w.ask(
+            COMPLETIONS, completion(prompt=prompts, max_tokens=made), bearer("sk-a")
+        )
+        assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
+        await until(lambda: w.events(RequestEnded))
+        assert minute - left(w) <= count * (made + 20)
+
+
 async def test_an_answer_without_space_makes_no_others_of_its_list_free(tmp_path: Path) -> None:
     """Those that engines have reported before are paid as well."""
     minute, made, count = 10_000_000, 5000, 64

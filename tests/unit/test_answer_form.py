@@ -4,6 +4,8 @@ answer is the parser's.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +95,27 @@ OTHERS = {
 async def test_what_is_not_of_the_form_is_the_parsers(answer: bytes) -> None:
     assert (await learned()).whole(answer) is None
     await equal(answer)
+
+
+async def test_a_header_that_differs_in_each_answer_makes_no_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To compile one takes as long as to serve a request. One that stays is learned, too."""
+    form, compiled, compiles = await learned(), list[bytes](), re.compile
+
+    def noted(pattern: bytes) -> re.Pattern[bytes]:
+        compiled.append(pattern)
+        return compiles(pattern)
+
+    monkeypatch.setattr("pdproxy.upstream.answer_form.re.compile", noted)
+    for number in range(20):
+        await heard_of(form, LIKE.replace(b"uvicorn", b"uvicorn\r\nload: %d" % number))
+    assert not compiled
+    other = LIKE.replace(b"uvicorn", b"another")
+    for _ in range(3):
+        await heard_of(form, other)
+    assert len(compiled) == 1
+    assert form.whole(other) is not None
 
 
 @pytest.mark.parametrize("at", [1, 20, 60, len(LIKE) - 6, len(LIKE) - 1])

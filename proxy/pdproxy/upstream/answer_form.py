@@ -35,10 +35,12 @@ class AnswerForm:
     engine.
     """
 
-    __slots__ = ("_headers", "_length", "_matches", "_varying")
+    __slots__ = ("_headers", "_last", "_length", "_matches", "_varying")
 
     def __init__(self) -> None:
         self._matches: re.Pattern[bytes] | None = None
+        self._last = b""
+        """The pattern of the last head that had another form."""
         self._headers: list[tuple[bytes, bytes]] = []
         self._varying: list[int] = []
         """The places of the values that differ, in the order of the pattern's groups."""
@@ -86,6 +88,11 @@ class AnswerForm:
             headers.append((lower, value))
         names = [name for name, _ in headers]
         if len(set(names)) < len(names) or b"content-length" not in names:
+            return
+        if self._matches is not None and pattern != self._last:
+            # To compile a form takes as long as to serve a request: where a header differs in each
+            # answer, no form comes twice in a row.
+            self._last = pattern
             return
         self._matches = re.compile(pattern + b"\r\n")
         self._headers, self._varying = headers, varying

@@ -107,14 +107,15 @@ class Meter(msgspec.Struct, eq=False):
     def end(
         self, error: PdproxyError, demand: RequestDemand, *, sent: bool, own_limit: bool
     ) -> None:
-        """Keep what the client pays for. `demand`: what it has asked for. `sent`: whether a part of
-        the answer was sent to it.
+        """Keep what the client pays for.
 
-        A client that leaves, whose key is taken away, or whose own time limit ends the request
+        `demand`: what it has asked for; `sent`: whether a part of the answer was sent to it. A
+        client that leaves, whose key is taken away, or whose own time limit ends the request
         (`own_limit`), pays for what was made. So does one whose answer is too large. One whose
         answer found no space pays for as much of the answer as had come, by its bytes, and for no
-        more than it has asked for. For a request that is wrong: see `end_wrong`. Of any other
-        failure before the answer, a client pays for the prompt.
+        more than it has asked for; without a limit, as one that leaves. For a request that is
+        wrong: see `end_wrong`. Of any other failure before the answer, a client pays for the
+        prompt.
         """
         if (
             sent
@@ -125,12 +126,17 @@ class Meter(msgspec.Struct, eq=False):
         if error.fault is Fault.CLIENT:
             self.end_wrong()
         else:
-            self.unseen = self.seen = self.lost = 0
-            if isinstance(error, AnswerBudgetError):
-                held, most = error.held // BYTES_PER_TOKEN, demand.most
-                self.completion += held if most is None else min(held, most)
+            self.seen = self.lost = 0
+            if not isinstance(error, AnswerBudgetError):
+                self.unseen = self.completion = 0
+            elif demand.most is None:
+                self.unseen = max(
+                    self.unseen, 1
+                )  # bytes say little of tokens
             else:
-                self.completion = 0
+                self.unseen = 0
+                held = self.completion + error.held // BYTES_PER_TOKEN
+                self.completion = max(self.completion, min(held, demand.most))
             self.measured = self.completion > 0
 
     def end_wrong(self) -> None:

@@ -189,7 +189,12 @@ class _Lost:
         if not headers.lost:
             return None
         drop_traceback(error)  # the client may leave while this waits
-        return await lost.judge(headers, fields_of(self._body), self._fingerprint)
+        try:
+            return await lost.judge(headers, fields_of(self._body), self._fingerprint)
+        except asyncio.CancelledError:
+            if not streamed:
+                self.left(lease)
+            raise
 
 
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
