@@ -348,7 +348,7 @@ def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(
         made.append(int(options["num_gpu_blocks"]))
         return SimFacts(**options)
 
-    monkeypatch.setattr("pdproxy_lab.calibrate.virtual.Facts", noting)
+    monkeypatch.setattr("pdproxy_lab.calibrate.virtual.SimFacts", noting)
     trial, one = Trial("several", 8, 4096, 60, (12_288,)), options(H200)
     seen = seen_of(trial, one | {"num_gpu_blocks": 1 << 24})
     assert made[-1] < 10_000

@@ -82,7 +82,7 @@ async def loaded(
     engines.
     """
     monkeypatch.setattr(setup, "HARDWARE", hardware)
-    monkeypatch.setattr(setup, "Facts", partial(SimFacts, **facts))
+    monkeypatch.setattr(setup, "SimFacts", partial(SimFacts, **facts))
 
     def begin(settings: Settings, *others: Any) -> Proxy:
         """Start the proxy with its defaults, but for what is given."""

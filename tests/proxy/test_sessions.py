@@ -191,7 +191,7 @@ async def test_a_prefill_engine_may_serve_whole() -> None:
     """What can't be split goes there first, as to aggregated engines; prompts that can are
     split.
     """
-    async with world(1, 1, adjust=adjusted(nodes={"serves_whole": True})) as w:
+    async with world(1, 1, adjust=adjusted(engines={"serves_whole": True})) as w:
         assert (await w.ask(COMPLETIONS, completion(prompt="short"))).status == 200
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert [len(w.prefill[0].requests), len(w.decode[0].requests)] == [2, 1]

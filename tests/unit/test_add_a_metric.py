@@ -31,8 +31,8 @@ HOW = (("whole", "with its peel"), ("part", "a bite"))
 EATEN = counter("pdproxy_bananas_eaten_total", "bananas", "Bananas that were eaten", Label("how", HOW))
 THROWN = counter("pdproxy_bananas_thrown_total", "bananas", "Bananas that were thrown", of=Evicted, counts=lambda _: [((), 2)])
 CHEWED = histogram("pdproxy_banana_seconds", "Seconds that a banana takes", bounds=(1.0, 2.0))
-RIPE = gauge("pdproxy_banana_age_seconds", "seconds", "Age of the ripest banana", workers=Rule.MOST)
-LEFT = gauge("pdproxy_bananas", "bananas", "Bananas that are left", workers=Rule.SUM, pools=Rule.LEAST)
+RIPE = gauge("pdproxy_banana_age_seconds", "seconds", "Age of the ripest banana", workers=MergeRule.MOST)
+LEFT = gauge("pdproxy_bananas", "bananas", "Bananas that are left", workers=MergeRule.SUM, pools=MergeRule.LEAST)
 
 
 class BodyBudget:

@@ -165,7 +165,7 @@ async def serve():
             "toys://other: the box is closed, for 0 s: no engine of it is known"
         ]
         for engine in (one, two):
-            assert proxy.engines[engine.url].node.up
+            assert proxy.engines[engine.url].in_ledger.up
             assert proxy.membership.members[engine.url].source == "toys://box"
         for _ in range(6):
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT

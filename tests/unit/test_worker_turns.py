@@ -314,11 +314,11 @@ def test_kv_of_an_engine_that_was_started_again_is_not_given() -> None:
         workers = Workers()
         workers.all[0].keep("a", *HISTORY)
         await settled()
-        workers.all[0].engines["d"].run_number += 5
+        workers.all[0].engines["d"].in_ledger.run_number += 5
         assert await workers.all[1].take(*NEXT) is None
         workers.all[0].keep("b", *HISTORY, decode="e")
         await settled()
-        workers.all[2].engines["e"].run_number += 5
+        workers.all[2].engines["e"].in_ledger.run_number += 5
         assert await workers.all[2].take(*NEXT) is None
         assert workers.all[2].counted == {}
         assert await workers.all[1].name(*NEXT) == "b"

@@ -30,7 +30,7 @@ class Engine:
     url = "http://d"
 
     def __init__(self) -> None:
-        self.engine = Node()
+        self.in_ledger = Node()
         self.open_legs = OpenLegs()
         self.open_legs.life = 60.0
         for _ in range(2):

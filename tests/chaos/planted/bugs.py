@@ -211,9 +211,14 @@ BUGS: Mapping[str, Bug] = {
             ),
             Change(
                 "serving/kv/custody.py",
-                "if not isinstance(handle, Handle) or self.how is not None or self.state is "
-                "CustodyState.RELEASING:",
-                "if not isinstance(handle, Handle):",
+                """\
+        if (
+            not isinstance(handle, Handle)
+            or self.how is not None
+            or self.state is CustodyState.RELEASING
+        ):
+""",
+                "        if not isinstance(handle, Handle):\n",
             ),
             Change(
                 "serving/dispatch/decode_leg.py",

@@ -130,9 +130,7 @@ class Meter(msgspec.Struct, eq=False):
             if not isinstance(error, AnswerBudgetError):
                 self.unseen = self.completion = 0
             elif demand.most is None:
-                self.unseen = max(
-                    self.unseen, 1
-                )  # bytes say little of tokens
+                self.unseen = max(self.unseen, 1)  # bytes say little of tokens
             else:
                 self.unseen = 0
                 held = self.completion + error.held // BYTES_PER_TOKEN
