@@ -70,9 +70,11 @@ def test_nothing_is_imported_before() -> None:
     """A proxy that doesn't tokenize has no transformers in memory; one that does has no torch."""
     code = (
         "import sys, pdproxy.app.compose as c\n"
-        "from pdproxy.settings.engines import ConfiguredEngine\nfrom pdproxy.settings.pools import Pool\n"
+        "from pdproxy.settings.engines import ConfiguredEngine\n"
+        "from pdproxy.settings.pools import Pool\n"
         "from pdproxy.settings.schema import Settings\n"
-        "c.Proxy.build(Settings(pools=(Pool(nodes=(ConfiguredEngine(url='http://a:1', role='decode'),)),)))\n"
+        "nodes = (ConfiguredEngine(url='http://a:1', role='decode'),)\n"
+        "c.Proxy.build(Settings(pools=(Pool(nodes=nodes),)))\n"
         "print([n for n in ('transformers', 'tokenizers', 'jinja2', 'torch') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
