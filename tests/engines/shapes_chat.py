@@ -51,6 +51,41 @@ CALLED_AFTER_WORDS: dict[str, Any] = {
     "max_tokens": 140,
 }
 
+
+def told_in_parts(nonce: str) -> list[dict[str, Any]]:
+    """Return messages whose texts have what SDKs put beside a text."""
+    more: dict[str, Any] = {
+        "cache_control": {"type": "ephemeral"},
+        "annotations": [],
+        "index": 0,
+        "id": "part_1",
+    }
+    return [
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": nonce, "cache_control": {"type": "ephemeral"}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": story(nonce), **more},
+                {"type": "input_text", "text": "?"},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "refusal", "refusal": "No."},
+                {"type": "output_text", "text": "Yes"},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Why?", "image_url": None, "uuid": None}],
+        },
+    ]
+
+
 CHAT_SHAPES = [
     # Forms of the prompt.
     chat("chat"),
@@ -73,6 +108,10 @@ CHAT_SHAPES = [
         "chat-parts",
         lambda nonce: [{"role": "user", "content": [{"type": "text", "text": story(nonce)}] * 2}],
     ),
+    chat("chat-parts-with-other-keys", told_in_parts),
+    chat("chat-parts-with-other-keys-streamed", told_in_parts, **USAGE),
+    chat("chat-numbers-in-other-forms", n=1.0, stream=0, max_tokens=8.0, min_tokens=2.0, echo=0),
+    chat("chat-numbers-in-other-forms-streamed", n=1.0, stream=1, max_completion_tokens=8.0),
     chat("chat-1000-tokens", talk(8), **USAGE),
     chat("chat-max-tokens-absent", talk(17), max_tokens=ABSENT),
     chat(

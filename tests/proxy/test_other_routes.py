@@ -325,16 +325,20 @@ async def test_only_some_headers_go_on() -> None:
 
 
 async def test_proxy_keys_guard_every_route() -> None:
-    """Without one of the proxy's keys 401, also with `x-api-key`, which vLLM does not know; with
-    one, engines get theirs.
+    """Without one of the proxy's keys 401; with one, engines get theirs. Clients of Anthropic's API
+    send it as `x-api-key`.
     """
     async with world(auth={"api_keys": ("ours",), "engine_api_key": "theirs"}) as w:
         for path in [*PATHS, "/v1/responses/resp_1/cancel"]:
             seen = everyone(w, path, fine)
-            refused = await w.ask(path, {"model": "tiny"}, [("x-api-key", "ours")])
+            in_messages = path in (MESSAGES, f"{MESSAGES}/count_tokens")
+            refused = await w.ask(
+                path, {"model": "tiny"}, [("x-api-key", "others" if in_messages else "ours")]
+            )
             assert (refused.status, seen) == (401, [])
             assert refused.json["error"]["type"] == "invalid_request_error"
-            allowed = await w.ask(path, {"model": "tiny"}, [("authorization", "Bearer ours")])
+            header = ("x-api-key", "ours") if in_messages else ("authorization", "Bearer ours")
+            allowed = await w.ask(path, {"model": "tiny"}, [header])
             if path in PATHS:
                 assert allowed.status == 200
                 assert dict(seen[0].headers)["authorization"] == "Bearer theirs"

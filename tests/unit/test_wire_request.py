@@ -179,6 +179,72 @@ def test_what_the_request_itself_says_about_splitting(
     assert parse(Route.COMPLETIONS, json.dumps(fields).encode()).alone is alone
 
 
+TEXT: dict[str, Any] = {"type": "text", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("part", "alone"),
+    [
+        (TEXT, None),
+        (
+            TEXT
+            | {
+                "cache_control": {"type": "ephemeral"},
+                "annotations": [],
+                "index": 0,
+                "id": "p",
+                "uuid": "u",
+            },
+            None,
+        ),
+        (TEXT | {"image_url": None}, None),
+        ({"type": "input_text", "text": "x"}, None),
+        ({"type": "output_text", "text": "x"}, None),
+        ({"type": "refusal", "refusal": "x"}, None),
+        ({"type": "thinking", "thinking": "x"}, None),
+        ({"type": "tool_reference", "name": "x"}, None),
+        ({"text": "x"}, Alone.NON_TEXT),
+        ({"type": "image_url", "image_url": {"url": "data:,"}}, Alone.NON_TEXT),
+        ({"type": "input_image", "image_url": "data:,"}, Alone.NON_TEXT),
+        (TEXT | {"image_url": {"url": "data:,"}, "uuid": "u"}, Alone.NON_TEXT),
+        ({"image_url": "data:,"}, Alone.NON_TEXT),
+        ({"type": "unheard_of"}, Alone.NON_TEXT),
+        ({"type": None, "text": "x"}, Alone.NON_TEXT),
+        ({"type": "x" * 100, "text": "x"}, Alone.NON_TEXT),
+    ],
+)
+def test_a_part_is_text_as_engines_see_it(part: dict[str, Any], alone: Alone | None) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": [TEXT, part]}]}).encode()
+    assert parse(Route.CHAT, body).alone is alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone", "written"),
+    [
+        (
+            {"n": 1.0, "max_tokens": 4.0, "stream": 0},
+            None,
+            {"n": b"1", "max_tokens": b"4", "stream": b"false"},
+        ),
+        ({"min_tokens": 1.0, "stream": 1}, None, {"min_tokens": b"1", "stream": b"true"}),
+        ({"n": 2.0}, Alone.N, {"n": b"2"}),
+        ({"max_tokens": 0.0}, Alone.UNUSUAL, {"max_tokens": b"0"}),
+        ({"max_tokens": 1.5}, Alone.UNUSUAL, {"max_tokens": b"1.5"}),
+        ({"n": "1"}, Alone.UNUSUAL, {"n": b'"1"'}),
+        ({"stream": 2}, Alone.UNUSUAL, {"stream": b"2"}),
+        ({"n": 1e15}, Alone.UNUSUAL, {"n": b"1000000000000000.0"}),
+    ],
+)
+def test_numbers_in_other_forms_are_what_engines_take_them_for(
+    fields: dict[str, Any], alone: Alone | None, written: dict[str, bytes]
+) -> None:
+    found = parse(Route.COMPLETIONS, json.dumps({"prompt": "x", **fields}).encode())
+    assert found.alone is alone
+    assert {name: bytes(found.fields[name]) for name in written} == written
+    if alone is None:
+        assert found.stream is bool(fields["stream"])
+
+
 @given(st.text(min_size=1))
 def test_the_size_of_a_text_is_never_underestimated(text: str) -> None:
     """A prompt's `text_bytes` bounds its UTF-8 size, however it was escaped."""

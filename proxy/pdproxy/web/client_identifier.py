@@ -17,12 +17,16 @@ from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.keys import Keys, ValidKey
 from pdproxy.serving.access.permits import check_route, check_tenant
+from pdproxy.serving.access.routes import TABLE
 from pdproxy.serving.access.tenants import Tenants
 from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.wrong_keys import WrongKeys
+from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.cache_salt import TenantSalt
+
+_OF_MESSAGES = frozenset(entry.path for entry in TABLE if entry.dialect is Dialect.MESSAGES)
 
 
 class IdentifiedClient(NamedTuple):
@@ -160,8 +164,7 @@ class ClientIdentifier:
 
     def _found(self, address: str, headers: Headers, path: str) -> IdentifiedClient:
         try:
-            # If a header came twice, the first one counts.
-            key = self._keys.verified(_first(headers, b"authorization"))
+            key = self._keys.verified(_key_in(headers, path))
         except UnauthorizedError as error:
             drop_traceback(error)  # it refers to this frame, which refers to the error
             return IdentifiedClient(address, None, self._refused(error, address))
@@ -194,6 +197,22 @@ class ClientIdentifier:
             forwarded_for = (value for header, value in headers if header == b"x-forwarded-for")
             name = self._clients.name_behind(name, forwarded_for)
         return str(name)
+
+
+def _key_in(headers: Headers, path: str) -> bytes | None:
+    """Return what has a request's key, as an `Authorization` header has it.
+
+    If a header came twice, the first one counts. Clients of Anthropic's API send a key in a header
+    of their own, and a token in `Authorization`.
+    """
+    found = _first(headers, b"authorization")
+    if (
+        found is None
+        and path in _OF_MESSAGES
+        and (key := _first(headers, b"x-api-key")) is not None
+    ):
+        return b"Bearer " + key
+    return found
 
 
 def _first(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:

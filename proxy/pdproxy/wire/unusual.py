@@ -12,7 +12,7 @@ import msgspec
 
 from pdproxy.wire import lenient_json
 from pdproxy.wire.body_bounds import LARGE
-from pdproxy.wire.fields import Fields, read_field
+from pdproxy.wire.fields import Fields, is_absent, read_field
 from pdproxy.wire.prompt_lists import ChatMessage
 
 UNSEEN_BY_PREFILL = (
@@ -30,6 +30,10 @@ UNSEEN_BY_PREFILL = (
 """
 
 
+_LONGEST_TYPE = 32
+"""Bytes of JSON."""
+
+
 class UnusualError(Exception):
     """A field that the prefill leg rewrites has another type than in its schema."""
 
@@ -42,6 +46,25 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+MEDIA_KEYS = frozenset(
+    {
+        "image_url",
+        "image_pil",
+        "image_embeds",
+        "input_image",
+        "audio_url",
+        "audio_embeds",
+        "input_audio",
+        "video_url",
+        "video_embeds",
+        "prompt_embeds",
+    }
+)
+"""Keys that make a content part a medium, whatever its `type` is (vLLM 0.32.0)."""
+_TEXT_TYPES = frozenset(
+    f'"{name}"'.encode()
+    for name in ("text", "input_text", "output_text", "refusal", "thinking", "tool_reference")
+)
 _parts_decoder = msgspec.json.Decoder(list[Fields])
 _stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
 
@@ -96,7 +119,12 @@ def content_of(messages: Sequence[ChatMessage]) -> tuple[int, bool]:
 
 
 def _is_text(part: Fields) -> bool:
-    """Return whether a content part is only text: vLLM also accepts media parts without a type."""
+    """Return whether a content part is only text, as vLLM sees the part: it may have any other
+    keys, but none of a medium.
+    """
+    if not all(key not in MEDIA_KEYS or is_absent(part, key) for key in part):
+        return False
+    kind = part.get("type")
     return (
-        part.keys() <= {"type", "text"} and bytes(part.get("type", msgspec.Raw(b""))) == b'"text"'
+        kind is not None and memoryview(kind).nbytes <= _LONGEST_TYPE and bytes(kind) in _TEXT_TYPES
     )

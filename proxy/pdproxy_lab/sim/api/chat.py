@@ -20,7 +20,7 @@ from pdproxy_lab.sim.api.logprobs import chat_logprobs, prompt_logprobs
 from pdproxy_lab.sim.api.parsing import ChoiceParser, finish_of, looks_for_calls
 from pdproxy_lab.sim.api.protocol import ChatBody
 from pdproxy_lab.sim.api.sampling import admit, check_lengths, check_prompt, sampling_params
-from pdproxy_lab.sim.api.template import render
+from pdproxy_lab.sim.api.template import has_media, render
 from pdproxy_lab.sim.api.tools import CallParser, calls_tools, grammar_of_calls
 from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.request import SamplingParams
@@ -98,7 +98,7 @@ def _given_ids(engine: SimEngine, body: ChatBody) -> list[int] | None:
 def _is_text(message: dict[str, Any]) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else ()
-    return all(not isinstance(part, dict) or part.get("type", "text") == "text" for part in parts)
+    return not has_media(parts)
 
 
 def choice_of(

@@ -7,7 +7,7 @@ prints the date, as some real templates do: around midnight two engines may make
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pdproxy_lab.sim.api.errors import RefusedRequest
@@ -18,6 +18,31 @@ _MARKS: dict[Template, tuple[str, str]] = {
     "dated": ("<|im_start|>{}\n", "<|im_end|>\n"),
     "plain": ("[{}] ", "\n"),
 }
+_TEXTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "tool_reference": "name",
+}
+"""The types of parts that are text, each with the key of the text. A part with a `uuid` is read by
+its keys alone.
+"""
+_MEDIA = frozenset(
+    {
+        "image_url",
+        "image_pil",
+        "image_embeds",
+        "input_image",
+        "audio_url",
+        "audio_embeds",
+        "input_audio",
+        "video_url",
+        "video_embeds",
+        "prompt_embeds",
+    }
+)
 
 
 def render(
@@ -90,15 +115,28 @@ def _call(function: Any) -> Any:
     return {**function, "arguments": arguments if isinstance(arguments, Mapping) else {}}
 
 
+def has_media(parts: Iterable[Any]) -> bool:
+    """Return whether a part of a message is a medium: by its type, or by a key, whatever its type
+    is.
+    """
+    return any(
+        isinstance(part, Mapping)
+        and not (part.get("type", "text") in _TEXTS and _MEDIA.isdisjoint(part))
+        for part in parts
+    )
+
+
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
     if (
         isinstance(part, Mapping)
-        and part.get("type", "text") == "text"
-        and isinstance(part.get("text"), str)
+        and part.get("uuid") is None
+        and part.get("type", "text") in _TEXTS
     ):
-        return str(part["text"])
+        text = part.get(_TEXTS[part.get("type", "text")])
+        if isinstance(text, str):
+            return text
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise RefusedRequest(
         f"At most 0 {str(kind).removesuffix('_url')}(s) may be provided in one prompt."
