@@ -37,7 +37,7 @@ PARTS = [
         (COMPLETIONS, {"prompt_embeds": "AAAA"}, "non_text"),
         (COMPLETIONS, {"prompt": "short"}, "short_prompt"),
         (COMPLETIONS, {"prompt": [1, 2, 3]}, "short_prompt"),
-        (COMPLETIONS, {"stream": 1}, "unusual"),
+        (COMPLETIONS, {"stream": "yes"}, "unusual"),
         (COMPLETIONS, {"max_tokens": "4"}, "unusual"),
         (COMPLETIONS, {"max_tokens": 2, "min_tokens": 3}, "unusual"),
         (COMPLETIONS, {"prompt": {"text": "x"}}, "unusual"),
