@@ -330,30 +330,41 @@ async def test_an_answer_without_space_costs_no_more_than_was_asked_for(
         assert most <= minute - left(w) < most + 200
 
 
+@pytest.mark.parametrize(("stream", "part"), [(False, 4), (True, 0)])
 async def test_an_answer_without_space_and_limit_costs_what_who_leaves_pays(
-    tmp_path: Path,
+    tmp_path: Path, stream: bool, part: int
 ) -> None:
-    """Its bytes say little of its tokens: with `top_logprobs` each has hundreds."""
+    """Its bytes say little of its tokens: with `top_logprobs` each has hundreds. A stream of which
+    nothing was sent costs its prompt.
+    """
     minute = 100_000
     limits = {"max_answer_bytes": 1 << 20, "max_buffered_answer_bytes": 1 << 20}
     auth = keys(tmp_path, f"a:sk-a tpm={minute}")
     async with world(
-        prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()
+        prefill=1, decode=1, auth=auth, limits=limits, leaves=True, clock=ManualClock()
     ) as w:
-        w.proxy.answer_budget.held += (1 << 20) - 300_000
-        for engine in w.decode:
-            engine.default = scripts.whole(LARGE[:400_000])
-        body = chat(logprobs=True, top_logprobs=20)
+        taken = (1 << 20) - (0 if stream else 300_000)
+
+        async def fills(reply: Reply) -> None:
+            w.proxy.answer_budget.held += taken
+            await (reply.serve() if stream else scripts.whole(LARGE[:400_000])(reply))
+
+        w.decode[0].default = fills
+        body = chat(logprobs=True, top_logprobs=20, stream=stream)
         body.pop("max_tokens", None)
         answer = await w.ask(CHAT, body, bearer("sk-a"))
         assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
         await until(lambda: w.events(RequestEnded))
-        w.proxy.answer_budget.held -= (1 << 20) - 300_000
-        assert minute / 4 <= minute - left(w) < minute / 4 + 200
+        w.proxy.answer_budget.held -= taken
+        least = minute / part if part else 0
+        assert least <= minute - left(w) < least + 200
 
 
-async def test_a_list_without_space_costs_no_more_than_was_asked_for(tmp_path: Path) -> None:
-    """The answers that found space count once, as engines have reported them."""
+@pytest.mark.parametrize("limit", [100, 5000])
+async def test_a_list_without_space_costs_no_more_than_was_reported(
+    tmp_path: Path, limit: int
+) -> None:
+    """The answers that engines have reported count once, as reported."""
     minute, made, count = 10_000_000, 100, 16
     one = json.dumps(
         {
@@ -372,9 +383,8 @@ async def test_a_list_without_space_costs_no_more_than_was_asked_for(tmp_path: P
     async with world(auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
         w.decode[0].default = scripts.whole(one)
         prompts = [f"prompt {number} " for number in range(count)]
-        answer = await w.ask(
-            COMPLETIONS, completion(prompt=prompts, max_tokens=made), bearer("sk-a")
-        )
+        body = completion(prompt=prompts, max_tokens=limit)
+        answer = await w.ask(COMPLETIONS, body, bearer("sk-a"))
         assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
         await until(lambda: w.events(RequestEnded))
         assert minute - left(w) <= count * (made + 20)

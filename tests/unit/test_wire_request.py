@@ -198,6 +198,7 @@ TEXT: dict[str, Any] = {"type": "text", "text": "x"}
             None,
         ),
         (TEXT | {"image_url": None}, None),
+        (TEXT | {"image_url": None, "uuid": "u"}, Alone.NON_TEXT),
         ({"type": "input_text", "text": "x"}, None),
         ({"type": "output_text", "text": "x"}, None),
         ({"type": "refusal", "refusal": "x"}, None),

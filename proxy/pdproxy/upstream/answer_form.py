@@ -94,6 +94,6 @@ class AnswerForm:
             # answer, no form comes twice in a row.
             self._last = pattern
             return
-        self._matches = re.compile(pattern + b"\r\n")
+        self._matches, self._last = re.compile(pattern + b"\r\n"), b""
         self._headers, self._varying = headers, varying
         self._length = varying.index(names.index(b"content-length"))

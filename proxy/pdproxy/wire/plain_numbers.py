@@ -20,26 +20,25 @@ _INTEGERS = frozenset(
 _BOOLEANS = frozenset(
     {"stream", "echo", "use_beam_search", "return_token_ids", "return_prompt_text"}
 )
+_READ = _INTEGERS | _BOOLEANS
 _INTEGER = re.compile(rb"(-?(?:0|[1-9][0-9]{0,14}))\.0{1,15}")
 """Every such number is exact as a float."""
 _BOOLEAN = {b"0": b"false", b"1": b"true", b"0.0": b"false", b"1.0": b"true"}
 _LONGEST = 32
 
 
-def made_plain(fields: Fields) -> bool:
-    """Write such values anew, in their plain form. Return whether there were any."""
-    changed = False
-    for name in fields.keys() & (_INTEGERS | _BOOLEANS):
+def make_plain(fields: Fields) -> None:
+    """Write such values anew, in their plain form."""
+    for name in fields.keys() & _READ:
         raw = fields[name]
         if memoryview(raw).nbytes > _LONGEST:
             continue
         data = bytes(raw)
         if name in _BOOLEANS:
             plain = _BOOLEAN.get(data)
+        elif b"." in data and (found := _INTEGER.fullmatch(data)) is not None:
+            plain = found[1]
         else:
-            found = _INTEGER.fullmatch(data)
-            plain = None if found is None else found[1]
+            plain = None
         if plain is not None:
             fields[name] = msgspec.Raw(plain)
-            changed = True
-    return changed

@@ -34,7 +34,7 @@ from pdproxy.wire.fields import (
 from pdproxy.wire.media import MEDIA_KWARGS, check_media
 from pdproxy.wire.model import model_name
 from pdproxy.wire.passthrough_body import check_lists
-from pdproxy.wire.plain_numbers import made_plain
+from pdproxy.wire.plain_numbers import make_plain
 from pdproxy.wire.prompt_lists import (
     ChatMessage,
     Conversation,
@@ -276,6 +276,7 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
         return _invocation(fields, size, bounds, max_objects)
     if route is _COMPLETIONS:
         fields.pop(PROMPT_IDS, None)  # engines do not read it there (vLLM 0.32.0)
+    make_plain(fields)
     conversations = None
     if route is _BATCH:
         conversations = _conversations(fields, bounds)
@@ -315,8 +316,6 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
             alone = alone or Alone.PROMPT_IDS
         check_unseen(fields, max_objects)
     except (UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        if made_plain(fields):
-            return interpret(route, fields, size, bounds, max_objects)
         return unusual_request(route, fields, size, bounds)
     return Parsed(route, fields, model, stream, wants_usage, is_list, prompts, alone, size)
 

@@ -122,8 +122,9 @@ def _is_text(part: Fields) -> bool:
     """Return whether a content part is only text, as vLLM sees the part: it may have any other
     keys, but none of a medium.
     """
-    if not all(key not in MEDIA_KEYS or is_absent(part, key) for key in part):
-        return False
+    keys = MEDIA_KEYS.intersection(part)
+    if keys and not (is_absent(part, "uuid") and all(is_absent(part, key) for key in keys)):
+        return False  # with a `uuid`, also a key without a value names a medium
     kind = part.get("type")
     return (
         kind is not None and memoryview(kind).nbytes <= _LONGEST_TYPE and bytes(kind) in _TEXT_TYPES

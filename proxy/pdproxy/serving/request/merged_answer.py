@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdproxy.kit.errors import EngineError, PdproxyError
+from pdproxy.kit.errors import AnswerBudgetError, EngineError, PdproxyError
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.answer_budget import BudgetShare
@@ -82,7 +82,11 @@ class MergedAnswer:
         Raises:
             EngineError: it is not a completion, or all answers together are too large.
         """
-        self._share.grow(len(answer.body))
+        try:
+            self._share.grow(len(answer.body))
+        except AnswerBudgetError as error:
+            error.held = 0  # engines have reported what these answers have used
+            raise
         try:
             found = _completion_decoder.decode(answer.body)
             (choice,) = _choices_decoder.decode(found.choices)

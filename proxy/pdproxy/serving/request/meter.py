@@ -129,9 +129,7 @@ class Meter(msgspec.Struct, eq=False):
             self.seen = self.lost = 0
             if not isinstance(error, AnswerBudgetError):
                 self.unseen = self.completion = 0
-            elif demand.most is None:
-                self.unseen = max(self.unseen, 1)  # bytes say little of tokens
-            else:
+            elif demand.most is not None:  # else its bytes say too little: as of one that leaves
                 self.unseen = 0
                 held = self.completion + error.held // BYTES_PER_TOKEN
                 self.completion = max(self.completion, min(held, demand.most))
