@@ -135,6 +135,7 @@ def steps(run: Run, data: bytes) -> int:
     theirs |= {Loop._run_once.__code__}
     reading = run(data)
     before = sys.gettrace(), sys.getprofile()
+    gc.disable()  # what other tests have left may have destructors, which would count
     sys.settrace(call)
     sys.setprofile(profile)
     try:
@@ -142,6 +143,7 @@ def steps(run: Run, data: bytes) -> int:
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
+        gc.enable()
     return count
 
 
