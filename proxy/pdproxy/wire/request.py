@@ -284,7 +284,7 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
     spans = _listed(route, fields, bounds)
     try:
         model = model_name(fields.get("model"))
-        stream = bool(read_field(fields, "stream", _bool_decoder))
+        stream = read_field(fields, "stream", _bool_decoder) is True
         wants_usage = wants_usage_event(fields, stream)
         if route is _BATCH:
             is_list, prompts, non_text = True, _batch(fields, conversations), False
