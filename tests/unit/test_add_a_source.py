@@ -161,9 +161,9 @@ async def serve():
         has("box", one, two)
         proxy.sources.start()
         await first_probes(proxy, Ending())
-        assert (await w.get("/ready")).json["details"] == [
-            "toys://other: the box is closed, for 0 s: no engine of it is known"
-        ]
+        (shown,) = (await w.get("/ready")).json["details"]
+        assert shown.startswith("toys://other: the box is closed, for ")
+        assert shown.endswith(" s: no engine of it is known")
         for engine in (one, two):
             assert proxy.engines[engine.url].in_ledger.up
             assert proxy.membership.members[engine.url].source == "toys://box"
