@@ -23,39 +23,71 @@ LEFT_OUT = (
 
 PARTS: dict[str, tuple[str, ...]] = {
     "web/": ("fuzz/test_ingress.py", "proxy/test_http_manners.py", "proxy/test_http.py"),
-    "upstream/": ("fuzz/test_answers.py", "proxy/test_hostile_engines.py",
-    "proxy/test_http_engine_client.py"),
+    "upstream/": (
+        "fuzz/test_answers.py",
+        "proxy/test_hostile_engines.py",
+        "proxy/test_http_engine_client.py",
+    ),
     "serving/access/": ("proxy/test_keys.py", "proxy/test_tenants.py", "proxy/test_pools.py"),
-    "serving/request/passthrough": ("proxy/test_other_routes.py",
-    "proxy/test_other_routes_fail.py"),
-    "serving/request/": ("proxy/test_requests.py", "proxy/test_batches.py",
-    "proxy/test_admission_and_drain.py"),
-    "serving/dispatch/co": ("proxy/test_continued.py", "proxy/test_continued_edges.py",
-    "proxy/test_both_legs.py"),
+    "serving/request/passthrough": (
+        "proxy/test_other_routes.py",
+        "proxy/test_other_routes_fail.py",
+    ),
+    "serving/request/": (
+        "proxy/test_requests.py",
+        "proxy/test_batches.py",
+        "proxy/test_admission_and_drain.py",
+    ),
+    "serving/dispatch/co": (
+        "proxy/test_continued.py",
+        "proxy/test_continued_edges.py",
+        "proxy/test_both_legs.py",
+    ),
     "serving/dispatch/record": ("proxy/test_continued_parsed.py", "proxy/test_continued.py"),
-    "serving/dispatch/decode_leg": ("proxy/test_decode_fails.py", "proxy/test_client_leaves.py",
-    "proxy/test_handles_once.py"),
-    "serving/dispatch/decode_": ("proxy/test_connectors.py", "proxy/test_decode_fails.py",
-    "proxy/test_client_leaves.py"),
-    "serving/dispatch/exchange": ("proxy/test_slow_request.py", "proxy/test_prefill_fails.py",
-    "proxy/test_decode_fails.py"),
-    "serving/dispatch/orders": ("proxy/test_both_legs.py", "proxy/test_both_legs_races.py",
-    "proxy/test_client_leaves.py"),
+    "serving/dispatch/decode_leg": (
+        "proxy/test_decode_fails.py",
+        "proxy/test_client_leaves.py",
+        "proxy/test_handles_once.py",
+    ),
+    "serving/dispatch/decode_": (
+        "proxy/test_connectors.py",
+        "proxy/test_decode_fails.py",
+        "proxy/test_client_leaves.py",
+    ),
+    "serving/dispatch/exchange": (
+        "proxy/test_slow_request.py",
+        "proxy/test_prefill_fails.py",
+        "proxy/test_decode_fails.py",
+    ),
+    "serving/dispatch/orders": (
+        "proxy/test_both_legs.py",
+        "proxy/test_both_legs_races.py",
+        "proxy/test_client_leaves.py",
+    ),
     "serving/dispatch/prefix": ("proxy/test_prefixes.py",),
     "serving/dispatch/turn": ("proxy/test_turns.py", "proxy/test_turns_faults.py"),
-    "serving/dispatch/": ("proxy/test_decode_fails.py", "proxy/test_prefill_fails.py",
-    "proxy/test_client_leaves.py"),
+    "serving/dispatch/": (
+        "proxy/test_decode_fails.py",
+        "proxy/test_prefill_fails.py",
+        "proxy/test_client_leaves.py",
+    ),
     "serving/kv/turn": ("proxy/test_turns.py", "proxy/test_turns_faults.py"),
-    "serving/kv/": ("proxy/test_client_leaves.py", "proxy/test_notifier.py",
-    "proxy/test_both_legs_lost.py"),
-    "serving/stream/": ("fuzz/test_streams.py", "proxy/test_slow_readers.py",
-    "proxy/test_decode_fails.py"),
+    "serving/kv/": (
+        "proxy/test_client_leaves.py",
+        "proxy/test_notifier.py",
+        "proxy/test_both_legs_lost.py",
+    ),
+    "serving/stream/": (
+        "fuzz/test_streams.py",
+        "proxy/test_slow_readers.py",
+        "proxy/test_decode_fails.py",
+    ),
     "scheduling/prefix/reading": ("unit/test_prefix_events.py", "proxy/test_prefixes.py"),
     "scheduling/prefix": ("proxy/test_prefixes.py",),
     "scheduling/": ("proxy/test_placement.py", "proxy/test_outliers.py"),
     "transfer/": ("proxy/test_connectors.py", "proxy/test_split_or_alone.py"),
     "wire/": ("proxy/test_requests.py", "proxy/test_split_or_alone.py"),
-}  # fmt: skip
+}
 """Tests of a part of the package, most of them with simulated engines: the first beginning that
 fits a module's path.
 """
