@@ -33,6 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_other_routes.py",
         "proxy/test_other_routes_fail.py",
     ),
+    "serving/request/meter": ("proxy/test_requests_at_fault.py", "proxy/test_quotas.py"),
     "serving/request/": (
         "proxy/test_requests.py",
         "proxy/test_batches.py",
