@@ -15,7 +15,8 @@ from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import PrefillAnswer
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 
 def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
