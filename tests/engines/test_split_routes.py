@@ -31,6 +31,7 @@ CALLED = [
     {"type": "function_call", "call_id": "a", "name": "forecast", "arguments": '{"city":"Oslo"}'},
     {"type": "function_call_output", "call_id": "a", "output": "rain"},
 ]
+WET = [{"type": "text", "text": "wet"}]
 USED = [
     {
         "role": "assistant",

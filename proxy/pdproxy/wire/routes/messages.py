@@ -97,7 +97,14 @@ def _has_media(content: msgspec.Raw) -> bool:
 
 
 def prefill(fields: Fields) -> None:
-    """Make the fields those of a prefill leg: one token, not streamed."""
+    """Make the fields those of a prefill leg: one token, not streamed.
+
+    A thinking budget must be smaller than `max_tokens`, and is no part of the prompt. That thinking
+    is off, or adaptive, may be.
+    """
+    thinking = read_field(fields, "thinking", _thinking_decoder)
+    if thinking is not None and thinking.budget_tokens is not None:
+        del fields["thinking"]
     fields["max_tokens"] = _ONE
     fields["stream"] = _FALSE
 
