@@ -140,7 +140,8 @@ async def test_pushed_kv_is_matched_by_the_id_that_each_route_reads():
         promise |= {"remote_port": p.engine.side_channel_ports[0], "tp_size": 1}
         promise["remote_request_id"] = "made up"
         header = "x-request-id: both\r\n"
-        for path, more in ((RESPONSES, {"request_id": "both"}), (MESSAGES, {})):
+        named: dict[str, Any] = {"request_id": "both"}
+        for path, more in ((RESPONSES, named), (MESSAGES, {})):
             legs = [
                 (p, body(path, limit=1, kv_transfer_params=PREFILL, **more)),
                 (d, body(path, kv_transfer_params=promise, **more)),
