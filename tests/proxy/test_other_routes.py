@@ -336,7 +336,8 @@ async def test_proxy_keys_guard_every_route() -> None:
                 path, {"model": "tiny"}, [("x-api-key", "others" if in_messages else "ours")]
             )
             assert (refused.status, seen) == (401, [])
-            assert refused.json["error"]["type"] == "invalid_request_error"
+            kind = "authentication_error" if in_messages else "invalid_request_error"
+            assert refused.json["error"]["type"] == kind
             header = ("x-api-key", "ours") if in_messages else ("authorization", "Bearer ours")
             allowed = await w.ask(path, {"model": "tiny"}, [header])
             if path in PATHS:
