@@ -14,7 +14,7 @@ from tests.fakes.world import PROMPT, World
 
 PASSED = [entry for entry in TABLE if entry.kind is RouteKind.PASSED]
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-PATHS = [*(entry.path for entry in PASSED if entry.has_body), RESPONSES, MESSAGES]
+PATHS = [entry.path for entry in PASSED if entry.has_body]
 VLLM = [
     tuple(line.split())
     for line in (Path(__file__).parent / "vllm_routes.txt").read_text().splitlines()
