@@ -134,7 +134,7 @@ class ExchangeResources:
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""
-        if self.tokenizing is None or not parsed.route.form.takes_ids:
+        if self.tokenizing is None or not parsed.route.form.takes_ids or prompt.has_media:
             return None
         own = next((value for _, value in headers.authorization), None)
         return await self.tokenizing.ids(parsed, prompt, own)
