@@ -104,12 +104,12 @@ class Handled(Protocol):
 
 
 async def answered(
-    engine: SimEngine, body: Handled, request: Request, work: Awaitable[Response]
+    engine: SimEngine, body: Handled | None, request: Request, work: Awaitable[Response]
 ) -> Response:
     """Return a route's answer, errors as vLLM's. A request that never ran leaves no KV waiting on
-    P.
+    P. `body` None: it does.
     """
-    params = body.kv_transfer_params
+    params = body.kv_transfer_params if body is not None else None
     accepted = False
     try:
         found = await _unless_left(request, work)

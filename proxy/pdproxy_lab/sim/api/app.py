@@ -36,6 +36,7 @@ from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBod
 from pdproxy_lab.sim.api.responses import ResponsesBody, respond
 from pdproxy_lab.sim.api.scale_out import DerenderBody, derendered, rendered
 from pdproxy_lab.sim.api.scoring import ScoringBody, score
+from pdproxy_lab.sim.api.token_ids import GenerateBody, generate
 from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.error_body import error_body
 from pdproxy_lab.sim.request import EngineDeadError
@@ -49,6 +50,7 @@ _COUNTED = (
     "/v1/messages",
     "/generative_scoring",
     "/invocations",
+    "/inference/v1/generate",
 )
 """The routes whose requests `/load` counts."""
 _SCALE_OUT = (
@@ -247,6 +249,11 @@ def _scaling_out() -> tuple[BaseRoute, ...]:
     @router.post("/v1/chat/completions/derender", dependencies=json_only, response_model=None)
     async def _derendered(body: DerenderBody, request: Request) -> Response:
         return derendered(_engine(request), body)
+
+    @router.post("/inference/v1/generate", dependencies=json_only, response_model=None)
+    async def _generated(body: GenerateBody, request: Request) -> Response:
+        engine = _engine(request)
+        return await answered(engine, None, request, generate(engine, body, request))
 
     return tuple(router.routes)
 
