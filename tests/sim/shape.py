@@ -13,6 +13,7 @@ from typing import Any
 
 _UUID = re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 _HEX = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])")
+_CHAT_ID = re.compile(rb"chatcmpl-[0-9a-f]{16}")
 _DATE = re.compile(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT")
 _IDS = {
     "id",
@@ -102,11 +103,11 @@ def _headers(seen: Seen) -> dict[str, str]:
 
 
 def body_view(seen: Seen, same_prompt: bool = False) -> Any:
-    """A whole body as it must be alike: an error's bytes, JSON as `view` has it, and whether it is
-    written without spaces.
+    """A whole body as it must be alike: an error's bytes but for an id, JSON as `view` has it, and
+    whether it is written without spaces.
     """
     if seen.status != 200 or not seen.body.startswith(b"{"):
-        return seen.body
+        return _CHAT_ID.sub(b"chatcmpl-<id>", seen.body)
     return _document(seen.body, same_prompt)
 
 

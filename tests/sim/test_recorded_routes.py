@@ -22,6 +22,7 @@ FLAGS: dict[str, Any] = {
     "enable_prompt_tokens_details": True,
     "enable_auto_tool_choice": True,
     "enable_scale_out": True,
+    "enable_cohere_api": True,
     "max_num_seqs": 16,
 }
 

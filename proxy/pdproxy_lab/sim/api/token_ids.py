@@ -73,8 +73,8 @@ class GenerateBody(BaseModel):
         """
         params = {name: value for name, value in self.sampling_params.items() if value is not None}
         room = longest - len(self.token_ids)
-        own: dict[str, Any] = {"prompt": self.token_ids, "cache_salt": self.cache_salt, "priority": self.priority}
-        own["kv_transfer_params"] = self.kv_transfer_params
+        own: dict[str, Any] = {"prompt": self.token_ids, "priority": self.priority}
+        own |= {"cache_salt": self.cache_salt, "kv_transfer_params": self.kv_transfer_params}
         return CompletionBody.model_validate({"max_tokens": room, **params, **own})
 
 
