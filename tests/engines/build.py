@@ -143,6 +143,22 @@ def ensure_overlay(built: Built, name: str) -> Path:
     return folder
 
 
+def ensure_vision_model(built: Built, overlay: Path) -> Path:
+    """Return the folder of a vision-language model, which the packages of `overlay` can read.
+
+    Raises EnginesUnavailable.
+    """
+    folder, script = built.root / "vision-model", "make_vision_model.py"
+    make = ("env", f"PYTHONPATH={overlay}", built.python, HERE / script, built.model, folder)
+    with _locked(built.root):
+        _once(
+            folder,
+            _digest("make_model.py", "chat_template.jinja", script),
+            lambda: _run("the vision-language model can't be made", *make),
+        )
+    return folder
+
+
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """Allow one build at a time; a second caller waits and then finds the stamps."""

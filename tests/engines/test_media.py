@@ -89,9 +89,9 @@ SHAPES = [
 
 
 @pytest.fixture(scope="module")
-def seers(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def seers(launcher: Launcher) -> Iterator[Fleet]:
     """A plain, a prefill and a decode engine with a vision-language model."""
-    seeing = vision_launcher(launcher.built, tmp_path_factory.mktemp("seeing"))
+    seeing = vision_launcher(launcher.built)
     seers = Fleet(seeing, flags=FLAGS)
     try:
         seers.launch(NAMES)

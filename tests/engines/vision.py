@@ -5,12 +5,11 @@ import dataclasses
 import random
 import re
 import struct
-import subprocess
 import zlib
 from pathlib import Path
 from typing import Any
 
-from .build import Built, ensure_overlay
+from .build import Built, ensure_overlay, ensure_vision_model
 from .engine import Engine
 from .launcher import Launcher
 
@@ -21,18 +20,14 @@ SQUARE = 14
 """The side of a picture's coloured squares, in pixels."""
 
 
-def vision_launcher(built: Built, folder: Path) -> Launcher:
-    """Make the model in `folder`; return the launcher of engines that serve it.
+def vision_launcher(built: Built) -> Launcher:
+    """Return a launcher whose engines serve the vision-language model.
 
     Raises EnginesUnavailable.
     """
-    overlay, model = ensure_overlay(built, "vision"), folder / "model"
-    launcher = Launcher(dataclasses.replace(built, model=model), overlay)
-    script = Path(__file__).with_name("make_vision_model.py")
-    subprocess.run(
-        [built.python, script, built.model, model], env=built.environment(overlay), check=True
-    )
-    return launcher
+    overlay = ensure_overlay(built, "vision")
+    model = ensure_vision_model(built, overlay)
+    return Launcher(dataclasses.replace(built, model=model), overlay)
 
 
 def encoded(engine: Engine) -> int:
