@@ -29,12 +29,14 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes
+from pdproxy.observe.prompt_shares import ROUTE
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.access.quotas import Quotas
+from pdproxy.serving.access.routes import RouteKind
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
 from pdproxy.serving.dispatch.failure_class import (
     SAME_ELSEWHERE,
@@ -79,6 +81,7 @@ from pdproxy.wire.inside import (
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passed_usage import METADATA, usage_in
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
+from pdproxy.wire.request import Alone
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", METADATA, b"endpoint-load-metrics")
 """The last one comes with chats and completions."""
@@ -692,3 +695,17 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             found = stream.usage
             prompt = demand.prompt if found is None else found.prompt_tokens or demand.prompt
             (meter.report if stream.reported else meter.see)(prompt, stream.tokens)
+        self._count(meter)
+
+    def _count(self, meter: Meter) -> None:
+        """Count how it was served, if its answer was generated. `meter`: with what it has used, and
+        nothing else.
+        """
+        entry = self._incoming.entry
+        is_passed = entry.kind is RouteKind.PASSED
+        # an invocation may also be for a pooling model
+        if entry.generates if is_passed else meter.completion:
+            why_alone = ROUTE if is_passed else Alone.UNUSUAL.value
+            self._service.resources.shares.add(
+                meter.prompt, LegTimes(decode=self._url, why_alone=why_alone)
+            )
