@@ -23,7 +23,7 @@ WINDOW, PART = 300.0, 30.0
 MOST = 1 / 3
 """The part of the tokens that may be served beside idle prefill engines before it is a problem."""
 FEW = 10
-"""So few prompts are no problem, however long they are."""
+"""Fewer prompts in the window are no problem, however long they are."""
 ROUTE = "route"
 """The reason of a route that is never split."""
 _CHOSEN = frozenset({"short_prompt", "decided"})
@@ -43,8 +43,8 @@ PROMPT_TOKENS = counter(
         "served",
         (
             ("split", "by two engines"),
-            ("alone", "by one engine alone"),
             ("beside_idle", "by a decode engine alone, while a prefill engine had no request"),
+            ("alone", "by one engine alone in all other cases"),
         ),
     ),
     Label("reason", (("none", "it was split"), *_WHOLE)),

@@ -703,14 +703,14 @@ class Ledger:
 
     def works_beside_idle(self, url: str, now: float) -> bool:
         """Return whether an engine is for decode, while one for prefill that is in use has no
-        request, as far as was known at the last choice.
+        request: of this worker, of the others as of its last choice, or of replicas as estimated.
         """
         engine = self._engines.get(url)
         return (
             engine is not None
             and engine.role is DECODE
             and any(
-                one.role is PREFILL and not one.known_load[0] and one.usable(now)
+                one.role is PREFILL and not one.requests and not one.shared and one.usable(now)
                 for one in self._engines.values()
             )
         )
