@@ -36,6 +36,8 @@ def message(**fields: Any) -> dict[str, Any]:
 
 BODIES = {RESPONSES: responses(), MESSAGES: message()}
 STREAMED = [RESPONSES, MESSAGES]
+_OWN = {"id", "item_id", "created_at", "cached_tokens", "cache_write_tokens"}
+"""Fields that differ between two answers to one request."""
 
 
 def everyone(w: World, path: str, script: Callable[[Reply], Awaitable[None]]) -> list[Request]:
@@ -62,15 +64,12 @@ def asked(engine: FakeEngine, path: str) -> int:
 
 
 def shape(event: bytes) -> Any:
-    """Return an event's name and data, with a star for each id and time."""
+    """Return an event's name and data, with a star for each id, time and count of cached tokens."""
     name, _, data = event.partition(b"data: ") if b"data: " in event else (b"", b"", event)
 
     def still(value: Any) -> Any:
         if isinstance(value, dict):
-            return {
-                k: "*" if k in ("id", "item_id", "created_at") else still(v)
-                for k, v in value.items()
-            }
+            return {k: "*" if k in _OWN else still(v) for k, v in value.items()}
         return [still(one) for one in value] if isinstance(value, list) else value
 
     return name, still(json.loads(data))

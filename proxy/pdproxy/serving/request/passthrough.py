@@ -61,7 +61,6 @@ from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
-from pdproxy.serving.request.rights import bound_passed
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.comments import Comments
 from pdproxy.serving.stream.failures import as_event
@@ -312,7 +311,6 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         if rights is not None:
             check_pool(rights, self._service.pool)
             check_model(rights, known)
-            bound_passed(rights, self._incoming.entry.dialect, fields)
         return known
 
     async def serve(self, body: PassedBody) -> None:
