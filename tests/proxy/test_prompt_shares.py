@@ -46,8 +46,6 @@ async def ask(w: World, count: int, path: str = COMPLETIONS, body: Any = ECHO) -
         (COMPLETIONS, completion(n=2, temperature=1), "n"),
         (COMPLETIONS, completion(stream=True, prompt_logprobs=None, echo=True), "echo"),
         (CHAT, chat(return_prompt_text=True), "echo"),
-        (RESPONSES, responses(), "route"),
-        (RESPONSES, responses(stream=True), "route"),
     ],
 )
 async def test_a_client_whose_requests_are_all_served_alone(
@@ -66,6 +64,17 @@ async def test_a_client_whose_requests_are_all_served_alone(
         assert shares == tokens > 0
         assert w.metric("pdproxy_prompt_tokens_total") == tokens
         assert not w.prefill[0].requests
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+async def test_requests_that_go_whole_on_their_own_route(fields: dict[str, Any]) -> None:
+    """With a tool that an engine may run by itself."""
+    tools = [{"type": "web_search_preview"}]
+    async with world() as w:
+        await ask(w, FEW, RESPONSES, responses(tools=tools, **fields))
+        assert len(await told(w)) == 1
+        tokens = w.metric("pdproxy_tokens_total", kind="prompt")
+        assert w.metric("pdproxy_prompt_tokens_total", served="beside_idle") == tokens > 0
 
 
 async def test_a_client_whose_requests_are_split() -> None:

@@ -12,13 +12,13 @@ from pdproxy.observe.prompt_shares import (
     FEW,
     PART,
     PROMPT_TOKENS,
-    ROUTE,
     WINDOW,
     PoolPrompts,
     PromptShare,
     PromptShares,
 )
 from pdproxy.web.operation import OperationState, Readiness
+from pdproxy.wire.route_form import Alone
 
 D = "http://d"
 
@@ -43,7 +43,7 @@ def test_most_prompts_alone_beside_idle_prefill_engines() -> None:
     c = Counted()
     c.add(10, None)
     c.add(8, "n")
-    c.add(2, ROUTE)
+    c.add(2, "route")
     assert c.problem == (
         "50% of the prompt tokens of the last 5 minutes was computed by decode engines alone while "
         "a prefill engine had no request (n 40%, route 10%): have clients send what can be split, "
@@ -98,6 +98,14 @@ def test_busy_prefill_engines_and_other_engines_are_no_problem() -> None:
     assert c.shares.window().spelled() == (
         "prompt tokens of the last 5 minutes: 0% split, 100% served by one engine alone (n 100%)"
     )
+
+
+def test_every_reason_has_its_series() -> None:
+    """What is counted shows nothing else."""
+    c = Counted()
+    for reason in Alone:
+        c.add(1, reason.value)
+    assert set(dict(c.shares.samples())) == set(PROMPT_TOKENS.series)
 
 
 def test_nothing_was_served() -> None:

@@ -24,16 +24,22 @@ MOST = 1 / 3
 """The part of the tokens that may be served beside idle prefill engines before it is a problem."""
 FEW = 10
 """Fewer prompts in the window are no problem, however long they are."""
-ROUTE = "route"
-"""The reason of a route that is never split."""
 _CHOSEN = frozenset({"short_prompt", "decided"})
 """Reasons for which nobody would want the prompt to be split."""
 _OF_REQUESTS = frozenset(
-    {"n", "echo", "prompt_logprobs", "beam_search", "non_text", "prompt_ids", "unusual", ROUTE}
+    {
+        "n",
+        "echo",
+        "prompt_logprobs",
+        "beam_search",
+        "non_text",
+        "prompt_ids",
+        "built_in_tools",
+        "route",
+        "unusual",
+    }
 )
 """Reasons that clients cause, each with every such request."""
-_WHOLE = (*ALONE, (ROUTE, "the route is never split, and its answers are generated"))
-_CHECKED = tuple(reason for reason, _ in _WHOLE if reason not in _CHOSEN)
 PROMPT_TOKENS = counter(
     "pdproxy_prompt_tokens_total",
     "tokens",
@@ -47,11 +53,11 @@ PROMPT_TOKENS = counter(
             ("alone", "by one engine alone in all other cases"),
         ),
     ),
-    Label("reason", (("none", "it was split"), *_WHOLE)),
+    Label("reason", (("none", "it was split"), *ALONE)),
     together=(
         ("split", "none"),
-        *(("alone", reason) for reason, _ in _WHOLE),
-        *(("beside_idle", reason) for reason in _CHECKED),
+        *(("alone", reason) for reason, _ in ALONE),
+        *(("beside_idle", reason) for reason, _ in ALONE if reason not in _CHOSEN),
     ),
 )
 

@@ -29,7 +29,6 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes
-from pdproxy.observe.prompt_shares import ROUTE
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
@@ -80,7 +79,7 @@ from pdproxy.wire.inside import (
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passed_usage import METADATA, usage_in
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", METADATA, b"endpoint-load-metrics")
 """The last one comes with chats and completions."""
@@ -678,9 +677,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self.totals.add_legs(0, self.times())
             self.measure(self.totals.meter, self.demand)
 
-    def measure(self, meter: Meter, demand: RequestDemand) -> None:
-        """Add what was used to a meter. A route that runs no model uses nothing, nor does what an
-        engine has refused as wrong.
+    def measure(self, meter: Meter, demand: RequestDemand, why_alone: str | None = None) -> None:
+        """Add what was used to a meter that has nothing yet, and count how the prompt was served,
+        if its answer was generated. `why_alone`: None if that is not known.
+
+        A route that runs no model uses nothing, nor does what an engine has refused as wrong.
         """
         usage, stream = self._usage, self._stream
         if self._url is None or not self._incoming.entry.computes or 400 <= self.status < 500:
@@ -693,17 +694,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             found = stream.usage
             prompt = demand.prompt if found is None else found.prompt_tokens or demand.prompt
             (meter.report if stream.reported else meter.see)(prompt, stream.tokens)
-        self._count(meter)
-
-    def _count(self, meter: Meter) -> None:
-        """Count how it was served, if its answer was generated. `meter`: with what it has used, and
-        nothing else.
-        """
         entry = self._incoming.entry
-        is_passed = entry.kind is RouteKind.PASSED
         # an invocation may also be for a pooling model
-        if entry.generates if is_passed else meter.completion:
-            why_alone = ROUTE if is_passed else Alone.UNUSUAL.value
-            self._service.resources.shares.add(
-                meter.prompt, LegTimes(decode=self._url, why_alone=why_alone)
-            )
+        if entry.generates or (entry.kind is RouteKind.SPLIT and meter.completion):
+            times = LegTimes(decode=self._url, why_alone=why_alone or Alone.UNUSUAL.value)
+            self._service.resources.shares.add(meter.prompt, times)
