@@ -65,7 +65,7 @@ RESPONSES_FIELDS: dict[str, dict[str, Any]] = {
     "stream": STREAM,
     "instructions": {"instructions": f"{STORY} Be brief."},
     "limit-one": {"max_output_tokens": 1, **STREAM},
-    "no-limit": {"max_output_tokens": None, "truncation": "auto"},
+    "truncated": {"truncation": "auto"},
     "store": {"store": True, "metadata": {"a": "b"}, "user": "u"},
     "stored-not": {"store": False, **STREAM},
     "tools": {"tools": [FUNCTION], **STREAM},
@@ -78,7 +78,6 @@ RESPONSES_FIELDS: dict[str, dict[str, Any]] = {
     "handle": {"kv_transfer_params": FORGED, "vllm_xargs": {"a": 1}},
     "salt": {"cache_salt": "pepper", **STREAM},
     "reasoning": {"reasoning": {"effort": "low"}, "include_reasoning": False, **STREAM},
-    "messages-of-the-engine": {"enable_response_messages": True},
 }
 MESSAGES_FIELDS: dict[str, dict[str, Any]] = {
     "text": {},
@@ -100,6 +99,7 @@ SPLIT = [
 ]
 ALONE: list[tuple[str, str, dict[str, Any]]] = [
     (RESPONSES, "built_in_tools", {"tools": [{"type": "web_search_preview"}]}),
+    (RESPONSES, "echo", {"enable_response_messages": True}),
     (RESPONSES, "unusual", {"previous_response_id": "resp_nope"}),
     (RESPONSES, "unusual", {"background": True}),
     (RESPONSES, "unusual", {"max_output_tokens": 0}),

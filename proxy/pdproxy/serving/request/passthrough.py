@@ -639,8 +639,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         dialect = self._incoming.entry.dialect
         try:
             if self.writer.begun:
-                sequence = self._stream.sequence if self._stream else 0
-                await self.writer.write(failure_event(dialect, error, sequence, self._engines()))
+                event = failure_event(dialect, error, self.sequence, self._engines())
+                await self.writer.write(event)
                 await self.writer.finish()
                 return
             self.status = error.status
@@ -651,6 +651,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             )
         except ClientLeftError:
             return  # nobody reads the answer
+
+    @property
+    def sequence(self) -> int:
+        """The number of the next event of its stream."""
+        return 0 if self._stream is None else self._stream.sequence
 
     def times(self) -> LegTimes:
         """Return which engine was asked last, its times, and how many were asked."""

@@ -115,7 +115,7 @@ class Service:
 class GeneratingRequest(LiveRequest[ResponseWriter]):
     """A request of a generating route."""
 
-    __slots__ = ("_dialect", "_exchange", "_incoming", "_metered", "_service", "_whole")
+    __slots__ = ("_dialect", "_exchange", "_incoming", "_metered", "_passed", "_service", "_whole")
 
     def __init__(self, service: Service, incoming: Incoming, output: ResponseWriter) -> None:
         super().__init__(incoming.route.path, incoming.request_id, output, service.resources.now())
@@ -129,6 +129,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         """Whether the meter has what was used: by one engine that has got a batch or an invocation
         whole.
         """
+        self._passed: PassthroughRequest | None = None
+        """The request as one engine gets it whole, once it does."""
         self._whole: Parsed | None = None
         """A batch or an invocation, while one engine may still get it whole."""
 
@@ -350,7 +352,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             session=session,
             salt=incoming.salt,
         )
-        request = PassthroughRequest(
+        request = self._passed = PassthroughRequest(
             self._service.passthrough, passed, WaitingWriter(self.writer), losses
         )
         request.stream = body.stream
@@ -444,9 +446,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         dialect, engines = self._dialect, [*self._service.resources.engines.known]
         if self.writer.begun:
             self.status = 200
-            relay = None if self._exchange is None else self._exchange.relay
-            sent = 0 if relay is None else relay.opened + relay.fast_path.events
-            self.writer.write(failure_event(dialect, error, sent, engines))
+            self.writer.write(failure_event(dialect, error, self._next_number(), engines))
             if error.reason is RefusalReason.DRAINING:
                 # the connection ends as well: its client must not send the next request there
                 self.writer.break_off()
@@ -456,6 +456,13 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.status = error.status
         lines = [*self.error_headers(error), *self._decision()]
         self.writer.whole(error.status, lines, failure_body(dialect, error, engines))
+
+    def _next_number(self) -> int:
+        """Return the number of the next event of the stream, where its events have numbers."""
+        if self._passed is not None:
+            return self._passed.sequence
+        relay = None if self._exchange is None else self._exchange.relay
+        return 0 if relay is None else relay.opened + relay.fast_path.events
 
     def legs_so_far(self) -> Sequence[LegTimes]:
         """Return those of the only exchange, or of a list's that have ended."""

@@ -19,10 +19,12 @@ from pdproxy.wire.api_errors import Dialect, WholeEvents
 from pdproxy.wire.engine import UNREADABLE, Usage
 from pdproxy.wire.event_template import EventTemplate
 from pdproxy.wire.inside import passed_events_without_inside, passed_without_inside
-from pdproxy.wire.passed_usage import usage_in
+from pdproxy.wire.passed_usage import usage_in, with_cache_of_message
+from pdproxy.wire.usage import with_cache
 
 _ENDS = frozenset({b"response.completed", b"response.incomplete", b"message_stop"})
 _FAILURES = frozenset({b"error", b"response.failed"})
+_WITH_USAGE = frozenset({b"response.completed", b"response.incomplete", b"message_delta"})
 _PROVE_NOTHING = frozenset({b"response.created", b"response.in_progress", b"ping"})
 """Events that vLLM's API server sends before its engine has begun to work."""
 _NAME = re.compile(rb"event: ([a-z_.]{1,64})\r?\n")
@@ -64,6 +66,7 @@ class NamedEventFilter:
     finished = 0
 
     __slots__ = (
+        "_dialect",
         "_events",
         "cached_tokens",
         "created_cache_tokens",
@@ -76,6 +79,7 @@ class NamedEventFilter:
     )
 
     def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
         self._events = WholeEvents(dialect)
         self.opening = dialect.opening
         self.usage: Usage | None = None
@@ -109,6 +113,7 @@ class NamedEventFilter:
         usage.
         """
         body = passed_without_inside(body)
+        body = self._counted(body)
         self.usage = None if _is_given_up(body) else usage_in(body)
         return body
 
@@ -131,6 +136,8 @@ class NamedEventFilter:
             if name == b"message_delta" and not _has_reason(event):
                 self.failure = GivenUpError("the engine gave the answer up half-way")
                 break
+            if name in _WITH_USAGE:
+                event = _with_json(event, self._counted(_json_of(event)))
             passed.append(event)
             if name in _ENDS:
                 self.done = True
@@ -140,6 +147,11 @@ class NamedEventFilter:
         if self._events.reported:
             self.usage = self._events.usage
         return batch
+
+    def _counted(self, json: bytes) -> bytes:
+        """Return what has the usage with the counts of the prefill engine's cache."""
+        put = with_cache_of_message if self._dialect is Dialect.MESSAGES else with_cache
+        return put(json, cached=self.cached_tokens, created=self.created_cache_tokens)
 
     def take_ended(self) -> list[bytes]:
         """Return the events that were held back: none ever are."""
@@ -184,6 +196,10 @@ def _named(batch: bytes) -> Iterator[tuple[bytes | None, bytes]]:
 def _json_of(event: bytes) -> bytes:
     start = event.find(_DATA) + len(_DATA)
     return event[start:].strip()
+
+
+def _with_json(event: bytes, json: bytes) -> bytes:
+    return event[: event.find(_DATA) + len(_DATA)] + json + sse.END
 
 
 def _failure(event: bytes) -> EngineError:

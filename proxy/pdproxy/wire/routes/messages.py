@@ -14,7 +14,7 @@ import msgspec
 
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Bounds
-from pdproxy.wire.engine import UNREADABLE, PrefillAnswer, PrefillChoice
+from pdproxy.wire.engine import UNREADABLE, PrefillAnswer, PrefillChoice, TokensDetails
 from pdproxy.wire.fields import Fields, is_absent, read_field
 from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.prompt_lists import ChatMessage
@@ -48,10 +48,16 @@ class _Thinking(msgspec.Struct):
     budget_tokens: int | None = None
 
 
+class _Cached(msgspec.Struct):
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
 class _Answer(msgspec.Struct):
     type: Literal["message"]
     stop_reason: str | None = None
     kv_transfer_params: msgspec.Raw = _NULL
+    usage: _Cached | None = None
 
 
 _messages_decoder = msgspec.json.Decoder(list[ChatMessage])
@@ -120,6 +126,9 @@ def prefill_answer(body: bytes) -> PrefillAnswer | None:
         return None
     # An answer that was given up has no reason.
     finish = {"max_tokens": "length", None: "abort"}.get(answer.stop_reason, "stop")
+    if (cached := answer.usage) is not None:
+        details = TokensDetails(cached.cache_read_input_tokens, cached.cache_creation_input_tokens)
+        usage = msgspec.structs.replace(usage, prompt_tokens_details=details)
     return PrefillAnswer(
         answer.kv_transfer_params, choices=[PrefillChoice(finish_reason=finish)], usage=usage
     )

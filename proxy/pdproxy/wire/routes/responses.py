@@ -92,6 +92,7 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     limit = read_field(fields, "max_output_tokens", _int_decoder)
     if limit is not None and limit < 1:
         raise UnusualError
+    wants_prompt = read_field(fields, "enable_response_messages", _bool_decoder)
     text = memoryview(fields["instructions"]).nbytes if "instructions" in fields else 0
     if text:
         read_field(fields, "instructions", _text_decoder)
@@ -102,6 +103,8 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     prompts = (Prompt(None, None, text + size, messages + bool(text)),)
     if non_text:
         return Reading(prompts, Alone.NON_TEXT)
+    if wants_prompt:  # a decode engine that gets the ids does not have the text (vLLM 0.32.0)
+        return Reading(prompts, Alone.ECHO)
     tools = read_field(fields, "tools", _tools_decoder) or ()
     if any(tool.type.startswith(_BUILT_IN_TOOLS) for tool in tools):
         return Reading(prompts, Alone.BUILT_IN_TOOLS)
