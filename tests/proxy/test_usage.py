@@ -148,6 +148,8 @@ ROUTES: dict[str, list[Form]] = {
     "/v1/rerank": pooled(TOTAL),
     "/v2/rerank": pooled({"total_tokens": 41}),
 }
+GENERATING = (COMPLETIONS, CHAT, BATCH, INVOCATIONS, RESPONSES, MESSAGES)
+"""Those whose answers are as long as the model makes them."""
 ALL = [(path, number) for path, rows in ROUTES.items() for number in range(len(rows))]
 
 
@@ -233,6 +235,9 @@ async def test_what_engines_count_is_what_the_key_pays(
         )  # in its usage, an engine counts a prompt of several answers once
         assert charged(w, ended) == expected
         assert min(expected) > 0 or usage is not None
+        generates = (path in GENERATING and "input" not in body) or path == RESPONSES
+        shares = w.metric("pdproxy_prompt_tokens_total")
+        assert shares == (expected[0] if generates else 0)
         if (
             body.get("stream")
             and path in (COMPLETIONS, CHAT, INVOCATIONS)

@@ -35,6 +35,7 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.access.quotas import Quotas
+from pdproxy.serving.access.routes import RouteKind
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
 from pdproxy.serving.dispatch.failure_class import (
     SAME_ELSEWHERE,
@@ -78,6 +79,7 @@ from pdproxy.wire.inside import (
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passed_usage import METADATA, usage_in
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
+from pdproxy.wire.route_form import Alone
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", METADATA, b"endpoint-load-metrics")
 """The last one comes with chats and completions."""
@@ -680,9 +682,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self.totals.add_legs(0, self.times())
             self.measure(self.totals.meter, self.demand)
 
-    def measure(self, meter: Meter, demand: RequestDemand) -> None:
-        """Add what was used to a meter. A route that runs no model uses nothing, nor does what an
-        engine has refused as wrong.
+    def measure(self, meter: Meter, demand: RequestDemand, why_alone: str | None = None) -> None:
+        """Add what was used to a meter that has nothing yet, and count how the prompt was served,
+        if its answer was generated. `why_alone`: None if that is not known.
+
+        A route that runs no model uses nothing, nor does what an engine has refused as wrong.
         """
         usage, stream = self._usage, self._stream
         if self._url is None or not self._incoming.entry.computes or 400 <= self.status < 500:
@@ -695,3 +699,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             found = stream.usage
             prompt = demand.prompt if found is None else found.prompt_tokens or demand.prompt
             (meter.report if stream.reported else meter.see)(prompt, stream.tokens)
+        entry = self._incoming.entry
+        # an invocation may also be for a pooling model
+        if entry.generates or (entry.kind is RouteKind.SPLIT and meter.completion):
+            times = LegTimes(decode=self._url, why_alone=why_alone or Alone.UNUSUAL.value)
+            self._service.resources.shares.add(meter.prompt, times)
