@@ -23,7 +23,7 @@ from .vision import FLAGS, asking, encoded, png, vision_launcher
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 NAMES: dict[str, Role] = {"seer": "plain", "seer-p": "prefill", "seer-d": "decode"}
-ALONE = ALONE_CONTENT
+ALONE = ""
 """Why one engine serves a chat whose pictures the chat itself holds; empty if two split it."""
 
 
