@@ -191,6 +191,8 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """With a tool-call parser; without, `tools` is refused as vLLM refuses it."""
     enable_scale_out: bool = False
     """Chats are rendered and derendered on routes of their own."""
+    speech: bool = False
+    """A model that also writes down audio, on routes of their own."""
     enable_tokenizer_info_endpoint: bool = False
     enable_server_load_tracking: bool = False
     runtime_lora: bool = False

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 import msgspec
 
 from pdproxy.kit.errors import ForbiddenError
+from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.settings.keys import KeyRights
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.continuable import COMPLETION_TOKENS
 from pdproxy.wire.fields import Fields, is_absent
 from pdproxy.wire.request import Parsed, Route
+from pdproxy.wire.speech_body import BEAMS, LIMIT
 
 _NUMBER_BYTES = 20
 _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
@@ -54,16 +56,18 @@ def bound_request(rights: KeyRights, parsed: Parsed) -> None:
             _bound_tokens(fields, ("max_tokens",), most, "max_tokens")
 
 
-def bound_passed(rights: KeyRights, dialect: Dialect, fields: Fields) -> None:
+def bound_passed(rights: KeyRights, entry: RouteEntry, fields: Fields) -> None:
     """Do the same with the body of a request that one engine serves whole. It has one answer, or
-    none.
+    none; one of speech may have its beams counted as answers.
 
     Raises:
         ForbiddenError: it asks for more than the key is good for.
     """
-    if rights.max_tokens is not None and dialect in _TOKENS:
-        names = _TOKENS[dialect]
+    names = (LIMIT,) if entry.form else _TOKENS.get(entry.dialect)
+    if rights.max_tokens is not None and names is not None:
         _bound_tokens(fields, names, rights.max_tokens, names[0])
+    if rights.n is not None and entry.form:
+        _largest(fields, (BEAMS,), rights.n, "n")
 
 
 def _bound_tokens(fields: Fields, names: Iterable[str], most: int, usual: str) -> None:

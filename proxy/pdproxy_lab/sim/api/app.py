@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import cache
 from secrets import token_hex
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Form, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
@@ -36,6 +36,7 @@ from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBod
 from pdproxy_lab.sim.api.responses import ResponsesBody, respond
 from pdproxy_lab.sim.api.scale_out import DerenderBody, derendered, rendered
 from pdproxy_lab.sim.api.scoring import ScoringBody, score
+from pdproxy_lab.sim.api.speech import TranscriptionBody, TranslationBody, speak
 from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.error_body import error_body
 from pdproxy_lab.sim.request import EngineDeadError
@@ -49,6 +50,8 @@ _COUNTED = (
     "/v1/messages",
     "/generative_scoring",
     "/invocations",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
 )
 """The routes whose requests `/load` counts."""
 _SCALE_OUT = (
@@ -122,6 +125,8 @@ def create_app(engine: SimEngine, date: Callable[[], str] = _today) -> FastAPI:
     app.router.routes.extend(_generating())
     if engine.facts.enable_scale_out:
         app.router.routes.extend(_scaling_out())
+    if engine.facts.speech:
+        app.router.routes.extend(_speaking())
     for path in _SCALE_OUT:
         _add(app, path, _disabled, ["POST"])  # behind the routes that are there
     _about(app, engine)
@@ -248,6 +253,26 @@ def _scaling_out() -> tuple[BaseRoute, ...]:
     @router.post("/v1/chat/completions/derender", dependencies=json_only, response_model=None)
     async def _derendered(body: DerenderBody, request: Request) -> Response:
         return derendered(_engine(request), body)
+
+    return tuple(router.routes)
+
+
+@cache
+def _speaking() -> tuple[BaseRoute, ...]:
+    """Return the routes of a speech model, as `_generating`."""
+    router = APIRouter()
+
+    @router.post("/v1/audio/transcriptions", response_model=None)
+    async def _transcribed(
+        request: Request, body: Annotated[TranscriptionBody, Form()]
+    ) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, speak(engine, body, request))
+
+    @router.post("/v1/audio/translations", response_model=None)
+    async def _translated(request: Request, body: Annotated[TranslationBody, Form()]) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, speak(engine, body, request))
 
     return tuple(router.routes)
 
