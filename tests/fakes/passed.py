@@ -13,7 +13,9 @@ from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import PROMPT, World
 
 PASSED = [entry for entry in TABLE if entry.kind is RouteKind.PASSED]
-PATHS = [entry.path for entry in PASSED if entry.has_body]
+PATHS = [entry.path for entry in PASSED if entry.has_body and not entry.form]
+"""Those whose bodies are JSON."""
+FORMS = [entry.path for entry in PASSED if entry.form]
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 VLLM = [
     tuple(line.split())

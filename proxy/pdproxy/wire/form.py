@@ -82,14 +82,15 @@ def boundary_in(content_type: str) -> bytes:
         raise FormError(f"its content type must be {MEDIA_TYPE}")
     found: list[str] = []
     at, rest = 0, f";{rest}"
-    while len(rest) <= MAX_CONTENT_TYPE and at < len(rest):
+    while at < len(rest) <= MAX_CONTENT_TYPE:
         if (one := _TYPE_PARAMETER.match(rest, at)) is None:
             break
-        at, name, value = one.end(), one[1].lower(), one[2].strip('"')
+        name, value = one[1].lower(), one[2].strip('"')
         if name == "boundary":
             found.append(value)
         elif name != "charset" or value.lower() not in ("utf-8", "utf8"):
             break
+        at = one.end()
     if at < len(rest) or len(found) != 1 or not _BOUNDARY.fullmatch(found[0]):
         raise FormError("its content type must name one boundary, of up to 70 usual characters")
     return found[0].encode()

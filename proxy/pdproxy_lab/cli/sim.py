@@ -55,6 +55,7 @@ _ENGINE = {
     "enable_force_include_usage": "report the usage in all streams, in each event and at the end",
     "enable_auto_tool_choice": "accept requests with tools",
     "enable_scale_out": "answer the routes that render and derender chats",
+    "speech": "answer /v1/audio/transcriptions and /v1/audio/translations, as a speech model",
     "enable_tokenizer_info_endpoint": "answer /tokenizer_info",
     "enable_server_load_tracking": "count the requests in flight for /load",
     "runtime_lora": (

@@ -63,6 +63,7 @@ from pdproxy.serving.request.rights import bound_passed
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.comments import Comments
 from pdproxy.serving.stream.failures import as_event
+from pdproxy.serving.stream.proof import has_real_data
 from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
@@ -609,7 +610,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             if stream.generating:
                 open_leg.sign = now()
             leg.share.hold(len(held) + stream.waiting)
-            if held and (stream.generating or stream.ended):
+            if held and self._may_begin(stream, held):
                 if self.first is None:
                     self.first, self.status = now(), 200
                     self._leave_slot()
@@ -626,12 +627,22 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             raise EngineError(f"{url} ended its stream before it was complete")
         await output.finish()
 
+    def _may_begin(self, stream: WholeEvents, held: bytes) -> bool:
+        """Return whether an engine is bound to what it has sent. Raises EngineError: it has begun
+        with an error, as vLLM does where a stream of speech fails.
+        """
+        if self._incoming.entry.form and self.first is None:
+            return has_real_data(held)
+        return stream.generating or stream.ended
+
     def _shown(self, stream: WholeEvents, data: bytes) -> bytes:
         """Return the events that are whole now, as clients see them. The last ones may be an
         error.
         """
         events = passed_events_without_inside(stream.feed(data))
-        return error_events_without_inside(events, self._engines()) if stream.ended else events
+        if stream.ended or self._incoming.entry.form:  # there, the end mark follows the error
+            return error_events_without_inside(events, self._engines())
+        return events
 
     def _engines(self) -> Sequence[str]:
         """Return the URLs that no client may see."""
