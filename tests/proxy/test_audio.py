@@ -67,11 +67,13 @@ def fields_of(seen: Request) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", FORMS)
-async def test_a_form_goes_on_as_it_came(path: str) -> None:
+@pytest.mark.parametrize("seconds", [1, 60])
+async def test_a_form_goes_on_as_it_came(path: str, seconds: float) -> None:
     """To an engine that decodes, byte for byte; with the forwarded headers."""
+    lists: list[Field] = [("timestamp_granularities[]", one) for one in (b"word", b"x")]
     async with world(1, 1, facts=SPEECH) as w:
         seen = everyone(w, path, fine)
-        body = spoken(("timestamp_granularities[]", b"word"), ("timestamp_granularities[]", b"x"))
+        body = spoken(*lists, seconds=seconds)
         answer = await heard(w, body, ("x-request-id", "mine"), ("traceparent", "t"), path=path)
         assert (answer.status, answer.json["text"]) == (200, "fine")
         assert answer.header("x-request-id") == "mine"
