@@ -49,7 +49,8 @@ from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.form import form_in
 from pdproxy.wire.passthrough_body import passed_body, read_if_quick
-from pdproxy.wire.request import Parsed, Route, parse, parse_if_quick
+from pdproxy.wire.request import Parsed, parse, parse_if_quick
+from pdproxy.wire.route import Route
 from pdproxy.wire.speech_body import speech_body
 from tests.fuzz import ingress, streams
 from tests.fuzz.cost import bounds, shapes

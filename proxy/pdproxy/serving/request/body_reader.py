@@ -23,7 +23,8 @@ from pdproxy.wire.body_bounds import Body, Bounds
 from pdproxy.wire.form import boundary_in, form_in
 from pdproxy.wire.passthrough_body import PassedBody, Rename, Salt, passed_body, read_if_quick
 from pdproxy.wire.reader_process import BodyQuestion, Found, fields_in, request_in
-from pdproxy.wire.request import Parsed, Route, parse_if_quick
+from pdproxy.wire.request import Parsed, parse_if_quick
+from pdproxy.wire.route import Route
 from pdproxy.wire.speech_body import speech_body
 
 READER = "pdproxy.wire.reader_process"
