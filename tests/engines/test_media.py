@@ -16,7 +16,7 @@ from .engine import Role
 from .equality import equal
 from .fleet import Fleet
 from .launcher import Launcher
-from .prompts import ALONE_CONTENT, CHAT, JSON_SCHEMA, STORY, USAGE, Body, Shape, chat
+from .prompts import CHAT, JSON_SCHEMA, STORY, USAGE, Body, Shape, chat
 from .proxy import Proxy
 from .vision import FLAGS, asking, encoded, png, vision_launcher
 

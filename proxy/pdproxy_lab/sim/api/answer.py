@@ -101,7 +101,9 @@ def details(facts: SimFacts, cached: int, created: int | None = None) -> dict[st
 class Handled(Protocol):
     """A body that may have a KV handle."""
 
-    kv_transfer_params: dict[str, Any] | None
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """The handle."""
 
 
 async def answered(
