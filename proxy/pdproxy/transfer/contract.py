@@ -327,7 +327,7 @@ ORDER_NAMES = ("sequential", "concurrent")
 
 
 OPENAI_ROUTES = frozenset({Route.COMPLETIONS, Route.CHAT})
-ALL_ROUTES = OPENAI_ROUTES | {Route.RESPONSES, Route.MESSAGES}
+ALL_ROUTES = frozenset(Route)
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

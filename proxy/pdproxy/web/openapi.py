@@ -219,6 +219,7 @@ _FIELDS: dict[str, dict[str, Schema]] = {
         "max_tokens": _MAX_TOKENS,
     },
     "/v1/messages/count_tokens": {"model": {**_TEXT, "minLength": 1}, "messages": _MESSAGES},
+    Route.GENERATE.path: {"token_ids": {**_IDS, "minItems": 1}, "sampling_params": _ANY},
     "/detokenize": {"tokens": {"description": "Token ids", "type": "array"}},
 }
 """The fields that a route's requests must have."""
@@ -241,6 +242,7 @@ _CHOICES: Schema = {
 _WHOLE: dict[str, Schema] = {
     Route.COMPLETIONS.path: _CHOICES,
     Route.CHAT.path: _CHOICES,
+    Route.GENERATE.path: object_of(request_id=_TEXT, choices={"type": "array"}, usage=_ANY),
     "/tokenize": object_of(count={"type": "integer"}, tokens=_IDS),
     "/detokenize": object_of(prompt=_TEXT),
     "/v1/messages/count_tokens": object_of(input_tokens={"type": "integer"}),

@@ -6,7 +6,15 @@ from enum import Enum
 from typing import Self
 
 from pdproxy.wire.route_form import RouteForm
-from pdproxy.wire.routes import batch, chat, completions, invocations, messages, responses
+from pdproxy.wire.routes import (
+    batch,
+    chat,
+    completions,
+    generate,
+    invocations,
+    messages,
+    responses,
+)
 
 
 class Route(Enum):
@@ -23,6 +31,7 @@ class Route(Enum):
     INVOCATIONS = invocations.FORM
     RESPONSES = responses.FORM
     MESSAGES = messages.FORM
+    GENERATE = generate.FORM
 
     def __new__(cls, form: RouteForm | str) -> Self:
         """Make a route of its form. Later, `Route(path)` finds one."""

@@ -16,7 +16,7 @@ import msgspec
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Bounds
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.fields import Fields
+from pdproxy.wire.fields import Fields, inner_fields
 
 
 class Alone(Enum):
@@ -94,13 +94,14 @@ class RouteForm:
         - `prompt_fields`: the fields whose text is in the prompt, in the prompt's order.
         - `listed`: the fields that may be lists of prompts, and how a list of several begins, as in
           `prompt_lists.count_in`.
+        - `asks_in`: the field whose object has `limits` and `answers`, None: the body itself.
         - `limits`: the fields that limit an answer's tokens, the one that counts first;
           `limit_if_absent`: what engines take where there is none of them, None: the context's end.
         - `answers`: the fields that ask for several answers to a prompt.
         - `unseen`: the fields that a prefill leg drops.
         - `has_usage_event`: `stream_options` say whether the client gets a stream's usage; if not,
           each stream has it.
-        - `has_priority`: engines read `priority` in the body.
+        - `has_priority_header`: the priority in a header goes before the body's.
         - `keeps_prompt_ids`: engines read a prompt's ids that a client may send
           (`fields.PROMPT_IDS`).
         - `checks_all_media`: media may stand anywhere in the body.
@@ -119,6 +120,7 @@ class RouteForm:
         - `goes_whole(alone)`: whether one engine gets the client's own body, on this route.
         - `has_own_words`: an engine's refusal of a leg is not the answer: the engine is sent the
           client's own body, and refuses that.
+        - `frees_refused`: a decode engine that refuses a leg frees its KV.
     """
 
     path: str
@@ -126,12 +128,13 @@ class RouteForm:
     read: Read
     prompt_fields: tuple[str, ...]
     listed: Mapping[str, bytes]
+    asks_in: str | None = None
     limits: tuple[str, ...]
     limit_if_absent: int | None = None
     answers: tuple[str, ...] = ("n", "best_of")
     unseen: tuple[str, ...] = ()
     has_usage_event: bool = True
-    has_priority: bool = True
+    has_priority_header: bool = True
     keeps_prompt_ids: bool = True
     checks_all_media: bool = False
     prefill: Callable[[Fields], None]
@@ -142,3 +145,8 @@ class RouteForm:
     is_named: bool = False
     goes_whole: Callable[[Alone], bool] = lambda _: False
     has_own_words: bool = False
+    frees_refused: bool = True
+
+    def asked(self, fields: Fields) -> Fields:
+        """Return the fields of a body that have limits and numbers of answers."""
+        return fields if self.asks_in is None else inner_fields(fields, self.asks_in) or {}

@@ -112,6 +112,7 @@ TABLE: tuple[RouteEntry, ...] = (
         "no response runs in the background",
     ),
     _split("/v1/messages", "Anthropic's Messages API", Dialect.MESSAGES),
+    _split("/inference/v1/generate", "token ids to token ids, where engines' flag allows it"),
     _passed("/v1/messages/count_tokens", "count a message's tokens", Dialect.MESSAGES, slow=False),
     _passed("/tokenize", "token ids of a prompt or a chat", slow=False),
     _passed("/detokenize", "text of token ids", slow=False),

@@ -34,7 +34,12 @@ from pdproxy.serving.dispatch.loss import RequestLosses
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
+from pdproxy.serving.request.demand import (
+    demand_of,
+    is_priority_known,
+    prioritized,
+    prioritized_in_body,
+)
 from pdproxy.serving.request.hints import DECISION, read_hints, session_in, session_of, timeout_of
 from pdproxy.serving.request.incoming import Incoming, IncomingPassthrough
 from pdproxy.serving.request.lifecycle import (
@@ -166,12 +171,15 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         allowed = service.keys.priorities(self.key)
-        self.demand, incoming.forward = prioritized(
-            demand_of(parsed),
-            incoming.forward,
-            allowed,
-            is_known=allowed is None or is_priority_known(parsed),
-        )
+        if parsed.route.form.has_priority_header:
+            self.demand, incoming.forward = prioritized(
+                demand_of(parsed),
+                incoming.forward,
+                allowed,
+                is_known=allowed is None or is_priority_known(parsed),
+            )
+        else:
+            self.demand = prioritized_in_body(demand_of(parsed), parsed, allowed)
         hints = NO_HINTS
         if incoming.hints:
             hints = read_hints(incoming.hints, service.session_header)
