@@ -1,5 +1,5 @@
-"""`/inference/v1/generate` on two engines: answers are one engine's, the keys of `sampling_params`
-are bound, failures are honest, and no KV stays behind.
+"""`/inference/v1/generate` and `/cohere/v2/chat` on two engines: answers are one engine's, keys
+bind, failures are honest, and no KV stays behind.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from pdproxy.observe.events import RequestEnded, ServedAlone
 from tests.fakes import scripts
 from tests.fakes.client import bearer, exchange, request
 from tests.fakes.engine import Reply, Script
-from tests.fakes.flagged import FLAGGED, FLAGS, GENERATE, MAKE, WORDS
+from tests.fakes.flagged import COHERE, FLAGGED, FLAGS, GENERATE, MAKE, OPENING, WORDS
 from tests.fakes.passed import shape
 from tests.fakes.pool import pool
 from tests.fakes.scripts import streams
-from tests.fakes.world import LONG, World, until, world
+from tests.fakes.world import LONG, PROMPT, World, until, world
 from tests.proxy.test_key_rights import KEY, auth
+from tests.proxy.test_tenant_salts import tenants
 from tests.proxy.test_turns import talking
 
 ROUTES = pytest.mark.parametrize("path", FLAGGED)
 STREAM = pytest.mark.parametrize("stream", [False, True])
+SHARED = tenants(caches="shared")
+NAMED = [("x-request-id", "a")]
+"""Errors of Cohere's chat name the request's id."""
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
@@ -58,28 +62,31 @@ def alone(w: World) -> list[str]:
 
 def limit(path: str, sent: dict[str, Any]) -> int:
     """The most tokens that a leg asks for."""
-    found: int = sent["sampling_params"]["max_tokens"]
+    found: int = (sent["sampling_params"] if path == GENERATE else sent)["max_tokens"]
     return found
 
 
+SPLIT: list[tuple[str, dict[str, Any]]] = [
+    (GENERATE, {}),
+    (GENERATE, {"return_token_ids": True}),
+    (GENERATE, {"output_mode": "text"}),
+    (GENERATE, {"stream_options": {"include_usage": True}}),
+    (GENERATE, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    (GENERATE, {"params": {"logprobs": 2}}),
+    (GENERATE, {"params": {"min_tokens": 3, "stop_token_ids": [1]}}),
+    (GENERATE, {"params": {"max_tokens": 4.0, "n": 1}}),
+    (GENERATE, {"params": {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True}}}}),
+    (GENERATE, {"kv_transfer_params": {"do_remote_prefill": True, "prompt_token_ids": [1]}}),
+    (COHERE, {}),
+    (COHERE, {"logprobs": True}),
+    (COHERE, {"stop_sequences": ["q"], "k": 3, "p": 0.9, "seed": 3}),
+    (COHERE, {"messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]}),
+    (COHERE, {"kv_transfer_params": {"do_remote_prefill": True}, "priority": 3}),
+]
+
+
 @STREAM
-@ROUTES
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"return_token_ids": True},
-        {"output_mode": "text"},
-        {"stream_options": {"include_usage": True}},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-        {"params": {"logprobs": 2}},
-        {"params": {"min_tokens": 3, "stop_token_ids": [1]}},
-        {"params": {"max_tokens": 4.0, "n": 1}},
-        {"params": {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True}}}},
-        {"kv_transfer_params": {"do_remote_prefill": True, "prompt_token_ids": [1]}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("path", "fields"), SPLIT, ids=str)
 async def test_split_as_by_one_engine(path: str, fields: dict[str, Any], stream: bool) -> None:
     """The prefill engine makes one token, the decode engine loads the KV, and the answer is one
     engine's.
@@ -90,7 +97,8 @@ async def test_split_as_by_one_engine(path: str, fields: dict[str, Any], stream:
     async with flagged() as w:
         answer = await w.ask(path, asked)
         plain = {**asked, "kv_transfer_params": None}
-        plain["sampling_params"] = {**plain["sampling_params"], "extra_args": None}
+        if path == GENERATE:
+            plain["sampling_params"] = {**plain["sampling_params"], "extra_args": None}
         direct = await exchange(w.decode[0].port, request("POST", path, plain))
         assert (answer.status, answer.ended) == (200, True), answer.body
         ours, theirs = (
@@ -112,6 +120,11 @@ async def test_split_as_by_one_engine(path: str, fields: dict[str, Any], stream:
         assert (used.legs[0].prefill, used.legs[0].decode) == (w.prefill[0].url, w.decode[0].url)
 
 
+ENDED = (
+    b'data: {"type": "message-end", "delta": {"error": "x", "finish_reason": "ERROR"}}\n\n',
+    b'data: {"id":"a","delta":{"finish_reason":"COMPLETE"},"type":"message-end"}\n\n',
+)
+"""Ends of an answer of Cohere's chat that has failed, and of one that was given up."""
 ERROR = b'data: {"error": {"message": "x", "type": "InternalServerError", "code": 500}}\n\n'
 DONE = b"data: [DONE]\n\n"
 BEFORE_DATA: dict[str, Script] = {
@@ -141,15 +154,17 @@ async def test_another_decode_engine_with_a_fresh_prefill(path: str, how: str) -
 
 
 @ROUTES
-@pytest.mark.parametrize("then", ["eof", "reset", "finish", "stall", "error", "given up"])
+@pytest.mark.parametrize("then", ["eof", "reset", "finish", "stall", "error", "given up", "done"])
 async def test_a_stream_that_fails_ends_with_an_error_of_the_api(path: str, then: str) -> None:
     """No other engine can go on with it."""
     aborted = WORDS[path].replace(b'"finish_reason":null', b'"finish_reason":"abort"')
-    last = {"error": ERROR, "given up": aborted}.get(then, b"")
+    error, aborted = ENDED if path == COHERE else (ERROR, aborted)
+    last = {"error": error + DONE, "given up": aborted + DONE, "done": DONE}.get(then, b"")
+    events = [*OPENING[path], WORDS[path], WORDS[path]]
 
     async def script(reply: Reply) -> None:
         await reply.start()
-        await reply.pieces(WORDS[path], WORDS[path])
+        await reply.pieces(*events)
         legs = w.proxy.engines[w.decode[1].url].open_legs
         await until(lambda: legs.flowing)
         if last:
@@ -159,9 +174,14 @@ async def test_a_stream_that_fails_ends_with_an_error_of_the_api(path: str, then
     async with flagged(1, 2, deadlines={"between_tokens": 0.3 if then == "stall" else LONG}) as w:
         w.decode[1].script(script)
         answer = await w.ask(path, body(path, stream=True))
-        assert (answer.status, answer.ended, answer.events[:2]) == (200, True, [WORDS[path]] * 2)
-        (said,) = answer.events[2:]
-        assert set(json.loads(said.removeprefix(b"data: "))) == {"error"}
+        assert (answer.status, answer.ended, answer.events[: len(events)]) == (200, True, events)
+        said, *end = answer.events[len(events) :]
+        found = json.loads(said.removeprefix(b"data: "))
+        if path == COHERE:
+            assert (found["type"], found["delta"]["finish_reason"]) == ("message-end", "ERROR")
+            assert (bool(found["delta"]["error"]), end) == (True, [DONE])
+        else:
+            assert (set(found), end) == ({"error"}, [])
         assert b"http" not in said, "where engines are is not for clients"
         assert w.metric("pdproxy_continuations_total", result="refused", reason="route") == 1
         ended = await w.ended()
@@ -180,7 +200,7 @@ async def test_a_client_that_leaves(path: str, stream: bool) -> None:
         begun.set()
         if stream:
             await reply.start()
-            await reply.piece(WORDS[path])
+            await reply.pieces(*OPENING[path], WORDS[path])
         await reply.stall()
 
     async with flagged() as w:
@@ -205,9 +225,14 @@ REASONS: list[tuple[str, str, dict[str, Any]]] = [
     ("unusual", GENERATE, {"params": {"max_tokens": "4"}}),
     ("unusual", GENERATE, {"params": {"max_tokens": 0}}),
     ("unusual", GENERATE, {"params": {"min_tokens": 5}}),
+    ("unusual", GENERATE, {"params": {"skip_reading_prefix_cache": True}}),
     ("unusual", GENERATE, {"sampling_params": None}),
     ("unusual", GENERATE, {"token_ids": []}),
     ("unusual", GENERATE, {"token_ids": "ids"}),
+    ("unusual", COHERE, {"max_tokens": "4"}),
+    ("unusual", COHERE, {"max_tokens": 0}),
+    ("unusual", COHERE, {"messages": []}),
+    ("prompt_ids", COHERE, {"kv_transfer_params": {"prompt_token_ids": [7] * 40}}),
 ]
 
 
@@ -221,8 +246,8 @@ async def test_what_goes_whole_to_one_engine(
     """
     asked = body(path, stream=stream, **fields)
     async with flagged() as w:
-        answer = await w.ask(path, asked)
-        direct = await exchange(w.decode[0].port, request("POST", path, asked))
+        answer = await w.ask(path, asked, NAMED)
+        direct = await exchange(w.decode[0].port, request("POST", path, asked, NAMED))
         ours, plain = (
             [still(event) for event in (one.events if stream and one.status == 200 else [one.body])]
             for one in (answer, direct)
@@ -248,16 +273,26 @@ async def test_a_refusal_has_the_engines_own_words(path: str, stream: bool) -> N
     """Whatever an engine said to a leg."""
     asked = body(path, stream=stream, model="other")
     async with flagged() as w:
-        answer = await w.ask(path, asked)
-        direct = await exchange(w.decode[0].port, request("POST", path, asked))
+        answer = await w.ask(path, asked, NAMED)
+        direct = await exchange(w.decode[0].port, request("POST", path, asked, NAMED))
         assert (answer.status, answer.json) == (direct.status, direct.json)
         await w.quiet()
 
 
-@ROUTES
-async def test_kv_of_a_request_that_a_decode_engine_refuses(path: str) -> None:
-    """No engine frees it on this route: the proxy has it freed."""
-    said = b'{"error":{"message":"hot","type":"BadRequestError","param":"temperature","code":400}}'
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (
+            GENERATE,
+            b'{"error":{"message":"x","type":"BadRequestError","param":"temperature","code":400}}',
+        ),
+        (COHERE, b'{"message":"x","id":"a"}'),
+    ],
+)
+async def test_kv_of_a_request_that_a_decode_engine_refuses(path: str, said: bytes) -> None:
+    """No engine frees it on the first route, and on the other one nobody can tell: the proxy has it
+    freed.
+    """
     async with flagged() as w:
         w.decode[0].script(scripts.whole(said, 400))
         answer = await w.ask(path, body(path))
@@ -265,6 +300,18 @@ async def test_kv_of_a_request_that_a_decode_engine_refuses(path: str) -> None:
         await w.quiet()
         (history,) = w.books.history.values()
         assert history == ["given", "asked", "released"]
+
+
+async def test_tenants_whose_caches_are_apart_have_no_route_without_a_salt() -> None:
+    """Engines drop `cache_salt` there: one tenant could find another one's prompts."""
+    async with flagged(auth={"api_keys": ("sk-a", "sk-b")}) as w:
+        answer = await w.ask(COHERE, body(COHERE), bearer("sk-a"))
+        assert (answer.status, set(answer.json)) == (403, {"message"})
+        assert "tenants.caches" in answer.json["message"]
+        assert (await w.ask(GENERATE, body(GENERATE), bearer("sk-a"))).status == 200
+        salts = {engine.requests[-1].json["cache_salt"] for engine in (*w.prefill, *w.decode)}
+        assert len(salts) == 1
+        assert not [one for engine in w.engines for one in engine.requests if one.path == COHERE]
 
 
 @STREAM
@@ -291,7 +338,7 @@ async def test_a_contract_without_the_route_has_one_engine_answer(path: str) -> 
         assert (answer.status, alone(pair.world)) == (200, ["route"])
 
 
-OVER: list[tuple[str, str, dict[str, Any], str]] = [
+OVER: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("max_tokens=3", GENERATE, {}, "max_tokens"),
     ("max_tokens=3", GENERATE, {"params": {"max_tokens": "3"}}, "max_tokens"),
     ("max_tokens=3", GENERATE, {"sampling_params": 5}, "sampling_params"),
@@ -299,17 +346,25 @@ OVER: list[tuple[str, str, dict[str, Any], str]] = [
     ("n=2", GENERATE, {"params": {"n": 3}}, "n"),
     ("n=2", GENERATE, {"params": {"n": 1e3}}, "n"),
     ("n=2", GENERATE, {"sampling_params": None}, "sampling_params"),
+    ("max_tokens=3", COHERE, {}, "max_tokens"),
+    ("max_tokens=3", COHERE, {"max_tokens": "3"}, "max_tokens"),
+    ("routes=chat", COHERE, {}, None),
+    ("routes=cohere", GENERATE, {}, None),
 ]
 
 
 @pytest.mark.parametrize(("words", "path", "fields", "param"), OVER, ids=str)
 async def test_what_a_key_is_not_good_for(
-    tmp_path: Path, words: str, path: str, fields: dict[str, Any], param: str
+    tmp_path: Path, words: str, path: str, fields: dict[str, Any], param: str | None
 ) -> None:
     """403 before any engine is asked."""
-    async with flagged(auth=auth(tmp_path, words)) as w:
+    async with flagged(auth=auth(tmp_path, words), adjust=SHARED) as w:
         answer = await w.ask(path, body(path, **fields), bearer(KEY))
-        assert (answer.status, answer.json["error"]["param"]) == (403, param)
+        assert answer.status == 403
+        if path == COHERE:
+            assert "This API key" in answer.json["message"]
+        else:
+            assert answer.json["error"]["param"] == param
         assert not [one for engine in w.engines for one in engine.requests]
 
 
@@ -319,8 +374,9 @@ async def test_a_request_without_a_limit_gets_the_keys(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
     """Where the engine reads it."""
-    async with flagged(auth=auth(tmp_path, "max_tokens=3")) as w:
-        asked = body(path, stream=stream, params={"max_tokens": None})
+    async with flagged(auth=auth(tmp_path, "max_tokens=3"), adjust=SHARED) as w:
+        none = {"max_tokens": None}
+        asked = body(path, stream=stream, **({"params": none} if path == GENERATE else none))
         assert (await w.ask(path, asked, bearer(KEY))).status == 200
         assert (await w.ended()).completion_tokens == 3
         assert limit(path, w.decode[0].requests[0].json) == 3

@@ -176,6 +176,7 @@ async def test_the_shapes_of_requests() -> None:
             ("/v1/chat/completions/batch", {"messages": MESSAGES}),
             ("/v1/responses", {}),
             ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+            ("/cohere/v2/chat", {"messages": MESSAGES}),
             ("/inference/v1/generate", {"token_ids": [1]}),
             ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}),
             ("/tokenize", {}),

@@ -22,7 +22,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.client import Answer, bearer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
-from tests.fakes.flagged import FLAGGED, FLAGS, GENERATE, WORDS, generate
+from tests.fakes.flagged import COHERE, FLAGGED, FLAGS, GENERATE, OPENING, WORDS, cohere, generate
 from tests.fakes.passed import FORMS, MESSAGES, RESPONSES, everyone, message, responses
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, until, world
@@ -30,6 +30,7 @@ from tests.proxy.test_batches import BATCH, batch
 from tests.proxy.test_connectors import CONNECTORS, SHAPES, same
 from tests.proxy.test_continued import TOKENS, UNBROKEN, cut
 from tests.proxy.test_quotas import keys, left
+from tests.proxy.test_tenant_salts import tenants
 
 TPM = 60_000
 A = bearer("sk-a")
@@ -138,6 +139,7 @@ ROUTES: dict[str, list[Form]] = {
         *({**one, "params": SEVERAL} for one in ({}, STREAM, ASKED)),
         {**STREAM, "params": {"prompt_logprobs": 1}},
     ),
+    COHERE: forms(cohere, {}, STREAM, {**STREAM, "max_tokens": "4"}, {"logprobs": True}),
     SCORING: [
         (
             {"model": "tiny", "query": PROMPT, "items": ["a", "b", "c"], "label_token_ids": [5, 6]},
@@ -178,6 +180,7 @@ def made_by(engines: list[SimServer]) -> tuple[int, int]:
 
 def counted(usage: dict[str, Any]) -> tuple[int, int]:
     """The same of a usage."""
+    usage = usage.get("tokens", usage)
     cached = usage.get("cache_read_input_tokens", 0) + usage.get("cache_creation_input_tokens", 0)
     completion = usage.get("completion_tokens", usage.get("output_tokens", 0))
     prompt = usage.get("prompt_tokens", usage.get("input_tokens", usage.get("total_tokens", 0)))
@@ -260,8 +263,11 @@ def _shown(answer: Answer) -> tuple[int, int] | None:
     found = None
     for event in answer.events if answer.body.startswith((b"data:", b"event:")) else [answer.body]:
         text = event.partition(b"data: ")[2] or event
-        if text.startswith(b"{") and isinstance(usage := json.loads(text).get("usage"), dict):
-            found = counted(usage)
+        if text.startswith(b"{"):
+            said = json.loads(text)
+            inner = said["delta"] if said.get("type") == "message-end" else said
+            usage = inner.get("usage")
+            found = counted(usage) if isinstance(usage, dict) else found
     return found
 
 
@@ -329,7 +335,7 @@ def events_of(path: str, words: int) -> list[bytes]:
         kinds = ["message_start", "content_block_start", *["content_block_delta"] * words]
     else:
         others = {COMPLETIONS: scripts.WORD, CHAT: scripts.CHAT_WORD, **WORDS}
-        return [others[path]] * words
+        return [*OPENING.get(path, ()), *[others[path]] * words]
     bodies = [{"type": kind} for kind in kinds]
     if path == MESSAGES:
         bodies[0]["message"] = {"usage": {"input_tokens": 23, "output_tokens": 0}}  # type: ignore[assignment]
@@ -345,6 +351,7 @@ STREAMED = {
     RESPONSES: responses,
     MESSAGES: message,
     GENERATE: generate,
+    COHERE: cohere,
 }
 
 
@@ -522,6 +529,7 @@ async def test_many_at_once_get_no_more_than_their_minute(
     clock = ManualClock()
     async with world(
         auth=keys(tmp_path, "a:sk-a tpm=2000\nb:sk-b"),
+        adjust=tenants(caches="shared" if path == COHERE else "auto"),
         clock=clock,
         facts={**FLAGS, "max_model_len": 4096},
     ) as w:
@@ -541,8 +549,8 @@ async def test_many_at_once_get_no_more_than_their_minute(
         assert {one.status for one in found} == {200, 429}
         refused = [one for one in found if one.status == 429]
         assert all(1 <= int(one.header("retry-after") or 0) <= 60 for one in refused)
-        errors = [one.json["error"] for one in refused]
+        errors = [one.json.get("error", one.json) for one in refused]
         assert all("tokens per minute" in error["message"] for error in errors)
-        assert all(("reason" in error) is (path != MESSAGES) for error in errors), (
-            "Anthropic's shape has none"
+        assert all(("reason" in error) is (path not in (MESSAGES, COHERE)) for error in errors), (
+            "Anthropic's shape and Cohere's have none"
         )

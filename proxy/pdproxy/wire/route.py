@@ -9,6 +9,7 @@ from pdproxy.wire.route_form import RouteForm
 from pdproxy.wire.routes import (
     batch,
     chat,
+    cohere,
     completions,
     generate,
     invocations,
@@ -32,6 +33,7 @@ class Route(Enum):
     RESPONSES = responses.FORM
     MESSAGES = messages.FORM
     GENERATE = generate.FORM
+    COHERE = cohere.FORM
 
     def __new__(cls, form: RouteForm | str) -> Self:
         """Make a route of its form. Later, `Route(path)` finds one."""

@@ -105,6 +105,7 @@ class RouteForm:
         - `keeps_prompt_ids`: engines read a prompt's ids that a client may send
           (`fields.PROMPT_IDS`).
         - `checks_all_media`: media may stand anywhere in the body.
+        - `has_salt`: engines read `cache_salt`.
 
     The legs:
         - `prefill` changes the fields of a prefill leg: one token, not streamed.
@@ -116,7 +117,8 @@ class RouteForm:
 
     The answer:
         - `dialect`: the API of answers, events and errors.
-        - `is_named`: a stream's events have names (`event: ...`), and its last one the usage.
+        - `is_named`: a stream's events have names (`event: ...`, or `type` in the data), and one
+          of its last events has the usage.
         - `goes_whole(alone)`: whether one engine gets the client's own body, on this route.
         - `has_own_words`: an engine's refusal of a leg is not the answer: the engine is sent the
           client's own body, and refuses that.
@@ -137,6 +139,7 @@ class RouteForm:
     has_priority_header: bool = True
     keeps_prompt_ids: bool = True
     checks_all_media: bool = False
+    has_salt: bool = True
     prefill: Callable[[Fields], None]
     both: Callable[[Fields], None] | None = None
     prefill_answer: Callable[[bytes], PrefillAnswer | None] = prefill_answer

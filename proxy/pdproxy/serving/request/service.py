@@ -15,6 +15,7 @@ from pdproxy.kit.errors import (
     EngineError,
     EngineRefusedError,
     Fault,
+    ForbiddenError,
     ModelNotFoundError,
     PdproxyError,
     RefusalReason,
@@ -80,6 +81,10 @@ _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
 that name a format.
 """
 
+_NO_SALT = (
+    "This route is closed: tenants have caches of their own here (tenants.caches), and engines can "
+    "not keep them apart on this route."
+)
 _BATCH, _INVOCATIONS = Route.BATCH, Route.INVOCATIONS
 
 
@@ -154,6 +159,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         parsed = await service.bodies.request(incoming.route, body, self.writer.client)
         self.model, self.stream = parsed.model, parsed.stream
         if (salt := incoming.salt) is not None:
+            if not incoming.route.form.has_salt:
+                raise ForbiddenError(_NO_SALT)
             salt.put_into(parsed.fields)
         elif FIELD in parsed.fields:
             check(parsed.fields)

@@ -48,6 +48,8 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
         return Reading(prompts, Alone.N)
     if not all(is_absent(params, name) for name in _OF_PROMPT):
         return Reading(prompts, Alone.PROMPT_LOGPROBS)
+    if not is_absent(params, "skip_reading_prefix_cache"):
+        return Reading(prompts, Alone.UNUSUAL)  # a decode engine would load nothing
     return Reading(prompts, None)
 
 
