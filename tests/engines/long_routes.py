@@ -118,5 +118,6 @@ async def test_generated_requests(fleet: Fleet, proxy_1p1d: Proxy, path: str) ->
         if (ours.status, content_of(ours)) != (plain.status, content_of(plain)):
             found.append((body, plain.body, ours.body))
     assert not found, found[:3]
-    await before.settled(lambda increases: in_full(increases) and not increases["alone"])
+    refused = COUNT - split
+    await before.settled(lambda increases: in_full(increases) and increases["alone"] <= refused)
     print(f"\n{path}: {COUNT} requests, {split} answers, KV {before.since('')}")
