@@ -153,7 +153,7 @@ GENERATED: list[tuple[str, dict[str, Any]]] = [
     ("/generative_scoring", {**SCORING, "label_token_ids": [10**9]}),
     ("/generative_scoring", {**SCORING, "model": "nope"}),
 ]
-_MADE = re.compile(r"^(resp|msg|chatcmpl|rs)[-_][0-9a-f-]{8,}$")
+_MADE = re.compile(r"^(resp|msg|chatcmpl|chatcmpl-tool|rs|fc|call|toolu)[-_][0-9a-f-]{8,}$")
 _TIMES = {"created_at", "created", "completed_at"}
 
 
