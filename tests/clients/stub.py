@@ -52,7 +52,7 @@ class Stub:
     _ids: dict[tuple[str, str], itertools.count[int]] = field(
         default_factory=lambda: collections.defaultdict(itertools.count)
     )
-    """A number for each answer to a case: what a client sends back is the same in each recording."""
+    """A number for each answer to a case: what a client sends back is the same each time."""
 
     @property
     def url(self) -> str:
@@ -285,7 +285,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Events:
         part = item["content"][0]
         at_part = at | {"content_index": 0}
         name = f"response.{part['type']}"
-        extra = {"logprobs": []} if part["type"] == "output_text" else {}
+        extra: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
         events.append(("response.content_part.added", at_part | {"part": part | {"text": ""}}))
         events += [
             (f"{name}.delta", at_part | extra | {"delta": word}) for word in _words(part["text"])

@@ -28,7 +28,10 @@ SCHEMA = {
     "required": ["word"],
     "additionalProperties": False,
 }
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQV"
+    "R42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 
 CODEX = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
 CLAUDE = ["claude", "-p", "--dangerously-skip-permissions"]

@@ -18,7 +18,10 @@ TOOL = {
     "type": "function",
     "function": {"name": "tide_table", "description": "The tides of a city.", "parameters": CITY},
 }
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQV"
+    "R42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 IMAGE = f"data:image/png;base64,{PIXEL}"
 
 
