@@ -62,7 +62,8 @@ class Body:
                 body[name] = min(body[name], limit or 40)
         thinking = body.get("thinking")
         if isinstance(thinking, dict) and "budget_tokens" in thinking:
-            body["max_tokens"] = thinking["budget_tokens"] + 1
+            body["thinking"] = thinking | {"budget_tokens": 1024}  # less is refused
+            body["max_tokens"] = 1025
         if limit and all(body.get(name) is None for name in LIMITS):
             body[_LIMIT[self.route]] = limit
         return body

@@ -28,11 +28,18 @@ def why_alone(route: str, body: dict[str, Any]) -> str:
     if route == RESPONSES:
         if body.get("background"):
             return "background"
-        if body.get("previous_response_id"):
+        if body.get("previous_response_id") or _refers(body.get("input")):
             return "previous_response"
         if any(tool.get("type") in _RUN_BY_ENGINES for tool in body.get("tools") or ()):
             return "built_in_tools"
     return ""
+
+
+def _refers(items: Any) -> bool:
+    """Whether items of an earlier answer are named only: one engine at most knows them."""
+    return isinstance(items, list) and any(
+        item.get("type") == "item_reference" for item in items if isinstance(item, dict)
+    )
 
 
 def _has_media(value: Any) -> bool:
