@@ -2,8 +2,12 @@
 are expected to be. Runs only if it is named.
 """
 
+# The bodies that say something about reasoning are sent to engines with a parser of it, too.
+
 import asyncio
+import json
 import secrets
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,43 +16,77 @@ from tests.clients.placement import CHAT, COMPLETIONS
 
 from .client import ask
 from .compare import differs, first_difference
-from .engine import MODEL
+from .engine import MODEL, Role
 from .equality import Moved
 from .fleet import Fleet
+from .launcher import Launcher
 from .proxy import Proxy
 from .test_other_routes import content_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 LIMIT = 16
 SETTLED = 20.0
+NAMES: dict[str, Role] = {"asked": "plain", "asked-p": "prefill", "asked-d": "decode"}
+PARSER = "--reasoning-parser deepseek_r1"
+BODIES = load()
+REASONING = [
+    one
+    for one in BODIES
+    if any(word in json.dumps(one.body) for word in ('"reasoning', '"thinking'))
+]
+Both = tuple[Fleet, Proxy]
 
 
-@pytest.mark.parametrize("body", load(), ids=str)
-async def test_a_client_gets_the_plain_engines_answer(
-    fleet: Fleet, proxy_1p1d: Proxy, body: Body
-) -> None:
+@pytest.fixture(scope="module")
+def both(
+    request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Both]:
+    """One engine of each role with these flags, and pdproxy in front of the pair."""
+    engines = Fleet(launcher, flags=request.param)
+    try:
+        engines.launch(NAMES)
+        folder = tmp_path_factory.mktemp("asked")
+        proxy = Proxy.start(engines.prefills, engines.decodes, folder)
+        yield engines, proxy
+        assert proxy.stop() == 0, proxy.tail()
+    finally:
+        engines.end()
+
+
+CASES = [("", one) for one in BODIES] + [(PARSER, one) for one in REASONING]
+
+
+@pytest.mark.parametrize(
+    ("both", "body"),
+    CASES,
+    indirect=["both"],
+    scope="module",
+    ids=[f"{body}{'-parsed' if flags else ''}" for flags, body in CASES],
+)
+async def test_a_client_gets_the_plain_engines_answer(both: Both, body: Body) -> None:
     """Status and content are equal; the KV of a body that two engines can serve moved, and the
     proxy counts why one engine served another body.
     """
+    engines, proxy = both
     # no engine has the prompt in its cache
     sent = body.fitted(MODEL, LIMIT) | {"cache_salt": secrets.token_hex(6)}
-    before = Moved.now(fleet, proxy_1p1d, 1)
+    before = Moved.now(engines, proxy, 1)
     plain, other = await asyncio.gather(
-        *(ask(one.url, body.route, sent, body.headers) for one in (fleet.plain, proxy_1p1d))
+        *(ask(one.url, body.route, sent, body.headers) for one in (engines.plain, proxy))
     )
     if body.route in (CHAT, COMPLETIONS):
         assert not differs(plain, other, strict=False)
     else:
         assert (other.status, other.broken) == (plain.status, plain.broken), other.body
         assert not first_difference(content_of(plain), content_of(other))
-    split = body.route in SPLIT and plain.status == 200 and not body.alone
-    reason = body.alone if body.route in SPLIT and plain.status == 200 else ""
+    reason = body.alone if body.route in SPLIT else ""
+    split = body.route in SPLIT and not reason and plain.status == 200
     deadline = asyncio.get_running_loop().time() + SETTLED
     while True:
         moved = before.since(reason)
         right = (moved["alone"], moved["expected_reason"]) == (bool(reason), bool(reason))
         right &= moved["pulled"] == (moved["prompt"] if split else 0)
-        if (right and before.released) or plain.status != 200:
+        if right and before.released:
             return
         assert asyncio.get_running_loop().time() < deadline, (moved, before.held)
         await asyncio.sleep(0.2)
