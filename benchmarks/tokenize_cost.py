@@ -26,7 +26,8 @@ import stage
 from pdproxy.tokens.chat import ContentFormat, conversation, read_chat
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.tokenizer import Tokenizer, ids_of, load
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 
 FORMS: dict[bool, ContentFormat] = {False: "string", True: "string"}
 TURN = 200

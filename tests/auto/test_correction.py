@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pdproxy.scheduling.auto.correction import Error, Factor
 from pdproxy.scheduling.outputs import Outputs, limit_of
-from pdproxy.wire.request import Parsed, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
 
 
 def measured(

@@ -90,7 +90,9 @@ def hides_ids(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """The proxy asks for no ids though the client does."""
     fields = bodies.decode_fields
     patch.setattr(
-        nixl, "decode_fields", lambda *args: {**fields(*args), "return_token_ids": bodies._FALSE}
+        nixl,
+        "decode_fields",
+        lambda *args: {**fields(*args), "return_token_ids": msgspec.Raw(b"false")},
     )
 
 

@@ -90,6 +90,13 @@ class Moved:
             "expected_reason": front(reason=alone) if alone else 0,
         }
 
+    async def settled(self, right: Callable[[Increases], bool]) -> None:
+        """Wait until the increases are right, and P holds no more than before."""
+        deadline = time.monotonic() + SETTLED
+        while not (right(increases := self.since("")) and self.released):
+            assert time.monotonic() < deadline, f"{increases}, P's KV was {self.held}"
+            await asyncio.sleep(0.1)
+
 
 async def _both(shape: Shape, fleet: Fleet, proxy: Proxy) -> tuple[Answer, Answer]:
     nonce = secrets.token_hex(6)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 
 from .build import ensure, ensure_overlay
 from .client import ask

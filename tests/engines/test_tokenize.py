@@ -21,7 +21,8 @@ from pdproxy.tokens.errors import UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.tokens.tokenize_request import tokenize_body
 from pdproxy.tokens.tokenizer import Tokenizer, ids_of, load
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 
 from .client import ask
 from .engine import MODEL

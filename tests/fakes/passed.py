@@ -13,8 +13,8 @@ from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import PROMPT, World
 
 PASSED = [entry for entry in TABLE if entry.kind is RouteKind.PASSED]
-PATHS = [entry.path for entry in PASSED if entry.has_body]
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+PATHS = [entry.path for entry in PASSED if entry.has_body]
 VLLM = [
     tuple(line.split())
     for line in (Path(__file__).parent / "vllm_routes.txt").read_text().splitlines()
@@ -24,18 +24,22 @@ HANDLE = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids"
 
 
 def responses(**fields: Any) -> dict[str, Any]:
-    """A body of `/v1/responses`."""
-    return {"model": "tiny", "input": PROMPT, "max_output_tokens": 4, "temperature": 0, **fields}
+    """A body of `/v1/responses` that one engine serves whole: only engines take a text for a
+    number.
+    """
+    return {"model": "tiny", "input": PROMPT, "max_output_tokens": "4", "temperature": 0, **fields}
 
 
 def message(**fields: Any) -> dict[str, Any]:
-    """A body of `/v1/messages`."""
+    """A body of `/v1/messages` that one engine serves whole."""
     messages = [{"role": "user", "content": PROMPT}]
-    return {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **fields}
+    return {"model": "tiny", "messages": messages, "max_tokens": "4", "temperature": 0, **fields}
 
 
 BODIES = {RESPONSES: responses(), MESSAGES: message()}
 STREAMED = [RESPONSES, MESSAGES]
+_OWN = {"id", "item_id", "created_at", "cached_tokens", "cache_write_tokens"}
+"""Fields that differ between two answers to one request."""
 
 
 def everyone(w: World, path: str, script: Callable[[Reply], Awaitable[None]]) -> list[Request]:
@@ -62,15 +66,12 @@ def asked(engine: FakeEngine, path: str) -> int:
 
 
 def shape(event: bytes) -> Any:
-    """Return an event's name and data, with a star for each id and time."""
+    """Return an event's name and data, with a star for each id, time and count of cached tokens."""
     name, _, data = event.partition(b"data: ") if b"data: " in event else (b"", b"", event)
 
     def still(value: Any) -> Any:
         if isinstance(value, dict):
-            return {
-                k: "*" if k in ("id", "item_id", "created_at") else still(v)
-                for k, v in value.items()
-            }
+            return {k: "*" if k in _OWN else still(v) for k, v in value.items()}
         return [still(one) for one in value] if isinstance(value, list) else value
 
     return name, still(json.loads(data))

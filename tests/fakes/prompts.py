@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 
 
 def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:

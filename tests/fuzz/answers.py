@@ -18,7 +18,8 @@ from pdproxy.upstream.connection import EngineConnection, Headers
 from pdproxy.wire.chunks import whole_chunks
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.errors import error_body
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from tests.fuzz.ingress import Transport
 
 

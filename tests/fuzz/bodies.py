@@ -12,7 +12,8 @@ from pdproxy.transfer.nixl import decode, prefill
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
 from pdproxy.wire.lenient_json import check_content_type
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 
 OURS = Handle(b'{"do_remote_prefill":true,"mark":"ours"}', b"[1,2]", 2, "id")
 _PROMPT = "prompt_token_ids"

@@ -33,9 +33,9 @@ from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.protocol import protocol_class
 from pdproxy.web.slow_readers import SlowReaderPolicy
 from pdproxy.web.unread_answers import UnreadAnswers
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
-ROUTES = {route.value.encode() for route in Route}
+ROUTES = {route.path.encode() for route in Route}
 MAX_BODY = 1 << 20
 _SPINS = 12
 """Turns of the loop after which a request that needs nothing from outside has been answered."""
@@ -85,7 +85,7 @@ class Transport(asyncio.Transport):
 
 
 OTHER = "/other"
-READING = {OTHER.encode(), *(route.value.encode() for route in Route)}
+READING = {OTHER.encode(), *(route.path.encode() for route in Route)}
 """Paths of which the body is read, where they are posted to. Others' bodies are dropped."""
 
 
@@ -171,7 +171,7 @@ class Ingress:
         self.config.load()
 
     async def _generate(self, incoming: Incoming, output: GenerateCycle) -> None:
-        self.seen.served.append((b"POST", incoming.route.value.encode(), bytes(incoming.body)))
+        self.seen.served.append((b"POST", incoming.route.path.encode(), bytes(incoming.body)))
         if len(incoming.body) % 2:
             output.whole(200, [(b"content-type", b"application/json")], b"{}")
         else:

@@ -61,7 +61,7 @@ def targets() -> dict[str, Check]:
     ingress = Ingress()
 
     def body(data: bytes) -> None:
-        from pdproxy.wire.request import Route
+        from pdproxy.wire.route import Route
 
         for route in Route:
             check_body(route, data)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.transfer.contract import encode
 from pdproxy.wire.errors import error_body
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 from pdproxy_lab.sim.api.batch import BatchBody
 from pdproxy_lab.sim.api.errors import RefusedRequest, refusal, response, schema_message
 from pdproxy_lab.sim.api.invocations import invoke
@@ -170,19 +171,19 @@ class Engine:
         async def failed(_: Any, error: Exception) -> Response:
             return Response(repr(error), 418)
 
-        @self.app.post(Route.COMPLETIONS.value)
+        @self.app.post(Route.COMPLETIONS.path)
         async def completions(body: CompletionBody) -> Response:
             return Response(repr(body))
 
-        @self.app.post(Route.CHAT.value)
+        @self.app.post(Route.CHAT.path)
         async def chat(body: ChatBody) -> Response:
             return Response(repr(body))
 
-        @self.app.post(Route.BATCH.value)
+        @self.app.post(Route.BATCH.path)
         async def batch(body: BatchBody) -> Response:
             return Response(repr(body))
 
-        @self.app.post(Route.INVOCATIONS.value)
+        @self.app.post(Route.INVOCATIONS.path)
         async def invoked(request: Request) -> Response:
             try:
                 return await invoke(request, chat, completions)
@@ -199,8 +200,8 @@ class Engine:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": route.value,
-            "raw_path": route.value.encode(), "query_string": b"",
+        scope = {"type": "http", "method": "POST", "path": route.path,
+            "raw_path": route.path.encode(), "query_string": b"",
                  "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
                  "scheme": "http",
                  "root_path": "", "server": ("x", 80), "client": ("x", 1)}  # fmt: skip

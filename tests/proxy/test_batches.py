@@ -10,7 +10,9 @@ import pytest
 
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.wire.body_bounds import LARGE, Bounds
-from pdproxy.wire.request import Alone, Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone
 from pdproxy_lab.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.client import Answer
@@ -403,4 +405,4 @@ def test_conversations_beyond_the_limit_are_not_made() -> None:
     """The list is refused by its length."""
     with pytest.raises(BadRequestError, match="more than 2"):
         parse(Route.BATCH, b'{"messages":[[{}],[{}],[{}]]}', Bounds(prompts=2))
-    assert Route.CHAT.value == CHAT
+    assert Route.CHAT.path == CHAT

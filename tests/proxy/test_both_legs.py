@@ -17,7 +17,7 @@ from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedA
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
 from pdproxy.serving.dispatch.orders import REFUSAL_GRACE
 from pdproxy.settings.keys import Auth
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.reply import ScriptedReply
 from pdproxy_lab.sim.server import SimServer

@@ -13,7 +13,7 @@ from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.access.keys import Head
 from pdproxy.serving.request.incoming import Incoming
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.fakes import answers, scripts
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 

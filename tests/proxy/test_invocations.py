@@ -12,7 +12,8 @@ import pytest
 
 from pdproxy.settings.schema import Settings
 from pdproxy.wire.body_bounds import LARGE
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from tests.fakes import scripts
 from tests.fakes.engine import Reply
 from tests.fakes.passed import asked, everyone, fine

@@ -16,7 +16,7 @@ from pdproxy.serving.kv.custodian import ENDS, KV_HANDLES
 from pdproxy.serving.kv.custody import CustodyState, End
 from pdproxy.serving.kv.ready import NOTICES
 from pdproxy.wire.notices import NoticeEvent
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 from tests.fakes import answers, scripts
 from tests.fakes.client import bearer
 from tests.fakes.engine import Reply

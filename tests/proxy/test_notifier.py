@@ -15,7 +15,7 @@ import zmq
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFailed
 from pdproxy.serving.kv.orphans import REMEMBERED
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

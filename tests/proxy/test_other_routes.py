@@ -329,21 +329,22 @@ async def test_proxy_keys_guard_every_route() -> None:
     send it as `x-api-key`.
     """
     async with world(auth={"api_keys": ("ours",), "engine_api_key": "theirs"}) as w:
-        for path in [*PATHS, "/v1/responses/resp_1/cancel"]:
+        for path in [*PATHS, RESPONSES, MESSAGES, "/v1/responses/resp_1/cancel"]:
             seen = everyone(w, path, fine)
             in_messages = path in (MESSAGES, f"{MESSAGES}/count_tokens")
             refused = await w.ask(
                 path, {"model": "tiny"}, [("x-api-key", "others" if in_messages else "ours")]
             )
             assert (refused.status, seen) == (401, [])
-            assert refused.json["error"]["type"] == "invalid_request_error"
+            kind = "authentication_error" if in_messages else "invalid_request_error"
+            assert refused.json["error"]["type"] == kind
             header = ("x-api-key", "ours") if in_messages else ("authorization", "Bearer ours")
             allowed = await w.ask(path, {"model": "tiny"}, [header])
-            if path in PATHS:
+            if path.endswith("/cancel"):
+                assert allowed.status == 404
+            else:
                 assert allowed.status == 200
                 assert dict(seen[0].headers)["authorization"] == "Bearer theirs"
-            else:
-                assert allowed.status == 404
 
 
 # -- clients

@@ -306,9 +306,10 @@ async def test_a_client_that_leaves_with_a_request_behind_ends_the_leg() -> None
             left.set()
 
     async with world() as w:
-        seen = everyone(w, RESPONSES, script)
+        seen = everyone(w, "/v1/embeddings", script)
         client = await w.client()
-        client.send(request("POST", RESPONSES, responses()) + request("GET", "/health", b""))
+        asked = {"model": "tiny", "input": "x"}
+        client.send(request("POST", "/v1/embeddings", asked) + request("GET", "/health", b""))
         await until(lambda: seen)
         client.close()
         await asyncio.wait_for(left.wait(), LONG)

@@ -14,7 +14,7 @@ from pdproxy.scheduling.prefix import refreshing
 from pdproxy.serving.dispatch import prefixes
 from pdproxy.settings.kv import KvEvents, Prefixes
 from pdproxy.settings.pools import PoolPolicy
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from pdproxy_lab.sim.facts import KvEventsConfig
 from tests.fakes.pool import Pair, pool
 from tests.fakes.ports import free_port

@@ -396,7 +396,10 @@ async def test_no_engine_locks_a_key_out(
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [(CHAT, chat(max_tokens=None)), (RESPONSES, responses(max_output_tokens=None))],
+    [
+        (CHAT, chat(max_tokens=None)),
+        (RESPONSES, responses(max_output_tokens=None, background="off")),
+    ],
 )
 async def test_a_right_of_the_key_bounds_what_is_reserved(
     tmp_path: Path, path: str, body: dict[str, object]

@@ -26,7 +26,7 @@ from pdproxy.observe.events import (
 from pdproxy.serving.kv import turns as turns_module
 from pdproxy.serving.kv.open_turns import WAIT
 from pdproxy.serving.kv.turns import FAILURES, PAUSE, PoolTurns
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes import several
 from tests.fakes.client import request

@@ -14,11 +14,18 @@ from typing import Any
 _UUID = re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 _HEX = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])")
 _DATE = re.compile(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT")
-_IDS = {"id", "remote_engine_id", "remote_request_id", "system_fingerprint"}
-_WORDS = {"text", "content", "refusal", "reasoning"}
-_ANY_NUMBER = {"created", "remote_port", "first_tok"}
-_OF_PROMPT = {"prompt_tokens", "total_tokens", "remote_num_tokens", "count"}
-_HITS = {"cached_tokens", "created_cache_tokens", "remote_prefill_cached_tokens"}
+_IDS = {"id", "item_id", "remote_engine_id", "remote_request_id", "system_fingerprint"}
+_WORDS = {"text", "content", "refusal", "reasoning", "delta"}
+_ANY_NUMBER = {"created", "created_at", "remote_port", "first_tok", "sequence_number"}
+_OF_PROMPT = {"prompt_tokens", "input_tokens", "total_tokens", "remote_num_tokens", "count"}
+_HITS = {
+    "cached_tokens",
+    "created_cache_tokens",
+    "remote_prefill_cached_tokens",
+    "cache_write_tokens",
+    "cache_creation_input_tokens",
+    "cache_read_input_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -97,12 +104,23 @@ def body_view(seen: Seen, same_prompt: bool = False) -> Any:
 
 
 def stream_view(seen: Seen, same_prompt: bool = False) -> list[Any]:
-    """A stream as it must be alike, event by event."""
-    return [event_view(event, same_prompt) for event in seen.events]
+    """A stream as it must be alike, event by event. Of events with names, deltas that follow each
+    other are one: a busy engine joins them.
+    """
+    views = [event_view(event, same_prompt) for event in seen.events]
+    pairs = zip([None, *views], views, strict=False)
+    return [view for before, view in pairs if view != before or not _is_delta(view)]
+
+
+def _is_delta(view: Any) -> bool:
+    return isinstance(view, dict) and str(view.get("event", "")).endswith("delta")
 
 
 def event_view(event: bytes, same_prompt: bool = False) -> Any:
     """An event as it must be alike: errors and what is no JSON to the byte."""
+    if event.startswith(b"event: ") and not event.startswith(b"event: error\n"):
+        name, _, data = event[7:].partition(b"\ndata: ")
+        return {"event": name.decode(), **_document(data[:-2], same_prompt)}
     if (
         not event.startswith(b"data: {")
         or event.startswith(b'data: {"error"')
@@ -121,6 +139,8 @@ def _document(data: bytes, same_prompt: bool) -> Any:
 def view(value: Any, same_prompt: bool = False, key: str = "") -> Any:
     """A JSON value with what may differ replaced by what it is; maps keep their keys in order."""
     if isinstance(value, dict):
+        if value.get("type") == "raw_message_tokens":
+            value = {**value, "message": "text"}
         if key == "top_logprobs":  # a completion's: its keys are texts
             return {f"token {number}": view(item) for number, item in enumerate(value.values())}
         role = "role" in value and value.get("content") == ""  # a stream's first chunk has no words
@@ -212,7 +232,7 @@ def inconsistencies(seen: Seen, block_size: int) -> list[str]:
         prompt_ids += sum(len(one.get("prompt_token_ids") or ()) for one in (body, *choices))
         if "count" in body:
             found += unlike(len(body["tokens"]), body["count"], "count of tokens")
-        if usage := body.get("usage"):
+        if (usage := body.get("usage")) and "prompt_tokens" in usage:
             prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
             found += unlike(prompt + completion, usage["total_tokens"], "total_tokens")
             if prompt_ids and one_choice:

@@ -15,7 +15,8 @@ from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kvstore_keys import refusal
 from pdproxy_lab.sim.request import EngineDeadError

@@ -12,7 +12,7 @@ import pytest
 from pdproxy.tokens.canaries import CANARIES, Agreement, CanaryIds, compare
 from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.tokenizer import LocalTokenizer, Tokenizer, ids_of
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.tokens.models import TEMPLATE, byte_level, metaspace_first, model
 
 REFUSES_SYSTEM = (

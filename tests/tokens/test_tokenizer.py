@@ -14,7 +14,8 @@ from pdproxy.tokens.chat import Chat, read_chat
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.tokens.tokenizer import Tokenizer, find, ids_of, load
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from tests.tokens.models import TEMPLATE, byte_level, folder, model
 
 FORMS: Any = {False: "string", True: "string"}

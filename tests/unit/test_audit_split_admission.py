@@ -21,7 +21,9 @@ from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
-from pdproxy.wire.request import Alone, Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 from tests.unit.test_transfer_nixl import recorded

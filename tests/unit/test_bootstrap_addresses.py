@@ -15,7 +15,8 @@ from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.mooncake import ENTRY
 from pdproxy.transfer.peers import Peer
 from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from tests.unit.test_stages import kv, pool, refusal, stage, write
 
 P, D = EngineFlag("prefill", "10.0.0.1:8100"), EngineFlag("decode", "10.0.0.2:8200")

@@ -19,7 +19,7 @@ from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.tokenizer import ids_of
 from pdproxy.upstream.admin import ModelCard
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 from tests.fakes.tokenizer import SimTokenizer

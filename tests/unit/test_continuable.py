@@ -10,7 +10,8 @@ import pytest
 
 from pdproxy.serving.dispatch import following
 from pdproxy.wire.continuable import Continuable, NotContinued, plan
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 
 TEXT = {"model": "tiny", "prompt": "to be", "max_tokens": 9, "temperature": 0, "stream": True}
 CHAT = {

@@ -20,7 +20,7 @@ from pdproxy.transfer.continued_events import ContinuedEvents, LastEvent
 from pdproxy.wire import sse
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.continuable import Continuable, shows_ids
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 PROMPT = 9
 DETAILS = {"cached_tokens": 8}

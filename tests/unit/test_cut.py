@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdproxy.serving.dispatch.cut import Cut, find_cut
 from pdproxy.transfer.continued_events import LastEvent
 from pdproxy.wire.continuable import Continuable, NotContinued
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from pdproxy_lab.sim.api.detokenizer import Detokenizer
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 

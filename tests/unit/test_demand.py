@@ -23,7 +23,8 @@ from pdproxy.wire.body_bounds import DEFAULT
 from pdproxy.wire.fields import lenient_integer
 from pdproxy.wire.passthrough_body import Pairs
 from pdproxy.wire.reader_process import BodyQuestion, answer, request_in
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 
 
 def demand(fields: dict[str, object], route: Route = Route.COMPLETIONS) -> RequestDemand:

@@ -12,7 +12,8 @@ import pytest
 from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Contract, Dispatch, Handle
 from pdproxy.transfer.peers import Peer
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 from tests.fakes.prompts import answered
 
 MINTED = "0123456789abcdef" * 2

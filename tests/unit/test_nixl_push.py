@@ -12,7 +12,8 @@ from pdproxy.transfer import nixl_push
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.peers import Peer
 from pdproxy.wire.engine import PrefillAnswer
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from tests.fakes.prompts import answered, nixl_params
 
 COMPLETION = parse(Route.COMPLETIONS, b'{"prompt":"a b","model":"m"}')

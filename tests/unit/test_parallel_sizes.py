@@ -23,7 +23,8 @@ from pdproxy.transfer.moriio import MORIIO
 from pdproxy.transfer.peers import Peer
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.registrations import Registration
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from tests.fakes.prompts import answered, moriio_params, nixl_params
 from tests.unit.test_registration import TIMEOUT, D, P, Stage, beat
 

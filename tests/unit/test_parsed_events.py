@@ -17,7 +17,7 @@ from pdproxy.transfer.chat_chunks import NotACompletionError
 from pdproxy.transfer.continued_events import ContinuedEvents, LastEvent
 from pdproxy.transfer.parsed_events import ParsedEvents, TooManyTokensError, why_not
 from pdproxy.wire.continuable import Continuable, NotContinued
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from pdproxy.wire.tool_calls import ids_in
 
 LAST = LastEvent(

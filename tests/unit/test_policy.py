@@ -26,7 +26,8 @@ from pdproxy.settings import engines
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
 from pdproxy.tokens.ids import from_numbers
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 
 SPLIT = (Role.PREFILL, Role.DECODE)
 

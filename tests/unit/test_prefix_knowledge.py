@@ -23,7 +23,8 @@ from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 from pdproxy.serving.dispatch.prefixes import PrefixQuestions, reporting
 from pdproxy.tokens.ids import from_numbers
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 
 UNIT, TTL = 16, 2.0
 FED, OTHER = "http://fed:1", "http://other:1"

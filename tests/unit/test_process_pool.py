@@ -21,7 +21,7 @@ from pdproxy.serving.access.clients import Client
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.settings.limits import Deadlines, Limits, MediaSettings
 from pdproxy.wire.body_bounds import LARGE
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.fakes.clock import ManualClock
 from tests.fakes.recorder import Recorder
 from tests.fakes.world import until

@@ -20,7 +20,8 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.moriio import MORIIO
 from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 from pdproxy.transfer.peers import Peer
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 
 ADDRESS = "host:10.0.0.1,handshake:6301,notify:61005"
 SHAPES = [(1, 1), (2, 1), (4, 1), (1, 8), (2, 8), (3, 8)]

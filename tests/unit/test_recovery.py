@@ -43,7 +43,7 @@ from pdproxy.serving.dispatch.recovery import (
     after,
 )
 from pdproxy.upstream.client import Answer
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 
 P, D = "http://p:1", "http://d:1"
 FIRST, LAST = Progress(1, 3, alone=False), Progress(3, 3, alone=False)

@@ -25,7 +25,8 @@ from pdproxy.settings.schema import Settings
 from pdproxy.settings.transfer import bootstrap_address, receiver_host
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from tests.fakes.registry import registry
 
 P = ConfiguredEngine(url="http://p:8100", role="prefill")

@@ -13,7 +13,8 @@ import pytest
 from pdproxy.transfer.chat_chunks import NotACompletionError
 from pdproxy.transfer.contract import FirstToken, Handle
 from pdproxy.transfer.splice import Splice
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 
 USAGE = {"prompt_tokens": 4, "total_tokens": 6, "completion_tokens": 2}
 ONE_ENGINE = {"prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3}

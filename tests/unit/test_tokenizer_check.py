@@ -8,7 +8,8 @@ import pytest
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.serving.dispatch.tokenizer_check import EVERY, TokenizerCheck
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 from tests.fakes.registry import registry, unused_client
 
 P, OTHER = "http://p:1", "http://p:2"

@@ -22,7 +22,8 @@ from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry
 from tests.fakes.tokenizer import SimTokenizer

@@ -17,7 +17,9 @@ from pdproxy.settings.schema import Settings
 from pdproxy.settings.transfer import check_pairs
 from pdproxy.transfer.contract import Dispatch, Handle, HeldByDecode
 from pdproxy.transfer.cpu import ENTRY, release_leg
-from pdproxy.wire.request import Alone, Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone
 from tests.fakes.prompts import read
 
 CPU = ENTRY.contract(Settings(pools=(Pool(connector=ENTRY.name),)))

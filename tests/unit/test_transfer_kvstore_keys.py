@@ -13,7 +13,7 @@ from pdproxy.tokens.ids import from_numbers
 from pdproxy.transfer.contract import NOT_HELD, Dispatch, Handle
 from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS, why_not_stored
 from pdproxy.wire.kvparams import read, store_keys
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.fakes import prompts
 from tests.fakes.prompts import parsed
 

@@ -11,7 +11,9 @@ import pytest
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, HeldByDecode, Receiver
 from pdproxy.transfer.lmcache_pd import LMCacheOptions, lmcache_pd, may_begin_on_prefill
-from pdproxy.wire.request import Alone, Parsed, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone
 from tests.fakes.prompts import parsed, read
 
 PD = lmcache_pd()

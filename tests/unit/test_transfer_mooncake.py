@@ -26,7 +26,9 @@ from pdproxy.transfer.mooncake import (
 )
 from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.wire.engine import PrefillAnswer
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 from tests.fakes.prompts import parsed, read
 
 KNOWN = Peer(engine_id="mc-p", address="http://10.0.0.1:8998", tp_size=1, pp_size=1)

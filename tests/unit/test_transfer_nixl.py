@@ -14,7 +14,7 @@ from pdproxy.transfer.contract import NO_DISPATCH, Dispatch, Handle
 from pdproxy.transfer.nixl import NIXL, at_host
 from pdproxy.transfer.refusal import release_body
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.fakes.prompts import parsed, read
 
 DATA = Path(__file__).parents[1] / "data"

@@ -26,7 +26,7 @@ from pdproxy.transfer.moriio import MORIIO
 from pdproxy.transfer.p2p_nccl import P2P_NCCL
 from pdproxy.transfer.peers import Peer
 from pdproxy.wire.registrations import Registration
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.fakes.prompts import answered, moriio_params, parsed
 
 MINTED = "0123456789abcdef" * 2

@@ -24,7 +24,8 @@ from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Capabilities, Channel, Contract
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.shared import SHARED, decode, handle, prefill
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from tests.fakes.registry import registry as engine_registry
 
 PACKAGES = Path(pdproxy.__file__).parents[1]

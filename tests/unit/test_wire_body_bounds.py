@@ -27,7 +27,9 @@ from pdproxy.wire.body_bounds import (
     is_quick,
 )
 from pdproxy.wire.prompt_lists import count_in, part, prompts_in
-from pdproxy.wire.request import Alone, Route, parse, parse_if_quick
+from pdproxy.wire.request import parse, parse_if_quick
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone
 
 TEXT = st.text(st.sampled_from('"\\[]{},:a\n\u0436\U0001f600'), max_size=6)
 JSON = st.recursive(

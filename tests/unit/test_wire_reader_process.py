@@ -15,7 +15,8 @@ from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Bounds
 from pdproxy.wire.fields import read_fields_if_quick
 from pdproxy.wire.reader_process import BodyQuestion, answer, fields_in, request_in
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 from tests.fuzz.mutations import mutated
 from tests.fuzz.test_bodies import BODIES, poisoned
 from tests.unit.test_wire_request import JSON, NAMES

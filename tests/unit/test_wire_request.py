@@ -17,7 +17,9 @@ from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import NO_DISPATCH, encode
 from pdproxy.transfer.nixl import prefill
 from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
-from pdproxy.wire.request import Alone, Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone
 
 JSON = st.recursive(
     st.none()

@@ -13,7 +13,8 @@ from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.shared import SHARED
 from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 from pdproxy.wire.usage import add_up, with_cache
 
 TOLD = 'so "cached_tokens":7 and "created_cache_tokens":7 it is'

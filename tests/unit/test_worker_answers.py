@@ -20,7 +20,7 @@ from pdproxy.observe.events import HandleEnded, Observers
 from pdproxy.settings.health import Probes
 from pdproxy.transfer.mooncake import MOONCAKE
 from pdproxy.upstream.admin import ModelCard
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 from tests.fakes.bus import Bus
 from tests.fakes.tokenizer import SimTokenizer
 from tests.unit.test_bootstrap import Stand, answer, one

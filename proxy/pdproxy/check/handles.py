@@ -70,7 +70,7 @@ class Handles:
         is stored in `prefill`.
         """
         leg = self.contract.prefill(parsed, parsed.prompts[0], dispatch)
-        reply = await self._http.post(prefill.url, leg.route.value, leg.body, request_id)
+        reply = await self._http.post(prefill.url, leg.route.path, leg.body, request_id)
         if isinstance(reply, Trouble):
             return reply.text
         if reply.status != 200:

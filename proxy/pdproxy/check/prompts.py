@@ -11,9 +11,10 @@ import msgspec
 
 from pdproxy.check.facts import Generated
 from pdproxy.wire.engine import Usage
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 
-PATH = Route.COMPLETIONS.value
+PATH = Route.COMPLETIONS.path
 LENGTH = 8
 """Tokens of an answer."""
 BLOCKS = 3

@@ -30,7 +30,7 @@ from pdproxy.tokens.chat import ContentFormat
 from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 logger = logging.getLogger("pdproxy.fleet")
 

@@ -23,7 +23,8 @@ from pdproxy.transfer.detect import Observation
 from pdproxy.transfer.signs import SignQuestion
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.request import Route, parse
+from pdproxy.wire.request import parse
+from pdproxy.wire.route import Route
 
 logger = logging.getLogger("pdproxy")
 
@@ -137,7 +138,7 @@ class Detection:
     async def _refuses(self, url: str, body: bytes) -> bool:
         try:
             await self._admin.post(
-                url, Route.COMPLETIONS.value, body, timeout=self._seconds, max_bytes=MAX_ANSWER
+                url, Route.COMPLETIONS.path, body, timeout=self._seconds, max_bytes=MAX_ANSWER
             )
         except EngineRefusedError as error:
             return error.status == 400
@@ -201,7 +202,7 @@ class Detection:
         self, url: str, model: str | None, asks: SignQuestion
     ) -> PrefillAnswer | None:
         body = _body(model, asks.params)
-        path, seconds = Route.COMPLETIONS.value, self._seconds
+        path, seconds = Route.COMPLETIONS.path, self._seconds
         return prefill_answer(
             await self._admin.post(url, path, body, timeout=seconds, max_bytes=MAX_ANSWER)
         )

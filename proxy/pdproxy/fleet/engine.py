@@ -17,7 +17,7 @@ from pdproxy.tokens.canaries import Agreement, CanaryIds
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Receiver
 from pdproxy.upstream.client import EngineClient
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 PromptKind = tuple[str | None, Route, bool]
 """Model, route, and whether there are tools: prompts of one kind are tokenized in the same way."""

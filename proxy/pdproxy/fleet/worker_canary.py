@@ -19,7 +19,7 @@ from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.observe.events import Observers
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.upstream.admin import EngineAdmin
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 MAX_TOLD = 1 << 20
 """Bytes of what an engine answers that are sent to other workers: twenty times what vLLM

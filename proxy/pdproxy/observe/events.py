@@ -132,6 +132,8 @@ ALONE = (
     ("beam_search", "beam search"),
     ("non_text", "the prompt is not only text"),
     ("prompt_ids", "a chat's prompt comes as token ids in kv_transfer_params"),
+    ("built_in_tools", "the request names a tool that an engine may run by itself"),
+    ("route", "the connector cannot work on this route"),
     ("short_prompt", "the prompt is too short to be split"),
     ("unusual", "a request that cannot be split for another reason"),
     ("no_pair", "no prefill engine was free or could be paired with a decode engine"),

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdproxy.wire.continuable import COMPLETION_TOKENS
 from pdproxy.wire.fields import lenient_integer
-from pdproxy.wire.request import Parsed, Route
+from pdproxy.wire.request import Parsed
 
-_COMPLETIONS = Route.COMPLETIONS
 _GAIN = 0.02
 _FIRST = 200.0
 """Tokens, as long as nothing is known."""
@@ -25,10 +23,6 @@ CLASSES = 32
 last one.
 """
 _ENOUGH = 8
-_LIMIT, _CHAT_LIMITS = ("max_tokens",), ("max_completion_tokens", "max_tokens")
-"""The fields with an answer's limit, the one that counts first: a completion has one, as in
-vLLM.
-"""
 _limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 
 
@@ -38,7 +32,8 @@ def limit_of(parsed: Parsed | None) -> int | None:
     """
     if parsed is None:
         return None
-    for name in _LIMIT if parsed.route is _COMPLETIONS else _CHAT_LIMITS:
+    form = parsed.route.form
+    for name in form.limits:
         raw = parsed.fields.get(name)
         if raw is not None:
             try:
@@ -47,11 +42,8 @@ def limit_of(parsed: Parsed | None) -> int | None:
                 return lenient_integer(raw)
             if limit is not None:
                 return limit
-    return (
-        COMPLETION_TOKENS
-        if parsed.route is _COMPLETIONS and "max_tokens" not in parsed.fields
-        else None
-    )
+    absent = form.limit_if_absent
+    return absent if absent is not None and form.limits[0] not in parsed.fields else None
 
 
 class Outputs:

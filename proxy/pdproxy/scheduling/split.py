@@ -7,7 +7,8 @@ needs the engines: a prompt shorter than a KV block has no whole block to move.
 
 from __future__ import annotations
 
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Alone, Prompt
 
 _SPECIALS = 2
 """Tokens a tokenizer adds around a text (BOS, EOS)."""
@@ -51,5 +52,9 @@ def may_be_too_long(
         return True
     # Of messages, more than their content is in the prompt, such as calls of tools: their whole
     # JSON is an upper bound.
-    size = memoryview(parsed.fields["messages"]).nbytes if prompt.messages else prompt.text_bytes
+    fields = parsed.fields
+    size = prompt.text_bytes
+    if prompt.messages:
+        names = parsed.route.form.prompt_fields
+        size = sum(memoryview(fields[name]).nbytes for name in names if name in fields)
     return size + _SPECIALS + prompt.messages * template_tokens >= longest

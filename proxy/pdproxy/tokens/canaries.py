@@ -19,7 +19,9 @@ from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.tokenize_request import tokenize_body
 from pdproxy.tokens.tokenizer import LocalTokenizer, ids_of
-from pdproxy.wire.request import Parsed, Prompt, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 TEXT = "The quick brown fox jumps over 13 lazy dogs,  twice.\n\tdéjà vu — 日本語 🦊 ﬁ Ⅳ e\u0301\r\n"
 _SPECIALS = "a<s>b</s> c<|im_end|>\n<|endoftext|>d<think> e</think>[INST] f<|eot_id|>"

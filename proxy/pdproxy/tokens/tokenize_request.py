@@ -15,7 +15,9 @@ import msgspec
 from pdproxy.tokens.chat import refuse_unknown, template_arguments
 from pdproxy.tokens.errors import UnsureError
 from pdproxy.wire.fields import Fields
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 _object_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 _CHAT = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "tools")

@@ -31,7 +31,9 @@ from pdproxy.tokens.chat import (
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 CACHE_BYTES = 64 * 2**20
 """Bytes of segments that a tokenizer keeps: about a thousand conversations of 20 KB each with its

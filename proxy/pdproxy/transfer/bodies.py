@@ -1,8 +1,5 @@
-"""The parts of the legs' bodies that all contracts share.
-
-Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. A prefill leg must not carry some fields:
-the engine refuses them (`stream_options` without a stream, `min_tokens` over `max_tokens`), or they
-cost work on a token that is not used.
+"""The parts of the legs' bodies that all contracts share. What a route's legs send is in
+`wire.routes`.
 """
 
 from __future__ import annotations
@@ -10,44 +7,24 @@ from __future__ import annotations
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import encode, raw
 from pdproxy.wire.fields import Fields
-from pdproxy.wire.request import Parsed, Prompt, Route
-from pdproxy.wire.unusual import UNSEEN_BY_PREFILL
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
-_ONE = raw(b"1")
-_FALSE = raw(b"false")
 _TRUE = raw(b"true")
 _USAGE_AT_THE_END = raw(b'{"include_usage":true,"continuous_usage_stats":false}')
 
-DROPPED_ON_PREFILL = tuple(name for name in UNSEEN_BY_PREFILL if name != "response_format")
-"""Fields that the prefill leg does not carry. None of them changes the prompt."""
-_DROPPED = frozenset(DROPPED_ON_PREFILL)
-
 
 def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
-    """Return the fields of a prefill leg: one token, not streamed, with the prompt's ids. The
-    client's fields do not change.
-
-    `response_format` stays on chats, since some chat templates print it; completions have no
-    template. `tools` and `tool_choice` stay, since they change the prompt.
+    """Return the fields of a prefill leg: one token, not streamed, with the prompt's ids where the
+    route's answers have them. The client's fields do not change.
     """
     fields = dict(parsed.fields)
-    for name in _DROPPED.intersection(fields):
-        del fields[name]
-    if parsed.route is Route.COMPLETIONS:
-        fields.pop("response_format", None)
+    form = parsed.route.form
+    if form.both is not None:
+        form.both(fields)
+    form.prefill(fields)
     _set_prompt(fields, prompt)
-    fields["max_tokens"] = _ONE
-    if "max_completion_tokens" in fields:
-        fields["max_completion_tokens"] = _ONE
-    if "min_tokens" in fields:
-        # 1 masks EOS and the stop ids for that token, as the client's larger number does.
-        fields["min_tokens"] = (
-            _ONE if bytes(fields["min_tokens"]) not in (b"0", b"null") else fields["min_tokens"]
-        )
-    if "n" in fields:
-        fields["n"] = _ONE
-    fields["stream"] = _FALSE
-    fields["return_token_ids"] = _TRUE
     return fields
 
 
@@ -57,6 +34,8 @@ def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     """
     fields = dict(parsed.fields)
     _set_prompt(fields, prompt)
+    if (both := parsed.route.form.both) is not None:
+        both(fields)
     if parsed.adds_usage:
         fields["stream_options"] = _USAGE_AT_THE_END
     if parsed.adds_ids:

@@ -11,7 +11,9 @@ import msgspec
 from pdproxy.transfer.chat_chunks import body_decoder
 from pdproxy.transfer.contract import raw
 from pdproxy.wire.continuable import Continuable
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 _TRUE = raw(b"true")
 

@@ -19,7 +19,9 @@ from pdproxy.transfer.turns import TurnRules
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
-from pdproxy.wire.request import Alone, Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone, Prompt
 
 
 class Receiver(msgspec.Struct, frozen=True):
@@ -324,6 +326,10 @@ ORDER_NAMES = ("sequential", "concurrent")
 """The orders in which legs can run: `serving.dispatch.orders` has a function for each."""
 
 
+OPENAI_ROUTES = frozenset({Route.COMPLETIONS, Route.CHAT})
+ALL_ROUTES = OPENAI_ROUTES | {Route.RESPONSES, Route.MESSAGES}
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a contract before it is built. Settings are checked against it."""
 
@@ -368,6 +374,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     whole_on_prefill: bool = False
     """A prefill engine can also serve requests alone."""
+
+    routes: frozenset[Route] = OPENAI_ROUTES
+    """The routes on which its legs can run. One engine serves requests of the others alone."""
 
     short_prompts: bool = False
     """Prompts shorter than a KV block can be split between two engines, too."""

@@ -35,7 +35,9 @@ from pdproxy.transfer.handles import answered
 from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
-from pdproxy.wire.request import Alone, Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone, Prompt
 
 _WORDS = " ".join(["x"] * 256)
 """A text of more tokens than the largest KV block, for the request that loads what no client needs.

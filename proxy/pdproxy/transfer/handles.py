@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdproxy.transfer.contract import Dispatch, FirstToken, Handle
 from pdproxy.wire.engine import PrefillAnswer
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 
 
 def answered(

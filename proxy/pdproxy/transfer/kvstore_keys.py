@@ -33,7 +33,8 @@ from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.fields import is_absent
 from pdproxy.wire.kvparams import KVTransferParams, store_keys
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 

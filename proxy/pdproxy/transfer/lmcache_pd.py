@@ -52,7 +52,9 @@ from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.continuable import NEUTRAL, PENALTIES, PROMPT_ONLY, SAME_IN_COMPLETIONS, limit_of
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
-from pdproxy.wire.request import Alone, Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone, Prompt
 
 _NULL = raw(b"null")
 _ONE = raw(b"1")

@@ -41,7 +41,9 @@ from pdproxy.transfer.peers import PeerSource
 from pdproxy.transfer.refusal import refusal_released, release_body
 from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 LEASE = 480.0
 """Seconds for which a prefill engine keeps blocks, and lets a decode engine wait for a prompt that

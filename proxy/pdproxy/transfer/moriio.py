@@ -63,7 +63,9 @@ from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.transfer.refusal import refusal_released, release_body
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.registrations import Registration
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 _ADDRESS = re.compile(r"host:[0-9A-Za-z._:-]+,handshake:[0-9]{1,5},notify:[0-9]{1,5}")
 WRITE = "WRITE"

@@ -15,6 +15,7 @@ import msgspec
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import decode_fields, params_with_ids, prefill_fields, with_ids
 from pdproxy.transfer.contract import (
+    ALL_ROUTES,
     Capabilities,
     Channel,
     Contract,
@@ -33,7 +34,9 @@ from pdproxy.transfer.turns import TurnRules
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 LEASE = 30.0
 """Seconds for which a prefill engine keeps blocks that no decode engine reads: vLLM's default for
@@ -164,6 +167,7 @@ CAPABILITIES = Capabilities(
     takes_ids=True,
     notices_over=Channel.ZMQ,
     names_host=True,
+    routes=ALL_ROUTES,
     hands_back=True,
     any_role=True,
     whole_on_prefill=True,

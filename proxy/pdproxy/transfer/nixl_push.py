@@ -29,7 +29,8 @@ from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import answered, promised
 from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 
 class _Params(msgspec.Struct, frozen=True):

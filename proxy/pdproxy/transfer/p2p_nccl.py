@@ -51,7 +51,9 @@ from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.registrations import Registration
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 _ADDRESS = re.compile(r"[0-9A-Za-z._:-]+:[0-9]{1,5}")
 _ONE_TOKEN_CHAT = raw(b'[{"role":"user","content":"x"}]')

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.transfer.bodies import DROPPED_ON_PREFILL
 from pdproxy.transfer.contract import Handle, encode, raw
+from pdproxy.wire.routes.openai import DROPPED_ON_PREFILL
 
 
 def release_body(model: str | None, given: Handle) -> bytes:

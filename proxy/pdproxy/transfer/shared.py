@@ -10,12 +10,21 @@ the KV is stored, since ExampleConnector writes it before the step ends.
 from __future__ import annotations
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
-from pdproxy.transfer.contract import Capabilities, Contract, Dispatch, Handle, LegRequest, encode
+from pdproxy.transfer.contract import (
+    ALL_ROUTES,
+    Capabilities,
+    Contract,
+    Dispatch,
+    Handle,
+    LegRequest,
+    encode,
+)
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import PrefillAnswer
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 
 def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
@@ -36,7 +45,7 @@ def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) 
 
 
 NAME = "shared"
-CAPABILITIES = Capabilities(any_role=True, whole_on_prefill=True)
+CAPABILITIES = Capabilities(any_role=True, whole_on_prefill=True, routes=ALL_ROUTES)
 SHARED = Contract(
     name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES
 )

@@ -22,7 +22,8 @@ from pdproxy.transfer.chat_chunks import (
 from pdproxy.transfer.contract import FirstToken, Handle, raw
 from pdproxy.wire.engine import UNREADABLE, Usage
 from pdproxy.wire.fields import Fields
-from pdproxy.wire.request import Parsed, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
 
 _TRUE = b"true"
 _NO_DETAILS = b',"completion_tokens_details":null}'

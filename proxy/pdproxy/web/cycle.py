@@ -32,7 +32,7 @@ from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.client_routes import ADAPTER_HEADER
 from pdproxy.wire.errors import error_body, retry_headers
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 logger = logging.getLogger("pdproxy")
 

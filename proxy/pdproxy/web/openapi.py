@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from pdproxy.kit.errors import RefusalReason
 from pdproxy.serving.access.routes import RouteEntry, RouteKind
 from pdproxy.wire.api_errors import Dialect
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 Schema = dict[str, Any]
 JSON, EVENTS, BINARY, PROMETHEUS = (
@@ -209,8 +209,8 @@ _PROMPT: Schema = {
 _MODEL: Schema = {"type": ["string", "null"], "description": "Without it, that of the engines"}
 _MAX_TOKENS: Schema = {"description": "The most tokens of the answer"}
 _FIELDS: dict[str, dict[str, Schema]] = {
-    Route.CHAT.value: {"messages": _MESSAGES},
-    Route.BATCH.value: {"messages": {"type": "array", "minItems": 1, "items": _MESSAGES}},
+    Route.CHAT.path: {"messages": _MESSAGES},
+    Route.BATCH.path: {"messages": {"type": "array", "minItems": 1, "items": _MESSAGES}},
     "/v1/responses": {"input": {"anyOf": [_TEXT, {"type": "array"}]}},
     "/v1/messages": {
         "model": {**_TEXT, "minLength": 1},
@@ -222,7 +222,7 @@ _FIELDS: dict[str, dict[str, Schema]] = {
 }
 """The fields that a route's requests must have."""
 _ONE_OF: dict[str, dict[str, Schema]] = {
-    Route.COMPLETIONS.value: {
+    Route.COMPLETIONS.path: {
         "prompt": _PROMPT,
         "prompt_embeds": {"description": "Tensors in base64, or a list of them"},
     },
@@ -230,7 +230,7 @@ _ONE_OF: dict[str, dict[str, Schema]] = {
 }
 """Fields of which a route's requests must have one."""
 _STREAM: Schema = {"description": "true: the answer comes as server-sent events", "default": False}
-_BINARY_TOO = frozenset({"/v1/embeddings", "/pooling", Route.INVOCATIONS.value})
+_BINARY_TOO = frozenset({"/v1/embeddings", "/pooling", Route.INVOCATIONS.path})
 """Where `encoding_format` may ask for bytes."""
 _CHOICES: Schema = {
     "type": "object",
@@ -238,8 +238,8 @@ _CHOICES: Schema = {
     "properties": {"choices": {"type": "array"}},
 }
 _WHOLE: dict[str, Schema] = {
-    Route.COMPLETIONS.value: _CHOICES,
-    Route.CHAT.value: _CHOICES,
+    Route.COMPLETIONS.path: _CHOICES,
+    Route.CHAT.path: _CHOICES,
     "/tokenize": object_of(count={"type": "integer"}, tokens=_IDS),
     "/detokenize": object_of(prompt=_TEXT),
     "/v1/messages/count_tokens": object_of(input_tokens={"type": "integer"}),

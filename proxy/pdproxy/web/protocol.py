@@ -22,9 +22,9 @@ from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.passthrough_asgi import CONNECTION, FOUND
 from pdproxy.web.revocable import MakeError
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
-_ROUTES = {route.value.encode(): route for route in Route}
+_ROUTES = {route.path.encode(): route for route in Route}
 _PASSED = {
     entry.path: entry.path for entry in TABLE if entry.kind is RouteKind.PASSED and entry.has_body
 }

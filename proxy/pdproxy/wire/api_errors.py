@@ -65,6 +65,18 @@ class Dialect(Enum):
         return 4 if self is Dialect.RESPONSES else 2 if self is Dialect.MESSAGES else 0
 
 
+_MESSAGES_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Types of the Messages API's errors by status. All other failures are an `api_error`."""
+
+
 class _ErrorFields(msgspec.Struct, frozen=True):
     type: str = ""
     message: str = ""
@@ -102,7 +114,14 @@ def failure_body(dialect: Dialect, error: PdproxyError, engines: Sequence[str] =
         or isinstance(error, UnreadableError | UnparsableError)
     ):
         return body
-    return msgspec.json.encode(_MessagesError(msgspec.json.decode(body, type=_Body).error))
+    fields = msgspec.json.decode(body, type=_Body).error
+    return msgspec.json.encode(_MessagesError(_ErrorFields(_messages_type(error), fields.message)))
+
+
+def _messages_type(error: PdproxyError) -> str:
+    return _MESSAGES_ERRORS.get(
+        error.status, "invalid_request_error" if error.status < 500 else "api_error"
+    )
 
 
 def failure_event(
@@ -122,7 +141,7 @@ def failure_event(
             )
             body = msgspec.json.encode(_ResponsesError(code, fields.message, sequence))
         case Dialect.MESSAGES:
-            kind = "authentication_error" if isinstance(error, UnauthorizedError) else "api_error"
+            kind = _messages_type(error)
             body = msgspec.json.encode(_MessagesError(_ErrorFields(kind, fields.message)))
         case _:
             assert_never(dialect)
@@ -134,8 +153,8 @@ def _begins_line(text: bytes, at: int) -> bool:
 
 
 class WholeEvents:
-    """Cuts a stream into whole events, and counts them. Owns the bytes of an event that is not
-    whole yet.
+    """Cuts a stream into whole events, counts them, and reads what they report. Owns the bytes of
+    an event that is not whole yet.
     """
 
     def __init__(self, dialect: Dialect) -> None:
@@ -182,6 +201,11 @@ class WholeEvents:
             return b""
         whole = bytes(self._rest[: cut + 2])
         del self._rest[: cut + 2]
+        self.note(whole)
+        return whole
+
+    def note(self, whole: bytes) -> None:
+        """Note whole events: their number, and what they report."""
         self.count += whole.count(b"\n\n")
         at = whole.rfind(_NUMBER)
         if at >= 0 and (found := _SEQUENCE.match(whole, at + len(_NUMBER))):
@@ -192,7 +216,6 @@ class WholeEvents:
             if _begins_line(whole, noted.start()):
                 self.ended = self.ended or noted.lastindex is not None
                 self._note_usage(whole, noted.end(), is_first=noted[0].startswith(_FIRST))
-        return whole
 
     def _note_usage(self, whole: bytes, start: int, *, is_first: bool = False) -> None:
         """Note the usage of the event whose line of data begins at `start`. `is_first`: only the

@@ -16,10 +16,10 @@ from enum import Enum
 import msgspec
 
 from pdproxy.wire.fields import Fields, has_value, is_absent
-from pdproxy.wire.request import Alone, Parsed, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone
 
-COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion that names none (vLLM 0.32.0)."""
 SAME_IN_COMPLETIONS = (
     "model",
     "user",
@@ -136,6 +136,7 @@ class NotContinued(Enum):
     DEADLINE = "deadline"
     NO_ENGINE = "no_engine"
     REFUSED = "refused"
+    ROUTE = "route"
 
 
 _BY_ALONE = {
@@ -205,6 +206,8 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | NotContinued:
     `sampled`: whether that is wanted for answers that are drawn by chance, which then are not those
     of one engine.
     """
+    if not parsed.route.form.returns_ids:
+        return NotContinued.ROUTE
     shown = shows_ids(parsed)
     if not shown and not parsed.adds_ids:
         return _why_no_ids(parsed)
@@ -282,18 +285,15 @@ def limit_of(parsed: Parsed) -> int | None:
     A chat without a limit may fill the context. A completion with null may have the default or fill
     the context: that depends on vLLM's version.
     """
-    names = (
-        ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
-    )
-    for name in names:
+    form = parsed.route.form
+    for name in form.limits:
         if (
             name in parsed.fields
             and (limit := _int_decoder.decode(parsed.fields[name])) is not None
         ):
             return limit
-    if parsed.route is Route.COMPLETIONS and "max_tokens" not in parsed.fields:
-        return COMPLETION_TOKENS
-    return None
+    absent = form.limit_if_absent
+    return absent if absent is not None and form.limits[0] not in parsed.fields else None
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

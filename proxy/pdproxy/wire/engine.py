@@ -34,7 +34,9 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: TokensDetails | None = None
 
 
-class _PrefillChoice(msgspec.Struct, frozen=True):
+class PrefillChoice(msgspec.Struct, frozen=True):
+    """One choice of a prefill engine's answer."""
+
     prompt_token_ids: msgspec.Raw = _ABSENT
     finish_reason: str | None = None
     stop_reason: msgspec.Raw = _ABSENT
@@ -46,7 +48,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
     kv_transfer_params: msgspec.Raw = _ABSENT
     prompt_token_ids: msgspec.Raw = _ABSENT
-    choices: list[_PrefillChoice] = msgspec.field(default_factory=list)
+    choices: list[PrefillChoice] = msgspec.field(default_factory=list)
     usage: Usage = Usage()
 
     def details(self) -> TokensDetails:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from pdproxy.wire.engine import UNREADABLE, Tokens, Usage
+from pdproxy.wire.fields import Fields
 
 METADATA = b"metadata"
 """The header in which vLLM describes an answer of `encoding_format: "bytes"`."""
@@ -63,6 +64,9 @@ class _Event(msgspec.Struct, frozen=True):
     message: _Answer | None = None
 
 
+_fields = msgspec.json.Decoder(Fields)
+_integer = msgspec.json.Decoder(Tokens)
+_integer_or_none = msgspec.json.Decoder(Tokens | None)
 _answers = msgspec.json.Decoder(_Answer)
 _events = msgspec.json.Decoder(_Event)
 
@@ -90,3 +94,29 @@ def usage_in_event(event: bytes) -> Usage | None:
     inner = found.response or found.message
     counts = found.usage if inner is None else inner.usage
     return None if counts is None else counts.usage()
+
+
+def with_cache_of_message(json: bytes, *, cached: int | None, created: int | None) -> bytes:
+    """Return a message, or the event at its end, with the prefix cache counts of the prefill
+    engine, as `usage.with_cache` does for other answers. None leaves a count unchanged.
+
+    Messages leave these tokens out of `input_tokens`.
+    """
+    if cached is created is None:
+        return json
+    try:
+        fields = _fields.decode(json)
+        usage = _fields.decode(fields["usage"])
+        asked = _integer.decode(usage["input_tokens"])
+        for name, count in (
+            ("cache_read_input_tokens", cached),
+            ("cache_creation_input_tokens", created),
+        ):
+            if count is not None and name in usage:  # else it is counted in `input_tokens`
+                asked += (_integer_or_none.decode(usage[name]) or 0) - count
+                usage[name] = msgspec.Raw(b"%d" % count)
+    except (*UNREADABLE, KeyError):
+        return json
+    usage["input_tokens"] = msgspec.Raw(b"%d" % max(asked, 0))
+    fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
+    return msgspec.json.encode(fields)

@@ -19,15 +19,9 @@ from pdproxy.wire.fields import Fields, decode_fields, lenient_fields, strip_han
 from pdproxy.wire.media import check_media
 from pdproxy.wire.passthrough_body import NO_PAIRS, Pairs, check_lists
 from pdproxy.wire.prompt_lists import Span, conversations_in, part, prompts_in
-from pdproxy.wire.request import (
-    Alone,
-    Parsed,
-    Prompt,
-    Route,
-    interpret,
-    lenient_fields_of,
-    unusual_request,
-)
+from pdproxy.wire.request import Parsed, interpret, lenient_fields_of, unusual_request
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone, Prompt
 
 _MEMBER = re.compile(rb"""[ \t\n\r,{]*+"(?:[^"\\]++|\\.)*+"[ \t\n\r]*+:[ \t\n\r]*+""", re.DOTALL)
 """The bytes before the value of a top-level field."""

@@ -15,21 +15,6 @@ from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.fields import Fields, is_absent, read_field
 from pdproxy.wire.prompt_lists import ChatMessage
 
-UNSEEN_BY_PREFILL = (
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-    "logprob_token_ids",
-    "prompt_logprobs",
-    "echo",
-    "structured_outputs",
-    "response_format",
-)
-"""Fields that a prefill leg does not need. None of them changes the prompt, but for a chat's
-`response_format`.
-"""
-
-
 _LONGEST_TYPE = 32
 """Bytes of JSON."""
 
@@ -69,7 +54,7 @@ _parts_decoder = msgspec.json.Decoder(list[Fields])
 _stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
 
 
-def check_unseen(fields: Fields, limit: int) -> None:
+def check_unseen(fields: Fields, unseen_names: Sequence[str], limit: int) -> None:
     """Check that decode engines can parse the fields that prefill engines never get: otherwise a
     prefill would be wasted.
 
@@ -77,9 +62,9 @@ def check_unseen(fields: Fields, limit: int) -> None:
         UnusualError: they can't; NotQuickError: more than `limit` bytes would have to become
             objects to find out.
     """
-    if fields.keys().isdisjoint(UNSEEN_BY_PREFILL):
+    if fields.keys().isdisjoint(unseen_names):
         return
-    unseen = [fields[name] for name in UNSEEN_BY_PREFILL if name in fields]
+    unseen = [fields[name] for name in unseen_names if name in fields]
     size = sum(memoryview(raw).nbytes for raw in unseen)
     if size > LARGE:
         raise UnusualError  # no schema is so long, and reading it would take time and memory
@@ -116,6 +101,13 @@ def content_of(messages: Sequence[ChatMessage]) -> tuple[int, bool]:
         if raw[:1] == b"[":
             non_text = non_text or not all(_is_text(part) for part in _parts_decoder.decode(raw))
     return size, non_text
+
+
+def has_media(content: msgspec.Raw) -> bool:
+    """Return whether a content is a list of parts of which any is not text."""
+    if bytes(memoryview(content)[:1]) != b"[":
+        return False
+    return not all(_is_text(part) for part in _parts_decoder.decode(content))
 
 
 def _is_text(part: Fields) -> bool:

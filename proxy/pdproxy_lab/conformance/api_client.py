@@ -114,7 +114,7 @@ class ApiClient:
         if place.key is not None:
             headers["authorization"] = f"Bearer {place.key}"
         return self._session.post(
-            place.url + request.shape.route.value,
+            place.url + request.shape.route.path,
             data=request.body,
             headers=headers,
             allow_redirects=False,

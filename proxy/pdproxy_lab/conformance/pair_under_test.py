@@ -23,7 +23,7 @@ from pdproxy.observe.events import LegFailed, RequestEnded
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, no_notices
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 from pdproxy_lab.conformance import requests
 from pdproxy_lab.conformance.answers import SeenAnswer
 from pdproxy_lab.conformance.api_client import ApiClient, Endpoint

@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from pdproxy.check import prompts
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Parsed, parse
+from pdproxy.wire.route import Route
 
 LENGTH = 16
 """Tokens of an answer."""

@@ -12,6 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -206,6 +207,13 @@ class SimEngine:
             self._streams.pop(request.id, None)
             if not over and core in self._cores and not self.dead:
                 self._to_core(rank, lambda: core.abort(request.id, self._now()))
+
+    def finish_aborted(self, request_id: str) -> None:
+        """End a request with the finish reason "abort", as a vLLM that is terminated may."""
+        if (stream := self._streams.get(request_id)) is not None:
+            for rank, core in enumerate(self._cores):
+                self._to_core(rank, partial(core.abort, request_id, self._now()))
+            stream.put(EngineOutput(request_id=request_id, finish_reason="abort"))
 
     def new_id(self) -> str:
         """Return 8 random hex digits, vLLM's suffix of internal request ids."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdproxy_lab.sim.failed import StreamCutError
 from pdproxy_lab.sim.faults.book import FaultBook, Situation
 from pdproxy_lab.sim.faults.kind import Occurrence
 from pdproxy_lab.sim.faults.moments import Moment
@@ -77,6 +78,10 @@ class FaultMiddleware:
         except asyncio.CancelledError:
             if not connection.wire.is_closing():
                 raise
+        except StreamCutError:
+            await handled.writer.flush()
+            handled.ended()
+            connection.wire.close()
         except Exception as error:
             # A mistake in the simulator or in a test's script: it must not look like a fault.
             logger.exception("%s failed in the simulated engine", request.path)
@@ -142,6 +147,11 @@ class HandledRequest:
         return self._host
 
     @property
+    def path(self) -> str:
+        """The route."""
+        return self._request.path
+
+    @property
     def streamed(self) -> bool:
         """Whether the client asked for a stream."""
         return self._request.stream
@@ -159,6 +169,10 @@ class HandledRequest:
         return self._request.wants_handle or (
             always and self._request.generating and not self._request.stream
         )
+
+    def abort(self) -> None:
+        """Have the engine end the request with the finish reason "abort"."""
+        self.engine.end_aborted(self._occurs)
 
     def ended(self) -> None:
         """Record that the engine ends the answer: the client has not left."""
@@ -348,6 +362,8 @@ class HandledRequest:
         """Pass the moments before an event; return whether the event must not be sent."""
         if kind is Event.DONE:
             return self._occurs("before_done")
+        if kind is Event.ENDING:
+            return self._occurs("last_chunk")
         if kind not in (Event.OUTPUT, Event.FINISH):
             return False
         taken = self._occurs("mid_stream") if self._outputs else self._occurs("before_first_token")

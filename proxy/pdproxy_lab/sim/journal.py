@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-GENERATING = ("/v1/completions", "/v1/chat/completions")
-_STREAMED = (*GENERATING, "/v1/responses", "/v1/messages")
-"""Routes whose answers may be streams."""
+RELEASING = ("/v1/completions", "/v1/chat/completions")
+"""The routes on which a request without any token releases a handle."""
+GENERATING = (*RELEASING, "/v1/responses", "/v1/messages")
 _SHOWN = 120
 """Bytes at the end of a body that can't be used, which are shown."""
 
@@ -69,7 +69,7 @@ class Request:
     @property
     def release(self) -> bool:
         """Whether it only releases a handle."""
-        return self.generating and self.json.get("max_tokens") == 0
+        return self.generating and self.path in RELEASING and self.json.get("max_tokens") == 0
 
     @property
     def chat(self) -> bool:
@@ -79,7 +79,7 @@ class Request:
     @property
     def stream(self) -> bool:
         """Whether it asks for a stream."""
-        return self.path in _STREAMED and bool(self.json.get("stream"))
+        return self.path in GENERATING and bool(self.json.get("stream"))
 
     @property
     def usage_at_end(self) -> bool:

@@ -15,12 +15,24 @@ class Event(Enum):
     OUTPUT = auto()
     FINISH = auto()
     """The output that carries the finish reason."""
+    ENDING = auto()
+    """The finish reason without an output: of Responses, the last event."""
     DONE = auto()
+    """`[DONE]`, or `message_stop`."""
     OTHER = auto()
-    """Usage, errors."""
+    """Usage, errors, what opens and closes an item or a block."""
 
 
 DONE = b"data: [DONE]\n\n"
+_NAMED = {
+    b"response.output_text.delta": Event.OUTPUT,
+    b"response.completed": Event.ENDING,
+    b"response.incomplete": Event.ENDING,
+    b"content_block_delta": Event.OUTPUT,
+    b"message_delta": Event.ENDING,
+    b"message_stop": Event.DONE,
+}
+"""By the names of events, which the streams of Responses and Messages have."""
 
 
 def events_of(data: bytes) -> list[bytes]:
@@ -34,6 +46,8 @@ def classify(event: bytes) -> Event:
     """Return the kind of an event. No text in JSON can match these patterns, since its quotes are
     escaped.
     """
+    if event.startswith(b"event: "):
+        return _NAMED.get(event[7 : event.find(b"\n")], Event.OTHER)
     if event.startswith(b"data: [DONE]"):
         return Event.DONE
     if b'"choices":[{' not in event:

@@ -59,6 +59,12 @@ class WatchedEngine(SimEngine):
         finally:
             self._watchers.pop(request.id, None)
 
+    def end_aborted(self, call: Watcher) -> None:
+        """End the requests of a watcher with the finish reason "abort"."""
+        for request_id, other in list(self._watchers.items()):
+            if other == call:
+                self.finish_aborted(request_id)
+
     def _received(self, core: Core, command: Received) -> None:
         self.transferring(command.request_id)
         super()._received(core, command)

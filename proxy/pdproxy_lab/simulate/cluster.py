@@ -21,7 +21,9 @@ from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory
 from pdproxy.scheduling.split import why_alone
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 from pdproxy_lab.simulate.engine import ModelledEngine
 from pdproxy_lab.simulate.gaps import Histogram
 from pdproxy_lab.simulate.memories import EngineMemories

@@ -48,7 +48,8 @@ from pdproxy.wire.chunks import chunk
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.passthrough_body import passed_body, read_if_quick
-from pdproxy.wire.request import Parsed, Route, parse, parse_if_quick
+from pdproxy.wire.request import Parsed, parse, parse_if_quick
+from pdproxy.wire.route import Route
 from tests.fuzz import ingress, streams
 from tests.fuzz.cost import bounds, shapes
 from tests.fuzz.cost.bounds import KIB, MIB, Bound

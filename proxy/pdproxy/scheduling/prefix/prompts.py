@@ -14,7 +14,8 @@ import msgspec
 from pdproxy.scheduling.prefix.keys import PromptKeys, of_ids, of_text, root, text_root
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.fields import STRING, is_absent
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 MAX_KEYS = 4096
 """So much of a prompt's beginning is known, in units: 65,536 tokens of 16 each. A search takes half
@@ -89,18 +90,16 @@ def beginning_of(
             of_ids(ids, unit, root(adapter, salt), MAX_KEYS), ids.count, unit, of_text=False
         )
     size = unit * TOKEN_TEXT
-    if parsed.route is Route.CHAT:
-        most = MAX_KEYS * size
-        tools, messages = (memoryview(fields.get(name, _NO_TEXT)) for name in ("tools", "messages"))
-        text = b"\0".join((tools[:most], messages[:most]))
-        total = tools.nbytes + messages.nbytes
-    elif prompt.raw is not None:
+    if prompt.raw is not None:
         text, total = (
             bytes(memoryview(prompt.raw)[: MAX_KEYS * size]),
             memoryview(prompt.raw).nbytes,
         )
     else:
-        return None
+        most, names = MAX_KEYS * size, parsed.route.form.prompt_fields
+        parts = [memoryview(fields.get(name, _NO_TEXT)) for name in names]
+        text = b"\0".join([part[:most] for part in parts])
+        total = sum([part.nbytes for part in parts])
     keys = of_text(text[: MAX_KEYS * size], size, text_root(adapter, salt))
     tokens = max(1, round(total / text_per_token))
     return PromptBeginning(keys, tokens, max(1, round(size / text_per_token)), of_text=True)

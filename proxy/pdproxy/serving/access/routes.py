@@ -77,6 +77,10 @@ class RouteEntry:
         return "POST" in self.methods
 
 
+def _split(path: str, why: str, dialect: Dialect = Dialect.OPENAI) -> RouteEntry:
+    return RouteEntry(path, ("POST",), RouteKind.SPLIT, why, dialect)
+
+
 def _passed(
     path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True
 ) -> RouteEntry:
@@ -90,21 +94,11 @@ def _shown(
 
 
 TABLE: tuple[RouteEntry, ...] = (
-    RouteEntry("/v1/completions", ("POST",), RouteKind.SPLIT, "complete prompts"),
-    RouteEntry("/v1/chat/completions", ("POST",), RouteKind.SPLIT, "answer chats"),
-    RouteEntry(
-        "/v1/chat/completions/batch",
-        ("POST",),
-        RouteKind.SPLIT,
-        "answer several chats, each as one of a list of prompts",
-    ),
-    RouteEntry(
-        "/invocations",
-        ("POST",),
-        RouteKind.SPLIT,
-        "SageMaker's route for chats, completions and all that is pooled",
-    ),
-    _passed("/v1/responses", "OpenAI's Responses API, without memory", Dialect.RESPONSES),
+    _split("/v1/completions", "complete prompts"),
+    _split("/v1/chat/completions", "answer chats"),
+    _split("/v1/chat/completions/batch", "answer several chats, each as one of a list of prompts"),
+    _split("/invocations", "SageMaker's route for chats, completions and all that is pooled"),
+    _split("/v1/responses", "OpenAI's Responses API, without memory", Dialect.RESPONSES),
     RouteEntry("/v1/responses/{response_id}", ("GET",), RouteKind.REFUSED, "no response is stored"),
     RouteEntry(
         "/v1/responses/{response_id}/cancel",
@@ -112,7 +106,7 @@ TABLE: tuple[RouteEntry, ...] = (
         RouteKind.REFUSED,
         "no response runs in the background",
     ),
-    _passed("/v1/messages", "Anthropic's Messages API", Dialect.MESSAGES),
+    _split("/v1/messages", "Anthropic's Messages API", Dialect.MESSAGES),
     _passed("/v1/messages/count_tokens", "count a message's tokens", Dialect.MESSAGES, slow=False),
     _passed("/tokenize", "token ids of a prompt or a chat", slow=False),
     _passed("/detokenize", "text of token ids", slow=False),

@@ -33,7 +33,8 @@ from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, minted_id
 from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.fields import is_absent
-from pdproxy.wire.request import Alone, Parsed
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Alone
 
 _NO_PREDICTIONS: tuple[Prediction, ...] = ()
 

@@ -38,7 +38,9 @@ from pdproxy.transfer.parsed_events import DERENDER, RENDER, ParsedEvents, why_n
 from pdproxy.wire import sse
 from pdproxy.wire.continuable import Continuable, NotContinued
 from pdproxy.wire.engine import Usage
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 MAX_IDS = 65_536
 """Ids of an answer that another engine is given. More are not: writing them would hold up the event

@@ -61,7 +61,8 @@ from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg, Message, Reads, Sink
 from pdproxy.wire import sse
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Alone, Prompt
 from pdproxy.wire.usage import with_cache
 
 logger = logging.getLogger("pdproxy.kv")

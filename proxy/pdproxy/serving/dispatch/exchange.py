@@ -62,7 +62,8 @@ from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.continuable import NotContinued
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Alone, Prompt
 
 _NONE: tuple[str, ...] = ()
 
@@ -247,10 +248,11 @@ class Exchange(PromptRequest):
         parsed, prompt, resources = self.parsed, self.prompt, self.resources
         if prompt is None:
             return parsed.alone or Alone.UNUSUAL
+        capabilities = resources.transfer.contract.capabilities
+        if parsed.route.form.is_named and parsed.route not in capabilities.routes:
+            return Alone.ROUTE
         ledger = resources.ledger
-        block_size = (
-            None if resources.transfer.contract.capabilities.short_prompts else ledger.block_size
-        )
+        block_size = None if capabilities.short_prompts else ledger.block_size
         return why_alone(
             parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens
         )

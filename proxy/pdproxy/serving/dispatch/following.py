@@ -34,7 +34,8 @@ from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.continuable import NotContinued
 from pdproxy.wire.engine import Usage
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 RESULTS = (
     ("continued", "another engine goes on; counted at its first data"),
@@ -91,6 +92,7 @@ REASONS = (
     ("unknown_field", "the request has a field that may depend on the answer so far"),
     ("no_limit", "it is not known how many tokens the answer may still have"),
     ("none_left", "limits.continuations"),
+    ("route", "answers of this route have no token ids"),
     ("retry_budget", "no place of the retry budget came free in deadlines.retry"),
     ("engines_lost", "engines disappeared under the request, and it may be the cause"),
     ("deadline", "no data in deadlines.continuation, or in another deadline before"),

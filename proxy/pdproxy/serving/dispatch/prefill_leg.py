@@ -49,11 +49,11 @@ from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.contract import Dispatch, Handle
+from pdproxy.transfer.contract import Contract, Dispatch, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
 from pdproxy.upstream.connection import Message
-from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Alone, Parsed
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Alone
 
 _MAX_ANSWER = 256 << 10
 _MAX_ANSWER_PER_BYTE = 16
@@ -380,7 +380,7 @@ class PrefillLeg:
             # The prefill leg is not the client's own request: only an engine that gets that can say
             # whether it is wrong, and which error comes first.
             return CannotSplit(Alone.PREFILL_REFUSED, exclude=url)
-        read = prefill_answer(answer.body)
+        read = self._parsed.route.form.prefill_answer(answer.body)
         if read is None:
             raise EngineError(f"{url} answered a prefill with something that is not a completion")
         if "abort" in [choice.finish_reason for choice in read.choices]:
@@ -459,6 +459,14 @@ class PrefillLeg:
             self._adopted = self.handed_on = True
 
 
+def _handle_in(
+    contract: Contract, parsed: Parsed, dispatch: Dispatch, body: bytes
+) -> Handle | str | None:
+    """Return the handle in an answer's body; why there is none; None if it is no answer."""
+    answer = parsed.route.form.prefill_answer(body)
+    return None if answer is None else contract.handle(parsed, answer, dispatch)
+
+
 def _record(
     request: PromptRequest, attempt: Attempt, parsed: Parsed, dispatch: Dispatch, run: int | None
 ) -> PrefillRecord:
@@ -469,7 +477,7 @@ def _record(
         request.headers.authorization,
         # Still in use after the attempt if the client has left: it refers to nothing else of the
         # attempt.
-        lambda answer: contract.handle(parsed, answer, dispatch),
+        partial(_handle_in, contract, parsed, dispatch),
         contract.holder.pushed_to(leases[-1].engine.url),
         dispatch.leg_id,
         run,

@@ -19,7 +19,8 @@ from pdproxy.scheduling.prefix.prompts import PromptBeginning, beginning_of
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import has_value, is_absent
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 WAITING = 64
 """Long prompts that may wait for the thread. Nothing is known of one more."""

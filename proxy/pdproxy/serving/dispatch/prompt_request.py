@@ -27,7 +27,9 @@ from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.continuable import NotContinued
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 
 def _no_relay() -> Relay:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import encode
 from pdproxy.wire.continuable import Continuable, NotContinued, plan
-from pdproxy.wire.request import Parsed, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
 
 _OVERHEAD = 512
 """Bytes of a record beside the ids and the fields."""

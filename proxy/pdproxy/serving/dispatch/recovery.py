@@ -23,7 +23,7 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.serving.dispatch.failure_class import SAME_ELSEWHERE
 from pdproxy.upstream.client import Answer
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 
 # -- outcomes
 

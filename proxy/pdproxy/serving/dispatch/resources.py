@@ -38,6 +38,7 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.ready import ReadyWaits
 from pdproxy.serving.kv.turns import PoolTurns
+from pdproxy.serving.stream.named_events import NamedTemplates
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.tokens.ids import TokenIds
@@ -45,7 +46,8 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.event_template import EventTemplates
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 _MIN_EVENTS = 8
 """Of a stream, so that the time between them says something."""
@@ -104,6 +106,7 @@ class ExchangeResources:
     tokenizing: Tokenizing | None = None
     turns: PoolTurns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
+    named_templates: NamedTemplates = field(default_factory=NamedTemplates)
     decisions: Decisions | None = None
     prefixes: PrefixQuestions | None = None
     """None where nothing asks what engines have in their caches."""
@@ -131,7 +134,7 @@ class ExchangeResources:
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""
-        if self.tokenizing is None:
+        if self.tokenizing is None or not parsed.route.form.takes_ids:
             return None
         own = next((value for _, value in headers.authorization), None)
         return await self.tokenizing.ids(parsed, prompt, own)

@@ -15,7 +15,8 @@ import msgspec
 from pdproxy.fleet.engine import PromptKind
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.wire.request import Parsed, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
 
 EVERY = 100
 """The engine tokenizes one of so many prompts by itself, for the check: a hundredth of the work

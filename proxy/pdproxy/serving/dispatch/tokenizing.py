@@ -30,7 +30,9 @@ from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.tokens.tokenize_request import tokenize_body
 from pdproxy.tokens.tokenizer import ids_of
 from pdproxy.wire.fields import is_absent
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 THREADS = 2
 """Number of threads. More would wait for each other: the interpreter's lock lets one at a time

@@ -23,7 +23,8 @@ from pdproxy.transfer.turns import ids_text, shown_in_streams
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import tokens
 from pdproxy.wire.fields import has_value, is_absent
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route_form import Prompt
 
 _FAILED = 500
 """The first status that is an engine's failure."""

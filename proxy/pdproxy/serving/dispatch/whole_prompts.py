@@ -9,7 +9,7 @@ from __future__ import annotations
 from pdproxy.kit.errors import OverloadedError, RefusalReason
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.resources import ExchangeResources
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 
 BYTES_PER_TOKEN = 4
 """Assumed for a prompt whose tokens are not known."""

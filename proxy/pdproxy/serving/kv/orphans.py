@@ -23,7 +23,6 @@ from pdproxy.serving.kv.buffers import BufferSpace
 from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Pending
-from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.notices import Notice
 
 MAX_REMEMBERED = 1024
@@ -55,17 +54,17 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its
     client's name.
 
-    `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to,
-    None if it is not pushed. `id` is the leg's own id, `run` the number of the engine's run when it
-    was asked, None if that is not known. `expected` and `space` are the wait for its notices and
-    its space in the receiver's buffer, if the custodian must end them. `promised` is the custody of
-    its KV, if that has begun before the answer.
+    `read` finds the handle in an answer's body, or says why there is none. `receiver` is the decode
+    engine that KV is pushed to, None if it is not pushed. `id` is the leg's own id, `run` the
+    number of the engine's run when it was asked, None if that is not known. `expected` and `space`
+    are the wait for its notices and its space in the receiver's buffer, if the custodian must end
+    them. `promised` is the custody of its KV, if that has begun before the answer.
     """
 
     prefill: str
     model: str | None
     authorization: tuple[tuple[bytes, bytes], ...]
-    read: Callable[[PrefillAnswer], Handle | str]
+    read: Callable[[bytes], Handle | str | None]
     receiver: str | None = None
     id: str | None = None
     run: int | None = None
@@ -258,13 +257,12 @@ class Orphans:
             pending.close()
             done()
         self.forget(leg.id or "")
-        read = prefill_answer(answer.body) if answer.status == 200 and not orphan.taken else None
-        handle = leg.read(read) if read is not None else None
+        handle = leg.read(answer.body) if answer.status == 200 and not orphan.taken else None
         if isinstance(handle, Handle):
             self._release(handle, leg)
         else:
             leg.nothing_kept(handle or f"it answered {answer.status}")
 
 
-def _unread(_: PrefillAnswer) -> Handle | str:
+def _unread(_: bytes) -> Handle | str | None:
     return "the request is not kept"

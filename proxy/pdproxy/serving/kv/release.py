@@ -41,7 +41,7 @@ from pdproxy.transfer.contract import (
     LegRequest,
     PushedToDecode,
 )
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 _MAX_TRIES = 3
 FIRST_CONTACT = 1.0
@@ -177,7 +177,7 @@ class Release(ABC):
             return 0  # it was removed
         client = engine.client
         named = leg.headers or ((b"x-request-id", b"release-" + mint().encode()),)
-        message = client.request(leg.route.value, (*named, *kept.authorization), leg.body)
+        message = client.request(leg.route.path, (*named, *kept.authorization), leg.body)
         try:
             answer = await client.whole(message, timeout, Wait.RELEASE)
         except (EngineError, OverloadedError) as error:

@@ -30,7 +30,7 @@ from pdproxy.serving.kv.kept_turns import TurnRecord
 from pdproxy.serving.kv.release import FIRST_CONTACT, Contacts
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 AT_ONCE = 8
 """Releases that run at the same time."""
@@ -156,7 +156,7 @@ class TurnReleases:
         client = engine.client
         try:
             answer = await client.whole(
-                client.request(Route.COMPLETIONS.value, headers, body),
+                client.request(Route.COMPLETIONS.path, headers, body),
                 self._deadlines.release,
                 Wait.RELEASE,
             )

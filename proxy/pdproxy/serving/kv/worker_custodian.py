@@ -25,7 +25,6 @@ from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle, LegRequest, no_notices
-from pdproxy.wire.engine import PrefillAnswer
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -175,5 +174,5 @@ class WorkerCustodian(Custodian):
             logger.warning("%d handles of a worker that has ended are released", len(found))
 
 
-def _not_read(answer: PrefillAnswer) -> str:
+def _not_read(_: bytes) -> str:
     return "the answer went to a worker that has ended"

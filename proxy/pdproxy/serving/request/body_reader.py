@@ -20,7 +20,8 @@ from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Body, Bounds
 from pdproxy.wire.passthrough_body import PassedBody, Rename, Salt, passed_body, read_if_quick
 from pdproxy.wire.reader_process import BodyQuestion, Found, fields_in, request_in
-from pdproxy.wire.request import Parsed, Route, parse_if_quick
+from pdproxy.wire.request import Parsed, parse_if_quick
+from pdproxy.wire.route import Route
 
 READER = "pdproxy.wire.reader_process"
 WAITING = 64

@@ -11,7 +11,9 @@ import msgspec
 from pdproxy.scheduling.outputs import limit_of
 from pdproxy.wire.fields import lenient_integer
 from pdproxy.wire.passthrough_body import NO_PAIRS, Pairs
-from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Prompt
 
 BYTES_PER_TOKEN = 4
 """Of a text. What it is exactly is known at the end."""

@@ -13,7 +13,7 @@ from pdproxy.serving.access.keys import Head, ValidKey
 from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.wire.body_bounds import Body
 from pdproxy.wire.cache_salt import TenantSalt
-from pdproxy.wire.request import Route
+from pdproxy.wire.route import Route
 
 
 class Incoming(msgspec.Struct):

@@ -59,7 +59,6 @@ from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
-from pdproxy.serving.request.rights import bound_passed
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.comments import Comments
 from pdproxy.serving.stream.failures import as_event
@@ -309,7 +308,6 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         if rights is not None:
             check_pool(rights, self._service.pool)
             check_model(rights, known)
-            bound_passed(rights, self._incoming.entry.dialect, fields)
         return known
 
     async def serve(self, body: PassedBody) -> None:
@@ -639,8 +637,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         dialect = self._incoming.entry.dialect
         try:
             if self.writer.begun:
-                sequence = self._stream.sequence if self._stream else 0
-                await self.writer.write(failure_event(dialect, error, sequence, self._engines()))
+                event = failure_event(dialect, error, self.sequence, self._engines())
+                await self.writer.write(event)
                 await self.writer.finish()
                 return
             self.status = error.status
@@ -651,6 +649,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             )
         except ClientLeftError:
             return  # nobody reads the answer
+
+    @property
+    def sequence(self) -> int:
+        """The number of the next event of its stream."""
+        return 0 if self._stream is None else self._stream.sequence
 
     def times(self) -> LegTimes:
         """Return which engine was asked last, its times, and how many were asked."""

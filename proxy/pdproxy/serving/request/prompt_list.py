@@ -25,7 +25,8 @@ from pdproxy.serving.stream.whole_events import CreationTime
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire.continuable import shows_ids
-from pdproxy.wire.request import Parsed, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
 
 PROMPTS_AT_ONCE = 16
 """Prompts of one list that run at once: a list takes one place of `limits.max_inflight`, and must

@@ -13,16 +13,12 @@ import msgspec
 
 from pdproxy.kit.errors import ForbiddenError
 from pdproxy.settings.keys import KeyRights
-from pdproxy.wire.api_errors import Dialect
-from pdproxy.wire.continuable import COMPLETION_TOKENS
 from pdproxy.wire.fields import Fields, is_absent
-from pdproxy.wire.request import Parsed, Route
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
 
 _NUMBER_BYTES = 20
 _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
-_TOKENS = {Dialect.RESPONSES: ("max_output_tokens",), Dialect.MESSAGES: ("max_tokens",)}
-"""The fields that limit an answer's tokens, by the API of a route that one engine serves whole."""
-_ANSWERS = ("n", "best_of")
 
 
 def bound_request(rights: KeyRights, parsed: Parsed) -> None:
@@ -31,14 +27,14 @@ def bound_request(rights: KeyRights, parsed: Parsed) -> None:
     Raises:
         ForbiddenError: it asks for more than the key is good for.
     """
-    fields = parsed.fields
-    if rights.n is not None:
+    fields, form = parsed.fields, parsed.route.form
+    if rights.n is not None and form.answers:
         if not parsed.prompts:
             raise ForbiddenError(
                 "This API key has a limit of answers (n), and this body's can't be counted.",
                 param="n",
             )
-        each = max(_largest(fields, _ANSWERS, rights.n, "n"), 1)
+        each = max(_largest(fields, form.answers, rights.n, "n"), 1)
         if each * len(parsed.prompts) > rights.n:
             text = (
                 f"This API key is good for {rights.n} answers to one request, to all of its "
@@ -46,24 +42,15 @@ def bound_request(rights: KeyRights, parsed: Parsed) -> None:
             )
             raise ForbiddenError(text, param="n")
     if (most := rights.max_tokens) is not None:
-        is_completion = parsed.route is Route.COMPLETIONS
-        if is_completion and "max_tokens" not in fields and most >= COMPLETION_TOKENS:
+        absent = form.limit_if_absent
+        if absent is not None and form.limits[0] not in fields and most >= absent:
             return  # that is the limit then
-        _bound_tokens(fields, ("max_tokens", "max_completion_tokens"), most, "max_tokens")
-        if is_completion or parsed.route is Route.INVOCATIONS:  # a completion has only this field
-            _bound_tokens(fields, ("max_tokens",), most, "max_tokens")
-
-
-def bound_passed(rights: KeyRights, dialect: Dialect, fields: Fields) -> None:
-    """Do the same with the body of a request that one engine serves whole. It has one answer, or
-    none.
-
-    Raises:
-        ForbiddenError: it asks for more than the key is good for.
-    """
-    if rights.max_tokens is not None and dialect in _TOKENS:
-        names = _TOKENS[dialect]
-        _bound_tokens(fields, names, rights.max_tokens, names[0])
+        if form.answers:
+            _bound_tokens(fields, ("max_tokens", "max_completion_tokens"), most, "max_tokens")
+            if form.limits == ("max_tokens",) or parsed.route is Route.INVOCATIONS:
+                _bound_tokens(fields, ("max_tokens",), most, "max_tokens")
+        else:
+            _bound_tokens(fields, form.limits, most, form.limits[0])
 
 
 def _bound_tokens(fields: Fields, names: Iterable[str], most: int, usual: str) -> None:

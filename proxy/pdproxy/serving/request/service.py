@@ -58,15 +58,17 @@ from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
+from pdproxy.wire.api_errors import Dialect, failure_body, failure_event
 from pdproxy.wire.cache_salt import FIELD, check, session_within
 from pdproxy.wire.client_routes import ADAPTER_HEADER, with_adapter
 from pdproxy.wire.continuable import shows_ids
-from pdproxy.wire.errors import error_body
 from pdproxy.wire.fields import body_request_id, has_value
 from pdproxy.wire.inside import error_without_inside
 from pdproxy.wire.lenient_json import check_content_type
-from pdproxy.wire.passthrough_body import PassedBody
-from pdproxy.wire.request import Alone, Parsed, Route
+from pdproxy.wire.passthrough_body import PassedBody, passed_body
+from pdproxy.wire.request import Parsed
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
 """The last one is the load of the engine that answered; vLLM sends it with whole answers to clients
@@ -113,19 +115,22 @@ class Service:
 class GeneratingRequest(LiveRequest[ResponseWriter]):
     """A request of a generating route."""
 
-    __slots__ = ("_exchange", "_incoming", "_metered", "_service", "_whole")
+    __slots__ = ("_dialect", "_exchange", "_incoming", "_metered", "_passed", "_service", "_whole")
 
     def __init__(self, service: Service, incoming: Incoming, output: ResponseWriter) -> None:
         super().__init__(incoming.route.path, incoming.request_id, output, service.resources.now())
         self.address, self.key = incoming.client, incoming.key
         self._service = service
         self._incoming = incoming
+        self._dialect = incoming.route.form.dialect
         self._exchange: Exchange | None = None
         """The only exchange, if the request is not a list."""
         self._metered = False
         """Whether the meter has what was used: by one engine that has got a batch or an invocation
         whole.
         """
+        self._passed: PassthroughRequest | None = None
+        """The request as one engine gets it whole, once it does."""
         self._whole: Parsed | None = None
         """A batch or an invocation, while one engine may still get it whole."""
 
@@ -192,7 +197,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             salt,
             self.writer.client.name,
         )
-        if is_batch or is_invocation:
+        if incoming.route.form.has_own_words:
             self._whole = parsed
             if parsed.goes_whole:
                 return partial(self._serve_whole, leg_headers.lost)
@@ -209,15 +214,17 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             and prompt is not None
         ):
             parsed = service.resources.with_ids_of_calls(parsed)
+        resources, form = service.resources, route.form
         new_relay = partial(
             Relay,
             wants_usage=not parsed.adds_usage,
             choices=choices,
             takes_ids=parsed.adds_ids,
             shows_ids=shows_ids(parsed),
-            budget=service.resources.answer_budget,
-            templates=service.resources.templates,
-            now=service.resources.now,
+            budget=resources.answer_budget,
+            templates=resources.named_templates if form.is_named else resources.templates,
+            named=form.dialect if form.is_named else None,
+            now=resources.now,
             comment=partial(_engine_comment, self.writer, self.request_id)
             if parsed.stream
             else None,
@@ -315,8 +322,16 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         incoming, parsed, self._whole = self._incoming, self._whole, None
         assert parsed is not None
         incoming.body = b""
+        if (dialect := incoming.route.form.dialect) is Dialect.OPENAI:
+            body = PassedBody(
+                msgspec.json.encode(parsed.fields),
+                parsed.model,
+                has_value(parsed.fields, "stream", b"true"),
+            )
+        else:
+            body = passed_body(dialect, parsed.fields)
         # After a refusal, its prompts were counted before.
-        why_alone = Alone.UNUSUAL.value if parsed.goes_whole else None
+        why_alone = parsed.alone.value if parsed.goes_whole and parsed.alone is not None else None
         if why_alone is not None:
             self._service.resources.observers.notify(ServedAlone(why_alone))
         forward, adapter = incoming.forward, incoming.adapter
@@ -324,7 +339,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             if parsed.model is not None and parsed.model != self.model:
                 adapter = parsed.model.encode()
             forward = (*forward, (ADAPTER_HEADER, adapter))
-        entry = ENTRIES[incoming.route.value]
+        entry = ENTRIES[incoming.route.path]
         session = session_of(self._service.session_header, dict(reversed(incoming.hints)))
         passed = IncomingPassthrough(
             entry,
@@ -337,15 +352,11 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             session=session,
             salt=incoming.salt,
         )
-        request = PassthroughRequest(
+        request = self._passed = PassthroughRequest(
             self._service.passthrough, passed, WaitingWriter(self.writer), losses
         )
-        fields = parsed.fields
-        body = PassedBody(
-            msgspec.json.encode(fields), parsed.model, has_value(fields, "stream", b"true")
-        )
         request.stream = body.stream
-        del parsed, fields
+        del parsed
         try:
             await request.serve(body)
         finally:
@@ -432,10 +443,10 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if isinstance(error, ClientLeftError):
             self.writer.break_off()
             return
-        body = error_body(error, [*self._service.resources.engines.known])
+        dialect, engines = self._dialect, [*self._service.resources.engines.known]
         if self.writer.begun:
             self.status = 200
-            self.writer.write(sse.data(body))
+            self.writer.write(failure_event(dialect, error, self._next_number(), engines))
             if error.reason is RefusalReason.DRAINING:
                 # the connection ends as well: its client must not send the next request there
                 self.writer.break_off()
@@ -443,7 +454,15 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
                 self.writer.finish()
             return
         self.status = error.status
-        self.writer.whole(error.status, [*self.error_headers(error), *self._decision()], body)
+        lines = [*self.error_headers(error), *self._decision()]
+        self.writer.whole(error.status, lines, failure_body(dialect, error, engines))
+
+    def _next_number(self) -> int:
+        """Return the number of the next event of the stream, where its events have numbers."""
+        if self._passed is not None:
+            return self._passed.sequence
+        relay = None if self._exchange is None else self._exchange.relay
+        return 0 if relay is None else relay.opened + relay.fast_path.events
 
     def legs_so_far(self) -> Sequence[LegTimes]:
         """Return those of the only exchange, or of a list's that have ended."""

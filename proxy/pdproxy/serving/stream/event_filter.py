@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pdproxy.kit.errors import EngineError
 from pdproxy.serving.stream.failures import GivenUpError, failure_in, tiny_lines
+from pdproxy.serving.stream.proof import has_real_data
 from pdproxy.serving.stream.whole_events import CreationTime
 from pdproxy.wire import inside, sse
 from pdproxy.wire.engine import Usage, usage_of
@@ -54,6 +55,7 @@ class EventFilter:
         "handle",
         "keeps_usage",
         "last_events",
+        "opening",
         "usage",
         "usage_event",
         "wants_done",
@@ -79,6 +81,8 @@ class EventFilter:
         self._ended: list[bytes] = []  # last events, while other choices go on
         self._size = 0  # their bytes
         self.every = index is not None
+        self.opening = 0
+        """How many events come yet that are not counted."""
         self.cached_tokens: int | None = None
         self.created_cache_tokens: int | None = None
         """Cache counts of the prefill engine for the usage; None: the usage stays as it is."""
@@ -105,6 +109,10 @@ class EventFilter:
             f"<EventFilter {'done' if self.done else self.failure or 'open'}, "
             f"{len(self.last_events)} events held>"
         )
+
+    def has_real_data(self, batch: bytes) -> bool:
+        """Return whether one of these events is real data. Raises as `proof.has_real_data`."""
+        return has_real_data(batch)
 
     def whole(self, body: bytes) -> bytes:
         """Return a whole answer with the usage that its client gets, and without what no client may

@@ -17,11 +17,12 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from pdproxy.observe.events import ITL_BOUNDS
 from pdproxy.wire import tokens, tool_calls
 from pdproxy.wire.chunks import MAX_SIZE_LINE, PAYLOAD_SIZE, SIZE_LINE_OF_PAYLOAD
-from pdproxy.wire.event_template import EventTemplates
+from pdproxy.wire.event_template import EventTemplate
 from pdproxy.wire.sse import END
 
 _MAX_UNPARSED = 32
@@ -42,6 +43,16 @@ MAX_SENT = 64 << 10
 """Bytes of the last event that a stream keeps, so that another engine can go on behind it. One of a
 token has some hundreds.
 """
+
+
+class Templates(Protocol):
+    """The forms of plain events: `event_template.EventTemplates`, or those of named events."""
+
+    def latest(self, *, takes_ids: bool) -> EventTemplate:
+        """Return the form that a new stream begins with."""
+
+    def learn(self, event: bytes, *, takes_ids: bool) -> EventTemplate | None:
+        """Return the form of an event, None unless the event is plain."""
 
 
 class FastPath:
@@ -84,7 +95,7 @@ class FastPath:
     def __init__(
         self,
         time: Callable[[], float],
-        templates: EventTemplates,
+        templates: Templates,
         *,
         takes_ids: bool,
         shows_ids: bool = False,

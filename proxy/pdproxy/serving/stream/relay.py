@@ -21,10 +21,10 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wa
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.serving.stream import beginning
 from pdproxy.serving.stream.event_filter import EventFilter
-from pdproxy.serving.stream.fast_path import FastPath
+from pdproxy.serving.stream.fast_path import FastPath, Templates
 from pdproxy.serving.stream.held_events import HeldEvents
+from pdproxy.serving.stream.named_events import NamedEventFilter
 from pdproxy.serving.stream.phase import STREAM_STARTED, Phase, StreamStarted
-from pdproxy.serving.stream.proof import has_real_data
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.stall_timer import StallTimer
 from pdproxy.serving.stream.whole_events import CreationTime, limit_to_events, whole_events
@@ -32,6 +32,7 @@ from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Reads
 from pdproxy.wire import inside, sse, tokens
+from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.event_template import EventTemplates
 
@@ -48,7 +49,8 @@ class Relay:
     that stops waiting for one of them closes the connection. `takes_ids`: whether the engine was
     asked for token ids that the client did not ask for; they are kept in `fast_path.ids`;
     `shows_ids`: that it asked for. `budget`, `templates`: those of the process; without them, the
-    relay has its own. `comment` gets the engine's comments before its data: they pass at once. All
+    relay has its own. `named`: the API of a stream whose events have names, None for the others.
+    `comment` gets the engine's comments before its data: they pass at once. All
     other parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
     """
 
@@ -70,6 +72,7 @@ class Relay:
         "filter",
         "first",
         "headers",
+        "opened",
         "output",
         "paused",
         "status",
@@ -87,7 +90,8 @@ class Relay:
         takes_ids: bool = False,
         shows_ids: bool = False,
         budget: AnswerBudget | None = None,
-        templates: EventTemplates | None = None,
+        templates: Templates | None = None,
+        named: Dialect | None = None,
         now: Callable[[], float] = time.monotonic,
         comment: Callable[[bytes], None] | None = None,
     ) -> None:
@@ -103,14 +107,18 @@ class Relay:
         self.budget = AnswerBudget() if budget is None else budget
         known = EventTemplates() if templates is None else templates
         self.fast_path = FastPath(now, known, takes_ids=takes_ids, shows_ids=shows_ids)
-        self.filter = EventFilter(
-            wants_usage=wants_usage,
-            keeps_usage=wants_usage if keeps_usage is None else keeps_usage,
-            wants_done=wants_done,
-            choices=choices,
-            index=index,
-            creation_time=creation_time,
-        )
+        self.filter: EventFilter | NamedEventFilter
+        if named is not None:
+            self.filter = NamedEventFilter(named)
+        else:
+            self.filter = EventFilter(
+                wants_usage=wants_usage,
+                keeps_usage=wants_usage if keeps_usage is None else keeps_usage,
+                wants_done=wants_done,
+                choices=choices,
+                index=index,
+                creation_time=creation_time,
+            )
         self._time = now
         self._comment = comment
         self._commented = 0
@@ -124,6 +132,8 @@ class Relay:
         """What a stream with ids has begun with, once it flows."""
         self._leg: Reads | None = None
         self.paused = False
+        self.opened = 0
+        """Events that were forwarded and not counted: those before the first one with a token."""
         self._ending: EngineError | None = None
 
     def __repr__(self) -> str:
@@ -284,7 +294,7 @@ class Relay:
         if self._phase is Phase.PROVEN:
             return
         try:
-            real = has_real_data(batch)
+            real = self.filter.has_real_data(batch)
         except EngineError as error:
             self._fail(error.with_traceback(None))  # a traceback would refer to this relay
             return
@@ -311,7 +321,12 @@ class Relay:
         if fast_path.keeps_ids and batch:
             # not before: the client has no ids of events that are held
             batch = fast_path.written(batch)
-        count = batch.count(sse.END) - (events.done and self.filter.wants_done)
+        count = batch.count(sse.END) - (events.done and events.wants_done)
+        if events.opening:
+            skipped = min(events.opening, count)
+            events.opening -= skipped
+            count -= skipped
+            self.opened += skipped
         fast_path.count(count, now)
         fast_path.last = now
         if batch and self.output is not None:

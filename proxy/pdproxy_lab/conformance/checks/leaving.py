@@ -11,7 +11,7 @@ from functools import partial
 
 from pdproxy.check.engines import NoAnswer
 from pdproxy.observe.events import HandleEnded
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 from pdproxy_lab.conformance import requests
 from pdproxy_lab.conformance.api_client import Endpoint
 from pdproxy_lab.conformance.check import Check

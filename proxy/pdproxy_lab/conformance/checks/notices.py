@@ -8,7 +8,7 @@ import time
 
 from pdproxy.check.engines import NoAnswer
 from pdproxy.observe.events import Event, KvNoticed, KvWaited
-from pdproxy.wire.request import Alone
+from pdproxy.wire.route_form import Alone
 from pdproxy_lab.conformance import stand
 from pdproxy_lab.conformance.api_client import Endpoint
 from pdproxy_lab.conformance.check import Check

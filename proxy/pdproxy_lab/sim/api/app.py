@@ -225,8 +225,7 @@ def _generating() -> tuple[BaseRoute, ...]:
 
     @router.post("/v1/messages", dependencies=json_only, response_model=None)
     async def _messages(body: MessagesBody, request: Request) -> Response:
-        engine = _engine(request)
-        return await answered(engine, body, request, message(engine, body, request, _date(request)))
+        return await message(_engine(request), body, request, _date(request))
 
     @router.post("/v1/messages/count_tokens", dependencies=json_only, response_model=None)
     async def _counted(body: CountBody, request: Request) -> Response:

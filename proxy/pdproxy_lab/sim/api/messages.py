@@ -1,37 +1,60 @@
-"""`/v1/messages`: Anthropic's Messages API as vLLM has it, for messages of text.
+"""`/v1/messages`: Anthropic's Messages API as vLLM has it, for text and thoughts.
 
-Owns the order of a stream's events. Generation itself is the chat route's.
+Owns the translation, as in vLLM: the request becomes a chat's, and what the chat route answers
+becomes a message's. So KV is moved by the chat route.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Any
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from pdproxy_lab.sim import since
+from pdproxy_lab.sim import failed
 from pdproxy_lab.sim.api import answer
-from pdproxy_lab.sim.api.chat import chat_prompt
+from pdproxy_lab.sim.api.chat import chat, chat_prompt
 from pdproxy_lab.sim.api.errors import RefusedRequest, response
-from pdproxy_lab.sim.api.generation import deltas
 from pdproxy_lab.sim.api.protocol import ChatBody
-from pdproxy_lab.sim.api.sampling import admit, check_lengths, sampling_params
 from pdproxy_lab.sim.engine import SimEngine
 
-_STOP = {"stop": "end_turn", "length": "max_tokens"}
+_MAX_STOPS = 4
+_EVENTS = "text/event-stream"
 
 
 class Message(BaseModel):
     """One message."""
 
-    role: str
+    role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
+
+
+class ThinkingEnabled(BaseModel):
+    """Thoughts with a budget."""
+
+    type: Literal["enabled"]
+    budget_tokens: int = Field(ge=1024)
+
+
+class ThinkingDisabled(BaseModel):
+    """No thoughts."""
+
+    type: Literal["disabled"]
+
+
+class ThinkingAdaptive(BaseModel):
+    """As many thoughts as the model likes."""
+
+    type: Literal["adaptive"]
+
+
+Thinking = Annotated[
+    ThinkingEnabled | ThinkingDisabled | ThinkingAdaptive, Field(discriminator="type")
+]
 
 
 class CountBody(BaseModel):
@@ -42,6 +65,8 @@ class CountBody(BaseModel):
     model: str
     messages: list[Message]
     system: str | list[dict[str, Any]] | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("model")
     @classmethod
@@ -51,11 +76,20 @@ class CountBody(BaseModel):
         return model
 
     def chat(self, **fields: Any) -> ChatBody:
-        """The same request as a chat."""
-        messages = [{"role": one.role, "content": _text(one.content)} for one in self.messages]
+        """The same request as a chat; `fields` that are None are left out.
+
+        Raises:
+            Refused: a value is none that a chat may have.
+        """
+        messages = [{"role": one.role, "content": _content(one.content)} for one in self.messages]
         if self.system is not None:
-            messages.insert(0, {"role": "system", "content": _text(self.system)})
-        return ChatBody.model_validate({"model": self.model, "messages": messages, **fields})
+            messages.insert(0, {"role": "system", "content": _content(self.system)})
+        kwargs = self.chat_template_kwargs
+        if isinstance(self.thinking, ThinkingDisabled):
+            kwargs = {"enable_thinking": False, **(kwargs or {})}
+        fields["chat_template_kwargs"] = kwargs
+        given = {name: value for name, value in fields.items() if value is not None}
+        return ChatBody.model_validate({"model": self.model, "messages": messages, **given})
 
 
 class MessagesBody(CountBody):
@@ -64,24 +98,79 @@ class MessagesBody(CountBody):
     max_tokens: int
     stream: bool | None = False
     temperature: float | None = None
-    stop_sequences: list[str] | None = None
-    cache_salt: str | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
+    @field_validator("max_tokens")
+    @classmethod
+    def _some(cls, max_tokens: int) -> int:
+        if max_tokens <= 0:
+            raise ValueError("max_tokens must be positive")
+        return max_tokens
 
-def _text(content: str | list[dict[str, Any]]) -> str:
-    return (
-        content
-        if isinstance(content, str)
-        else "".join(str(part.get("text", "")) for part in content)
-    )
+    @model_validator(mode="after")
+    def _check_budget(self) -> MessagesBody:
+        # a prefill leg has one token, and none of its own thoughts
+        if (self.kv_transfer_params or {}).get("do_remote_decode"):
+            return self
+        if self._budget is not None and self._budget >= self.max_tokens:
+            raise ValueError("thinking.budget_tokens must be less than max_tokens")
+        return self
+
+    @property
+    def _budget(self) -> int | None:
+        thinking = self.thinking
+        return thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
+
+    def whole_chat(self) -> ChatBody:
+        """The same request as a chat, with all its fields.
+
+        Raises:
+            Refused: a value is none that a chat may have.
+        """
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        return self.chat(
+            max_tokens=self.max_tokens,
+            max_completion_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            cache_salt=self.cache_salt,
+            kv_transfer_params=self.kv_transfer_params,
+            vllm_xargs=self.vllm_xargs,
+            thinking_token_budget=self._budget,
+            stream=self.stream or None,
+            stream_options=usage if self.stream else None,
+        )
 
 
-def refused(error: RefusedRequest, version: str) -> Response:
+def _content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a message's content for a chat: its text, or its parts where some are images."""
+    if isinstance(content, str):
+        return content
+    if any(part.get("type") == "image" for part in content):
+        return [_part(part) for part in content]
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    if part.get("type") != "image":
+        return {"type": "text", "text": str(part.get("text", ""))}
+    source = part.get("source") or {}
+    inline = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+    url = source.get("url", "") if source.get("type") == "url" else inline
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _refused(error: RefusedRequest, version: str) -> Response:
     """Return a refusal in Anthropic's shape; `version`: vLLM's."""
-    kind = since.message_error(version, error.kind, error.status)
-    return response({"type": "error", "error": {"type": kind, "message": str(error)}}, error.status)
+    body = failed.whole(failed.MESSAGES, version, str(error), error.kind, error.status)
+    return response(body, error.status)
 
 
 async def count(engine: SimEngine, body: CountBody, date: Callable[[], str]) -> Response:
@@ -90,97 +179,153 @@ async def count(engine: SimEngine, body: CountBody, date: Callable[[], str]) -> 
         answer.check_model(body.model, engine)
         tokens = len(chat_prompt(engine, body.chat(), date).ids)
     except RefusedRequest as error:
-        return refused(error, engine.facts.version)
+        return _refused(error, engine.facts.version)
     return response(
         {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
     )
 
 
 async def message(
-    engine: SimEngine, body: MessagesBody, _: Request, date: Callable[[], str]
+    engine: SimEngine, body: MessagesBody, request: Request, date: Callable[[], str]
 ) -> Response:
-    """Answer one request.
-
-    Raises:
-        EngineDeadError, LoadFailedError: for the caller to answer.
-    """
-    given: dict[str, Any] = {
-        "max_completion_tokens": body.max_tokens,
-        "temperature": body.temperature,
-    }
-    given |= {
-        "stop": body.stop_sequences,
-        "kv_transfer_params": body.kv_transfer_params,
-        "cache_salt": body.cache_salt,
-    }
+    """Answer one request. One that cannot become a chat frees no KV of P."""
+    version = engine.facts.version
     try:
-        answer.check_model(body.model, engine)
-        chat = body.chat(**{name: value for name, value in given.items() if value is not None})
-        check_lengths(chat, engine.facts)
-        prompt = chat_prompt(engine, chat, date)
-        params = sampling_params(chat, prompt.ids, engine.facts, engine.tokenizer)
-        admit(params, chat, prompt.ids, engine.facts, engine.tokenizer)
+        asked = body.whole_chat()
     except RefusedRequest as error:
-        return refused(error, engine.facts.version)
-    name = f"chatcmpl-{secrets.token_hex(8)}"
-    used = len(prompt.ids)
-    found = deltas(engine, name, [prompt], [params], chat, numbered=False)
-    head = {
-        "id": name,
-        "type": "message",
-        "role": "assistant",
-        "content": [],
-        "model": engine.facts.model,
+        return _refused(error, version)
+    found = await answer.answered(engine, asked, request, chat(engine, asked, request, date))
+    if found.headers.get("content-type", "").startswith(_EVENTS):
+        return StreamingResponse(_events(_chunks(found), version), media_type=_EVENTS)
+    if not found.body:
+        return found  # the client has left
+    said = msgspec.json.decode(found.body)
+    if found.status_code == 200:
+        return response(_whole(said))
+    kind, text = said["error"]["type"], said["error"]["message"]
+    told = failed.whole(failed.MESSAGES, version, text, kind, found.status_code)
+    return response(told, found.status_code)
+
+
+def _whole(chat: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat's whole answer as a message: fields that are None are left out."""
+    (choice,) = chat["choices"]
+    content: list[dict[str, Any]] = []
+    if thoughts := choice["message"]["reasoning"]:
+        content.append({"type": "thinking", "thinking": thoughts, "signature": uuid.uuid4().hex})
+    if (text := choice["message"]["content"]) or not content:
+        content.append({"type": "text", "text": text or ""})
+    reason, sequence = _stop(choice["finish_reason"], choice["stop_reason"])
+    made = {**_head(chat), "content": content, "model": chat["model"]}
+    made |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage(chat["usage"])}
+    made["kv_transfer_params"] = chat["kv_transfer_params"]
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _head(chat: dict[str, Any]) -> dict[str, Any]:
+    return {"id": chat["id"], "type": "message", "role": "assistant"}
+
+
+def _stop(finish: str | None, stopped_by: int | str | None) -> tuple[str | None, str | None]:
+    """Return `stop_reason` and `stop_sequence`."""
+    if finish == "length":
+        return "max_tokens", None
+    if finish != "stop":
+        return None, None
+    return ("stop_sequence", stopped_by) if isinstance(stopped_by, str) else ("end_turn", None)
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, int]:
+    """Return a chat's usage as a message's: with details, cached tokens are counted apart."""
+    details = usage.get("prompt_tokens_details") or {}
+    cached, created = details.get("cached_tokens"), details.get("created_cache_tokens")
+    computed = usage["prompt_tokens"] - (cached or 0) - (created or 0)
+    found = {
+        "input_tokens": max(0, computed),
+        "output_tokens": usage.get("completion_tokens") or 0,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": cached,
     }
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        made, reason, opened = 0, None, False
-        async with aclosing(found) as all_of_them:
-            async for delta in all_of_them:
-                if not made:
-                    start = {
-                        **head,
-                        "stop_reason": None,
-                        "stop_sequence": None,
-                        "usage": _usage(used, 0),
-                    }
-                    yield _event("message_start", message=start)
-                made += len(delta.tokens)
-                if delta.text and not opened:
-                    opened = True
-                    yield _event(
-                        "content_block_start", index=0, content_block={"type": "text", "text": ""}
-                    )
-                if delta.text:
-                    yield _event(
-                        "content_block_delta",
-                        index=0,
-                        delta={"type": "text_delta", "text": delta.text},
-                    )
-                reason = delta.finish_reason
-        if opened:
-            yield _event("content_block_stop", index=0)
-        ending = {"stop_reason": _STOP.get(reason or "stop", "end_turn"), "stop_sequence": None}
-        yield _event("message_delta", delta=ending, usage=_usage(used, made))
-        yield _event("message_stop")
-
-    if body.stream:
-        return StreamingResponse(events(), media_type="text/event-stream")
-    text, made, reason = "", 0, None
-    async with aclosing(found) as all_of_them:
-        async for delta in all_of_them:
-            text, made, reason = text + delta.text, made + len(delta.tokens), delta.finish_reason
-    content = [{"type": "text", "text": text}]
-    stop = _STOP.get(reason or "stop", "end_turn")
-    return response({**head, "content": content, "stop_reason": stop, "usage": _usage(used, made)})
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _usage(used: int, made: int) -> dict[str, int]:
-    return {"input_tokens": used, "output_tokens": made}
+# -- streams
 
 
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (
-        kind.encode(),
-        msgspec.json.encode({"type": kind, **fields}),
-    )
+async def _chunks(found: Response) -> AsyncGenerator[bytes, None]:
+    """Yield what a chat's stream says, an event each, without `data: `."""
+    if not isinstance(found, StreamingResponse):  # refused when its head had been sent
+        for event in bytes(found.body).split(b"\n\n")[:-1]:
+            yield event.removeprefix(b"data: ")
+        return
+    events = cast("AsyncGenerator[bytes, None]", found.body_iterator)
+    try:
+        async for event in events:
+            yield event.removeprefix(b"data: ").strip()
+    finally:
+        await events.aclose()
+
+
+class _Blocks:
+    """The content blocks of a stream."""
+
+    def __init__(self) -> None:
+        self._kind, self._index, self._signature = "", 0, ""
+
+    def add(self, kind: str, text: str) -> Sequence[bytes]:
+        """Return the events of a piece of text or of thoughts."""
+        events = [] if kind == self._kind else [*self.close(), self._open(kind)]
+        delta = {"type": f"{kind}_delta", kind: text}
+        return [*events, failed.named("content_block_delta", delta=delta, index=self._index)]
+
+    def _open(self, kind: str) -> bytes:
+        self._kind, self._signature = kind, uuid.uuid4().hex
+        block = {"type": kind, kind: ""}
+        return failed.named("content_block_start", content_block=block, index=self._index)
+
+    def close(self) -> Sequence[bytes]:
+        """Return the events that end the block that is open."""
+        if not self._kind:
+            return []
+        events = [failed.named("content_block_stop", index=self._index)]
+        if self._kind == "thinking":
+            delta = {"type": "signature_delta", "signature": self._signature}
+            events.insert(0, failed.named("content_block_delta", delta=delta, index=self._index))
+        self._kind, self._index = "", self._index + 1
+        return events
+
+
+async def _events(chunks: AsyncIterable[bytes], version: str) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a message for those of a chat."""
+    blocks, started = _Blocks(), False
+    finish: str | None = None
+    stopped_by: int | str | None = None
+    async for data in chunks:
+        if data == b"[DONE]":
+            yield failed.named("message_stop")
+            continue
+        chunk = msgspec.json.decode(data)
+        if "error" in chunk:
+            for event in failed.in_message(version, chunk["error"], blocks.close()):
+                yield event
+            return
+        if not started:
+            started = True
+            begun = {**_head(chunk), "content": [], "model": chunk["model"]}
+            begun |= {"stop_reason": None, "stop_sequence": None, "usage": _usage(chunk["usage"])}
+            yield failed.named("message_start", message=begun)
+            continue
+        if not chunk["choices"]:
+            for event in blocks.close():
+                yield event
+            reason, sequence = _stop(finish or "stop", stopped_by)
+            ending = {"stop_reason": reason, "stop_sequence": sequence}
+            yield failed.named("message_delta", delta=ending, usage=_usage(chunk["usage"]))
+            continue
+        (choice,) = chunk["choices"]
+        if choice["finish_reason"] is not None:
+            finish, stopped_by = choice["finish_reason"], choice.get("stop_reason")
+        for kind, key in (("thinking", "reasoning"), ("text", "content")):
+            if text := choice["delta"].get(key):
+                for event in blocks.add(kind, text):
+                    yield event

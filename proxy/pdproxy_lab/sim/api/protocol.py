@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pdproxy_lab.sim.api.errors import RefusedRequest
 from pdproxy_lab.sim.api.salts import check_salt
 
-_INT64 = {"ge": -(2**63), "le": 2**63 - 1}
+INT64 = {"ge": -(2**63), "le": 2**63 - 1}
+"""The bounds of a field that vLLM keeps in 64 bits."""
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -88,7 +89,7 @@ class GenerationBody(_Body):
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     response_format: ResponseFormat | None = None
-    seed: Annotated[int, Field(**_INT64)] | None = None
+    seed: Annotated[int, Field(**INT64)] | None = None
     stop: str | list[str] | None = []
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -111,7 +112,7 @@ class GenerationBody(_Body):
     prompt_logprobs: int | None = None
     bad_words: list[str] = []
     structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int, Field(**_INT64)] = 0
+    priority: Annotated[int, Field(**INT64)] = 0
     request_id: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None

@@ -24,11 +24,15 @@ _GREEDY = 1e-5
 """A lower temperature counts as 0."""
 
 
-def check_lengths(body: GenerationBody, facts: SimFacts) -> None:
-    """Refuse lengths that are too large for every prompt."""
+def check_lengths(
+    body: GenerationBody, facts: SimFacts, limit: str = "max_completion_tokens"
+) -> None:
+    """Refuse lengths that are too large for every prompt. `limit`: what the client calls a chat's
+    `max_completion_tokens`.
+    """
     name, wanted = "max_tokens", getattr(body, "max_tokens", None)
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        name, wanted = "max_completion_tokens", body.max_completion_tokens
+        name, wanted = limit, body.max_completion_tokens
     longest = facts.max_model_len
     if wanted is not None and wanted > longest:
         raise RefusedRequest(

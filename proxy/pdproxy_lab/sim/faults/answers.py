@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pdproxy_lab.sim.error_body import error_body, error_event
+from pdproxy_lab.sim import failed
 from pdproxy_lab.sim.faults.kind import FaultError, FaultKind, Occurrence, arguments
-from pdproxy_lab.sim.faults.messages import send_stream, send_whole
+from pdproxy_lab.sim.faults.messages import done_of, send_failure, send_stream, send_whole
 from pdproxy_lab.sim.faults.moments import ANSWER, BEFORE_HEAD, STREAM, Moment, default_first
 from pdproxy_lab.sim.faults.targets import AnswerTarget, Connection
 from pdproxy_lab.sim.sse import DONE
@@ -76,7 +76,7 @@ class _Garbage(FaultKind):
                 answer.ended()
                 answer.connection.close()
         elif answer.streamed:
-            await send_stream(answer, b"data: " + _NO_JSON + b"\n\n", DONE)
+            await send_stream(answer, b"data: " + _NO_JSON + b"\n\n", done_of(answer))
         elif answer.writer.head_out:  # the length has been sent: the body must have as many bytes
             size = len(_due_body(answer))
             body = (_NO_JSON * (size // len(_NO_JSON) + 1))[:size]
@@ -104,22 +104,23 @@ class _Status(FaultKind):
             headers.append((b"location", now.args["location"].encode()))
         elif not body:
             phrase = responses.get(status, str(status))
-            body = msgspec.json.encode(
-                error_body(phrase, _TYPES.get(status, "InternalServerError"), status)
-            )
+            kind, version = _TYPES.get(status, "InternalServerError"), answer.engine.facts.version
+            body = msgspec.json.encode(failed.whole(answer.path, version, phrase, kind, status))
         await send_whole(answer, status, body, *headers)
 
 
 class _ErrorEvent(FaultKind):
     name = "error_event"
-    summary = "an error event, `[DONE]` if `done`, and the stream's regular end"
+    summary = (
+        "an error event, `[DONE]` if `done`, and the stream's regular end; on Responses, as in "
+        "vLLM, the connection is closed"
+    )
     moments = ("before_first_token", "queued", "prefilling", "handed_over", "head", *STREAM[1:])
     args = arguments(done=True, code=500, message="Internal server error")
     streams = True
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
-        event = error_event(now.args["message"], status=now.args["code"])
-        await send_stream(answer, event, DONE if now.args["done"] else b"")
+        await send_failure(answer, now.args["message"], now.args["code"], done=now.args["done"])
 
 
 class _TextAfterError(FaultKind):
@@ -132,9 +133,7 @@ class _TextAfterError(FaultKind):
     streams = True
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
-        await send_stream(
-            answer, error_event("Internal server error") + 2 * _due_body(answer) + DONE
-        )
+        await send_failure(answer, "Internal server error", more=2 * _due_body(answer))
 
 
 class _EmptyBody(FaultKind):
@@ -155,7 +154,7 @@ class _EmptyStream(FaultKind):
     streams = True
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
-        await send_stream(answer, DONE if now.args["done"] else b"")
+        await send_stream(answer, done_of(answer) if now.args["done"] else b"")
 
 
 class _NoDone(FaultKind):
@@ -176,9 +175,25 @@ class _AbortFinish(FaultKind):
     )
     moments = ("mid_stream", "before_first_token", "last_chunk")
 
+    def on_answer(self, answer: AnswerTarget, now: Occurrence) -> bool:
+        """On routes without choices the engine ends the request, while it still can."""
+        if answer.path not in _OTHERS or now.at == "last_chunk":
+            return False
+        answer.abort()
+        return True
+
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
+        if answer.path in _OTHERS:
+            name, mark, data = _due_body(answer).rpartition(b"\ndata: ")
+            ending = msgspec.json.encode(_OTHERS[answer.path](msgspec.json.decode(data)))
+            if not answer.streamed:
+                await send_whole(answer, 200, ending)
+                return
+            name = name.replace(b".incomplete", b".completed")
+            last = failed.named("message_stop") if answer.path == failed.MESSAGES else b""
+            await send_stream(answer, name + mark + ending + b"\n\n", last)
         # vLLM skips events of a choice without any token
-        if answer.streamed and now.at == "before_first_token":
+        elif answer.streamed and now.at == "before_first_token":
             usage = (
                 b"data: " + _only_usage(_due_event(answer)) + b"\n\n"
                 if answer.usage_at_end
@@ -190,6 +205,26 @@ class _AbortFinish(FaultKind):
             await send_stream(answer, b"data: " + event + b"\n\n", DONE)
         else:
             await send_whole(answer, 200, _aborted(_due_body(answer)))
+
+
+def _aborted_response(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of an aborted response, or of its last event: it is complete."""
+    if "response" in body:
+        ended = _aborted_response(body["response"])
+        return {**body, "response": ended, "type": "response.completed"}
+    return {**body, "incomplete_details": None, "status": "completed"}
+
+
+def _aborted_message(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of an aborted message, or of its `message_delta`: it has no reason."""
+    none = {"stop_reason": None, "stop_sequence": None}
+    if "delta" in body:
+        return {**body, "delta": none}
+    return {key: value for key, value in body.items() if key not in none}
+
+
+_OTHERS = {failed.RESPONSES: _aborted_response, failed.MESSAGES: _aborted_message}
+"""The routes whose answers have no choices."""
 
 
 def _due_body(answer: AnswerTarget) -> bytes:

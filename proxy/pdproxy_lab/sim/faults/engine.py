@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdproxy_lab.sim import since
-from pdproxy_lab.sim.error_body import error_event
 from pdproxy_lab.sim.faults.kind import FaultError, FaultKind, Occurrence, arguments
-from pdproxy_lab.sim.faults.messages import send_stream
+from pdproxy_lab.sim.faults.messages import send_failure
 from pdproxy_lab.sim.faults.moments import REQUEST, Moment
 from pdproxy_lab.sim.faults.targets import AnswerTarget
-from pdproxy_lab.sim.sse import DONE
 
 
 class _DeadCore(FaultKind):
@@ -26,9 +24,7 @@ class _DeadCore(FaultKind):
         return not (answer.streamed and answer.writer.head_out) or now.at == "after"
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
-        await send_stream(
-            answer, error_event(since.dead_message(answer.engine.facts.version)), DONE
-        )
+        await send_failure(answer, since.dead_message(answer.engine.facts.version))
 
 
 class _LeaseExpiry(FaultKind):

@@ -12,8 +12,8 @@ not fire, and stays armed.
 | head | the answer's status and headers have been sent, nothing else |
 | before_first_token | streams: the first event with output is due; a chat's role event has been sent |
 | mid_stream | streams: `events` (2) events with output have been sent, another one is due |
-| last_chunk | streams: the event with the finish reason is due; whole answers: ready, nothing was sent |
-| before_done | streams: `[DONE]` is due, everything else has been sent |
+| last_chunk | streams: the event with the finish reason is due (Responses: the last event); whole answers: ready, nothing was sent |
+| before_done | streams: `[DONE]` or `message_stop` is due, everything else has been sent |
 | after | the whole answer has been sent |
 | notice | a notice to the proxy is due (no answer: the only filter is `rank`, and `next` counts notices) |
 | kv_events | a message with KV events is due (as for a notice; `rank` is the data-parallel one) |

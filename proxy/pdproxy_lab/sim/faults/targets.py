@@ -115,6 +115,10 @@ class AnswerTarget(Protocol):
         """The engine's process."""
 
     @property
+    def path(self) -> str:
+        """The route."""
+
+    @property
     def streamed(self) -> bool:
         """Whether the client asked for a stream."""
 
@@ -129,6 +133,9 @@ class AnswerTarget(Protocol):
     @property
     def due(self) -> Message | None:
         """What the application is about to send."""
+
+    def abort(self) -> None:
+        """Have the engine end the request with the finish reason "abort"."""
 
     def ended(self) -> None:
         """Record that the engine ends the answer: the client has not left."""

@@ -1,0 +1,225 @@
+"""Decides which events of a stream with named events (Responses, Messages) go to the client: all up
+to its end, or to an error. And when such a stream is proven good.
+
+A Responses stream that fails just ends, without a terminal event; a message that was given up has
+no `stop_reason` (vLLM 0.32.0).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from pdproxy.kit.errors import EngineError, EngineRefusedError
+from pdproxy.serving.stream.failures import GivenUpError, tiny_lines
+from pdproxy.wire import sse
+from pdproxy.wire.api_errors import Dialect, WholeEvents
+from pdproxy.wire.engine import UNREADABLE, Usage
+from pdproxy.wire.event_template import EventTemplate
+from pdproxy.wire.inside import passed_events_without_inside, passed_without_inside
+from pdproxy.wire.passed_usage import usage_in, with_cache_of_message
+from pdproxy.wire.usage import with_cache
+
+_ENDS = frozenset({b"response.completed", b"response.incomplete", b"message_stop"})
+_FAILURES = frozenset({b"error", b"response.failed"})
+_WITH_USAGE = frozenset({b"response.completed", b"response.incomplete", b"message_delta"})
+_PROVE_NOTHING = frozenset({b"response.created", b"response.in_progress", b"ping"})
+"""Events that vLLM's API server sends before its engine has begun to work."""
+_NAME = re.compile(rb"event: ([a-z_.]{1,64})\r?\n")
+_DATA = b"\ndata: "
+_FREQUENT = (
+    b"response.output_text.delta",
+    b"response.reasoning_text.delta",
+    b"response.function_call_arguments.delta",
+    b"content_block_delta",
+)
+
+
+class _Delta(msgspec.Struct):
+    stop_reason: str | None = None
+
+
+class _MessageDelta(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _WholeMessage(msgspec.Struct):
+    type: str = ""
+    stop_reason: str | None = None
+
+
+_message_deltas = msgspec.json.Decoder(_MessageDelta)
+_whole_messages = msgspec.json.Decoder(_WholeMessage)
+
+
+class NamedEventFilter:
+    """The filter of one stream. What a `Relay` reads of it is as in `EventFilter`.
+
+    `opening`: how many events come yet before the first one with a token.
+    """
+
+    wants_done = wants_usage = keeps_usage = False
+    every = False
+    usage_event = None
+    finished = 0
+
+    __slots__ = (
+        "_dialect",
+        "_events",
+        "cached_tokens",
+        "created_cache_tokens",
+        "done",
+        "failure",
+        "handle",
+        "last_events",
+        "opening",
+        "usage",
+    )
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._events = WholeEvents(dialect)
+        self.opening = dialect.opening
+        self.usage: Usage | None = None
+        self.done = False
+        self.failure: EngineError | None = None
+        self.handle: bytes | None = None
+        self.last_events: list[bytes] = []
+        self.cached_tokens: int | None = None
+        self.created_cache_tokens: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<NamedEventFilter {'done' if self.done else self.failure or 'open'}>"
+
+    def has_real_data(self, batch: bytes) -> bool:
+        """Return whether one of these events shows that the engine has begun to work.
+
+        Raises:
+            EngineError: the stream has failed.
+        """
+        if sse.has_tiny_lines(batch):
+            raise tiny_lines()
+        real = False
+        for name, event in _named(batch):
+            if name in _FAILURES:
+                raise _failure(event)
+            real = real or (name is not None and name not in _PROVE_NOTHING)
+        return real
+
+    def whole(self, body: bytes) -> bytes:
+        """Return a whole answer without what no client may see. One that was given up has no
+        usage.
+        """
+        body = passed_without_inside(body)
+        body = self._counted(body)
+        self.usage = None if _is_given_up(body) else usage_in(body)
+        return body
+
+    def shown(self, events: bytes) -> bytes:
+        """Return whole events without what no client may see."""
+        return passed_events_without_inside(events)
+
+    def filtered(self, batch: bytes) -> bytes:
+        """Return the part of a batch of whole events that goes to the client: nothing after the end
+        or a failure.
+        """
+        if sse.has_tiny_lines(batch):
+            self.failure = tiny_lines()
+            return b""
+        passed: list[bytes] = []
+        for name, event in _named(self.shown(batch)):
+            if name in _FAILURES:
+                self.failure = _failure(event)
+                break
+            if name == b"message_delta" and not _has_reason(event):
+                self.failure = GivenUpError("the engine gave the answer up half-way")
+                break
+            if name in _WITH_USAGE:
+                event = _with_json(event, self._counted(_json_of(event)))
+            passed.append(event)
+            if name in _ENDS:
+                self.done = True
+                break
+        batch = b"".join(passed)
+        self._events.note(batch)
+        if self._events.reported:
+            self.usage = self._events.usage
+        return batch
+
+    def _counted(self, json: bytes) -> bytes:
+        """Return what has the usage with the counts of the prefill engine's cache."""
+        put = with_cache_of_message if self._dialect is Dialect.MESSAGES else with_cache
+        return put(json, cached=self.cached_tokens, created=self.created_cache_tokens)
+
+    def take_ended(self) -> list[bytes]:
+        """Return the events that were held back: none ever are."""
+        return []
+
+
+class NamedTemplates:
+    """The forms of frequent events, as `event_template.EventTemplates` knows those of other
+    streams. An event's name is enough to know that it is plain.
+    """
+
+    def __init__(self) -> None:
+        self._known = {
+            name: EventTemplate(b"event: %b\ndata: {" % name, b"}\n\n", b"", takes_ids=False)
+            for name in _FREQUENT
+        }
+        self._latest = self._known[_FREQUENT[0]]
+
+    def latest(self, *, takes_ids: bool) -> EventTemplate:
+        """Return the form that was learned last."""
+        return self._latest
+
+    def learn(self, event: bytes, *, takes_ids: bool) -> EventTemplate | None:
+        """Return the form of an event, None unless it is a frequent one."""
+        found = _NAME.match(event)
+        known = None if found is None else self._known.get(found[1])
+        if known is not None:
+            self._latest = known
+        return known
+
+
+def _named(batch: bytes) -> Iterator[tuple[bytes | None, bytes]]:
+    """Yield the events of a batch, each with its name, None for a comment or an event without
+    one.
+    """
+    for bare in batch.split(sse.END):
+        if bare:
+            found = _NAME.match(bare.lstrip(b"\n"))
+            yield (None if found is None else found[1]), bare + sse.END
+
+
+def _json_of(event: bytes) -> bytes:
+    start = event.find(_DATA) + len(_DATA)
+    return event[start:].strip()
+
+
+def _with_json(event: bytes, json: bytes) -> bytes:
+    return event[: event.find(_DATA) + len(_DATA)] + json + sse.END
+
+
+def _failure(event: bytes) -> EngineError:
+    # The engine's text may quote the prompt. The client gets it; the log, which shows this message,
+    # does not.
+    return EngineRefusedError("the engine sent an error event", status=500, body=_json_of(event))
+
+
+def _has_reason(event: bytes) -> bool:
+    """Return whether the last event but one of a message says why the message has ended."""
+    try:
+        delta = _message_deltas.decode(_json_of(event)).delta
+    except UNREADABLE:
+        return True
+    return delta is not None and delta.stop_reason is not None
+
+
+def _is_given_up(body: bytes) -> bool:
+    try:
+        message = _whole_messages.decode(body)
+    except UNREADABLE:
+        return False
+    return message.type == "message" and message.stop_reason is None

@@ -1,0 +1,142 @@
+"""What a generating route is: how its body names the prompt, the limit and the stream, what a
+prefill leg sends and gets, and which API its answers have.
+
+`wire.routes` has one module per route, each with one `RouteForm`; `wire.route` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from pdproxy.wire.api_errors import Dialect
+from pdproxy.wire.body_bounds import Bounds
+from pdproxy.wire.engine import PrefillAnswer, prefill_answer
+from pdproxy.wire.fields import Fields
+
+
+class Alone(Enum):
+    """Why a request is served by one engine alone. The value is the label of
+    `pdproxy_alone_total{reason}`.
+    """
+
+    N = "n"
+    ECHO = "echo"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    BEAM_SEARCH = "beam_search"
+    NON_TEXT = "non_text"
+    PROMPT_IDS = "prompt_ids"
+    BUILT_IN_TOOLS = "built_in_tools"
+    ROUTE = "route"
+    SHORT_PROMPT = "short_prompt"
+    UNUSUAL = "unusual"
+    NO_PAIR = "no_pair"
+    PREFILL_REFUSED = "prefill_refused"
+    PREFILL_FAILED = "prefill_failed"
+    NO_HANDLE = "no_handle"
+    NO_TOKENS = "no_tokens"
+    KV_BUFFER = "kv_buffer"
+    KV_LATE = "kv_late"
+    KV_FAILED = "kv_failed"
+    FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
+    DECIDED = "decided"
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt of a request. `raw` is its JSON; None where the prompt is the whole conversation.
+
+    `tokens` is the exact length if the client sent token ids, else None; `text_bytes` is an upper
+    bound of its UTF-8 size; `messages` how many messages it has (0 for a completion); `non_text`: a
+    conversation of a batch has other content.
+    """
+
+    raw: msgspec.Raw | None
+    tokens: int | None
+    text_bytes: int
+    messages: int = 0
+    non_text: bool = False
+
+
+class Reading(NamedTuple):
+    """What a body asks for. `prompts`: none if only an engine reads them; `is_list`: the body has a
+    list of them.
+
+    `alone`: a reason in the body itself to use one engine, None if the request may be split.
+    """
+
+    prompts: tuple[Prompt, ...]
+    alone: Alone | None
+    is_list: bool = False
+
+
+Read = Callable[[Fields, Bounds], Reading]
+"""Reads a plain body.
+
+Raises:
+    UnusualError: only an engine can judge it; TooManyPromptsError: it asks for more than one
+        request may; MediaUrlError: it names media that engines are not to fetch.
+    msgspec.MsgspecError, UnicodeDecodeError, RecursionError: as UnusualError.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteForm:
+    """One generating route.
+
+    The body:
+        - `read`: see `Read`.
+        - `prompt_fields`: the fields whose text is in the prompt, in the prompt's order.
+        - `listed`: the fields that may be lists of prompts, and how a list of several begins, as in
+          `prompt_lists.count_in`.
+        - `limits`: the fields that limit an answer's tokens, the one that counts first;
+          `limit_if_absent`: what engines take where there is none of them, None: the context's end.
+        - `answers`: the fields that ask for several answers to a prompt.
+        - `unseen`: the fields that a prefill leg drops.
+        - `has_usage_event`: `stream_options` say whether the client gets a stream's usage; if not,
+          each stream has it.
+        - `has_priority`: engines read `priority` in the body.
+        - `keeps_prompt_ids`: engines read a prompt's ids that a client may send
+          (`fields.PROMPT_IDS`).
+        - `checks_all_media`: media may stand anywhere in the body.
+
+    The legs:
+        - `prefill` changes the fields of a prefill leg: one token, not streamed.
+        - `both` changes the fields of both legs, None: nothing.
+        - `prefill_answer` reads the prefill engine's answer, None: that is not possible.
+        - `returns_ids`: answers have token ids where the request asks for them
+          (`return_token_ids`), and so streams may go on at another engine.
+        - `takes_ids`: the proxy can make the prompt's ids, and legs can carry them.
+
+    The answer:
+        - `dialect`: the API of answers, events and errors.
+        - `is_named`: a stream's events have names (`event: ...`), and its last one the usage.
+        - `goes_whole(alone)`: whether one engine gets the client's own body, on this route.
+        - `has_own_words`: an engine's refusal of a leg is not the answer: the engine is sent the
+          client's own body, and refuses that.
+    """
+
+    path: str
+    dialect: Dialect = Dialect.OPENAI
+    read: Read
+    prompt_fields: tuple[str, ...]
+    listed: Mapping[str, bytes]
+    limits: tuple[str, ...]
+    limit_if_absent: int | None = None
+    answers: tuple[str, ...] = ("n", "best_of")
+    unseen: tuple[str, ...] = ()
+    has_usage_event: bool = True
+    has_priority: bool = True
+    keeps_prompt_ids: bool = True
+    checks_all_media: bool = False
+    prefill: Callable[[Fields], None]
+    both: Callable[[Fields], None] | None = None
+    prefill_answer: Callable[[bytes], PrefillAnswer | None] = prefill_answer
+    returns_ids: bool = True
+    takes_ids: bool = True
+    is_named: bool = False
+    goes_whole: Callable[[Alone], bool] = lambda _: False
+    has_own_words: bool = False

@@ -1,0 +1,1 @@
+"""One module per generating route: see `wire.route_form`."""

@@ -1,0 +1,195 @@
+"""`/v1/responses`: OpenAI's Responses API, without memory.
+
+Owns which requests can't be split. An engine that runs tools by itself (`gpt-oss` with
+`--tool-server`) sends its scheduler the KV handle of the first turn again with each further turn,
+and so would read KV that is another prompt's by then. Requests that name such a tool, that run in
+the background, or that refer to what an engine has stored are left to one engine.
+
+Both legs ask for no storage: the next request may go to an engine that does not have what was
+stored. Source: vLLM 0.32.0 `entrypoints/openai/responses/protocol.py`, `serving.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pdproxy.wire.api_errors import Dialect
+from pdproxy.wire.body_bounds import Bounds
+from pdproxy.wire.engine import UNREADABLE, PrefillAnswer, PrefillChoice, TokensDetails, Usage
+from pdproxy.wire.fields import Fields, has_value, is_absent, read_field
+from pdproxy.wire.passed_usage import usage_in
+from pdproxy.wire.route_form import Alone, Prompt, Reading, RouteForm
+from pdproxy.wire.unusual import UnusualError, has_media
+
+_TEXT_ITEMS = frozenset(
+    f'"{name}"'.encode()
+    for name in (
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    )
+)
+"""Types of `input` items whose content is a text, or a list of parts."""
+_BUILT_IN_TOOLS = ("web_search_preview", "code_interpreter", "container", "mcp")
+"""How the types of tools begin that an engine may run by itself."""
+_ONE_ENGINE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
+"""Fields that only an engine can judge."""
+_NOT_ON_PREFILL = ("include", "top_logprobs", "structured_outputs", "background")
+_ONE, _TRUE, _FALSE = msgspec.Raw(b"1"), msgspec.Raw(b"true"), msgspec.Raw(b"false")
+_NULL = msgspec.Raw(b"null")
+
+
+class _Item(msgspec.Struct):
+    type: msgspec.Raw = _NULL
+    content: msgspec.Raw = _NULL
+    output: msgspec.Raw = _NULL
+
+
+class _Tool(msgspec.Struct):
+    type: str = ""
+
+
+class _Messages(msgspec.Struct):
+    tokens: msgspec.Raw = _NULL
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    input_tokens_details: _CachedTokens | None = None
+
+
+class _Answer(msgspec.Struct):
+    object: Literal["response"]
+    status: str = ""
+    kv_transfer_params: msgspec.Raw = _NULL
+    input_messages: list[_Messages] | None = None
+    usage: _Usage | None = None
+
+
+_items_decoder = msgspec.json.Decoder(list[_Item])
+_tools_decoder = msgspec.json.Decoder(list[_Tool] | None)
+_bool_decoder = msgspec.json.Decoder(bool | None)
+_int_decoder = msgspec.json.Decoder(int | None)
+_text_decoder = msgspec.json.Decoder(str | None)
+_answers = msgspec.json.Decoder(_Answer)
+
+
+def read(fields: Fields, _bounds: Bounds) -> Reading:
+    """Read a body: see `route_form.Read`."""
+    if not all(is_absent(fields, name) for name in _ONE_ENGINE):
+        raise UnusualError
+    if read_field(fields, "background", _bool_decoder):
+        raise UnusualError
+    read_field(fields, "store", _bool_decoder)
+    limit = read_field(fields, "max_output_tokens", _int_decoder)
+    if limit is not None and limit < 1:
+        raise UnusualError
+    wants_prompt = read_field(fields, "enable_response_messages", _bool_decoder)
+    text = memoryview(fields["instructions"]).nbytes if "instructions" in fields else 0
+    if text:
+        read_field(fields, "instructions", _text_decoder)
+    raw = fields.get("input")
+    if raw is None:
+        raise UnusualError
+    size, messages, non_text = _input(raw)
+    prompts = (Prompt(None, None, text + size, messages + bool(text)),)
+    if non_text:
+        return Reading(prompts, Alone.NON_TEXT)
+    if wants_prompt:  # a decode engine that gets the ids does not have the text (vLLM 0.32.0)
+        return Reading(prompts, Alone.ECHO)
+    tools = read_field(fields, "tools", _tools_decoder) or ()
+    if any(tool.type.startswith(_BUILT_IN_TOOLS) for tool in tools):
+        return Reading(prompts, Alone.BUILT_IN_TOOLS)
+    return Reading(prompts, None)
+
+
+def _input(raw: msgspec.Raw) -> tuple[int, int, bool]:
+    """Return the bytes of `input`, how many messages it is, and whether any of it is not text."""
+    size = memoryview(raw).nbytes
+    if bytes(memoryview(raw)[:1]) == b'"':
+        return size - 2, 1, False
+    items = _items_decoder.decode(raw)
+    if not items:
+        raise UnusualError
+    non_text = False
+    for item in items:
+        kind = bytes(item.type)
+        if kind == b'"reasoning"':  # its content is text by its schema
+            continue
+        if kind not in _TEXT_ITEMS and kind != b"null":
+            raise UnusualError
+        non_text = non_text or has_media(item.content) or has_media(item.output)
+    return size, len(items), non_text
+
+
+def both(fields: Fields) -> None:
+    """Change the fields of both legs: engines store nothing. vLLM's default is to store."""
+    if not has_value(fields, "store", b"false"):
+        fields["store"] = _FALSE
+
+
+def prefill(fields: Fields) -> None:
+    """Make the fields those of a prefill leg: one token, not streamed, with the prompt's ids."""
+    for name in _NOT_ON_PREFILL:
+        fields.pop(name, None)
+    fields["max_output_tokens"] = _ONE
+    fields["stream"] = _FALSE
+    fields["enable_response_messages"] = _TRUE
+
+
+def prefill_answer(body: bytes) -> PrefillAnswer | None:
+    """Read a prefill engine's answer; None if it is not one. A model with its own form of messages
+    (`gpt-oss`) reports no ids.
+    """
+    try:
+        answer = _answers.decode(body)
+    except UNREADABLE:
+        return None
+    usage = usage_in(body)
+    if usage is None:
+        return None
+    listed = answer.input_messages or ()
+    ids = listed[0].tokens if len(listed) == 1 else _NULL
+    details = None if answer.usage is None else answer.usage.input_tokens_details
+    cached = None if details is None else details.cached_tokens
+    return PrefillAnswer(
+        answer.kv_transfer_params,
+        ids,
+        [PrefillChoice(finish_reason="length" if answer.status == "incomplete" else "stop")],
+        Usage(
+            usage.prompt_tokens,
+            usage.total_tokens,
+            usage.completion_tokens,
+            TokensDetails(cached_tokens=cached),
+        ),
+    )
+
+
+FORM = RouteForm(
+    path="/v1/responses",
+    dialect=Dialect.RESPONSES,
+    read=read,
+    prompt_fields=("instructions", "tools", "input"),
+    listed={},
+    limits=("max_output_tokens",),
+    answers=(),
+    unseen=("include", "structured_outputs"),
+    has_usage_event=False,
+    checks_all_media=True,
+    prefill=prefill,
+    both=both,
+    prefill_answer=prefill_answer,
+    returns_ids=False,
+    takes_ids=False,
+    is_named=True,
+    goes_whole=lambda _: True,
+    has_own_words=True,
+)
