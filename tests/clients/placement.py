@@ -26,10 +26,9 @@ def why_alone(route: str, body: dict[str, Any]) -> str:
             return "n"
         return "echo" if body.get("echo") else ""
     if route == RESPONSES:
-        if body.get("background"):
-            return "background"
-        if body.get("previous_response_id") or _refers(body.get("input")):
-            return "previous_response"
+        refers = body.get("previous_response_id") or _refers(body.get("input"))
+        if body.get("background") or refers:
+            return "unusual"
         if any(tool.get("type") in _RUN_BY_ENGINES for tool in body.get("tools") or ()):
             return "built_in_tools"
     return ""

@@ -17,6 +17,7 @@ _SUBSTITUTED = (
         rb'"\1":"\2*"',
     ),
     (re.compile(rb'"(created|created_at)":\d+'), rb'"\1":0'),
+    (re.compile(rb'"signature":"[0-9a-f]+"'), rb'"signature":"*"'),
     (re.compile(rb'"system_fingerprint":"[^"]*"'), rb'"system_fingerprint":"*"'),
 )
 _CACHED = re.compile(rb'"(cached|created_cache)_tokens":\d+')
