@@ -36,6 +36,7 @@ REASONING = [
     if any(word in json.dumps(one.body) for word in ('"reasoning', '"thinking'))
 ]
 Both = tuple[Fleet, Proxy]
+_ADDRESS = re.compile(r"https?://\S+")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,9 @@ async def test_a_client_gets_the_plain_engines_answer(both: Both, body: Body) ->
         assert not differs(plain, other, strict=False)
     elif refused and plain.streamed:  # the proxy says in a status what an engine says in a stream
         assert other.status >= 400
-        assert other.json == content_of(plain)[0][1]
+        said = content_of(plain)[0][1]
+        said["error"]["message"] = _ADDRESS.sub("an address", said["error"]["message"])
+        assert other.json == said
     else:
         assert (other.status, other.broken) == (plain.status, plain.broken), other.body
         assert not first_difference(content_of(plain), content_of(other))
