@@ -2,7 +2,9 @@
 
 import pytest
 
+from pdproxy.observe.prompt_shares import PromptShare
 from pdproxy_lab.demo.figures import WINDOW, EngineFigures, History, Latency
+from pdproxy_lab.demo.pages import Page
 from pdproxy_lab.demo.tally import Tally
 from tests.demo.numbers import D0, P0, engine_page, proxy_page
 
@@ -50,6 +52,24 @@ def test_pages_from_before_the_window_are_forgotten_but_for_its_first() -> None:
     assert h.figures(30.0).outcomes["ok"] == 15
     h.add(31.0, proxy_page(15 + WINDOW), {})
     assert h.figures(31.0).requests_per_s == pytest.approx(1.0)
+
+
+def test_how_prompts_were_served_is_that_of_the_window() -> None:
+    def page(*tokens: float) -> Page:
+        series = (("split", "none"), ("alone", "short_prompt"), ("beside_idle", "n"))
+        counts: dict[tuple[tuple[str, str], ...], float] = {
+            (("reason", reason), ("served", served)): count
+            for (served, reason), count in zip(series, tokens, strict=True)
+        }
+        return {"pdproxy_prompt_tokens_total": counts}
+
+    h = history()
+    h.add(0.0, page(5.0, 700.0, 0.0), {})
+    h.add(1.0, page(10.0, 700.0, 2.0), {})
+    assert h.figures(1.0).prompts == PromptShare(5, {}, {"n": 2})
+    h.add(2.0, page(10.0, 703.0, 2.0), {})
+    h.add(11.0, page(20.0, 703.0, 2.0), {})
+    assert h.figures(11.0).prompts == PromptShare(10, {"short_prompt": 3}, {})
 
 
 def test_an_engine_that_does_not_answer_has_no_figures_but_its_state() -> None:

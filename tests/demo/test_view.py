@@ -6,6 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
+from pdproxy.observe.prompt_shares import PromptShare
 from pdproxy_lab.demo.figures import Figures
 from pdproxy_lab.demo.view import line, milliseconds, number, render, size
 from tests.demo.numbers import ill, well
@@ -73,6 +74,21 @@ def test_engines_without_room_are_counted() -> None:
 
 def test_no_traffic_of_its_own_is_told() -> None:
     assert "yours alone" in drawn(dataclasses.replace(well(), traffic=None), 80)[-1]
+
+
+def test_prompts_that_one_engine_serves_alone_are_told() -> None:
+    """In red with their part beside idle prefill engines."""
+    share = PromptShare(50, {"route": 15}, {"n": 35}, 3)
+    rows = drawn(dataclasses.replace(well(), prompts=share), 120)
+    assert (
+        "tokens/s  12,034 in, 420 out, 50% of prompts alone, 35% beside idle P: n 35%, route 15%"
+        in rows
+    )
+    assert "alone 50%  beside idle P 35%" in line(dataclasses.replace(well(), prompts=share))
+    busy = dataclasses.replace(well(), prompts=PromptShare(50, {"echo": 50}))
+    assert "tokens/s  12,034 in, 420 out, 50% of prompts alone: echo 50%" in drawn(busy, 80)
+    assert "beside" not in line(busy)
+    assert "alone" not in line(dataclasses.replace(well(), prompts=PromptShare(50)))
 
 
 def test_a_proxy_that_does_not_answer_is_told() -> None:

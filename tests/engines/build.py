@@ -42,6 +42,8 @@ DEBIAN = {"mooncake": ("libibverbs1", "libnl-3-200", "libnl-route-3-200")}
 """Debian's packages with libraries that an overlay's packages load. They are unpacked beside them,
 not installed.
 """
+PATCHES = {"vision": "patch_torchvision.py"}
+"""Programs that patch an overlay's packages in its folder."""
 LIBRARIES = ("debian/usr/lib/x86_64-linux-gnu", "debian/lib/x86_64-linux-gnu")
 """Where these are in the overlay's folder."""
 
@@ -131,11 +133,28 @@ def ensure_overlay(built: Built, name: str) -> Path:
     Raises EnginesUnavailable.
     """
     folder = built.root / name
+    patches = [PATCHES[name]] if name in PATCHES else []
     with _locked(built.root):
         _once(
             folder,
-            _digest("requirements.lock", f"{name}.lock"),
+            _digest("requirements.lock", f"{name}.lock", *patches),
             lambda: _make_overlay(built, folder, name),
+        )
+    return folder
+
+
+def ensure_vision_model(built: Built, overlay: Path) -> Path:
+    """Return the folder of a vision-language model, which the packages of `overlay` can read.
+
+    Raises EnginesUnavailable.
+    """
+    folder, script = built.root / "vision-model", "make_vision_model.py"
+    make = ("env", f"PYTHONPATH={overlay}", built.python, HERE / script, built.model, folder)
+    with _locked(built.root):
+        _once(
+            folder,
+            _digest("make_model.py", "chat_template.jinja", script),
+            lambda: _run("the vision-language model can't be made", *make),
         )
     return folder
 
@@ -187,6 +206,8 @@ def _make_overlay(built: Built, folder: Path, name: str) -> None:
     _install(built, folder, f"{name}.lock")
     if name in DEBIAN:
         _unpack_debian(folder / "debian", DEBIAN[name])
+    if name in PATCHES:
+        _run(f"{name}'s packages can't be patched", built.python, HERE / PATCHES[name], folder)
 
 
 def _install(built: Built, folder: Path, lock: str) -> None:

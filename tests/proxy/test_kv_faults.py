@@ -258,7 +258,15 @@ async def test_entries_show_faults() -> None:
         bad.default = loads_nothing(lambda ident: ident == id_of(p))
         await several_asked(w, "completion")
         made = EngineEntries(
-            [PoolEngines("pool 0", w.proxy.membership, w.proxy.engines)], w.proxy.stalls._clock.now
+            [
+                PoolEngines(
+                    "pool 0",
+                    w.proxy.membership,
+                    w.proxy.engines,
+                    w.proxy.pools[0].resources.shares,
+                )
+            ],
+            w.proxy.stalls._clock.now,
         )
         entry = made.entry(bad.url)
         assert entry.health.state == "up"

@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.observe.events import ServedAlone
 from pdproxy.settings.limits import MediaSettings
 from pdproxy.settings.schema import Settings
 from tests.fakes.passed import MESSAGES, PATHS, RESPONSES, everyone, fine
+from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, World, world
 
 FAR = "http://169.254.169.254/latest"
@@ -43,7 +45,7 @@ def _nothing_sent(w: World) -> bool:
     return not any(engine.requests for engine in w.engines)
 
 
-@pytest.mark.parametrize("path", [CHAT, BATCH, INVOCATIONS, *PATHS])
+@pytest.mark.parametrize("path", [CHAT, BATCH, INVOCATIONS, RESPONSES, MESSAGES, *PATHS])
 @pytest.mark.parametrize("form", ["plain", "escaped", "utf-16", "unusual"])
 async def test_a_medium_by_url_is_refused(path: str, form: str) -> None:
     """With a 400 in the shape of the route that names the setting; no engine sees the request."""
@@ -65,7 +67,7 @@ async def test_a_medium_by_url_is_refused(path: str, form: str) -> None:
         assert not seen
 
 
-@pytest.mark.parametrize("path", [CHAT, BATCH, INVOCATIONS, *PATHS])
+@pytest.mark.parametrize("path", [CHAT, BATCH, INVOCATIONS, RESPONSES, MESSAGES, *PATHS])
 @pytest.mark.parametrize("kind", ["image_url", "audio_url", "video_url"])
 async def test_a_type_hides_no_medium(path: str, kind: str) -> None:
     """A part with a `uuid` is a medium to engines, whatever its type."""
@@ -145,6 +147,60 @@ async def test_what_the_settings_let_pass(media: MediaSettings, url: str, ok: bo
     async with world(aggregated=1, adjust=adjust) as w:
         await w.ask(CHAT, body(CHAT, url))
         assert any(engine.requests for engine in w.engines) == ok
-        seen = everyone(w, RESPONSES, fine)
-        assert ((await w.ask(RESPONSES, body(RESPONSES, url))).status == 200) == ok
-        assert bool(seen) == ok
+        await w.ask(RESPONSES, body(RESPONSES, url))
+        paths = [one.path for engine in w.engines for one in engine.requests]
+        assert (RESPONSES in paths) == ok
+
+
+@pytest.mark.parametrize("path", [CHAT, BATCH, INVOCATIONS, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 6, 10]}},
+        {"type": "video_embeds"},
+        {"audio_embeds": None, "uuid": "u"},
+    ],
+)
+async def test_embeddings_in_the_place_of_a_medium_are_refused(
+    path: str, hidden: bool, part: dict[str, Any]
+) -> None:
+    """A decode engine takes them, and ends at one without a tensor. Operators may let them pass."""
+    sent = body(path, "data:image/png;base64,AAAA")
+    told = sent["input" if path == RESPONSES else "messages"]
+    (told[0] if path == BATCH else told)[0]["content"].append(part)
+    data = json.dumps(sent).replace("_embeds", "\\u005fembeds" if hidden else "_embeds").encode()
+    for let in (False, True):
+
+        def adjust(settings: Settings, let: bool = let) -> Settings:
+            return msgspec.structs.replace(settings, media=MediaSettings(embeds=let))
+
+        async with world(adjust=adjust) as w:
+            answer = await w.ask(path, data, [("content-type", "application/json")])
+            refused = b"--enable-mm-embeds" in answer.body and answer.status == 400
+            assert (refused, _nothing_sent(w)) == (not let, not let)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_media_within_the_body_are_split(path: str, stream: bool) -> None:
+    """Both engines get them as they came. No ids go with them: engines do not read those then."""
+    sent = body(path, "data:image/png;base64,AAAA") | {"temperature": 0, "stream": stream}
+    if path == MESSAGES:
+        source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+        sent["messages"][0]["content"] = [{"type": "image", "source": source}]
+    async with world() as w:
+        assert (await w.ask(path, sent)).status == 200
+        (made,), (loaded,) = w.prefill[0].requests, w.decode[0].requests
+        told = "input" if path == RESPONSES else "messages"
+        assert made.json[told] == loaded.json[told] == sent[told]
+        assert loaded.kv is not None
+        assert "prompt_token_ids" not in loaded.kv
+        await w.quiet()
+
+
+async def test_a_contract_that_knows_kv_by_ids_splits_no_media() -> None:
+    """Two pictures may have the same ids."""
+    async with pool("shared") as pair:
+        await pair.ask(CHAT, body(CHAT, "data:image/png;base64,AAAA"))
+        assert [one.reason for one in pair.world.events(ServedAlone)] == ["non_text"]

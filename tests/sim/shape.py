@@ -13,10 +13,18 @@ from typing import Any
 
 _UUID = re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 _HEX = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])")
+_CHAT_ID = re.compile(rb"chatcmpl-[0-9a-f]{16}")
 _DATE = re.compile(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT")
-_IDS = {"id", "item_id", "remote_engine_id", "remote_request_id", "system_fingerprint"}
-_WORDS = {"text", "content", "refusal", "reasoning", "delta"}
-_ANY_NUMBER = {"created", "created_at", "remote_port", "first_tok", "sequence_number"}
+_IDS = {
+    "id",
+    "item_id",
+    "request_id",
+    "remote_engine_id",
+    "remote_request_id",
+    "system_fingerprint",
+}
+_WORDS = {"text", "content", "refusal", "reasoning", "delta", "token"}
+_ANY_NUMBER = {"created", "created_at", "remote_port", "first_tok", "sequence_number", "token_id"}
 _OF_PROMPT = {"prompt_tokens", "input_tokens", "total_tokens", "remote_num_tokens", "count"}
 _HITS = {
     "cached_tokens",
@@ -95,11 +103,11 @@ def _headers(seen: Seen) -> dict[str, str]:
 
 
 def body_view(seen: Seen, same_prompt: bool = False) -> Any:
-    """A whole body as it must be alike: an error's bytes, JSON as `view` has it, and whether it is
-    written without spaces.
+    """A whole body as it must be alike: an error's bytes but for an id, JSON as `view` has it, and
+    whether it is written without spaces.
     """
     if seen.status != 200 or not seen.body.startswith(b"{"):
-        return seen.body
+        return _CHAT_ID.sub(b"chatcmpl-<id>", seen.body)
     return _document(seen.body, same_prompt)
 
 
@@ -141,7 +149,7 @@ def view(value: Any, same_prompt: bool = False, key: str = "") -> Any:
     if isinstance(value, dict):
         if value.get("type") == "raw_message_tokens":
             value = {**value, "message": "text"}
-        if key == "top_logprobs":  # a completion's: its keys are texts
+        if key == "top_logprobs" and "logprob" not in value:  # a completion's: its keys are texts
             return {f"token {number}": view(item) for number, item in enumerate(value.values())}
         role = "role" in value and value.get("content") == ""  # a stream's first chunk has no words
         return {
@@ -149,6 +157,8 @@ def view(value: Any, same_prompt: bool = False, key: str = "") -> Any:
             for name, item in value.items()
         }
     if isinstance(value, list):
+        if key == "bytes":
+            return "bytes"
         if (
             key in ("prompt_token_ids", "tokens")
             and not same_prompt

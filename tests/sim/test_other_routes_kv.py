@@ -1,4 +1,4 @@
-"""On `/v1/responses` and `/v1/messages` KV moves, and faults happen, as on chats."""
+"""On Responses, Messages and Cohere's chat KV moves, and faults happen, as on chats."""
 
 from __future__ import annotations
 
@@ -287,3 +287,66 @@ async def test_thoughts_of_messages_are_blocks(stream):
         order = " ".join(kind for kind in kinds if kind)
         blocks = r"thinking( thinking_delta)+ signature_delta text( text_delta)+"
         assert re.fullmatch(blocks, order)
+
+
+# -- Cohere's chat
+
+
+def _chat(**more: Any) -> bytes:
+    fields = {"messages": [{"role": "user", "content": LONG}], "max_tokens": WORDS, "model": "sim"}
+    return post("/cohere/v2/chat", **{**fields, "temperature": 0, **more})
+
+
+def _data(answer: Answer) -> list[Any]:
+    """A stream's events without `[DONE]`, which is its last one."""
+    *found, done = b"".join(answer.chunks).split(b"\n\n")[:-1]
+    assert done == b"data: [DONE]"
+    return [json.loads(one.removeprefix(b"data: ")) for one in found]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_kv_of_coheres_chat_moves(stream):
+    facts = msgspec.structs.replace(FAST, enable_cohere_api=True, connector="nixl")
+    async with (
+        SimServer(msgspec.structs.replace(facts, role="prefill")) as p,
+        SimServer(msgspec.structs.replace(facts, role="decode")) as d,
+    ):
+        whole = (await ask(p.port, _chat())).answer.json["message"]["content"][0]["text"]
+        leg = (await ask(p.port, _chat(max_tokens=1, kv_transfer_params=PREFILL))).answer.json
+        assert leg["finish_reason"] == "MAX_TOKENS"
+        given = leg["kv_transfer_params"]
+        answer = (await ask(d.port, _chat(kv_transfer_params=given, stream=stream))).answer
+        if stream:
+            deltas = [one["delta"]["message"]["content"] for one in _data(answer)[2:-2]]
+            assert "".join(one["text"] for one in deltas) == whole
+        else:
+            assert answer.json["message"]["content"][0]["text"] == whole
+        assert pulled(d) == given["remote_num_tokens"]
+        await until(lambda: not p.engine.handles)
+
+
+@pytest.mark.parametrize(
+    ("at", "out"),
+    [("head", 0), ("before_first_token", 2), ("mid_stream", 4), ("last_chunk", WORDS + 3)],
+)
+@pytest.mark.parametrize("version", ["0.32.0", NEW])
+async def test_a_stream_of_coheres_chat_fails_in_order(at, out, version):
+    """The reason is ERROR. A stream that has not begun has no event at all."""
+    facts = msgspec.structs.replace(FAST, enable_cohere_api=True, version=version)
+    async with SimServer(facts) as sim:
+        sim.faults.add(f"dead_core@{at}")
+        found = _data((await ask(sim.port, _chat(stream=True))).answer)
+        assert not sim.crashes
+        if out:
+            assert found.pop()["delta"]["finish_reason"] == "ERROR"
+        if version == NEW and at in ("before_first_token", "mid_stream"):
+            assert found.pop()["type"] == "content-end"
+        assert len(found) == out
+
+
+async def test_an_aborted_stream_of_coheres_chat_is_complete():
+    async with SimServer(msgspec.structs.replace(FAST, enable_cohere_api=True)) as sim:
+        sim.faults.add("abort_finish@mid_stream")
+        found = _data((await ask(sim.port, _chat(stream=True, max_tokens=20))).answer)
+        assert found[-1]["delta"]["finish_reason"] == "COMPLETE"
+        assert sim.engine.stats.finished["abort"] == 1

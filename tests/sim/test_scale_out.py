@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pdproxy_lab.sim.server import SimServer
 from tests.sim.moments import FAST
-from tests.sim.raw import ask, post
+from tests.sim.raw import ask, post, until
 
 CHAT = "/v1/chat/completions"
 RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
@@ -54,6 +54,14 @@ def told(deltas: Sequence[dict[str, Any]]) -> tuple[str, str, list[Any]]:
         content,
         [names, "".join(call["function"].get("arguments") or "" for call in calls)],
     )
+
+
+async def generated(sim: SimServer, limit: int = 4, **fields: Any) -> Any:
+    """What the route of token ids answers; of a stream, its events."""
+    params = {"max_tokens": limit, "temperature": 0, "ignore_eos": True}
+    body = {"token_ids": list(range(300, 350)), "sampling_params": params, **fields}
+    answer = (await ask(sim.port, post("/inference/v1/generate", **body))).answer
+    return events_of(b"".join(answer.chunks)) if fields.get("stream") else answer.json
 
 
 async def derender(sim: SimServer, **fields: Any) -> tuple[int | None, Any]:
@@ -247,3 +255,33 @@ async def test_a_call_that_a_prompt_has_begun_goes_on() -> None:
                     await ask(sim.port, post("/v1/completions", prompt=prompt, **more))
                 ).answer.json
                 assert rest["choices"][0]["token_ids"] == ids[cut:], cut
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_kv_of_token_ids_moves(stream: bool) -> None:
+    """D computes nothing of the prompt; a handle that is used twice gives wrong ids and no
+    error.
+    """
+    facts = replace(FAST, enable_scale_out=True, connector="nixl")
+    async with (
+        SimServer(replace(facts, role="prefill")) as p,
+        SimServer(replace(facts, role="decode")) as d,
+        SimServer(facts) as alone,
+    ):
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        handle = (await generated(p, 1, kv_transfer_params=asked))["kv_transfer_params"]
+        right = (await generated(alone))["choices"][0]["token_ids"]
+        for salt in ("first", "second"):
+            found = await generated(d, kv_transfer_params=handle, stream=stream, cache_salt=salt)
+            parts = found if stream else [found]
+            ids = [one for part in parts for one in part["choices"][0]["token_ids"]]
+            assert (ids == right) is (salt == "first")
+        assert d.engine.stats.prompt_tokens_by_source["external_kv_transfer"] == 100
+        await until(lambda: not p.engine.handles)
+
+
+async def test_a_dead_core_ends_a_stream_of_token_ids() -> None:
+    async with SimServer(replace(FAST, enable_scale_out=True)) as sim:
+        sim.faults.add("dead_core@mid_stream")
+        *before, last = await generated(sim, stream=True)
+        assert (len(before), last["error"]["code"]) == (2, 500)

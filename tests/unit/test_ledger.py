@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
+from pdproxy.scheduling.ledger_engine import SIZE_BITS, EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 
 SPECS = [
@@ -183,6 +183,30 @@ def test_ties_go_round_for_each_role() -> None:
         for lease in pair.leases:
             made.close(lease, Verdict.GOOD, 0)
     assert {url: used.count(url) for url in URLS[:4]} == dict.fromkeys(URLS[:4], 4)
+
+
+def test_which_engines_work_beside_idle_ones() -> None:
+    """Those for decode, while one for prefill could be used and has no request of any proxy."""
+    made = ledger()
+    assert [url for url in (*URLS, "removed") if made.works_beside_idle(url, 0)] == ["d1", "d2"]
+    first = made.assign(SPLIT, Ask("m", 1, 0))
+    assert first is not None
+    assert made.works_beside_idle("d1", 0)
+    second = made.assign(SPLIT, Ask("m", 1, 0))
+    assert second is not None
+    assert not made.works_beside_idle("d1", 0)
+    made.close(first[Role.PREFILL], Verdict.GOOD, 0)
+    assert made.works_beside_idle("d1", 0)
+    idle = first[Role.PREFILL].engine
+    idle.shared = 1 << SIZE_BITS
+    assert not made.works_beside_idle("d1", 0)
+    idle.shared = 0
+    made.mark_draining(idle.url, "by an operator")
+    assert not made.works_beside_idle("d1", 0)
+    made.mark_draining(idle.url, None)
+    made.exclude(idle.url, "slow", 10, 0)
+    assert not made.works_beside_idle("d1", 0)
+    assert made.works_beside_idle("d1", 10)
 
 
 def test_how_long_an_engine_has_been_down() -> None:

@@ -104,7 +104,11 @@ class AdminServer:
         kept = [pool.decisions for pool in proxy.pools if pool.decisions is not None]
         service = AdminService(
             EngineEntries(
-                [PoolEngines(pool.name, pool.membership, pool.engines) for pool in proxy.pools], now
+                [
+                    PoolEngines(pool.name, pool.membership, pool.engines, pool.resources.shares)
+                    for pool in proxy.pools
+                ],
+                now,
             ),
             recent,
             partial(kept[0].kept, *kept[1:]) if kept else lambda: KeptDecisions(None, now(), []),

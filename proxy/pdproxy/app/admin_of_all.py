@@ -13,7 +13,7 @@ from pdproxy.app.followed_changes import PATIENCE, AskedChange, FollowedChanges
 from pdproxy.app.siblings import Siblings
 from pdproxy.fleet.entries import EngineEntry, PoolEngines
 from pdproxy.fleet.member import UnknownMemberError
-from pdproxy.fleet.merged_entries import WorkerView, merged, merged_entry
+from pdproxy.fleet.merged_entries import WorkerView, merged, merged_entry, merged_prompts
 from pdproxy.kit.text import truncate
 from pdproxy.observe import recent
 from pdproxy.observe.recent import RecentRequest
@@ -83,11 +83,13 @@ class AdminApiOfAll(AdminApi):
         """See `AdminApi`."""
         answers = await self._siblings.ask(ENGINES)
         self._refresh()
-        own = (await super().engines(pairs=pairs, of=of)).engines
+        own = await super().engines(pairs=pairs, of=of)
         views = {number: _view(answer) for number, answer in answers.of.items()}
-        found = merged(own, self._number, views, self.service.pools)
+        found = merged(own.engines, self._number, views, self.service.pools)
         return EngineList(
-            [one for one in found if of is None or one.pool == of.name], answers.silent
+            [one for one in found if of is None or one.pool == of.name],
+            answers.silent,
+            merged_prompts(own.prompts, views.values()),
         )
 
     def _own_view(self) -> bytes:
@@ -98,7 +100,9 @@ class AdminApiOfAll(AdminApi):
         hidden = set(plain)
         return _encode(
             WorkerView(
-                plain, [entries.entry(url, pairs=False) for url in rest if url not in hidden]
+                plain,
+                [entries.entry(url, pairs=False) for url in rest if url not in hidden],
+                entries.prompts(),
             )
         )
 

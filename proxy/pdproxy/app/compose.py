@@ -64,7 +64,13 @@ class Proxy(Parts):
         budgets = proxy.body_budget, proxy.answer_budget, proxy.unread_answers
         show_memory(proxy.observers, proxy.connections, *budgets, records)
         states = [
-            PoolState(pool.name, pool.ledger, pool.shortcomings, partial(_weight, pool.models))
+            PoolState(
+                pool.name,
+                pool.ledger,
+                pool.resources.shares,
+                pool.shortcomings,
+                partial(_weight, pool.models),
+            )
             for pool in pools
         ]
         wrong = [proxy.tasks.shortcomings, credentials.shortcomings]

@@ -33,6 +33,7 @@ from pdproxy.fleet.gauges import MetricsOfEngines, show_engines
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.works import Works
+from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShares
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.scheduling.worker_windows import WorkerWindows
@@ -233,6 +234,8 @@ class PoolParts:
             ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits
         )
         observers.add(lost)
+        shares = PromptShares(now, lambda url: ledger.works_beside_idle(url, now()))
+        observers.show(PROMPT_TOKENS, shares.samples)
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
             transfer=transfer,
@@ -256,6 +259,7 @@ class PoolParts:
             is_push_lost=late_pushes.is_lost,
             lease_may_have_ended=EndedLeases(engines.known, admin.scrape).may_have,
             is_alive=is_alive,
+            shares=shares,
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
             decisions=decisions,

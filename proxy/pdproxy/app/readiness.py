@@ -14,9 +14,10 @@ Owns the three states, and the bounds of that answer: its sentences may hold tex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdproxy.kit.text import truncate
+from pdproxy.observe.prompt_shares import PromptShares
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.serving.request.admission import Admission
@@ -36,6 +37,7 @@ class PoolState:
 
     name: str
     ledger: Ledger
+    shares: PromptShares
     shortcomings: Sequence[Callable[[], Sequence[str]]]
     weight: Callable[[], float]
 
@@ -115,7 +117,9 @@ class ReadinessCheck:
         return text if len(self._pools) == 1 else f"pool {pool.name}: {text}"
 
     def __call__(self) -> Readiness:
-        """Return whether a request could be served now."""
+        """Return whether a request could be served now. What is wrong with how prompts are served
+        is not in it: see `judged`.
+        """
         reason = self._why_not()
         details = self._why_degraded() if reason is None else []
         is_degraded = bool(details)
@@ -127,9 +131,23 @@ class ReadinessCheck:
         shown = [truncate(detail, MAX_DETAIL) for detail in details[:MAX_DETAILS]]
         if len(details) > MAX_DETAILS:
             shown.append(f"and {len(details) - MAX_DETAILS} more")
+        prompts = {pool.name: pool.shares.window() for pool in self._pools}
         if reason is not None:
-            return Readiness(OperationState.NOT_READY, truncate(reason, MAX_REASON), shown)
-        return Readiness(OperationState.DEGRADED if is_degraded else OperationState.OK, None, shown)
+            return Readiness(OperationState.NOT_READY, truncate(reason, MAX_REASON), shown, prompts)
+        state = OperationState.DEGRADED if is_degraded else OperationState.OK
+        return Readiness(state, None, shown, prompts)
+
+
+def judged(found: Readiness) -> Readiness:
+    """Return the same with what is wrong with how prompts are served: a process that serves alone
+    knows all of them, and several workers only together.
+    """
+    wrong = [
+        text if len(found.prompts) == 1 else f"pool {name}: {text}"
+        for name, served in found.prompts.items()
+        if (text := served.problem()) is not None
+    ]
+    return replace(found, details=[*found.details, *wrong]) if wrong else found
 
 
 def ledger_source(ledger: Ledger, now: Callable[[], float]) -> Callable[[], Sequence[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdproxy.app.readiness import MAX_DETAILS
+from pdproxy.app.readiness import MAX_DETAILS, judged
 from pdproxy.app.siblings import Siblings
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.links import Message
@@ -16,6 +16,7 @@ from pdproxy.kit.switchboard import REPORT
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import MergeRule, counter
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.prompt_shares import PromptShare
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
 from pdproxy.serving.request.admission import Admission
 from pdproxy.web.operation import OperationState, Readiness
@@ -48,7 +49,7 @@ class Shown:
 
     async def readiness(self) -> Readiness:
         """Return whether a request could be served now."""
-        return self._own_readiness()
+        return judged(self._own_readiness())
 
     async def metrics(self) -> bytes:
         """Return the page of all metrics."""
@@ -93,7 +94,7 @@ class ShownOfAll(Shown):
         ]
         if not answers.complete:
             silent.append("the supervisor does not answer")
-        return together(found, silent)
+        return judged(together(found, silent))
 
     async def metrics(self) -> bytes:
         """See `Shown`. What was counted never decreases: of a worker that does not answer it is
@@ -154,18 +155,22 @@ def together(found: dict[int, Readiness], silent: Sequence[str] = ()) -> Readine
     not answered.
     """
     states = [one.state for one in found.values()]
+    prompts: dict[str, PromptShare] = {}
+    for one in found.values():
+        for pool, served in one.prompts.items():
+            prompts[pool] = served.combined(prompts.get(pool, PromptShare()))
     reasons = {number: one.reason for number, one in found.items() if one.reason is not None}
     if len(reasons) == len(found):
-        return Readiness(OperationState.NOT_READY, next(iter(reasons.values())), _details(found))
+        reason = next(iter(reasons.values()))
+        return Readiness(OperationState.NOT_READY, reason, _details(found), prompts)
     details = [
         *silent,
         *(f"worker {number}: {reason}" for number, reason in reasons.items()),
         *_details(found),
     ]
     is_ok = not silent and all(state is OperationState.OK for state in states)
-    return Readiness(
-        OperationState.OK if is_ok else OperationState.DEGRADED, None, details[:MAX_DETAILS]
-    )
+    state = OperationState.OK if is_ok else OperationState.DEGRADED
+    return Readiness(state, None, details[:MAX_DETAILS], prompts)
 
 
 def _details(found: dict[int, Readiness]) -> list[str]:
@@ -181,15 +186,18 @@ class _Ready(msgspec.Struct, array_like=True):
     state: str
     reason: str | None
     details: list[str]
+    prompts: dict[str, PromptShare]
 
 
 _ready_decoder = msgspec.msgpack.Decoder(_Ready)
 
 
 def _encode_ready(one: Readiness) -> bytes:
-    return msgspec.msgpack.encode(_Ready(one.state.value, one.reason, one.details))
+    return msgspec.msgpack.encode(
+        _Ready(one.state.value, one.reason, one.details, dict(one.prompts))
+    )
 
 
 def _decode_ready(data: bytes) -> Readiness:
     one = _ready_decoder.decode(data)
-    return Readiness(OperationState(one.state), one.reason, one.details)
+    return Readiness(OperationState(one.state), one.reason, one.details, one.prompts)

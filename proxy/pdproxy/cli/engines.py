@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote as escaped
 
+import msgspec
+
 from pdproxy.cli.admin_client import AdminClient, AdminFailed, add_admin_options, printable
 from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import seconds
@@ -51,7 +53,8 @@ def add(commands: Commands, summary: str) -> None:
         list_engines,
         "show all engines",
         "Show all engines: state, health, requests, pairs, pool, who has added them, and what is "
-        "wrong.",
+        "wrong; and which part of the prompt tokens of the last 5 minutes one engine has served "
+        "alone.",
         "[--pool NAME] [--watch] [--json]",
         "pdproxy engines list",
         "pdproxy engines list --watch --admin unix:/run/pdproxy/admin.sock",
@@ -203,7 +206,12 @@ def _done(
     except AdminFailed as error:
         sys.stderr.write(f"{arguments.prog}: {client.place}: {error}\n")
         return 1
-    except (LookupError, TypeError, AttributeError):  # JSON of something else
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        msgspec.ValidationError,
+    ):  # JSON of something else
         sys.stderr.write(
             f"{arguments.prog}: {client.place}: its answer can't be read: is it the admin API, "
             f"of this version?\n"
@@ -230,8 +238,8 @@ def list_engines(client: AdminClient, arguments: argparse.Namespace) -> Any:
     # Imported here: the library of the table takes a while to load.
     from pdproxy.cli import engines_table
 
-    def ask() -> list[Mapping[str, Any]]:
-        found: list[Mapping[str, Any]] = client.ask("GET", path)["engines"]
+    def ask() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = client.ask("GET", path)
         return found
 
     if arguments.watch:

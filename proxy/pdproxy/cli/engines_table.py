@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.live import Live
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdproxy.cli.admin_client import AdminFailed, printable
+from pdproxy.observe.prompt_shares import PoolPrompts
 
 _COLOURS = {
     "serving": "green",
@@ -84,9 +86,26 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(printable(cell) for cell in cells)
 
 
-def table(entries: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
-    """Return the table of some engines."""
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+def prompts(listed: Mapping[str, Any]) -> str:
+    """Return how the prompts of each pool were served, a line each."""
+    pools = msgspec.convert(listed.get("prompts", []), list[PoolPrompts])
+    lines = [
+        one.served.spelled() if len(pools) == 1 else f"pool {one.pool}: {one.served.spelled()}"
+        for one in pools
+    ]
+    return "\n".join(map(printable, lines))
+
+
+def table(listed: Mapping[str, Any], title: str | None = None) -> Table:
+    """Return the table of the engines that the admin API has listed."""
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        caption=Text(prompts(listed)),
+        caption_justify="left",
+        pad_edge=False,
+    )
     for name in COLUMNS:
         made.add_column(
             name,
@@ -94,7 +113,7 @@ def table(entries: Sequence[Mapping[str, Any]], title: str | None = None) -> Tab
             no_wrap=name not in ("what is wrong", "source", "pool"),
             overflow="fold",
         )
-    for row in rows(entries):
+    for row in rows(listed["engines"]):
         made.add_row(
             *(
                 Text(cell, _COLOURS.get(cell, "") if name == "state" else "")
@@ -104,29 +123,27 @@ def table(entries: Sequence[Mapping[str, Any]], title: str | None = None) -> Tab
     return made
 
 
-def show(entries: Sequence[Mapping[str, Any]]) -> None:
+def show(listed: Mapping[str, Any]) -> None:
     """Print the table once."""
     console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(table(entries))
+    (console if console.is_terminal else Console(width=WIDTH)).print(table(listed))
 
 
-def watch(
-    ask: Callable[[], Sequence[Mapping[str, Any]]], interval: float, rounds: int | None = None
-) -> None:
+def watch(ask: Callable[[], Mapping[str, Any]], interval: float, rounds: int | None = None) -> None:
     """Show the table live until Ctrl-C. While the proxy does not answer, the title says so.
     `rounds`: so often, None for ever.
     """
-    entries: Sequence[Mapping[str, Any]] = ()
+    listed: Mapping[str, Any] = {"engines": []}
     console = Console()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while rounds is None or rounds > 0:
             title = time.strftime("%H:%M:%S")
             try:
-                entries = ask()
-                title += f": {len(entries)} engines"
+                listed = ask()
+                title += f": {len(listed['engines'])} engines"
             except AdminFailed as error:
                 title += f": {error}"
-            live.update(table(entries, title), refresh=True)
+            live.update(table(listed, title), refresh=True)
             rounds = None if rounds is None else rounds - 1
             if rounds != 0:
                 time.sleep(interval)

@@ -18,6 +18,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.member import Member, MemberState, UnknownMemberError
 from pdproxy.fleet.membership import Membership
 from pdproxy.kit.text import truncate
+from pdproxy.observe.prompt_shares import PoolPrompts, PromptShares
 from pdproxy.scheduling.compatibility import may_share
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.settings.engines import engine_url
@@ -153,6 +154,11 @@ class PoolEngines(NamedTuple):
     name: str
     membership: Membership
     engines: EngineRegistry
+    shares: PromptShares
+
+    def prompts(self) -> PoolPrompts:
+        """Return how its last prompts were served."""
+        return PoolPrompts(self.name, self.shares.window())
 
     def ledger_engines(self) -> list[LedgerEngine]:
         """Return what the ledger knows of them."""
@@ -167,6 +173,10 @@ class EngineEntries:
     def __init__(self, pools: Sequence[PoolEngines], now: Callable[[], float]) -> None:
         self.pools = pools
         self._now = now
+
+    def prompts(self) -> list[PoolPrompts]:
+        """Return how the pools' last prompts were served."""
+        return [pool.prompts() for pool in self.pools]
 
     def find(self, name: str) -> tuple[PoolEngines, str]:
         """Return a member's pool and its URL, by its id or its URL.

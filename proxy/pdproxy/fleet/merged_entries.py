@@ -4,11 +4,12 @@ serves. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from pdproxy.fleet.entries import EngineBreaker, EngineDrain, EngineEntry, EngineHealth
+from pdproxy.observe.prompt_shares import PoolPrompts
 
 _STATES = ("joining", "probing", "warming", "serving")
 """On its way in, an engine is as far as in the worker where it has come least far."""
@@ -28,10 +29,13 @@ _WAITS = ("requests", "kv", None)
 
 
 class WorkerView(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker has: the URLs of engines that serve, and the entries of all others."""
+    """What a worker has: the URLs of engines that serve, the entries of all others, and how its
+    prompts were served.
+    """
 
     plain: list[str]
     entries: list[EngineEntry]
+    prompts: list[PoolPrompts] = []
 
     def of(self) -> dict[str, EngineEntry | None]:
         """Return the entries of all engines by URL; None for an engine that only serves."""
@@ -59,6 +63,16 @@ def merged(
         }
         found.append(merged_entry(dict(there)))
     return sorted(found, key=lambda entry: pools.index(entry.pool))
+
+
+def merged_prompts(own: Sequence[PoolPrompts], views: Iterable[WorkerView]) -> list[PoolPrompts]:
+    """Return how the prompts of all workers were served, in the pools that are `own`."""
+    found = {one.pool: one.served for one in own}
+    for view in views:
+        for one in view.prompts:
+            if one.pool in found:
+                found[one.pool] = found[one.pool].combined(one.served)
+    return [PoolPrompts(pool, served) for pool, served in found.items()]
 
 
 def _having(

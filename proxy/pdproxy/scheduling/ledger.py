@@ -701,6 +701,20 @@ class Ledger:
             for n in self._engines.values()
         )
 
+    def works_beside_idle(self, url: str, now: float) -> bool:
+        """Return whether an engine is for decode, while one for prefill that is in use has no
+        request: of this worker, of the others as of its last choice, or of replicas as estimated.
+        """
+        engine = self._engines.get(url)
+        return (
+            engine is not None
+            and engine.role is DECODE
+            and any(
+                one.role is PREFILL and not one.requests and not one.shared and one.usable(now)
+                for one in self._engines.values()
+            )
+        )
+
     def may_return(self, model: str | None) -> bool:
         """Return whether a request could be served, if the engines moved again that stand still."""
         return readiness.may_return(self.engines, model, alone=self._alone)

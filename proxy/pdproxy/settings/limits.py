@@ -327,10 +327,16 @@ class MediaSettings(Section, frozen=True):
     hosts: AtOnce[tuple[Host, ...]] = ()
     """Names in full, without a port, such as [images.example.com]."""
 
+    embeds: AtOnce[bool] = False
+    """Whether clients may send embeddings in the place of media (`image_embeds` and the like).
+    Without --enable-mm-embeds an engine refuses them; but a decode engine takes them without that
+    flag, and one without a tensor ends it. So they get 400, unless this is true.
+    """
+
     @property
     def rule(self) -> Media:
         """What bodies are checked by."""
-        return Media(self.urls, tuple(host.lower() for host in self.hosts))
+        return Media(self.urls, tuple(host.lower() for host in self.hosts), self.embeds)
 
 
 def least_buffered_bytes(limits: Limits) -> int:

@@ -378,6 +378,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     routes: frozenset[Route] = OPENAI_ROUTES
     """The routes on which its legs can run. One engine serves requests of the others alone."""
 
+    media: bool = False
+    """Its legs can run where a prompt has media: KV is known by the leg, not by token ids."""
+
     short_prompts: bool = False
     """Prompts shorter than a KV block can be split between two engines, too."""
 

@@ -4,14 +4,15 @@ have them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from pdproxy import __version__
+from pdproxy.observe.prompt_shares import PromptShare
 from pdproxy.serving.access.routes import ENTRIES, Audience
 from pdproxy.web import openapi
 
@@ -29,12 +30,13 @@ class OperationState(Enum):
 @dataclass(frozen=True, slots=True)
 class Readiness:
     """Whether a request could be served now. `reason`: why not, None if it could; `details`:
-    everything that is wrong.
+    everything that is wrong; `prompts`: how the last prompts of each pool were served.
     """
 
     state: OperationState
     reason: str | None
     details: list[str]
+    prompts: Mapping[str, PromptShare] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

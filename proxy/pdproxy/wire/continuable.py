@@ -208,6 +208,8 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | NotContinued:
     """
     if not parsed.route.form.returns_ids:
         return NotContinued.ROUTE
+    if parsed.has_media:
+        return NotContinued.MEDIA
     shown = shows_ids(parsed)
     if not shown and not parsed.adds_ids:
         return _why_no_ids(parsed)

@@ -50,6 +50,12 @@ a medium (vLLM 0.32.0, with a `uuid`).
 _MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos", "file", "files"})
 MEDIA_KWARGS = frozenset({"mm_processor_kwargs", "media_io_kwargs"})
 """Fields that name media beside the messages, of which none needs to have one."""
+_EMBEDS = frozenset({"image_embeds", "audio_embeds", "video_embeds"})
+"""Keys and types of parts that have embeddings in the place of a medium. An engine that takes KV
+from others takes them, and fails as a whole at one without a tensor (vLLM 0.32.0).
+"""
+_HIDDEN = re.compile(rb"\\u00[2-7]")
+"""An escape of a letter that needs none."""
 _FOR_PLUGINS = "data"
 """The field that an engine's plugin reads (`/pooling`), in a form of its own: the plugin may fetch
 a URL, or read a file.
@@ -82,8 +88,11 @@ def check_media(fields: Fields, rule: Media) -> None:
 
     Raises:
         MediaUrlError: one names a medium by a URL that may not be fetched.
-        BadRequestError: one that may hold such a URL can't be read.
+        BadRequestError: one has embeddings in the place of a medium that may not be sent; or one
+            that may hold such a URL, or embeddings, can't be read.
     """
+    if not rule.embeds:
+        _check_embeds(fields)
     if rule.urls == "any":
         return
     for name, raw in fields.items():
@@ -99,6 +108,33 @@ def check_media(fields: Fields, rule: Media) -> None:
         for url in _urls(_decoded(data), name, names):
             if not _passes(url, rule):
                 raise MediaUrlError(rule, name)
+
+
+def _check_embeds(fields: Fields) -> None:
+    for name, raw in fields.items():
+        if name in _NEVER:
+            continue
+        data = bytes(raw)
+        if data.find(b"_embeds") < 0 and _HIDDEN.search(data) is None:
+            continue
+        for key in _keys(_decoded(data)):
+            if key in _EMBEDS:
+                text = f"You must set `--enable-mm-embeds` to input `{key}`"  # in vLLM's words
+                raise BadRequestError(text)
+
+
+def _keys(value: object) -> Iterator[str]:
+    """Return the keys and types of objects that engines may take for a medium."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            yield from one
+            if isinstance(kind := one.get("type"), str):
+                yield kind
+            waiting += [inner for key, inner in one.items() if not _is_text_to_engines(one, key)]
 
 
 def _may_name_one(data: bytes) -> bool:

@@ -10,10 +10,13 @@ Urls = Literal["off", "hosts", "any"]
 
 
 class Media(msgspec.Struct, frozen=True):
-    """Which URLs pass besides `data:`. `hosts`: whose URLs pass with `hosts`, in small letters."""
+    """Which URLs pass besides `data:`. `hosts`: whose URLs pass with `hosts`, in small letters.
+    `embeds`: whether embeddings pass that stand in the place of media.
+    """
 
     urls: Urls = "any"
     hosts: tuple[str, ...] = ()
+    embeds: bool = True
 
 
 ANY = Media()

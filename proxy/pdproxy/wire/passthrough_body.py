@@ -28,10 +28,12 @@ from pdproxy.wire.fields import (
     model_of,
     read_fields_if_quick,
 )
+from pdproxy.wire.lenient_json import JSON_MEDIA_TYPE
 from pdproxy.wire.media import check_media
 from pdproxy.wire.prompt_lists import count_in
 
-_TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
+TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
+"""What vLLM takes for true, in small letters."""
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
 _LONGEST_BOOLEAN = 64
 """Bytes of JSON. A longer number counts as true, since reading it could take long."""
@@ -92,20 +94,29 @@ class PassedBody:
 
     `unknown_id`: the name that was put in the place of `previous_response_id`, so that no engine
     can run a request in the background; None if the client did not ask for that. `limit`: the most
-    tokens of the answer, None if the body names none.
+    tokens of the answer, None if the body names none. `work`: the bytes of text that take as much
+    work, None: as many as it has. `parts`: what it is known by, None: its fields.
     """
 
-    data: bytes
+    data: Body
     model: str | None
     stream: bool
     unknown_id: str | None = None
     limit: int | None = None
     pairs: Pairs = NO_PAIRS
+    content_type: bytes = JSON_MEDIA_TYPE.encode()
+    work: int | None = None
+    parts: Fields | None = None
     _shared: int = 0
     _own_rest: bytes = b""
 
     @property
-    def own(self) -> bytes | None:
+    def size(self) -> int:
+        """How much work it is, in bytes of text."""
+        return len(self.data) if self.work is None else self.work
+
+    @property
+    def own(self) -> Body | None:
         """The body as the client wrote it, None if `data` is that. Only an engine that refuses
         `data` by its schema may get it.
 
@@ -252,5 +263,5 @@ def _boolean(fields: Fields, name: str) -> bool | None:
         return None
     if isinstance(value, str):
         text = value.strip().lower()
-        return text in _TRUE_TEXTS if text in _TRUE_TEXTS | _FALSE_TEXTS else None
+        return text in TRUE_TEXTS if text in TRUE_TEXTS | _FALSE_TEXTS else None
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None

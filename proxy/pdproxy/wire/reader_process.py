@@ -61,6 +61,7 @@ class _Prompt(msgspec.Struct, frozen=True, array_like=True):
     text_bytes: int
     messages: int
     non_text: bool
+    has_media: bool
 
 
 class _Summary(msgspec.Struct, frozen=True, array_like=True):
@@ -183,7 +184,14 @@ def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
     elif "prompt" in parsed.fields and parsed.route is Route.COMPLETIONS:
         spans = [(0, memoryview(parsed.fields["prompt"]).nbytes)]
     prompts = tuple(
-        _Prompt(span, prompt.tokens, prompt.text_bytes, prompt.messages, prompt.non_text)
+        _Prompt(
+            span,
+            prompt.tokens,
+            prompt.text_bytes,
+            prompt.messages,
+            prompt.non_text,
+            prompt.has_media,
+        )
         for span, prompt in zip(spans, parsed.prompts, strict=False)
     )
     return _Summary(
@@ -217,6 +225,7 @@ def request_in(found: Found, body: Body) -> Parsed:
             one.text_bytes,
             one.messages,
             one.non_text,
+            one.has_media,
         )
         for one in summary.prompts
     )

@@ -81,7 +81,7 @@ class Parsed(msgspec.Struct, frozen=True):
         prompt = self.prompts[index]
         if self.route is not Route.BATCH or prompt.raw is None:
             return self, prompt
-        own = Prompt(None, None, prompt.text_bytes, prompt.messages)
+        own = Prompt(None, None, prompt.text_bytes, prompt.messages, has_media=prompt.has_media)
         size = (
             self.body_bytes
             - memoryview(self.fields["messages"]).nbytes
@@ -93,6 +93,11 @@ class Parsed(msgspec.Struct, frozen=True):
             Route.CHAT, fields, self.model, False, False, False, (own,), alone, size, self.items
         )
         return chat, None if prompt.non_text else own
+
+    @property
+    def has_media(self) -> bool:
+        """Whether its only prompt has media."""
+        return len(self.prompts) == 1 and self.prompts[0].has_media
 
     @property
     def starts_in_silence(self) -> bool:
@@ -117,6 +122,7 @@ class Parsed(msgspec.Struct, frozen=True):
             self.stream
             and self.alone is None
             and self.route.form.returns_ids
+            and not self.has_media
             and not self.starts_in_silence
             and ("tools" not in self.fields or self.derenders)
             and not has_value(self.fields, "return_token_ids", b"true")
@@ -188,7 +194,8 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
         stream = read_field(fields, "stream", _bool_decoder) is True
         wants_usage = not form.has_usage_event or wants_usage_event(fields, stream)
         prompts, alone, is_list = form.read(fields, bounds)
-        if alone is Alone.NON_TEXT or not MEDIA_KWARGS.isdisjoint(fields):
+        has_media = len(prompts) == 1 and prompts[0].has_media
+        if has_media or alone is Alone.NON_TEXT or not MEDIA_KWARGS.isdisjoint(fields):
             check_media(fields, bounds.media)
         unread = 1 if prompts else _unread(route, fields, bounds)
         if PROMPT_IDS in fields:

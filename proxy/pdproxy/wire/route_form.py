@@ -51,7 +51,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
     `tokens` is the exact length if the client sent token ids, else None; `text_bytes` is an upper
     bound of its UTF-8 size; `messages` how many messages it has (0 for a completion); `non_text`: a
-    conversation of a batch has other content.
+    conversation of a batch has other content. `has_media`: it has media, all of them within the
+    body, so that two engines see the same; each counts as `MEDIUM` bytes of text.
     """
 
     raw: msgspec.Raw | None
@@ -59,6 +60,7 @@ class Prompt(msgspec.Struct, frozen=True):
     text_bytes: int
     messages: int = 0
     non_text: bool = False
+    has_media: bool = False
 
 
 class Reading(NamedTuple):

@@ -50,6 +50,18 @@ _TEXT_TYPES = frozenset(
     f'"{name}"'.encode()
     for name in ("text", "input_text", "output_text", "refusal", "thinking", "tool_reference")
 )
+MEDIUM = 4096
+"""Bytes of text that a medium counts as, whatever its own size is: some thousand tokens."""
+_INSIDE = {
+    "image_url": (b'"image_url"', b'"input_image"'),
+    "audio_url": (b'"audio_url"',),
+    "video_url": (b'"video_url"',),
+    "input_audio": (b'"input_audio"',),
+}
+"""The keys of media that may be within the body, and the types of their parts."""
+_DATA_URL = b'"data:'
+_NULL = msgspec.Raw(b"null")
+_fields_decoder = msgspec.json.Decoder(Fields)
 _parts_decoder = msgspec.json.Decoder(list[Fields])
 _stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
 
@@ -86,28 +98,73 @@ def wants_usage_event(fields: Fields, stream: bool) -> bool:
     return options is not None and bool(options.include_usage)
 
 
-def content_of(messages: Sequence[ChatMessage]) -> tuple[int, bool]:
-    """Return the size of a conversation's content in bytes, and whether any of it is not text.
+class Content:
+    """What is known of a conversation's content. `size`: bytes, with `MEDIUM` for each medium;
+    `has_media`: it has media; `is_alone`: some of it is no text, and no medium that two engines
+    surely see alike.
+    """
+
+    __slots__ = ("has_media", "is_alone", "size")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.has_media = self.is_alone = False
+
+    def add(self, content: msgspec.Raw) -> None:
+        """Look at a content: a text, or a list of parts."""
+        self.size += memoryview(content).nbytes
+        if bytes(memoryview(content)[:1]) == b"[":
+            for part in _parts_decoder.decode(content):
+                if not _is_text(part):
+                    self.add_medium(None if _is_inside(part) else part, _size(part))
+
+    def add_medium(self, outside: object | None, size: int) -> None:
+        """Count a medium of `size` bytes. `outside`: what of it is not within the body, or may be
+        another medium on another engine; None: nothing.
+        """
+        self.has_media = True
+        self.is_alone = self.is_alone or outside is not None
+        self.size += MEDIUM - min(size, self.size)
+
+
+def content_of(messages: Sequence[ChatMessage]) -> Content:
+    """Return what is known of a conversation's content.
 
     Raises:
         UnusualError: there is no message.
     """
     if not messages:
         raise UnusualError
-    size, non_text = 0, False
+    found = Content()
     for message in messages:
-        raw = bytes(message.content)
-        size += len(raw)
-        if raw[:1] == b"[":
-            non_text = non_text or not all(_is_text(part) for part in _parts_decoder.decode(raw))
-    return size, non_text
+        found.add(message.content)
+    return found
 
 
-def has_media(content: msgspec.Raw) -> bool:
-    """Return whether a content is a list of parts of which any is not text."""
-    if bytes(memoryview(content)[:1]) != b"[":
+def _size(part: Fields) -> int:
+    return sum([memoryview(value).nbytes for value in part.values()])
+
+
+def _is_inside(part: Fields) -> bool:
+    """Return whether a part is one medium whose bytes are in the body, and which no name stands
+    for: engines take what they know by a name (`uuid`), whatever the bytes are (vLLM 0.32.0).
+    """
+    if not is_absent(part, "uuid"):
         return False
-    return not all(_is_text(part) for part in _parts_decoder.decode(content))
+    keys = [key for key in MEDIA_KEYS.intersection(part) if not is_absent(part, key)]
+    kind = part.get("type")
+    if len(keys) != 1 or kind is None or memoryview(kind).nbytes > _LONGEST_TYPE:
+        return False
+    (key,) = keys
+    if bytes(kind) not in _INSIDE.get(key, ()):
+        return False
+    value = part[key]
+    if key == "input_audio":
+        data = _fields_decoder.decode(value).get("data", _NULL)
+        return bytes(memoryview(data)[:1]) == b'"'
+    if bytes(memoryview(value)[:1]) == b"{":
+        value = _fields_decoder.decode(value).get("url", _NULL)
+    return bytes(memoryview(value)[: len(_DATA_URL)]) == _DATA_URL
 
 
 def _is_text(part: Fields) -> bool:

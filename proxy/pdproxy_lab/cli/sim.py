@@ -54,7 +54,9 @@ _ENGINE = {
     "enable_prompt_tokens_details": "report in the usage how many prompt tokens were cached",
     "enable_force_include_usage": "report the usage in all streams, in each event and at the end",
     "enable_auto_tool_choice": "accept requests with tools",
-    "enable_scale_out": "answer the routes that render and derender chats",
+    "enable_scale_out": "answer the routes that render and derender chats and generate token ids",
+    "enable_cohere_api": "answer /cohere/v2/chat",
+    "speech": "answer /v1/audio/transcriptions and /v1/audio/translations, as a speech model",
     "enable_tokenizer_info_endpoint": "answer /tokenizer_info",
     "enable_server_load_tracking": "count the requests in flight for /load",
     "runtime_lora": (

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShare
 from pdproxy.settings.engines import Role
 from pdproxy_lab.demo import pages
 from pdproxy_lab.demo.pages import Page, Reading
@@ -25,6 +26,7 @@ PROXY_NAMES = (
     "pdproxy_ttft_seconds_bucket",
     "pdproxy_itl_seconds_bucket",
     "pdproxy_kv_moved_total",
+    PROMPT_TOKENS.name,
 )
 ENGINE_NAMES = (
     "vllm:num_requests_running{",
@@ -89,7 +91,7 @@ class MovedKv:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Everything that the view shows at one time. `answers`: whether the proxy's metrics could be
-    read.
+    read; `prompts`: how those of the last `WINDOW` seconds were served.
     """
 
     elapsed: float
@@ -105,6 +107,7 @@ class Figures:
     output_tokens_per_s: float | None
     transfers: MovedKv
     traffic: Tally | None
+    prompts: PromptShare = field(default_factory=PromptShare)
 
 
 class History:
@@ -156,6 +159,7 @@ class History:
             transfers=self._transfers(page),
             # A copy: traffic goes on while figures are shown.
             traffic=traffic.copy() if traffic is not None else None,
+            prompts=_prompts(proxy),
         )
 
     def _engine(self, place: ShownEngine, now: float, up: bool | None) -> EngineFigures:
@@ -202,6 +206,18 @@ def _keep(readings: deque[Reading], at: float, page: Page | None) -> None:
     # One reading older than the window stays, so that a rate covers the whole window.
     while len(readings) > 1 and readings[1].at <= at - WINDOW:
         readings.popleft()
+
+
+def _prompts(readings: Sequence[Reading]) -> PromptShare:
+    found = PromptShare()
+    for series, tokens in pages.increases(readings, PROMPT_TOKENS.name, {}).items():
+        labels = dict(series)
+        if labels["served"] == "split":
+            found.split += int(tokens)
+        elif tokens:
+            by_reason = found.alone if labels["served"] == "alone" else found.beside_idle
+            by_reason[labels["reason"]] = int(tokens)
+    return found
 
 
 def _latency(readings: Sequence[Reading], histogram: str) -> Latency:

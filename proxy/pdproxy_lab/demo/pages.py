@@ -64,7 +64,7 @@ def increase(readings: Sequence[Reading], name: str, **labels: str) -> float:
     """Return by how much counters grew over the readings. A counter that fell has restarted: it
     grew by its value.
     """
-    return sum(_increases(readings, name, labels).values())
+    return sum(increases(readings, name, labels).values())
 
 
 def rate(readings: Sequence[Reading], name: str, **labels: str) -> float | None:
@@ -78,7 +78,7 @@ def buckets(readings: Sequence[Reading], histogram: str) -> list[Bucket]:
     bound.
     """
     found: dict[float, float] = {}
-    for series, grown in _increases(readings, f"{histogram}_bucket", {}).items():
+    for series, grown in increases(readings, f"{histogram}_bucket", {}).items():
         bound = float(dict(series)["le"])
         found[bound] = found.get(bound, 0.0) + grown
     return sorted(found.items())
@@ -103,9 +103,10 @@ def quantile(found: Sequence[Bucket], q: float) -> float | None:
     return below + (bound - below) * (rank - before) / (count - before)
 
 
-def _increases(
+def increases(
     readings: Sequence[Reading], name: str, labels: Mapping[str, str]
 ) -> dict[Series, float]:
+    """Return by how much each series of a counter with these labels grew, as `increase`."""
     found: dict[Series, float] = {}
     for one, other in pairwise(readings):
         before = one.page.get(name, {})

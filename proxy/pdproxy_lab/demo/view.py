@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdproxy.observe.prompt_shares import PromptShare
 from pdproxy_lab.demo.figures import WINDOW, EngineFigures, Figures, Latency
 
 WIDE = 100
@@ -58,6 +59,10 @@ def line(figures: Figures) -> str:
         f"ITL p50/p99 {_pair(figures.itl)}",
         f"KV {moved.count} moved {size(moved.size)}",
     ]
+    if whole := figures.prompts.whole:
+        parts.append(f"alone {_part(sum(whole.values()), figures.prompts)}")
+    if figures.prompts.idle:
+        parts.append(f"beside idle P {_part(figures.prompts.idle, figures.prompts)}")
     if figures.traffic is not None and figures.traffic.failed:
         parts.append(f"traffic failed {figures.traffic.failed}")
     return "  ".join(parts)
@@ -150,10 +155,7 @@ def _totals(figures: Figures) -> Table:
     table.add_row("requests", _requests(figures))
     table.add_row("TTFT", _spread(figures.ttft).append(f"  over the last {WINDOW:.0f} s", "dim"))
     table.add_row("ITL", _spread(figures.itl))
-    table.add_row(
-        "tokens/s",
-        f"{number(figures.prompt_tokens_per_s)} in, {number(figures.output_tokens_per_s)} out",
-    )
+    table.add_row("tokens/s", _tokens(figures))
     kv = Text(f"{moved.count:,} transfers, {size(moved.size)}")
     if moved.bytes_per_s is not None:
         kv.append(f", {size(moved.bytes_per_s)}/s")
@@ -188,6 +190,23 @@ def _requests(figures: Figures) -> Text:
     return text.append(
         f", {number(figures.requests_per_s)}/s" if figures.requests_per_s is not None else ""
     )
+
+
+def _tokens(figures: Figures) -> Text:
+    text = Text(
+        f"{number(figures.prompt_tokens_per_s)} in, {number(figures.output_tokens_per_s)} out"
+    )
+    prompts = figures.prompts
+    if whole := prompts.whole:
+        text.append(f", {_part(sum(whole.values()), prompts)} of prompts alone", "yellow")
+        if prompts.idle:
+            text.append(f", {_part(prompts.idle, prompts)} beside idle P", "red")
+        text.append(f": {prompts.reasons(whole)}", "dim")
+    return text
+
+
+def _part(tokens: int, prompts: PromptShare) -> str:
+    return f"{tokens / prompts.tokens:.0%}"
 
 
 def _trouble(text: Text, found: Iterable[tuple[str, int]]) -> None:

@@ -190,7 +190,11 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     enable_auto_tool_choice: bool = True
     """With a tool-call parser; without, `tools` is refused as vLLM refuses it."""
     enable_scale_out: bool = False
-    """Chats are rendered and derendered on routes of their own."""
+    """Chats are rendered and derendered, and token ids generated, on routes of their own."""
+    enable_cohere_api: bool = False
+    """`/cohere/v2/chat` is there, as with VLLM_ENABLE_COHERE_API=1."""
+    speech: bool = False
+    """A model that also writes down audio, on routes of their own."""
     enable_tokenizer_info_endpoint: bool = False
     enable_server_load_tracking: bool = False
     runtime_lora: bool = False

@@ -15,7 +15,13 @@ from typing import Any
 
 RELEASING = ("/v1/completions", "/v1/chat/completions")
 """The routes on which a request without any token releases a handle."""
-GENERATING = (*RELEASING, "/v1/responses", "/v1/messages")
+GENERATING = (
+    *RELEASING,
+    "/v1/responses",
+    "/v1/messages",
+    "/cohere/v2/chat",
+    "/inference/v1/generate",
+)
 _SHOWN = 120
 """Bytes at the end of a body that can't be used, which are shown."""
 

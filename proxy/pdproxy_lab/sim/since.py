@@ -31,7 +31,9 @@ def v033(version: str) -> bool:
       last item.
     - The error of a dead core has another text, and so has that of an empty list of prompts. Errors
       in a chat's stream have no spaces in their JSON.
-    - Errors of messages have Anthropic's types.
+    - Errors of messages have Anthropic's types. A message's stream that fails closes its open block
+      first, and tells what failed; so does one of Cohere's chat.
+    - Responses read the header that names a data-parallel rank.
     """
     return tuple(int(part) for part in _NUMBER.findall(version)[:2]) >= (0, 33)
 

@@ -50,6 +50,8 @@ def classify(event: bytes) -> Event:
         return _NAMED.get(event[7 : event.find(b"\n")], Event.OTHER)
     if event.startswith(b"data: [DONE]"):
         return Event.DONE
+    if event.endswith((b'"type":"content-delta"}\n\n', b'"type":"message-end"}\n\n')):
+        return Event.OUTPUT if b'"type":"content-delta"}\n' in event else Event.ENDING
     if b'"choices":[{' not in event:
         return Event.OTHER
     if b'"delta":{"role":' in event:

@@ -251,6 +251,8 @@ class Exchange(PromptRequest):
         capabilities = resources.transfer.contract.capabilities
         if parsed.route.form.is_named and parsed.route not in capabilities.routes:
             return Alone.ROUTE
+        if prompt.has_media and not capabilities.media:
+            return Alone.NON_TEXT
         ledger = resources.ledger
         block_size = None if capabilities.short_prompts else ledger.block_size
         return why_alone(

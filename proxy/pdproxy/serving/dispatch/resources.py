@@ -17,6 +17,7 @@ from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, RefusalReason, Wait
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
+from pdproxy.observe.prompt_shares import PromptShares
 from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import PREFILL, LedgerEngine
@@ -103,6 +104,7 @@ class ExchangeResources:
     """
     is_alive: Callable[[str], Awaitable[bool]]
     """Asks the engine of a URL whether it is healthy."""
+    shares: PromptShares
     tokenizing: Tokenizing | None = None
     turns: PoolTurns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
@@ -134,7 +136,7 @@ class ExchangeResources:
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""
-        if self.tokenizing is None or not parsed.route.form.takes_ids:
+        if self.tokenizing is None or not parsed.route.form.takes_ids or prompt.has_media:
             return None
         own = next((value for _, value in headers.authorization), None)
         return await self.tokenizing.ids(parsed, prompt, own)

@@ -50,18 +50,16 @@ class Meter(msgspec.Struct, eq=False):
     def add(
         self, exchange: Exchange, streams: Streams, prompt: int, answers: int, most: int = 1
     ) -> None:
-        """Add what an exchange with these streams has used. `prompt`: the likely tokens of its
-        prompt.
+        """Add what an exchange with these streams has used, and count how it was served. `prompt`:
+        the likely tokens of its prompt.
 
         `answers`: how many answers it was asked for that show nothing before their end; 0 for a
         stream. `most`: how many answers a stream has.
         """
         usage = streams.usage
         if usage is not None:
-            self.report(
-                max(usage.prompt_tokens - streams.done, 0),
-                (usage.completion_tokens or 0) + streams.done,
-            )
+            prompt = max(usage.prompt_tokens - streams.done, 0)
+            self.report(prompt, (usage.completion_tokens or 0) + streams.done)
         elif exchange.was_asked:
             last = streams.paths[-1] if streams.paths else None
             seen = 0 if last is None else streams.done + (last.tokens or last.events)
@@ -69,8 +67,12 @@ class Meter(msgspec.Struct, eq=False):
             unread = exchange.relay is not None and exchange.relay.paused
             if counted := exchange.prefilled:
                 self.prefilled = True
+                prompt = counted
             unseen = (answers or most if unread else answers) if exchange.may_be_answered else 0
-            self.see(counted or prompt, seen, unseen, unread=unread)
+            self.see(prompt, seen, unseen, unread=unread)
+        else:
+            return
+        exchange.resources.shares.add(prompt, exchange.tried)
 
     def refuse(self, exchange: Exchange) -> None:
         """Add an exchange that an engine has refused as wrong: its prompt, if a prefill engine has

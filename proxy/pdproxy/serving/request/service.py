@@ -363,7 +363,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self.first, self.status = request.first, request.status
             self._metered = True
             meter = Meter()
-            request.measure(meter, self.demand)
+            request.measure(meter, self.demand, why_alone)
             if meter.asked:
                 # each token counts once, also if it was computed before the refusal
                 self.totals.meter = meter

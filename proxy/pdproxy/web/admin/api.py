@@ -23,7 +23,11 @@ class AdminApi:
 
     async def engines(self, *, pairs: bool = True, of: PoolEngines | None = None) -> EngineList:
         """Return all engines, or those `of` one pool. `pairs`: whether their entries show pairs."""
-        return EngineList([entry async for entry in self.service.entries.all(pairs=pairs, of=of)])
+        entries = self.service.entries
+        return EngineList(
+            [entry async for entry in entries.all(pairs=pairs, of=of)],
+            prompts=entries.prompts() if of is None else [of.prompts()],
+        )
 
     async def engine(self, name: str) -> EngineEntry:
         """Return one engine, by its id or URL.

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from pdproxy.fleet.entries import EngineEntry
+from pdproxy.observe.prompt_shares import PoolPrompts
 from pdproxy.observe.recent import RecentRequest
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.listen import LogLevel
@@ -76,10 +77,13 @@ class EngineChanged(msgspec.Struct, frozen=True):
 
 
 class EngineList(msgspec.Struct, frozen=True):
-    """All engines, pool by pool, in the order in which they were added."""
+    """All engines, pool by pool, in the order in which they were added; and how the pools' prompts
+    of the last 5 minutes were served.
+    """
 
     engines: list[EngineEntry]
     silent_workers: Annotated[list[int], Meta(description=_SILENT)] = []
+    prompts: list[PoolPrompts] = []
 
 
 class RequestList(msgspec.Struct, frozen=True):

@@ -27,8 +27,11 @@ def read(fields: Fields, bounds: Bounds) -> Reading:
         raise UnusualError
     prompts = []
     for span, messages in conversations:
-        size, non_text = content_of(messages)
-        prompts.append(Prompt(part(fields["messages"], span), None, size, len(messages), non_text))
+        found = content_of(messages)
+        raw = part(fields["messages"], span)
+        prompts.append(
+            Prompt(raw, None, found.size, len(messages), found.is_alone, found.has_media)
+        )
     return Reading(tuple(prompts), openai.why_alone(fields, is_chat=True), is_list=True)
 
 

@@ -20,9 +20,9 @@ _messages_decoder = msgspec.json.Decoder(list[ChatMessage])
 def read(fields: Fields, _bounds: Bounds) -> Reading:
     """Read a body: see `route_form.Read`."""
     messages = read_field(fields, "messages", _messages_decoder) or ()
-    size, non_text = content_of(messages)
-    prompts = (Prompt(None, None, size, len(messages)),)
-    if non_text:
+    found = content_of(messages)
+    prompts = (Prompt(None, None, found.size, len(messages), has_media=found.has_media),)
+    if found.is_alone:
         return Reading(prompts, Alone.NON_TEXT)
     return Reading(prompts, openai.why_alone(fields, is_chat=True))
 

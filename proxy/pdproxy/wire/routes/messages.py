@@ -19,7 +19,7 @@ from pdproxy.wire.fields import Fields, is_absent, read_field
 from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.prompt_lists import ChatMessage
 from pdproxy.wire.route_form import Alone, Prompt, Reading, RouteForm
-from pdproxy.wire.unusual import UnusualError
+from pdproxy.wire.unusual import Content, UnusualError
 
 _TEXT_BLOCKS = frozenset(
     {
@@ -43,6 +43,10 @@ class _Block(msgspec.Struct):
     source: msgspec.Raw = _NULL
 
 
+class _Source(msgspec.Struct):
+    type: str = ""
+
+
 class _Thinking(msgspec.Struct):
     type: str = ""
     budget_tokens: int | None = None
@@ -62,6 +66,7 @@ class _Answer(msgspec.Struct):
 
 _messages_decoder = msgspec.json.Decoder(list[ChatMessage])
 _blocks_decoder = msgspec.json.Decoder(list[_Block])
+_source_decoder = msgspec.json.Decoder(_Source)
 _thinking_decoder = msgspec.json.Decoder(_Thinking | None)
 _int_decoder = msgspec.json.Decoder(int)
 _answers = msgspec.json.Decoder(_Answer)
@@ -79,27 +84,30 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     messages = read_field(fields, "messages", _messages_decoder)
     if not messages:
         raise UnusualError
-    size, non_text = 0, False
+    found = Content()
     contents = [message.content for message in messages]
     if not is_absent(fields, "system"):
         contents.append(fields["system"])
     for content in contents:
-        size += memoryview(content).nbytes
-        non_text = non_text or _has_media(content)
-    prompts = (Prompt(None, None, size, len(contents)),)
-    return Reading(prompts, Alone.NON_TEXT if non_text else None)
+        found.size += memoryview(content).nbytes
+        _look_at(content, found)
+    prompts = (Prompt(None, None, found.size, len(contents), has_media=found.has_media),)
+    return Reading(prompts, Alone.NON_TEXT if found.is_alone else None)
 
 
-def _has_media(content: msgspec.Raw) -> bool:
-    """Return whether any block of a content is not text. A tool's result has blocks of its own."""
+def _look_at(content: msgspec.Raw, found: Content) -> None:
+    """Look at the blocks of a content. A tool's result has blocks of its own."""
     if bytes(memoryview(content)[:1]) != b"[":
-        return False
+        return
     for block in _blocks_decoder.decode(content):
-        if block.type not in _TEXT_BLOCKS or bytes(memoryview(block.source)) != b"null":
-            return True
-        if block.type == "tool_result" and _has_media(block.content):
-            return True
-    return False
+        if block.type == "image":
+            source = _source_decoder.decode(block.source)
+            outside = None if source.type == "base64" else source
+            found.add_medium(outside, memoryview(block.source).nbytes)
+        elif block.type not in _TEXT_BLOCKS:
+            found.is_alone = True
+        elif block.type == "tool_result":
+            _look_at(block.content, found)
 
 
 def prefill(fields: Fields) -> None:

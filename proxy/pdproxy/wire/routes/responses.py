@@ -21,7 +21,7 @@ from pdproxy.wire.engine import UNREADABLE, PrefillAnswer, PrefillChoice, Tokens
 from pdproxy.wire.fields import Fields, has_value, is_absent, read_field
 from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.route_form import Alone, Prompt, Reading, RouteForm
-from pdproxy.wire.unusual import UnusualError, has_media
+from pdproxy.wire.unusual import Content, UnusualError
 
 _TEXT_ITEMS = frozenset(
     f'"{name}"'.encode()
@@ -48,6 +48,7 @@ class _Item(msgspec.Struct):
     type: msgspec.Raw = _NULL
     content: msgspec.Raw = _NULL
     output: msgspec.Raw = _NULL
+    arguments: msgspec.Raw = _NULL
 
 
 class _Tool(msgspec.Struct):
@@ -99,9 +100,10 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     raw = fields.get("input")
     if raw is None:
         raise UnusualError
-    size, messages, non_text = _input(raw)
-    prompts = (Prompt(None, None, text + size, messages + bool(text)),)
-    if non_text:
+    found, messages = _input(raw)
+    size = text + found.size
+    prompts = (Prompt(None, None, size, messages + bool(text), has_media=found.has_media),)
+    if found.is_alone:
         return Reading(prompts, Alone.NON_TEXT)
     if wants_prompt:  # a decode engine that gets the ids does not have the text (vLLM 0.32.0)
         return Reading(prompts, Alone.ECHO)
@@ -111,23 +113,26 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     return Reading(prompts, None)
 
 
-def _input(raw: msgspec.Raw) -> tuple[int, int, bool]:
-    """Return the bytes of `input`, how many messages it is, and whether any of it is not text."""
-    size = memoryview(raw).nbytes
+def _input(raw: msgspec.Raw) -> tuple[Content, int]:
+    """Return what is known of `input`, and how many messages it is."""
+    found = Content()
     if bytes(memoryview(raw)[:1]) == b'"':
-        return size - 2, 1, False
+        found.add(raw)
+        return found, 1
     items = _items_decoder.decode(raw)
     if not items:
         raise UnusualError
-    non_text = False
     for item in items:
         kind = bytes(item.type)
         if kind == b'"reasoning"':  # its content is text by its schema
+            found.size += memoryview(item.content).nbytes
             continue
         if kind not in _TEXT_ITEMS and kind != b"null":
             raise UnusualError
-        non_text = non_text or has_media(item.content) or has_media(item.output)
-    return size, len(items), non_text
+        found.add(item.content)
+        found.add(item.output)
+        found.size += memoryview(item.arguments).nbytes
+    return found, len(items)
 
 
 def both(fields: Fields) -> None:

@@ -18,12 +18,13 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from pdproxy_lab.sim import since
-from pdproxy_lab.sim.api.errors import INTERNAL, RefusedRequest, failure, refusal
+from pdproxy_lab.sim.api.errors import RefusedRequest, failure, refusal
 from pdproxy_lab.sim.api.generation import LoadFailedError
 from pdproxy_lab.sim.api.protocol import GenerationBody
 from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.error_body import error_event
 from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.failed import INTERNAL
 from pdproxy_lab.sim.request import EngineDeadError
 
 DONE = b"data: [DONE]\n\n"
@@ -100,16 +101,18 @@ def details(facts: SimFacts, cached: int, created: int | None = None) -> dict[st
 class Handled(Protocol):
     """A body that may have a KV handle."""
 
-    kv_transfer_params: dict[str, Any] | None
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """The handle."""
 
 
 async def answered(
-    engine: SimEngine, body: Handled, request: Request, work: Awaitable[Response]
+    engine: SimEngine, body: Handled | None, request: Request, work: Awaitable[Response]
 ) -> Response:
     """Return a route's answer, errors as vLLM's. A request that never ran leaves no KV waiting on
-    P.
+    P. `body` None: it does.
     """
-    params = body.kv_transfer_params
+    params = body.kv_transfer_params if body is not None else None
     accepted = False
     try:
         found = await _unless_left(request, work)

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import cache
 from secrets import token_hex
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Form, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
@@ -28,6 +28,7 @@ from pdproxy_lab.sim.api import adapters, metrics
 from pdproxy_lab.sim.api.answer import answered, check_model
 from pdproxy_lab.sim.api.batch import BatchBody, chat_batch
 from pdproxy_lab.sim.api.chat import chat, chat_prompt
+from pdproxy_lab.sim.api.cohere import CohereBody, cohere_chat, request_id
 from pdproxy_lab.sim.api.completions import complete
 from pdproxy_lab.sim.api.errors import RefusedRequest, failure, refusal, response, schema_message
 from pdproxy_lab.sim.api.invocations import invoke
@@ -36,8 +37,11 @@ from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBod
 from pdproxy_lab.sim.api.responses import ResponsesBody, respond
 from pdproxy_lab.sim.api.scale_out import DerenderBody, derendered, rendered
 from pdproxy_lab.sim.api.scoring import ScoringBody, score
+from pdproxy_lab.sim.api.speech import TranscriptionBody, TranslationBody, speak
+from pdproxy_lab.sim.api.token_ids import GenerateBody, generate
 from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.error_body import error_body
+from pdproxy_lab.sim.failed import COHERE, of_cohere
 from pdproxy_lab.sim.request import EngineDeadError
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
@@ -49,6 +53,10 @@ _COUNTED = (
     "/v1/messages",
     "/generative_scoring",
     "/invocations",
+    "/cohere/v2/chat",
+    "/inference/v1/generate",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
 )
 """The routes whose requests `/load` counts."""
 _SCALE_OUT = (
@@ -120,8 +128,12 @@ def create_app(engine: SimEngine, date: Callable[[], str] = _today) -> FastAPI:
     app.add_exception_handler(RefusedRequest, _refused)
     app.add_exception_handler(EngineDeadError, _dead)
     app.router.routes.extend(_generating())
+    if engine.facts.enable_cohere_api:
+        app.router.routes.extend(_of_cohere())
     if engine.facts.enable_scale_out:
         app.router.routes.extend(_scaling_out())
+    if engine.facts.speech:
+        app.router.routes.extend(_speaking())
     for path in _SCALE_OUT:
         _add(app, path, _disabled, ["POST"])  # behind the routes that are there
     _about(app, engine)
@@ -139,19 +151,27 @@ def create_app(engine: SimEngine, date: Callable[[], str] = _today) -> FastAPI:
     return app
 
 
-async def _schema(_: Request, error: Exception) -> Response:
+async def _schema(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors and isinstance(errors[0], str):
         message, param = f"1 validation error:\n  {errors[0]}", None
     else:
         message, param = schema_message(errors)
-    return response(error_body(message, "Bad Request", 400, param), 400)
+    return _worded(request, response(error_body(message, "Bad Request", 400, param), 400))
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusedRequest)
-    return refusal(error)
+    return _worded(request, refusal(error))
+
+
+def _worded(request: Request, found: Response) -> Response:
+    """Return an error in Cohere's words below its path, where vLLM's middleware has them."""
+    if request.url.path != COHERE:
+        return found
+    said = msgspec.json.decode(found.body)["error"]["message"]
+    return response(of_cohere(said, request_id(request)), found.status_code)
 
 
 async def _dead(request: Request, _: Exception) -> Response:
@@ -235,6 +255,18 @@ def _generating() -> tuple[BaseRoute, ...]:
 
 
 @cache
+def _of_cohere() -> tuple[BaseRoute, ...]:
+    """Return the route of VLLM_ENABLE_COHERE_API=1, as `_generating`."""
+    router = APIRouter()
+
+    @router.post(COHERE, dependencies=[Depends(_json_only)], response_model=None)
+    async def _cohere(body: CohereBody, request: Request) -> Response:
+        return await cohere_chat(_engine(request), body, request, _date(request))
+
+    return tuple(router.routes)
+
+
+@cache
 def _scaling_out() -> tuple[BaseRoute, ...]:
     """Return the routes of `--enable-scale-out`, as `_generating`."""
     router = APIRouter()
@@ -247,6 +279,31 @@ def _scaling_out() -> tuple[BaseRoute, ...]:
     @router.post("/v1/chat/completions/derender", dependencies=json_only, response_model=None)
     async def _derendered(body: DerenderBody, request: Request) -> Response:
         return derendered(_engine(request), body)
+
+    @router.post("/inference/v1/generate", dependencies=json_only, response_model=None)
+    async def _generated(body: GenerateBody, request: Request) -> Response:
+        engine = _engine(request)
+        return await answered(engine, None, request, generate(engine, body, request))
+
+    return tuple(router.routes)
+
+
+@cache
+def _speaking() -> tuple[BaseRoute, ...]:
+    """Return the routes of a speech model, as `_generating`."""
+    router = APIRouter()
+
+    @router.post("/v1/audio/transcriptions", response_model=None)
+    async def _transcribed(
+        request: Request, body: Annotated[TranscriptionBody, Form()]
+    ) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, speak(engine, body, request))
+
+    @router.post("/v1/audio/translations", response_model=None)
+    async def _translated(request: Request, body: Annotated[TranslationBody, Form()]) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, speak(engine, body, request))
 
     return tuple(router.routes)
 

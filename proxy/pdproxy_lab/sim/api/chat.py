@@ -43,7 +43,8 @@ async def chat(
     prompt = chat_prompt(engine, body, date)
     calls = calls_tools(body, prompt.ids)
     rank = answer.rank_of(request)
-    job = _Job(engine, body, prompt, answer.request_id("chatcmpl", request, body), rank=rank)
+    request.state.answer_id = answer.request_id("chatcmpl", request, body)
+    job = _Job(engine, body, prompt, request.state.answer_id, rank=rank)
     params = sampling_params(body, prompt.ids, engine.facts, engine.tokenizer)
     grammar = partial(grammar_of_calls, body, engine.tokenizer) if calls else None
     try:

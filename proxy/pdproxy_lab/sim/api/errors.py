@@ -55,7 +55,6 @@ _INTERNAL = frozenset(
         *("complex", "none", "nonetype"),
     )
 )
-INTERNAL = "Internal server error"
 
 
 class RefusedRequest(Exception):  # noqa: N818 - vLLM's refusal, not our error

@@ -1,29 +1,29 @@
 """`/v1/messages`: Anthropic's Messages API as vLLM has it, for text and thoughts.
 
-Owns the translation, as in vLLM: the request becomes a chat's, and what the chat route answers
-becomes a message's. So KV is moved by the chat route.
+Owns the translation to a chat and back.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
-from typing import Annotated, Any, Literal, cast
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pdproxy_lab.sim import failed
 from pdproxy_lab.sim.api import answer
-from pdproxy_lab.sim.api.chat import chat, chat_prompt
+from pdproxy_lab.sim.api.chat import chat_prompt
+from pdproxy_lab.sim.api.converted import as_chat
 from pdproxy_lab.sim.api.errors import RefusedRequest, response
 from pdproxy_lab.sim.api.protocol import ChatBody
 from pdproxy_lab.sim.engine import SimEngine
 
 _MAX_STOPS = 4
-_EVENTS = "text/event-stream"
 
 
 class Message(BaseModel):
@@ -194,17 +194,17 @@ async def message(
         asked = body.whole_chat()
     except RefusedRequest as error:
         return _refused(error, version)
-    found = await answer.answered(engine, asked, request, chat(engine, asked, request, date))
-    if found.headers.get("content-type", "").startswith(_EVENTS):
-        return StreamingResponse(_events(_chunks(found), version), media_type=_EVENTS)
-    if not found.body:
-        return found  # the client has left
-    said = msgspec.json.decode(found.body)
-    if found.status_code == 200:
-        return response(_whole(said))
-    kind, text = said["error"]["type"], said["error"]["message"]
-    told = failed.whole(failed.MESSAGES, version, text, kind, found.status_code)
-    return response(told, found.status_code)
+    return await as_chat(
+        engine,
+        asked,
+        request,
+        date,
+        whole=_whole,
+        refused=lambda error: failed.whole(
+            failed.MESSAGES, version, error["message"], error["type"], error["code"]
+        ),
+        events=partial(_events, version=version),
+    )
 
 
 def _whole(chat: dict[str, Any]) -> dict[str, Any]:
@@ -250,20 +250,6 @@ def _usage(usage: dict[str, Any]) -> dict[str, int]:
 
 
 # -- streams
-
-
-async def _chunks(found: Response) -> AsyncGenerator[bytes, None]:
-    """Yield what a chat's stream says, an event each, without `data: `."""
-    if not isinstance(found, StreamingResponse):  # refused when its head had been sent
-        for event in bytes(found.body).split(b"\n\n")[:-1]:
-            yield event.removeprefix(b"data: ")
-        return
-    events = cast("AsyncGenerator[bytes, None]", found.body_iterator)
-    try:
-        async for event in events:
-            yield event.removeprefix(b"data: ").strip()
-    finally:
-        await events.aclose()
 
 
 class _Blocks:

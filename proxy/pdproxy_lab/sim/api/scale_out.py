@@ -3,7 +3,8 @@
 
 Owns the routes `/v1/chat/completions/render` and, for streams, `/v1/chat/completions/derender`,
 with vLLM's bounds and faults: each finish reason becomes `tool_calls` behind a call, a stop token
-is text, and no token counts as reasoning. The other routes of scale-out answer as without the flag.
+is text, and no token counts as reasoning. `token_ids` has `/inference/v1/generate`. The other
+routes of scale-out answer as without the flag.
 Source: vLLM 0.32.0 `entrypoints/scale_out`, `renderers/online_derenderer.py`.
 """
 

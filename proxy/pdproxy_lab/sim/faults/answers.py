@@ -184,14 +184,15 @@ class _AbortFinish(FaultKind):
 
     async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         if answer.path in _OTHERS:
-            name, mark, data = _due_body(answer).rpartition(b"\ndata: ")
+            due = _due_body(answer)
+            name, data = due[: due.index(b"{")], due[due.index(b"{") :]
             ending = msgspec.json.encode(_OTHERS[answer.path](msgspec.json.decode(data)))
             if not answer.streamed:
                 await send_whole(answer, 200, ending)
                 return
             name = name.replace(b".incomplete", b".completed")
             last = failed.named("message_stop") if answer.path == failed.MESSAGES else b""
-            await send_stream(answer, name + mark + ending + b"\n\n", last)
+            await send_stream(answer, name + ending + b"\n\n", last or done_of(answer))
         # vLLM skips events of a choice without any token
         elif answer.streamed and now.at == "before_first_token":
             usage = (
@@ -223,7 +224,18 @@ def _aborted_message(body: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key not in none}
 
 
-_OTHERS = {failed.RESPONSES: _aborted_response, failed.MESSAGES: _aborted_message}
+def _aborted_cohere(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of an aborted answer of Cohere's, or of its last event: it is complete."""
+    if "delta" in body:
+        return {**body, "delta": _aborted_cohere(body["delta"])}
+    return {**body, "finish_reason": "COMPLETE"}
+
+
+_OTHERS = {
+    failed.RESPONSES: _aborted_response,
+    failed.MESSAGES: _aborted_message,
+    failed.COHERE: _aborted_cohere,
+}
 """The routes whose answers have no choices."""
 
 
