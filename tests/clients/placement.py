@@ -1,7 +1,7 @@
 """Where a body is expected to be served: by a pair of engines, or by one alone, and why.
 
-This is written from what the API says, without a look at the proxy's own rules. The reasons of
-chats and completions are labels of `pdproxy_alone_total{reason}`.
+This is written from what the API says, without a look at the proxy's own rules. The reasons are
+labels of `pdproxy_alone_total{reason}`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-_MEDIA = {"image_url", "input_audio", "input_image", "input_file", "file", "image", "document"}
 _RUN_BY_ENGINES = {"web_search_preview", "code_interpreter", "container", "mcp"}
 """Tools that an engine itself may run between two generations (vLLM 0.32.0). It gives other
 built-in tools, such as `web_search`, to no model, and the client's functions to the client.
@@ -19,8 +18,6 @@ built-in tools, such as `web_search`, to no model, and the client's functions to
 
 def why_alone(route: str, body: dict[str, Any]) -> str:
     """Return why one engine has to serve a body, "" if a pair can."""
-    if _has_media(body.get("messages") or body.get("input")):
-        return "non_text"
     if route in (CHAT, COMPLETIONS):
         if (body.get("n") or 1) > 1:
             return "n"
@@ -38,14 +35,4 @@ def _refers(items: Any) -> bool:
     """Whether items of an earlier answer are named only: one engine at most knows them."""
     return isinstance(items, list) and any(
         item.get("type") == "item_reference" for item in items if isinstance(item, dict)
-    )
-
-
-def _has_media(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(_has_media(item) for item in value)
-    if not isinstance(value, dict):
-        return False
-    return value.get("type") in _MEDIA or any(
-        _has_media(value.get(key)) for key in ("content", "output")
     )
