@@ -327,6 +327,8 @@ ORDER_NAMES = ("sequential", "concurrent")
 
 
 OPENAI_ROUTES = frozenset({Route.COMPLETIONS, Route.CHAT})
+WITH_HEADER_IDS = OPENAI_ROUTES | {Route.MESSAGES}
+"""The routes on which engines take a request's id from its header, or from both places."""
 ALL_ROUTES = frozenset(Route)
 
 

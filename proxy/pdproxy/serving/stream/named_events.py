@@ -15,8 +15,8 @@ import msgspec
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.serving.stream.failures import GivenUpError, tiny_lines
 from pdproxy.wire import sse
-from pdproxy.wire.api_errors import Dialect, WholeEvents
-from pdproxy.wire.engine import UNREADABLE, Usage
+from pdproxy.wire.api_errors import STATUS_OF_ERRORS, Dialect, WholeEvents
+from pdproxy.wire.engine import UNREADABLE, Usage, error_of
 from pdproxy.wire.event_template import EventTemplate
 from pdproxy.wire.inside import passed_events_without_inside, passed_without_inside
 from pdproxy.wire.passed_usage import usage_in, with_cache_of_message
@@ -134,7 +134,7 @@ class NamedEventFilter:
         usage.
         """
         body = passed_without_inside(body)
-        body = self._counted(body)
+        body = self.counted(body)
         self.usage = None if _is_given_up(body) else usage_in(body)
         return body
 
@@ -158,7 +158,7 @@ class NamedEventFilter:
                 self.failure = GivenUpError("the engine gave the answer up half-way")
                 break
             if name in _WITH_USAGE:
-                event = _with_json(event, self._counted(_json_of(event)))
+                event = _with_json(event, self.counted(_json_of(event)))
             if name == _COHERES_END:
                 self.usage = usage_in(_coheres_events.decode(_json_of(event)).delta)
             if name in (_COHERES_END, _DONE) and self.usage is None:
@@ -174,7 +174,7 @@ class NamedEventFilter:
             self.usage = self._events.usage
         return batch
 
-    def _counted(self, json: bytes) -> bytes:
+    def counted(self, json: bytes) -> bytes:
         """Return what has the usage with the counts of the prefill engine's cache."""
         put = with_cache_of_message if self._dialect is Dialect.MESSAGES else with_cache
         return put(json, cached=self.cached_tokens, created=self.created_cache_tokens)
@@ -261,9 +261,17 @@ def _start(event: bytes) -> int:
 
 
 def _failure(event: bytes) -> EngineError:
+    """Return the error that an event reports. vLLM 0.33.0 names a refusal as such; for 0.32.0 each
+    is its own failure.
+    """
+    json = _json_of(event)
+    detail = error_of(json)
+    status = 500 if detail is None else STATUS_OF_ERRORS.get(detail.type, 500)
     # The engine's text may quote the prompt. The client gets it; the log, which shows this message,
     # does not.
-    return EngineRefusedError("the engine sent an error event", status=500, body=_json_of(event))
+    return EngineRefusedError(
+        f"the engine sent an error event with status {status}", status=status, body=json
+    )
 
 
 def _has_reason(event: bytes) -> bool:
