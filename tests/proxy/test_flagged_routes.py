@@ -331,6 +331,22 @@ async def test_engines_without_the_route(path: str, stream: bool) -> None:
 
 
 @ROUTES
+@STREAM
+async def test_split_where_kv_is_in_a_store(path: str, stream: bool) -> None:
+    """By the other contract that has all routes."""
+    async with pool("shared", everybody=FLAGS) as pair:
+        asked = body(path, stream=stream)
+        answer, plain = await pair.ask(path, asked), await pair.asked_plain(path, asked)
+        ours, theirs = (
+            [still(event) for event in (one.events if stream else [one.body])]
+            for one in (answer, plain)
+        )
+        assert ours == theirs
+        assert (len(pair.p.journal.requests), alone(pair.world)) == (1, [])
+        assert pair.loaded
+
+
+@ROUTES
 async def test_a_contract_without_the_route_has_one_engine_answer(path: str) -> None:
     """The reason is `route`."""
     async with pool("nixl-push", everybody=FLAGS) as pair:
