@@ -359,6 +359,7 @@ OVER: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("max_tokens=3", GENERATE, {"params": {"max_tokens": "3"}}, "max_tokens"),
     ("max_tokens=3", GENERATE, {"sampling_params": 5}, "sampling_params"),
     ("max_tokens=3", GENERATE, {"sampling_params": [3]}, "sampling_params"),
+    ("max_tokens=9", GENERATE, {"params": {"bad_words": ["x" * 2**18]}}, "sampling_params"),
     ("n=2", GENERATE, {"params": {"n": 3}}, "n"),
     ("n=2", GENERATE, {"params": {"n": 1e3}}, "n"),
     ("n=2", GENERATE, {"sampling_params": None}, "sampling_params"),
@@ -369,7 +370,7 @@ OVER: list[tuple[str, str, dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "path", "fields", "param"), OVER, ids=str)
+@pytest.mark.parametrize(("words", "path", "fields", "param"), OVER, ids=range(len(OVER)))
 async def test_what_a_key_is_not_good_for(
     tmp_path: Path, words: str, path: str, fields: dict[str, Any], param: str | None
 ) -> None:

@@ -35,6 +35,7 @@ _IDS = "prompt_token_ids"
 _NESTED_CARRIERS = (("vllm_xargs",), ("sampling_params", "extra_args"))
 
 
+_LONGEST_OBJECT = 256 * 1024
 _LONGEST_INTEGER = 64
 """Bytes of JSON: a longer one could take long to read."""
 _LARGE_INTEGER = 2**63 - 1
@@ -163,7 +164,11 @@ def lenient_integer(raw: msgspec.Raw) -> int | None:
 
 
 def inner_fields(fields: Fields, name: str) -> Fields | None:
-    """Return the fields of the object in a field, None if it is not there, or can't be read."""
+    """Return the fields of the object in a field, None if it is not there, or can't be read. One of
+    more than `_LONGEST_OBJECT` bytes is not: reading it again and again would take time.
+    """
+    if name in fields and memoryview(fields[name]).nbytes > _LONGEST_OBJECT:
+        return None
     try:
         return read_field(fields, name, _fields_decoder)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
