@@ -113,7 +113,7 @@ class NamedEventFilter:
         usage.
         """
         body = passed_without_inside(body)
-        body = self._counted(body)
+        body = self.counted(body)
         self.usage = None if _is_given_up(body) else usage_in(body)
         return body
 
@@ -137,7 +137,7 @@ class NamedEventFilter:
                 self.failure = GivenUpError("the engine gave the answer up half-way")
                 break
             if name in _WITH_USAGE:
-                event = _with_json(event, self._counted(_json_of(event)))
+                event = _with_json(event, self.counted(_json_of(event)))
             passed.append(event)
             if name in _ENDS:
                 self.done = True
@@ -148,7 +148,7 @@ class NamedEventFilter:
             self.usage = self._events.usage
         return batch
 
-    def _counted(self, json: bytes) -> bytes:
+    def counted(self, json: bytes) -> bytes:
         """Return what has the usage with the counts of the prefill engine's cache."""
         put = with_cache_of_message if self._dialect is Dialect.MESSAGES else with_cache
         return put(json, cached=self.cached_tokens, created=self.created_cache_tokens)
