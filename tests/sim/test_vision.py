@@ -73,7 +73,7 @@ async def asked(sim: SimServer, messages: list[dict[str, Any]], **more: Any) -> 
 def text(answer: Answer) -> str:
     assert answer.status == 200, answer.body
     if answer.chunks:
-        return "".join(one for one in answer.texts if one not in ("role", "[DONE]"))
+        return "".join(one for one in answer.texts if one not in (None, "role", "[DONE]"))
     return str(answer.json["choices"][0]["message"]["content"])
 
 
