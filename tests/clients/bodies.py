@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,6 @@ FILES = {
 SPLIT = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES})
 """The routes that are split. On the others every body is expected at one engine, until they stand
 here.
-"""
-UNLIKE = re.compile(rb'"cache_write_tokens":\d+')
-"""What differs from one engine's answer: a response's count of tokens that were new to the cache is
-the decode engine's own.
 """
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _LIMIT = {

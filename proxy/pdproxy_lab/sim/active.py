@@ -53,6 +53,8 @@ class ActiveRequest:
     """Prompt tokens found in the prefix cache."""
     external: int = 0
     """Prompt tokens whose KV came from elsewhere."""
+    created: int = 0
+    """Prompt tokens that its prefill has added to the prefix cache: whole blocks."""
     never_loads: bool = False
     """Its KV can never be loaded: the handle lacks a key."""
     scheduled_before: bool = False

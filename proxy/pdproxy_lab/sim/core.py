@@ -299,12 +299,14 @@ class Core:
 
     def _emit(self, sequence: ActiveRequest, token: Token, first: bool, now: float) -> None:
         request, sampling = sequence.request, sequence.request.sampling
-        in_cache = min(sequence.remembered * self.facts.block_size, sequence.prompt)
+        if first:  # of the prefill: what the answer adds to a block of the prompt counts no more
+            in_cache = min(sequence.remembered * self.facts.block_size, sequence.prompt)
+            sequence.created = max(in_cache - sequence.local - sequence.external, 0)
         output = EngineOutput(
             request_id=request.id,
             tokens=(token,),
             num_cached_tokens=sequence.cached_tokens,
-            num_cache_creation_tokens=max(in_cache - sequence.local - sequence.external, 0),
+            num_cache_creation_tokens=sequence.created,
         )
         if first and sampling.prompt_logprobs is not None:
             output.prompt_logprobs = self._language.prompt_scores(

@@ -61,6 +61,7 @@ class _Messages(msgspec.Struct):
 
 class _CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -165,6 +166,7 @@ def prefill_answer(body: bytes) -> PrefillAnswer | None:
     ids = listed[0].tokens if len(listed) == 1 else _NULL
     details = None if answer.usage is None else answer.usage.input_tokens_details
     cached = None if details is None else details.cached_tokens
+    created = None if details is None else details.cache_write_tokens
     return PrefillAnswer(
         answer.kv_transfer_params,
         ids,
@@ -173,7 +175,7 @@ def prefill_answer(body: bytes) -> PrefillAnswer | None:
             usage.prompt_tokens,
             usage.total_tokens,
             usage.completion_tokens,
-            TokensDetails(cached_tokens=cached),
+            TokensDetails(cached, created),
         ),
     )
 
