@@ -295,6 +295,19 @@ async def test_what_goes_whole_to_one_engine(
         assert (alone(w), w.prefill[0].requests) == ([reason], [])
 
 
+async def test_a_refusal_in_a_stream_gets_a_status() -> None:
+    """Where the engine names a refusal as such: nothing was sent before, and no other engine is
+    asked.
+    """
+    event = ERROR.replace(b"internal_error", b"invalid_request_error")
+    async with world(decode=2) as w:
+        w.decode[1].script(streams(event))
+        answer = await w.ask(MESSAGES, body(MESSAGES, stream=True))
+        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+        assert w.decode[0].requests == []
+        await w.quiet()
+
+
 @ROUTES
 @STREAM
 async def test_a_refusal_has_the_engines_own_words(path: str, stream: bool) -> None:

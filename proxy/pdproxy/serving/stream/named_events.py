@@ -15,8 +15,8 @@ import msgspec
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.serving.stream.failures import GivenUpError, tiny_lines
 from pdproxy.wire import sse
-from pdproxy.wire.api_errors import Dialect, WholeEvents
-from pdproxy.wire.engine import UNREADABLE, Usage
+from pdproxy.wire.api_errors import STATUS_OF_ERRORS, Dialect, WholeEvents
+from pdproxy.wire.engine import UNREADABLE, Usage, error_of
 from pdproxy.wire.event_template import EventTemplate
 from pdproxy.wire.inside import passed_events_without_inside, passed_without_inside
 from pdproxy.wire.passed_usage import usage_in, with_cache_of_message
@@ -203,9 +203,17 @@ def _with_json(event: bytes, json: bytes) -> bytes:
 
 
 def _failure(event: bytes) -> EngineError:
+    """Return the error that an event reports. vLLM 0.33.0 names a refusal as such; for 0.32.0 each
+    is its own failure.
+    """
+    json = _json_of(event)
+    detail = error_of(json)
+    status = 500 if detail is None else STATUS_OF_ERRORS.get(detail.type, 500)
     # The engine's text may quote the prompt. The client gets it; the log, which shows this message,
     # does not.
-    return EngineRefusedError("the engine sent an error event", status=500, body=_json_of(event))
+    return EngineRefusedError(
+        f"the engine sent an error event with status {status}", status=status, body=json
+    )
 
 
 def _has_reason(event: bytes) -> bool:
