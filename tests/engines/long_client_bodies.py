@@ -2,7 +2,8 @@
 are expected to be.
 """
 
-# Runs only if it is named. The bodies that say something about reasoning are sent to engines with a parser of it, too.
+# Runs only if it is named. The bodies that say something about reasoning are sent to engines with a
+# parser of it, too.
 
 import asyncio
 import json
