@@ -13,7 +13,12 @@ from collections.abc import Iterator
 import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError
-from pdproxy.serving.stream.failures import GivenUpError, tiny_lines
+from pdproxy.serving.stream.failures import (
+    GivenUpError,
+    has_other_lines,
+    other_lines,
+    tiny_lines,
+)
 from pdproxy.wire import sse
 from pdproxy.wire.api_errors import Dialect, WholeEvents
 from pdproxy.wire.engine import UNREADABLE, Usage
@@ -25,9 +30,16 @@ from pdproxy.wire.usage import with_cache
 _ENDS = frozenset({b"response.completed", b"response.incomplete", b"message_stop"})
 _FAILURES = frozenset({b"error", b"response.failed"})
 _WITH_USAGE = frozenset({b"response.completed", b"response.incomplete", b"message_delta"})
-_PROVE_NOTHING = frozenset({b"response.created", b"response.in_progress", b"ping"})
-"""Events that vLLM's API server sends before its engine has begun to work."""
-_NAME = re.compile(rb"event: ([a-z_.]{1,64})\r?\n")
+_PROVE_NOTHING = frozenset(
+    {
+        *(b"response.created", b"response.in_progress", b"ping", b"message_start"),
+        *(b"response.output_item.added", b"response.content_part.added", b"content_block_start"),
+    }
+)
+"""Events that come before the first one with output: vLLM's API server sends them before its engine
+has begun to work, or beside its first output, also if that is a failure.
+"""
+_NAME = re.compile(rb"event: ([a-z_.]{1,64})\n")
 _DATA = b"\ndata: "
 _FREQUENT = (
     b"response.output_text.delta",
@@ -99,12 +111,12 @@ class NamedEventFilter:
         Raises:
             EngineError: the stream has failed.
         """
-        if sse.has_tiny_lines(batch):
-            raise tiny_lines()
+        if (failure := _unreadable(batch)) is not None:
+            raise failure
         real = False
         for name, event in _named(batch):
-            if name in _FAILURES:
-                raise _failure(event)
+            if (failure := _failure(name, event)) is not None:
+                raise failure
             real = real or (name is not None and name not in _PROVE_NOTHING)
         return real
 
@@ -125,16 +137,13 @@ class NamedEventFilter:
         """Return the part of a batch of whole events that goes to the client: nothing after the end
         or a failure.
         """
-        if sse.has_tiny_lines(batch):
-            self.failure = tiny_lines()
+        self.failure = _unreadable(batch)
+        if self.failure is not None:
             return b""
         passed: list[bytes] = []
         for name, event in _named(self.shown(batch)):
-            if name in _FAILURES:
-                self.failure = _failure(event)
-                break
-            if name == b"message_delta" and not _has_reason(event):
-                self.failure = GivenUpError("the engine gave the answer up half-way")
+            self.failure = _failure(name, event)
+            if self.failure is not None:
                 break
             if name in _WITH_USAGE:
                 event = _with_json(event, self._counted(_json_of(event)))
@@ -202,10 +211,22 @@ def _with_json(event: bytes, json: bytes) -> bytes:
     return event[: event.find(_DATA) + len(_DATA)] + json + sse.END
 
 
-def _failure(event: bytes) -> EngineError:
-    # The engine's text may quote the prompt. The client gets it; the log, which shows this message,
-    # does not.
-    return EngineRefusedError("the engine sent an error event", status=500, body=_json_of(event))
+def _unreadable(batch: bytes) -> EngineError | None:
+    if sse.has_tiny_lines(batch):
+        return tiny_lines()
+    return other_lines() if has_other_lines(batch) else None
+
+
+def _failure(name: bytes | None, event: bytes) -> EngineError | None:
+    """Return the failure that an event reports, None if it reports none."""
+    if name in _FAILURES:
+        # The engine's text may quote the prompt. The client gets it; the log, which shows this
+        # message, does not.
+        text = "the engine sent an error event"
+        return EngineRefusedError(text, status=500, body=_json_of(event))
+    if name == b"message_delta" and not _has_reason(event):
+        return GivenUpError("the engine gave the answer up half-way")
+    return None
 
 
 def _has_reason(event: bytes) -> bool:
