@@ -146,7 +146,7 @@ def _named(events: list[bytes]) -> Told:
             continue
         name, _, payload = event.partition(b"\ndata: ")
         data = _json(payload)
-        kind = data.get("type")
+        kind = str(data.get("type"))
         if name != f"event: {kind}".encode() or b"\n" in payload:
             raise MalformedError(f"an event {event[:80]!r}")
         if over:
