@@ -111,12 +111,14 @@ class NamedEventFilter:
         Raises:
             EngineError: the stream has failed.
         """
-        if (failure := _unreadable(batch)) is not None:
-            raise failure
+        if sse.has_tiny_lines(batch):
+            raise tiny_lines()
         real = False
         for name, event in _named(batch):
             if (failure := _failure(name, event)) is not None:
                 raise failure
+            if name in _ENDS:
+                return True  # what is behind it goes to nobody
             real = real or (name is not None and name not in _PROVE_NOTHING)
         return real
 
@@ -137,8 +139,8 @@ class NamedEventFilter:
         """Return the part of a batch of whole events that goes to the client: nothing after the end
         or a failure.
         """
-        self.failure = _unreadable(batch)
-        if self.failure is not None:
+        if sse.has_tiny_lines(batch):
+            self.failure = tiny_lines()
             return b""
         passed: list[bytes] = []
         for name, event in _named(self.shown(batch)):
@@ -211,14 +213,10 @@ def _with_json(event: bytes, json: bytes) -> bytes:
     return event[: event.find(_DATA) + len(_DATA)] + json + sse.END
 
 
-def _unreadable(batch: bytes) -> EngineError | None:
-    if sse.has_tiny_lines(batch):
-        return tiny_lines()
-    return other_lines() if has_other_lines(batch) else None
-
-
 def _failure(name: bytes | None, event: bytes) -> EngineError | None:
-    """Return the failure that an event reports, None if it reports none."""
+    """Return the failure that an event reports, or is, None if it is none."""
+    if has_other_lines(event):
+        return other_lines()
     if name in _FAILURES:
         # The engine's text may quote the prompt. The client gets it; the log, which shows this
         # message, does not.
