@@ -28,7 +28,19 @@ from typing import Any
 import paired
 import stage
 
-LOADS = {"whole": (64, 0.0, ()), "streams": (64, 0.02, ("--stream",))}
+LOADS = {
+    "whole": (64, 0.0, ()),
+    "streams": (64, 0.02, ("--stream",)),
+    **{
+        f"{name}-{form}": (64, 0.02 if stream else 0.0, (*route, *stream))
+        for name, route in (
+            ("chat", ("--chat",)),
+            ("responses", ("--route", "/v1/responses")),
+            ("messages", ("--route", "/v1/messages")),
+        )
+        for form, stream in (("whole", ()), ("streams", ("--stream",)))
+    },
+}
 """What engines stream (chunks, seconds between two), and what is asked."""
 IDLE_S = 4.0
 WARMUP = 100
@@ -183,7 +195,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--loads", default="whole,streams")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--conc", type=int, default=8)
     parser.add_argument("--serve", default="", help="more options of pdproxy serve")

@@ -59,6 +59,7 @@ class Tally:
         }
 
 
+ENDS = (b"data: [DONE]", b"event: response.completed", b"event: message_stop")
 RANKS = {"p50": 0.5, "p99": 0.99}
 
 
@@ -133,7 +134,7 @@ class Client(asyncio.Protocol):
 
     def _saw(self, events: int, seen: bytes) -> None:
         now = time.perf_counter()
-        self.finished = self.finished or b"data: [DONE]" in seen
+        self.finished = self.finished or any(mark in seen for mark in ENDS)
         if b'data: {"error' in seen:
             self.failed = True
             self.body += seen
@@ -160,7 +161,7 @@ class Load:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.chat = options.chat
+        self.chat = options.chat or options.route is not None
         self.text = (TEXT * (options.prompt_bytes // len(TEXT) + 1))[: options.prompt_bytes]
         self.numbers = iter(range(options.n))
         self.tally = Tally()
@@ -175,8 +176,10 @@ class Load:
         )
         if self.options.token_ids:
             body["return_token_ids"] = True
+        path = self.options.route or ("/v1/chat/completions" if self.chat else "/v1/completions")
+        if path == "/v1/responses":
+            body["input"], body["max_output_tokens"] = body.pop("messages"), body.pop("max_tokens")
         data = json.dumps(body | more).encode()
-        path = "/v1/chat/completions" if self.chat else "/v1/completions"
         head = (
             f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\ncontent-type: "
             f"application/json\r\n"
@@ -232,7 +235,7 @@ class Load:
         good = (
             client.finished and not client.failed
             if self.options.stream
-            else b'"choices"' in client.body
+            else b'"usage"' in client.body
         )
         if status == 200 and good:
             tally.ok += 1
@@ -267,6 +270,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=2000, help="requests of all clients together")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--route", help="/v1/responses or /v1/messages in place of a chat")
     parser.add_argument("--token-ids", action="store_true", help="ask for token ids")
     parser.add_argument("--prompt-bytes", type=int, default=512)
     parser.add_argument(

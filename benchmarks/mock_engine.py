@@ -23,6 +23,8 @@ import httptools
 import msgspec
 import uvloop
 
+import mock_named
+
 MODEL = "m"
 CREATED = 1795219866
 FINGERPRINT = "vllm-0.32.0-e7581fe7"
@@ -58,6 +60,7 @@ class _Asked(msgspec.Struct):
 
     stream: bool | None = None
     max_tokens: int | None = None
+    max_output_tokens: int | None = None
     return_token_ids: bool | None = None
     stream_options: _StreamOptions | None = None
     kv_transfer_params: _Params | None = None
@@ -146,6 +149,33 @@ def usage(chat: bool, prompt: int, chunks: int) -> bytes:
     )
 
 
+def _handle(prefill: str | None, prompt: int, name: str) -> dict[str, Any] | None:
+    """Return the handle of a prompt's KV, None without an engine that keeps it."""
+    if prefill is None:
+        return None
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(range(100, 100 + -(-prompt // BLOCK)))],
+        "remote_engine_id": prefill,
+        "remote_request_id": name,
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        **dict.fromkeys(("tp_size", "dcp_size", "pp_size"), 1),
+        "remote_num_tokens": prompt,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": 0,
+    }
+
+
+@functools.lru_cache(256)
+def named(path: bytes, chunks: int, prompt: int, prefill: str | None) -> bytes:
+    """Return an answer of Responses or Messages that is not streamed."""
+    handle = _handle(prefill, prompt, "chatcmpl-91e491f871e03068-8caf4112")
+    return _answer(_json(mock_named.whole(path, chunks, prompt, handle)))
+
+
 @functools.lru_cache(256)
 def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) -> bytes:
     """Return an answer that is not streamed; `prefill` is the id of the engine that keeps the
@@ -164,20 +194,7 @@ def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) 
     choice["token_ids"] = list(range(2000, 2000 + chunks)) if ids else None
     choice |= {} if chat else {"prompt_logprobs": None, "prompt_token_ids": prompt_ids}
     choice["routed_experts"] = None
-    handle = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [list(range(100, 100 + -(-prompt // BLOCK)))],
-        "remote_engine_id": prefill,
-        "remote_request_id": name + ("-8caf4112" if chat else "-0-9cc849e2"),
-        "remote_host": "127.0.0.1",
-        "remote_port": 5600,
-        **dict.fromkeys(("tp_size", "dcp_size", "pp_size"), 1),
-        "remote_num_tokens": prompt,
-        "remote_blocks_expiry_time": None,
-        "transfer_mode": "pull",
-        "remote_prefill_cached_tokens": 0,
-    }
+    handle = _handle(prefill, prompt, name + ("-8caf4112" if chat else "-0-9cc849e2"))
     counts = {"prompt_tokens": prompt, "total_tokens": prompt + chunks, "completion_tokens": chunks}
     body = {
         "id": name,
@@ -193,7 +210,7 @@ def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) 
             if chat
             else {}
         ),
-        "kv_transfer_params": None if prefill is None else handle,
+        "kv_transfer_params": handle,
         "ec_transfer_params": None,
         "metrics": None,
     }
@@ -298,9 +315,15 @@ class Connection(asyncio.Protocol):
         params = asked.kv_transfer_params or _Params()
         ids = bool(asked.return_token_ids)
         prompt = params.remote_num_tokens or max(8, len(self.body) // 5)
-        if params.do_remote_decode or (asked.max_tokens == 1 and not asked.stream):
+        is_named = self.path in (mock_named.RESPONSES, mock_named.MESSAGES)
+        limit = asked.max_tokens or asked.max_output_tokens
+        if params.do_remote_decode or (limit == 1 and not asked.stream):
             engine.counts["prefill"] += 1
-            answer = whole(chat, 1, prompt, ids, engine.name)
+            answer = (
+                named(self.path, 1, prompt, engine.name)
+                if is_named
+                else whole(chat, 1, prompt, ids, engine.name)
+            )
             if engine.prefill_seconds:
                 self.timer = self.loop.call_later(engine.prefill_seconds, self.late, answer)
             else:
@@ -310,6 +333,9 @@ class Connection(asyncio.Protocol):
         if params.do_remote_prefill:
             engine.counts["decode_with_kv"] += 1
             engine.counts["moved_tokens"] += prompt
+        if is_named:
+            self.generate_named(prompt, stream=bool(asked.stream))
+            return
         if not asked.stream:
             self.transport.write(whole(chat, engine.chunks, prompt, ids, None))
             return
@@ -322,6 +348,17 @@ class Connection(asyncio.Protocol):
         self.timer = (
             self.loop.call_later(engine.itl, self.step) if paced else self.loop.call_soon(self.step)
         )
+
+    def generate_named(self, prompt: int, *, stream: bool) -> None:
+        """Answer as the decode engine of Responses or Messages."""
+        chunks = self.engine.chunks
+        if not stream:
+            self.transport.write(named(self.path, chunks, prompt, None))
+            return
+        self.tail = [mock_named.ending(self.path, chunks, prompt)]
+        self.events, self.at = mock_named.outputs(self.path, chunks), 0
+        self.transport.write(STREAM_HEAD + mock_named.opening(self.path, prompt))
+        self.timer = self.loop.call_soon(self.step)
 
     def late(self, answer: bytes) -> None:
         self.timer = None

@@ -13,7 +13,8 @@ NEW = {"version": "0.33.0", "bidirectional_kv_xfer": True}
 NO_LEASE = {"release", "lease"}
 ANY_LENGTH = {"short_prompt"}
 READ = {"transfer_mode": "READ"}
-NAMED = {"response", "response_stream", "message", "message_stream"}
+RESPONSES = {"response", "response_stream"}
+NAMED = {*RESPONSES, "message", "message_stream"}
 NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
 
 
@@ -24,7 +25,7 @@ NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
         ("nixl", {"notifier": True}, {"notice_wait"}),
         ("mooncake", {}, NAMED | NO_NOTICES | {"lease"}),
         ("lmcache-pd", {"ranks": 2}, NAMED | NO_LEASE),
-        ("lmcache-mp", {"ranks": 2}, NAMED | NO_LEASE),
+        ("lmcache-mp", {"ranks": 2}, RESPONSES | NO_LEASE),
         ("shared", {}, NO_LEASE | NO_NOTICES),
         ("kvstore-keys", {}, NAMED | NO_LEASE | NO_NOTICES),
         ("cpu", {}, NAMED | NO_LEASE | NO_NOTICES),

@@ -10,8 +10,14 @@ import re
 from tests.fakes.client import Answer
 
 _SUBSTITUTED = (
-    (re.compile(rb'"id":"(cmpl-|chatcmpl-tool-|chatcmpl-)[^"]*"'), rb'"id":"\1*"'),
-    (re.compile(rb'"created":\d+'), rb'"created":0'),
+    (
+        re.compile(
+            rb'"((?:item_|call_)?id)":"(cmpl-|chatcmpl-tool-|chatcmpl-|resp_|msg_|rs_|fc_|call_)[^"]*"'
+        ),
+        rb'"\1":"\2*"',
+    ),
+    (re.compile(rb'"(created|created_at)":\d+'), rb'"\1":0'),
+    (re.compile(rb'"signature":"[0-9a-f]+"'), rb'"signature":"*"'),
     (re.compile(rb'"system_fingerprint":"[^"]*"'), rb'"system_fingerprint":"*"'),
 )
 _CACHED = re.compile(rb'"(cached|created_cache)_tokens":\d+')

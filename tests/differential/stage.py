@@ -40,15 +40,19 @@ class Stage:
         self.world = w
         self.plain = plain
 
+    def forget_caches(self) -> None:
+        """Have all engines forget the prompts that they know."""
+        for engine in (*self.world.engines, self.plain):
+            core = engine.sim.engine._core
+            assert core is not None
+            core.pool.forget_all()
+
     async def differs(self, wanted: Generated) -> str:
         """Ask both; return the first difference between their answers, "" where there is none.
 
         No handle may be left, and no engine be blamed: all of them are well.
         """
-        for engine in (*self.world.engines, self.plain):
-            core = engine.sim.engine._core
-            assert core is not None
-            core.pool.forget_all()
+        self.forget_caches()
         # With several prefill engines, the one that is asked again may not have seen the prompt.
         cached = not wanted.shares_a_block and (wanted.times == 1 or len(self.world.prefill) == 1)
         for _ in range(wanted.times):

@@ -26,7 +26,7 @@ ORDER = [
         "test_other_routes",
         "test_flags_and_fields",
         "test_reasoning",
-        "test_media",
+        "long_media",
         "test_tokenize",
         "test_keys",
         "test_generated",

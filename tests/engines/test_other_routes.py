@@ -153,8 +153,8 @@ GENERATED: list[tuple[str, dict[str, Any]]] = [
     ("/generative_scoring", {**SCORING, "label_token_ids": [10**9]}),
     ("/generative_scoring", {**SCORING, "model": "nope"}),
 ]
-_MADE = re.compile(r"^(resp|msg|chatcmpl|rs)[-_][0-9a-f-]{8,}$")
-_TIMES = {"created_at", "created", "completed_at"}
+_MADE = re.compile(r"^(resp|msg|chatcmpl|chatcmpl-tool|rs|fc|call|toolu)[-_][0-9a-f-]{8,}$")
+_NEW = {"created_at", "created", "completed_at", "signature"}
 
 
 def masked(value: Any) -> Any:
@@ -162,7 +162,7 @@ def masked(value: Any) -> Any:
     if isinstance(value, dict):
         return {
             k: "*"
-            if k in _TIMES or k.startswith(("cached_tokens", "cache_", "input_tokens_per"))
+            if k in _NEW or k.startswith(("cached_tokens", "cache_", "input_tokens_per"))
             else masked(v)
             for k, v in value.items()
         }
@@ -187,8 +187,10 @@ def content_of(answer: Answer) -> Any:
             if isinstance(before, str):
                 events[-1][1]["delta"] = before + body["delta"]
                 continue
-            if "text" in before:
-                before["text"] += body["delta"]["text"]
+            key = before["type"].removesuffix("_delta")
+            key = {"input_json": "partial_json"}.get(key, key)
+            if key != "signature" and before["type"] == body["delta"]["type"]:
+                before[key] += body["delta"][key]
                 continue
         events.append((name, body))
     return events

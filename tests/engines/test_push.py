@@ -27,6 +27,7 @@ from .prompts import ids
 from .proxy import Proxy
 from .shapes import CHAT, COMPLETIONS, SHAPES, Shape, question, story
 from .test_load import USED, _leave, _until
+from .test_split_routes import MESSAGES, body_of, split
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600, func_only=True)]
 
@@ -73,6 +74,12 @@ async def _meet(proxy: Proxy) -> None:
         "temperature": 0,
     }
     assert (await ask(proxy.url, COMPLETIONS, body)).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_are_pushed(pushers: Fleet, proxy: Proxy, stream: bool) -> None:
+    """Both engines know a message by its header's id; the client sees its own."""
+    await split(pushers, proxy, MESSAGES, body_of(MESSAGES, {"stream": stream}))
 
 
 def _overlaps(proxy: Proxy) -> float:

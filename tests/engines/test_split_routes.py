@@ -13,6 +13,7 @@ from .equality import Moved, in_full
 from .fleet import Fleet
 from .prompts import FORGED, SCHEMA, STORY, story
 from .proxy import Proxy
+from .test_equality import EVERY
 from .test_other_routes import content_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
@@ -163,8 +164,8 @@ async def split(fleet: Fleet, proxy: Proxy, path: str, body: Any) -> None:
 
 @pytest.mark.parametrize(
     ("path", "fields"),
-    [(path, fields) for path, _, fields in SPLIT],
-    ids=[f"{path[4:]}-{name}" for path, name, _ in SPLIT],
+    [(path, fields) for path, _, fields in SPLIT[::EVERY]],
+    ids=[f"{path[4:]}-{name}" for path, name, _ in SPLIT[::EVERY]],
 )
 async def test_as_one_plain_engine(
     fleet: Fleet, proxy_1p1d: Proxy, path: str, fields: dict[str, Any]
@@ -183,7 +184,7 @@ async def test_turns_with_calls(
     await split(fleet, proxy_1p1d, path, body_of(path, fields, more))
 
 
-@pytest.mark.parametrize(("path", "reason", "fields"), ALONE)
+@pytest.mark.parametrize(("path", "reason", "fields"), ALONE[::EVERY])
 async def test_alone_as_one_plain_engine(
     fleet: Fleet, proxy_1p1d: Proxy, path: str, reason: str, fields: dict[str, Any]
 ) -> None:
@@ -193,7 +194,7 @@ async def test_alone_as_one_plain_engine(
     assert proxy_1p1d.counters().sum("pdproxy_alone_total", reason=reason) == before + 1
 
 
-@pytest.mark.parametrize(("path", "fields"), REFUSED)
+@pytest.mark.parametrize(("path", "fields"), REFUSED[::EVERY])
 async def test_refused_as_by_one_plain_engine(
     fleet: Fleet, proxy_1p1d: Proxy, path: str, fields: dict[str, Any]
 ) -> None:

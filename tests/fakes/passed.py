@@ -13,8 +13,10 @@ from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import PROMPT, World
 
 PASSED = [entry for entry in TABLE if entry.kind is RouteKind.PASSED]
+FORMS = [entry.path for entry in PASSED if entry.form]
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-PATHS = [entry.path for entry in PASSED if entry.has_body]
+PATHS = [entry.path for entry in PASSED if entry.has_body and not entry.form]
+"""Those whose bodies are JSON."""
 VLLM = [
     tuple(line.split())
     for line in (Path(__file__).parent / "vllm_routes.txt").read_text().splitlines()

@@ -78,6 +78,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_notifier.py",
         "proxy/test_both_legs_lost.py",
     ),
+    "serving/stream/named": ("proxy/test_named_routes.py",),
     "serving/stream/": (
         "fuzz/test_streams.py",
         "proxy/test_slow_readers.py",
@@ -87,6 +88,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "scheduling/prefix": ("proxy/test_prefixes.py",),
     "scheduling/": ("proxy/test_placement.py", "proxy/test_outliers.py"),
     "transfer/": ("proxy/test_connectors.py", "proxy/test_split_or_alone.py"),
+    "wire/routes/": (
+        "proxy/test_named_routes.py",
+        "proxy/test_split_or_alone.py",
+        "clients/test_bodies.py",
+    ),
     "wire/": ("proxy/test_requests.py", "proxy/test_split_or_alone.py"),
 }
 """Tests of a part of the package, most of them with simulated engines: the first beginning that

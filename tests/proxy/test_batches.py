@@ -217,7 +217,7 @@ async def test_a_content_that_is_not_text_is_served_by_one_engine() -> None:
     """The rule holds for each conversation by itself; what the engines say of it is the batch's
     answer.
     """
-    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "a"}]
     async with world() as w:
         ours, plain = await both(w, BATCH, batch(messages=[user(PROMPT), user(image)]))
         assert (ours.status, ours.body) == (plain.status, plain.body)

@@ -296,6 +296,19 @@ async def test_what_goes_whole_to_one_engine(
         assert (alone(w), w.prefill[0].requests) == ([reason], [])
 
 
+async def test_a_refusal_in_a_stream_gets_a_status() -> None:
+    """Where the engine names a refusal as such: nothing was sent before, and no other engine is
+    asked.
+    """
+    event = ERROR.replace(b"internal_error", b"invalid_request_error")
+    async with world(decode=2) as w:
+        w.decode[1].script(streams(event))
+        answer = await w.ask(MESSAGES, body(MESSAGES, stream=True))
+        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+        assert w.decode[0].requests == []
+        await w.quiet()
+
+
 @ROUTES
 @STREAM
 async def test_a_refusal_has_the_engines_own_words(path: str, stream: bool) -> None:
@@ -309,6 +322,32 @@ async def test_a_refusal_has_the_engines_own_words(path: str, stream: bool) -> N
         assert (answer.status, answer.json) == (direct.status, direct.json)
         assert answer.status == 400
         await w.quiet()
+
+
+@STREAM
+@pytest.mark.parametrize(
+    ("connector", "path"),
+    [
+        ("shared", RESPONSES),
+        ("shared", MESSAGES),
+        ("nixl-push", MESSAGES),
+        ("lmcache-mp", MESSAGES),
+    ],
+)
+async def test_other_contracts(connector: str, path: str, stream: bool) -> None:
+    """The answer is that of the plain engine, and nothing is served alone."""
+    asked = body(path, stream=stream)
+    async with pool(connector) as pair:
+        for _ in range(2):  # the second one finds what the first one has shown
+            ours, plain = await pair.ask(path, asked), await pair.asked_plain(path, asked)
+            assert (ours.status, ours.ended) == (200, True)
+            told = [
+                [shape(event) for event in (one.events if stream else [one.body])]
+                for one in (ours, plain)
+            ]
+            assert told[0] == told[1]
+        assert not alone(pair.world)
+        assert {one.path for one in pair.p.requests} == {path}
 
 
 async def test_a_contract_without_the_route_has_one_engine_answer() -> None:

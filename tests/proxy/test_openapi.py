@@ -15,6 +15,8 @@ import pytest
 from pdproxy.serving.access.routes import ENTRIES, TABLE, RouteKind
 from tests.fakes import scripts
 from tests.fakes.client import Answer
+from tests.fakes.forms import spoken, typed
+from tests.fakes.passed import FORMS
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, world
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -96,6 +98,7 @@ class Document:
             assert "Retry-After" in said[str(answer.status)]["headers"]
 
 
+FORM = "multipart/form-data"
 OF_THE_DOCUMENT = ("/docs", "/openapi.json")
 
 
@@ -179,3 +182,20 @@ async def test_the_shapes_of_requests() -> None:
                 document.check(body, document.request(path))
             answer = await w.ask(path, body)
             assert answer.status == 400, (path, body, answer.body)
+
+
+@pytest.mark.parametrize("path", FORMS)
+async def test_forms(path: str) -> None:
+    """A good one fits; whole answers, streams and refusals are named."""
+    limit = ("max_completion_tokens", b"2")
+    async with world(facts={"speech": True}) as w:
+        document = await document_of(w)
+        content = document.paths[path]["post"]["requestBody"]["content"]
+        assert list(content) == [FORM]
+        document.check({"file": "RIFF", "model": "tiny", "stream": "true"}, content[FORM]["schema"])
+        with pytest.raises(jsonschema.ValidationError):
+            document.check({"model": "tiny"}, content[FORM]["schema"])
+        for fields, status in (((), 200), ((("stream", b"true"),), 200), ((("n", b"x"),), 400)):
+            answer = await w.ask(path, spoken(limit, *fields), [typed()])
+            assert answer.status == status
+            document.covers(answer, "post", path)

@@ -13,8 +13,10 @@ from pdproxy.app.compose import Proxy
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.routes import TABLE, RouteKind
 from tests.fakes.engine import Reply
+from tests.fakes.forms import spoken, typed
 from tests.fakes.passed import (
     BODIES,
+    FORMS,
     HANDLE,
     MESSAGES,
     PATHS,
@@ -76,10 +78,15 @@ async def test_no_route_outside_the_table_reaches_an_engine() -> None:
             kind = entries.get((method, path))
             before = seen()
             concrete = path.replace("{response_id}", "resp_1").replace("{model_id}", "tiny")
-            answer = await w.ask(concrete, b"{}" if method == "POST" else b"", method=method)
+            body, headers = b"{}" if method == "POST" else b"", []
+            if path in FORMS:
+                body, headers = spoken(), [typed()]
+            answer = await w.ask(concrete, body, headers, method=method)
             if kind is RouteKind.PASSED:
                 twice = path == RESPONSES  # the second time for the text of the refusal
                 assert seen() == before + 1 + twice, path
+            elif kind is RouteKind.REFUSED:
+                assert (seen(), answer.status) == (before, 404), path
             elif kind is None:
                 assert seen() == before, path
                 shadowed = path == "/v1/responses/render"  # there is a GET of that form

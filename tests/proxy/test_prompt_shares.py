@@ -71,10 +71,11 @@ async def test_requests_that_go_whole_on_their_own_route(fields: dict[str, Any])
     """With a tool that an engine may run by itself."""
     tools = [{"type": "web_search_preview"}]
     async with world() as w:
-        await ask(w, FEW, RESPONSES, responses(tools=tools, **fields))
+        await ask(w, FEW, RESPONSES, responses(tools=tools, max_output_tokens=4, **fields))
         assert len(await told(w)) == 1
         tokens = w.metric("pdproxy_tokens_total", kind="prompt")
-        assert w.metric("pdproxy_prompt_tokens_total", served="beside_idle") == tokens > 0
+        labels = {"served": "beside_idle", "reason": "built_in_tools"}
+        assert w.metric("pdproxy_prompt_tokens_total", **labels) == tokens > 0
 
 
 async def test_a_client_whose_requests_are_split() -> None:

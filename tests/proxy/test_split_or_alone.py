@@ -13,7 +13,9 @@ from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, chat, comple
 IMAGE = [
     {
         "role": "user",
-        "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
+        "content": [
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}, "uuid": "a"}
+        ],
     }
 ]
 PARTS = [

@@ -20,6 +20,7 @@ from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
 from pdproxy.wire.request import parse
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Alone
+from pdproxy.wire.unusual import MEDIUM
 
 JSON = st.recursive(
     st.none()
@@ -207,8 +208,18 @@ TEXT: dict[str, Any] = {"type": "text", "text": "x"}
         ({"type": "thinking", "thinking": "x"}, None),
         ({"type": "tool_reference", "name": "x"}, None),
         ({"text": "x"}, Alone.NON_TEXT),
-        ({"type": "image_url", "image_url": {"url": "data:,"}}, Alone.NON_TEXT),
-        ({"type": "input_image", "image_url": "data:,"}, Alone.NON_TEXT),
+        ({"type": "image_url", "image_url": {"url": "data:,"}}, None),
+        ({"type": "input_image", "image_url": "data:,"}, None),
+        ({"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}, None),
+        ({"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "u"}, Alone.NON_TEXT),
+        ({"type": "image_url", "image_url": {"url": "http://a/b.png"}}, Alone.NON_TEXT),
+        ({"type": "image_url", "image_url": {"url": "DATA:,"}}, Alone.NON_TEXT),
+        ({"type": "image_url", "image_url": {"url": None}}, Alone.NON_TEXT),
+        ({"type": "image_url", "image_url": "data:,", "video_url": "data:,"}, Alone.NON_TEXT),
+        ({"type": "video_url", "image_url": "data:,"}, Alone.NON_TEXT),
+        ({"type": "input_audio", "input_audio": "data:,"}, Alone.UNUSUAL),
+        ({"type": "input_audio", "input_audio": {"url": "data:,"}}, Alone.NON_TEXT),
+        ({"type": "input_image", "file_id": "f"}, Alone.NON_TEXT),
         (TEXT | {"image_url": {"url": "data:,"}, "uuid": "u"}, Alone.NON_TEXT),
         ({"image_url": "data:,"}, Alone.NON_TEXT),
         ({"type": "unheard_of"}, Alone.NON_TEXT),
@@ -218,7 +229,10 @@ TEXT: dict[str, Any] = {"type": "text", "text": "x"}
 )
 def test_a_part_is_text_as_engines_see_it(part: dict[str, Any], alone: Alone | None) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": [TEXT, part]}]}).encode()
-    assert parse(Route.CHAT, body).alone is alone
+    parsed = parse(Route.CHAT, body)
+    assert parsed.alone is alone
+    if parsed.has_media:
+        assert MEDIUM < parsed.prompts[0].text_bytes < MEDIUM + len(body)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,13 @@ class NotStoredError(BadRequestError):
     type = "invalid_request_error"
 
 
+class NotServedError(BadRequestError):
+    """The client asked for a route that engines may have, and that is not passed on."""
+
+    status = 404
+    type = "NotFoundError"
+
+
 class ModelNotFoundError(BadRequestError):
     """No pool has the model. Type and text are vLLM's."""
 

@@ -327,7 +327,9 @@ ORDER_NAMES = ("sequential", "concurrent")
 
 
 OPENAI_ROUTES = frozenset({Route.COMPLETIONS, Route.CHAT})
-ALL_ROUTES = OPENAI_ROUTES | {Route.RESPONSES, Route.MESSAGES}
+WITH_HEADER_IDS = OPENAI_ROUTES | {Route.MESSAGES}
+"""The routes on which engines take a request's id from its header, or from both places."""
+ALL_ROUTES = WITH_HEADER_IDS | {Route.RESPONSES}
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ import msgspec
 
 from pdproxy.transfer import nixl
 from pdproxy.transfer.contract import (
+    WITH_HEADER_IDS,
     Capabilities,
     Contract,
     Dispatch,
@@ -148,6 +149,7 @@ def _headers(peer: Peer | None) -> tuple[tuple[bytes, bytes], ...]:
 NAME = "nixl-push"
 CAPABILITIES = Capabilities(
     takes_ids=True,
+    routes=WITH_HEADER_IDS,
     orders=("concurrent", "sequential"),
     peers_from=PeerSource.ANSWERS,
     mixed_parallel_sizes=True,

@@ -28,6 +28,7 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream import reach
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import LOCAL_ERRORS
+from pdproxy.wire.body_bounds import Body
 
 _MAX_HEADER = 4 * 2**20
 """Bytes. vLLM describes each item of a binary embedding in a header."""
@@ -93,7 +94,7 @@ class PassthroughLegs:
         self._session: aiohttp.ClientSession | None = None
 
     async def send(
-        self, method: str, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes
+        self, method: str, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: Body
     ) -> PassthroughLeg:
         """Send a request, and return the answer once its head has come. The caller must close it.
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from pdproxy import __version__
-from pdproxy.kit.errors import NotStoredError, PdproxyError, UnauthorizedError
+from pdproxy.kit.errors import NotServedError, NotStoredError, PdproxyError, UnauthorizedError
 from pdproxy.serving.access.keys import CHALLENGE, ValidKey
 from pdproxy.serving.access.routes import ENTRIES, MODELS, TABLE, RouteEntry, RouteKind
 from pdproxy.settings.listen import Cors
@@ -135,7 +135,9 @@ def _add(app: FastAPI, entry: RouteEntry, answers: AnswerMakers) -> None:
 
     async def refused(request: Request) -> Response:
         _authorize(request, answers, entry.path)
-        name = request.path_params["response_id"]
+        name = request.path_params.get("response_id")
+        if name is None:
+            raise NotServedError(f"{entry.path} is not served: {entry.why}")
         raise NotStoredError(
             f"Response with id '{name}' not found: {entry.why}", param="response_id"
         )

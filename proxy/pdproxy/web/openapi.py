@@ -19,8 +19,9 @@ from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.route import Route
 
 Schema = dict[str, Any]
-JSON, EVENTS, BINARY, PROMETHEUS = (
+JSON, FORM, EVENTS, BINARY, PROMETHEUS = (
     "application/json",
+    "multipart/form-data",
     "text/event-stream",
     "application/octet-stream",
     "text/plain",
@@ -262,6 +263,8 @@ def request_of(entry: RouteEntry) -> dict[str, Any]:
     if not entry.has_body or entry.kind is RouteKind.REFUSED:
         return found
     required, choice = _FIELDS.get(entry.path, {}), _ONE_OF.get(entry.path, {})
+    if entry.form:
+        required = {"file": {**_TEXT, "format": "binary", "description": "The audio"}}
     schema: Schema = {
         "type": "object",
         "description": (
@@ -278,7 +281,8 @@ def request_of(entry: RouteEntry) -> dict[str, Any]:
         schema["required"] = list(required)
     if choice:
         schema["anyOf"] = [{"required": [name]} for name in choice]
-    found["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    media = FORM if entry.form else JSON
+    found["requestBody"] = {"required": True, "content": {media: {"schema": schema}}}
     return found
 
 

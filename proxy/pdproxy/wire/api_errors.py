@@ -75,6 +75,8 @@ _MESSAGES_ERRORS = {
     503: "overloaded_error",
 }
 """Types of the Messages API's errors by status. All other failures are an `api_error`."""
+STATUS_OF_ERRORS = {kind: status for status, kind in _MESSAGES_ERRORS.items()}
+"""Their statuses by type."""
 
 
 class _ErrorFields(msgspec.Struct, frozen=True):

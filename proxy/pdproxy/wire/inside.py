@@ -120,6 +120,7 @@ _INSIDE_VALUE = re.compile(
 _ADDRESS = re.compile(
     rb"\b[a-z][a-z0-9+]{1,9}://[^\s\"'<>(){}\\,;]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b"
 )
+_ERROR = re.compile(rb'"error": ?\{')
 _MAX_KEYS = 1 << 16
 """Keys of an answer, about, up to which its fields become objects. An answer with more has many
 logprobs: there only fields of handles are looked for.
@@ -288,12 +289,12 @@ def error_events_without_inside(batch: bytes, engines: Sequence[str]) -> bytes:
     if (
         batch.find(b"\nevent: error\n") < 0
         and not batch.startswith(b"event: error\n")
-        and batch.find(b'"error":{') < 0
+        and _ERROR.search(batch) is None
     ):
         return batch
     events = batch.split(sse.END)
     for at, event in enumerate(events):
-        if event.startswith(b"event: error\n") or b'"error":{' in event:
+        if event.startswith(b"event: error\n") or _ERROR.search(event):
             events[at] = error_without_inside(event, 500, engines)
     return sse.END.join(events)
 

@@ -1,10 +1,8 @@
 """Bodies of the routes that are passed to one engine: read like those of generating routes,
 cleaned, and encoded again.
 
-Owns what becomes of a Responses request that asks for storage: the engine gets it so that it stores
-nothing, since the next request may go to an engine that does not have what was stored. vLLM without
-`VLLM_ENABLE_RESPONSES_API_STORE` ignores `store`, answers `previous_response_id` with 404 and
-`background` with 400. Clients get these answers, whether the engine has that or not.
+Also the bodies of requests of generating routes that one engine gets whole. What becomes of a
+request that asks for storage is in `wire.routes.responses`.
 """
 
 from __future__ import annotations
@@ -15,30 +13,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdproxy.kit.errors import BadRequestError
-from pdproxy.kit.ids import mint
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, Body, Bounds
 from pdproxy.wire.fields import (
     PROMPT_IDS,
     Fields,
     has_value,
-    is_absent,
-    lenient_integer,
     model_of,
     read_fields_if_quick,
 )
+from pdproxy.wire.lenient_json import JSON_MEDIA_TYPE
 from pdproxy.wire.media import check_media
 from pdproxy.wire.prompt_lists import count_in
 
-_TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
-_FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
-_LONGEST_BOOLEAN = 64
-"""Bytes of JSON. A longer number counts as true, since reading it could take long."""
-_NUMBER = b"-0123456789"
-"""How a number begins."""
-_LIMITS = {Dialect.RESPONSES: "max_output_tokens", Dialect.MESSAGES: "max_tokens"}
-"""The field with an answer's limit."""
+TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
+"""What vLLM takes for true, in small letters."""
 _ANY = b'"[{'
 _LISTED = {
     "input": b'"[',
@@ -92,20 +81,29 @@ class PassedBody:
 
     `unknown_id`: the name that was put in the place of `previous_response_id`, so that no engine
     can run a request in the background; None if the client did not ask for that. `limit`: the most
-    tokens of the answer, None if the body names none.
+    tokens of the answer, None if the body names none. `work`: the bytes of text that take as much
+    work, None: as many as it has. `parts`: what it is known by, None: its fields.
     """
 
-    data: bytes
+    data: Body
     model: str | None
     stream: bool
     unknown_id: str | None = None
     limit: int | None = None
     pairs: Pairs = NO_PAIRS
+    content_type: bytes = JSON_MEDIA_TYPE.encode()
+    work: int | None = None
+    parts: Fields | None = None
     _shared: int = 0
     _own_rest: bytes = b""
 
     @property
-    def own(self) -> bytes | None:
+    def size(self) -> int:
+        """How much work it is, in bytes of text."""
+        return len(self.data) if self.work is None else self.work
+
+    @property
+    def own(self) -> Body | None:
         """The body as the client wrote it, None if `data` is that. Only an engine that refuses
         `data` by its schema may get it.
 
@@ -134,7 +132,6 @@ def read_if_quick(
         UnreadableError: it is not a JSON object in UTF-8.
         TooManyPromptsError, TooManyFieldsError: it holds more than one request may.
         MediaUrlError: it names media that engines are not to fetch.
-        BadRequestError: it asks for a stored conversation.
     """
     fields = read_fields_if_quick(body)
     if fields is None:
@@ -179,7 +176,7 @@ def passed_body(
     `pairs`: what `check_lists` has found; `salt`: see `Salt`; None: no prompt is computed for it.
 
     Raises:
-        BadRequestError: it asks for a stored conversation, or its salt is wrong.
+        BadRequestError: its salt is wrong.
     """
     if salt is not None:
         salt(fields)
@@ -189,68 +186,31 @@ def passed_body(
         fields["model"] = msgspec.Raw(msgspec.json.encode(known))
     if dialect is Dialect.OPENAI:
         fields.pop(PROMPT_IDS, None)
-    if dialect is not Dialect.RESPONSES:
-        return PassedBody(
-            msgspec.json.encode(fields), model, stream, limit=_limit(dialect, fields), pairs=pairs
-        )
-    if not (is_absent(fields, "conversation") or has_value(fields, "conversation", b"false")):
-        why = "no conversation is stored: send the whole of it as `input`"
-        raise BadRequestError(f"`conversation` is not supported: {why}", param="conversation")
-    unknown_id = None
-    changed: Fields = {}
-    if _boolean(fields, "background") is not False:
-        unknown_id = f"resp_{mint()}"
-        changed["previous_response_id"] = msgspec.Raw(msgspec.json.encode(unknown_id))
-    elif "store" not in fields or _boolean(fields, "store"):
-        # vLLM's default is true: an engine that is set to store would keep every response until it
-        # ends.
-        changed["store"] = msgspec.Raw(b"false")
-        if not (is_absent(fields, "background") or has_value(fields, "background", b"false")):
-            # vLLM takes "no" for true where it compares it with `store`
-            changed["background"] = msgspec.Raw(b"false")
+    return PassedBody(msgspec.json.encode(fields), model, stream, pairs=pairs)
+
+
+def whole_body(fields: Fields, model: str | None) -> PassedBody:
+    """Return the client's own body, for one engine that gets a request of a generating route
+    whole.
+    """
+    return PassedBody(msgspec.json.encode(fields), model, has_value(fields, "stream", b"true"))
+
+
+def changed_body(
+    fields: Fields, model: str | None, changed: Fields, unknown_id: str | None
+) -> PassedBody:
+    """Do the same with other values of some fields. An engine that refuses these by its schema gets
+    the client's. `unknown_id`: as in `PassedBody`.
+    """
+    stream = has_value(fields, "stream", b"true")
     own = {name: fields.pop(name) for name in changed if name in fields}
     shared = msgspec.json.encode(fields).removesuffix(b"}")
     data = shared + _rest(shared, changed)
     rest = _rest(shared, own) if changed else b""
-    return PassedBody(
-        data,
-        model,
-        stream,
-        unknown_id,
-        _limit(dialect, fields),
-        _shared=len(shared),
-        _own_rest=rest,
-    )
-
-
-def _limit(dialect: Dialect, fields: Fields) -> int | None:
-    """Return the most tokens of an answer, None if the body does not say so, or says what is no
-    number.
-    """
-    raw = fields.get(_LIMITS.get(dialect, ""))
-    return None if raw is None else lenient_integer(raw)
+    return PassedBody(data, model, stream, unknown_id, _shared=len(shared), _own_rest=rest)
 
 
 def _rest(shared: bytes, fields: Fields) -> bytes:
     """Return the end of a JSON object that begins with `shared`."""
     rest = msgspec.json.encode(fields).removeprefix(b"{")
     return b"," + rest if len(shared) > 1 and fields else rest
-
-
-def _boolean(fields: Fields, name: str) -> bool | None:
-    """Return how vLLM reads a field, None if not at all. It takes some texts and numbers for a
-    boolean, and null for False.
-    """
-    if is_absent(fields, name):
-        return False
-    raw = fields[name]
-    if (view := memoryview(raw)).nbytes > _LONGEST_BOOLEAN:
-        return True if view[0] in _NUMBER else None  # an engine reads 1.000...0 as 1
-    try:
-        value = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
-        return None
-    if isinstance(value, str):
-        text = value.strip().lower()
-        return text in _TRUE_TEXTS if text in _TRUE_TEXTS | _FALSE_TEXTS else None
-    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None

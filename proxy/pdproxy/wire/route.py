@@ -24,6 +24,8 @@ class Route(Enum):
     RESPONSES = responses.FORM
     MESSAGES = messages.FORM
 
+    __hash__ = object.__hash__  # an enum's own hash is slow code: sets of routes are asked often
+
     def __new__(cls, form: RouteForm | str) -> Self:
         """Make a route of its form. Later, `Route(path)` finds one."""
         assert isinstance(form, RouteForm)

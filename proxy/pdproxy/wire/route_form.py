@@ -17,6 +17,7 @@ from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Bounds
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.fields import Fields
+from pdproxy.wire.passthrough_body import PassedBody, whole_body
 
 
 class Alone(Enum):
@@ -117,6 +118,7 @@ class RouteForm:
         - `dialect`: the API of answers, events and errors.
         - `is_named`: a stream's events have names (`event: ...`), and its last one the usage.
         - `goes_whole(alone)`: whether one engine gets the client's own body, on this route.
+        - `whole(fields, model)`: that body; `model`: as its engines name it.
         - `has_own_words`: an engine's refusal of a leg is not the answer: the engine is sent the
           client's own body, and refuses that.
     """
@@ -141,4 +143,5 @@ class RouteForm:
     takes_ids: bool = True
     is_named: bool = False
     goes_whole: Callable[[Alone], bool] = lambda _: False
+    whole: Callable[[Fields, str | None], PassedBody] = whole_body
     has_own_words: bool = False

@@ -159,10 +159,11 @@ def _is_inside(part: Fields) -> bool:
     if bytes(kind) not in _INSIDE.get(key, ()):
         return False
     value = part[key]
+    if key == "input_audio":
+        data = _fields_decoder.decode(value).get("data", _NULL)
+        return bytes(memoryview(data)[:1]) == b'"'
     if bytes(memoryview(value)[:1]) == b"{":
-        value = _fields_decoder.decode(value).get("data" if key == "input_audio" else "url", _NULL)
-        if key == "input_audio":
-            return bytes(memoryview(value)[:1]) == b'"'
+        value = _fields_decoder.decode(value).get("url", _NULL)
     return bytes(memoryview(value)[: len(_DATA_URL)]) == _DATA_URL
 
 

@@ -10,7 +10,8 @@ import msgspec
 
 _DETAILS = "prompt_tokens_details"
 _COUNTS = {
-    name: re.compile(rb'"%s":\d+' % name) for name in (b"cached_tokens", b"created_cache_tokens")
+    name: re.compile(rb'"%s":\d+' % name)
+    for name in (b"cached_tokens", b"created_cache_tokens", b"cache_write_tokens")
 }
 
 
@@ -44,7 +45,12 @@ def with_cache(answer: bytes, *, cached: int | None, created: int | None) -> byt
     and almost nothing `created`. None leaves a count unchanged, and a missing one stays missing. In
     a text the quotes would be escaped.
     """
-    for name, tokens in ((b"cached_tokens", cached), (b"created_cache_tokens", created)):
+    counts = (
+        (b"cached_tokens", cached),
+        (b"created_cache_tokens", created),
+        (b"cache_write_tokens", created),  # of Responses
+    )
+    for name, tokens in counts:
         if tokens is not None and (at := answer.rfind(b'"%s":' % name)) >= 0:
             answer = answer[:at] + _COUNTS[name].sub(b'"%s":%d' % (name, tokens), answer[at:], 1)
     return answer

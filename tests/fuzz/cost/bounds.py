@@ -52,6 +52,14 @@ PASSED = Bound(
     free=4 * MIB,
     why="as a generating body; what is written anew is one of the three",
 )
+FORM = Bound(
+    ns=20,
+    ms=10,
+    memory=3,
+    steps=0.2,
+    why="a file is searched in slices of 128 KiB, 11 ns per byte at worst, and not copied; the "
+    "fields besides it, 256 KiB, are copied three times",
+)
 READER = Bound(
     ns=120, ms=8000, memory=5, steps=2, free=150 * MIB,
     why="a body of 64 MiB is read in the 10 s of `deadlines.read_body`; a reader process may "

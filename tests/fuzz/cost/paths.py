@@ -47,9 +47,11 @@ from pdproxy.wire.body_bounds import DEFAULT
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.fields import body_request_id
+from pdproxy.wire.form import form_in
 from pdproxy.wire.passthrough_body import passed_body, read_if_quick
 from pdproxy.wire.request import Parsed, parse, parse_if_quick
 from pdproxy.wire.route import Route
+from pdproxy.wire.speech_body import speech_body
 from tests.fuzz import ingress, streams
 from tests.fuzz.cost import bounds, shapes
 from tests.fuzz.cost.bounds import KIB, MIB, Bound
@@ -164,6 +166,21 @@ def passed(dialect: Dialect) -> Run:
         return measured()
 
     return run
+
+
+async def spoken(data: bytes) -> None:
+    """A form with audio, as `BodyReader.speech` reads it."""
+    steps = form_in(data, b"x")
+    try:
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                speech_body(data, end.value)
+                return
+            await asyncio.sleep(0)
+    except PdproxyError as error:
+        failure_body(Dialect.OPENAI, error)
 
 
 def elsewhere(route: Route | None, dialect: Dialect = Dialect.OPENAI) -> Run:
@@ -395,6 +412,7 @@ PATHS = [
     bounds.PASSED),
     Path("passed body of messages", passed(Dialect.MESSAGES), shapes.BODY, shapes.BODIES,
     bounds.PASSED),
+    Path("form", spoken, shapes.FORM, shapes.FORMS, bounds.FORM),
     Path("completions, reader process", elsewhere(Route.COMPLETIONS), shapes.BODY, shapes.BODIES,
     bounds.READER),
     Path("chats, reader process", elsewhere(Route.CHAT), shapes.BODY, shapes.BODIES, bounds.READER),

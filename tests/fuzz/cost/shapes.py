@@ -244,6 +244,40 @@ REQUEST = Grammar(
     json=False,
 )  # fmt: skip
 
+_PART = '--x\r\nContent-Disposition: form-data; name="@"\r\n\r\n'
+_FILE = '--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+_FORM_END = "\r\n--x--\r\n"
+_ARGUMENTS = _PART.replace("@", "vllm_xargs")
+FORMS: dict[str, Recipe] = {
+    "a plain file": recipe(_FILE, many("a"), _FORM_END),
+    "a file of dashes": recipe(_FILE, many("-"), _FORM_END),
+    "a file of lines": recipe(_FILE, many("\r\n--"), _FORM_END),
+    "a file without an end": recipe(_FILE, many("\r\n-")),
+    "boundaries in lines": recipe(_FILE, many("--x"), _FORM_END),
+    "parts": recipe(many(_PART.replace("@", "a[]") + "\r\n"), "--x--\r\n"),
+    "parts without a content": recipe(many(_PART.replace("@", "a[]"))),
+    "boundaries": recipe(many("--x\r\n")),
+    "a head without an end": recipe("--x\r\na: ", many("a")),
+    "lines of a head": recipe("--x\r\n", many("a: b\r\n"), "\r\nv", _FORM_END),
+    "parameters": recipe("--x\r\nContent-Disposition: form-data", many("; name=a"), "\r\n\r\nv",
+    _FORM_END),
+    "quotes": recipe("--x\r\nContent-Disposition: form-data; name=", many('"'), "\r\n\r\nv",
+    _FORM_END),
+    "a long field": recipe(_PART.replace("@", "prompt"), many("a"), _FORM_END),
+    "a long model": recipe(_PART.replace("@", "model"), many("a"), _FORM_END),
+    "a long number": recipe(_PART.replace("@", "max_completion_tokens"), many("9"), _FORM_END),
+    "keys of vllm_xargs": recipe(_ARGUMENTS + "{", many('"k@@":0,'), "}", _FORM_END),
+    "arrays in vllm_xargs": nested(_ARGUMENTS, "[", "1", "]", _FORM_END),
+}  # fmt: skip
+"""Forms with the boundary x."""
+FORM = Grammar(
+    tuple(FORMS.values()),
+    ("a", "-", "\r\n", "--x", "\r\n--", "a: b\r\n", '"', "; name=a", _PART, _FILE, "\\"),
+    (),
+    ("\r\n", "--x\r\n", _FORM_END, _PART, "filename=", "name=", ";", "\0"),
+    json=False,
+)
+
 JSON_ANSWERS: dict[str, Recipe] = {
     "a plain completion": recipe('{"id":"c","choices":[{"index":0,"text":"', many("a"),
     '"}],"usage":{"prompt_tokens":1}}'),

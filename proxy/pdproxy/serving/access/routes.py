@@ -40,7 +40,7 @@ class Audience(Enum):
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
     """One path. `why`: its purpose, or why it is refused. `slow`: the model generates, so only
-    `deadlines.total` bounds it.
+    `deadlines.total` bounds it. `form`: its bodies are multipart/form-data, with audio.
     """
 
     path: str
@@ -50,6 +50,7 @@ class RouteEntry:
     dialect: Dialect = Dialect.OPENAI
     slow: bool = True
     audience: Audience = Audience.CLIENTS
+    form: bool = False
 
     @property
     def key_route(self) -> str:
@@ -64,7 +65,7 @@ class RouteEntry:
     @property
     def generates(self) -> bool:
         """Whether an answer is as long as the model makes it."""
-        return self.slow and self.dialect is not Dialect.OPENAI
+        return self.slow and (self.form or self.dialect is not Dialect.OPENAI)
 
     @property
     def computes(self) -> bool:
@@ -85,6 +86,10 @@ def _passed(
     path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True
 ) -> RouteEntry:
     return RouteEntry(path, ("POST",), RouteKind.PASSED, why, dialect, slow)
+
+
+def _spoken(path: str, why: str) -> RouteEntry:
+    return RouteEntry(path, ("POST",), RouteKind.PASSED, why, form=True)
 
 
 def _shown(
@@ -122,6 +127,9 @@ TABLE: tuple[RouteEntry, ...] = (
         "/v1/decisions", "OpenAI's Decisions API: answers to questions, each with its probability"
     ),
     _passed("/v1/systemone", "the same in vLLM's own form"),
+    _spoken("/v1/audio/transcriptions", "write down what is said"),
+    _spoken("/v1/audio/translations", "the same in English, or in another language"),
+    RouteEntry("/v1/realtime", ("GET",), RouteKind.REFUSED, "WebSockets are not passed on"),
     _passed("/v1/embeddings", "embed texts"),
     _passed("/pooling", "what a pooling model makes of texts"),
     _passed("/classify", "classify texts"),
@@ -155,7 +163,7 @@ TABLE: tuple[RouteEntry, ...] = (
 ENTRIES = {entry.path: entry for entry in TABLE}
 """The table by path."""
 KEY_ROUTES = frozenset(
-    entry.key_route for entry in TABLE if entry.needs_key and entry.path != MODELS
+    entry.key_route for entry in TABLE if entry.kind in (RouteKind.SPLIT, RouteKind.PASSED)
 )
 """What lines of keys may name. Each key may list the models that it is good for."""
 

@@ -63,7 +63,6 @@ from pdproxy.upstream.connection import Leg, Message, Reads, Sink
 from pdproxy.wire import sse
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route_form import Alone, Prompt
-from pdproxy.wire.usage import with_cache
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -572,14 +571,8 @@ class DecodeLeg:
 
     def _with_cached_counts(self, answer: Answer) -> Answer:
         """Return a whole answer with those counts, which may have come behind it."""
-        assert self._custody is not None
-        cached, created = (
-            self._custody.handle.cached_tokens,
-            self._custody.handle.created_cache_tokens,
-        )
-        return Answer(
-            answer.status, answer.headers, with_cache(answer.body, cached=cached, created=created)
-        )
+        self._show_cached_counts()
+        return Answer(answer.status, answer.headers, self.relay.filter.counted(answer.body))
 
     # -- the stream
 

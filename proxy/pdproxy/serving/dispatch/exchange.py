@@ -249,7 +249,7 @@ class Exchange(PromptRequest):
         if prompt is None:
             return parsed.alone or Alone.UNUSUAL
         capabilities = resources.transfer.contract.capabilities
-        if parsed.route.form.is_named and parsed.route not in capabilities.routes:
+        if parsed.route not in capabilities.routes:
             return Alone.ROUTE
         if prompt.has_media and not capabilities.media:
             return Alone.NON_TEXT

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdproxy.wire.body_bounds import TooManyFieldsError
+from pdproxy.wire.body_bounds import Body, TooManyFieldsError
 from pdproxy.wire.fields import Fields, decode_fields
 
 LEFT_OUT = frozenset(
@@ -65,7 +65,7 @@ def keyed() -> MakeFingerprint:
     return fingerprint
 
 
-def fields_of(body: bytes) -> Fields:
+def fields_of(body: Body) -> Fields:
     """Return the fields of a body that is passed whole. One that is large, or no JSON object, is
     one field.
     """

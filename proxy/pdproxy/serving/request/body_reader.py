@@ -7,6 +7,8 @@ done, in a thread as well: one client's body would delay all other requests.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from pdproxy.kit.clock import Clock
@@ -18,10 +20,12 @@ from pdproxy.serving.access.clients import Client
 from pdproxy.settings.limits import Deadlines, Limits, MediaSettings
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Body, Bounds
+from pdproxy.wire.form import boundary_in, form_in
 from pdproxy.wire.passthrough_body import PassedBody, Rename, Salt, passed_body, read_if_quick
 from pdproxy.wire.reader_process import BodyQuestion, Found, fields_in, request_in
 from pdproxy.wire.request import Parsed, parse_if_quick
 from pdproxy.wire.route import Route
+from pdproxy.wire.speech_body import speech_body
 
 READER = "pdproxy.wire.reader_process"
 WAITING = 64
@@ -153,6 +157,23 @@ class BodyReader:
         return passed_body(
             dialect, *fields_in(await self._in_process(question, body, client), body), name, salt
         )
+
+    async def speech(
+        self, content_type: str, body: Body, name: Rename | None = None, salt: Salt | None = None
+    ) -> PassedBody:
+        """Read the form of a request for speech. Its file is searched, not read: in the event loop,
+        in portions.
+
+        Raises what `name` and `salt` raise, and:
+            BadRequestError: engines would not read it, or not all in the same way.
+        """
+        steps = form_in(body, boundary_in(content_type))
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return speech_body(body, end.value, name, salt)
+            await asyncio.sleep(0)
 
     async def _in_process(self, question: BodyQuestion, body: Body, client: Client) -> Found:
         end = self._clock.now() + self._deadlines.read_body

@@ -57,12 +57,14 @@ from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import RequestDemand, passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
 from pdproxy.serving.request.incoming import IncomingPassthrough
-from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.lifecycle import STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
+from pdproxy.serving.request.rights import bound_speech
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.comments import Comments
 from pdproxy.serving.stream.failures import as_event
+from pdproxy.serving.stream.proof import has_real_data
 from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
@@ -80,6 +82,7 @@ from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passed_usage import METADATA, usage_in
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 from pdproxy.wire.route_form import Alone
+from pdproxy.wire.speech_body import speech_usage
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", METADATA, b"endpoint-load-metrics")
 """The last one comes with chats and completions."""
@@ -125,7 +128,7 @@ class _Lost:
     """
 
     def __init__(
-        self, resources: ExchangeResources, headers: LegHeaders, body: bytes, *, computes: bool
+        self, resources: ExchangeResources, headers: LegHeaders, body: PassedBody, *, computes: bool
     ) -> None:
         self._resources = resources
         self._headers = headers
@@ -133,6 +136,9 @@ class _Lost:
         self._computes = computes
         self._fingerprint: Fingerprint | None = None
         self._permit: Permit | None = None
+
+    def _fields(self) -> Fields:
+        return fields_of(self._body.data) if self._body.parts is None else self._body.parts
 
     async def admit(self) -> None:
         """As `EnginesLost.admit` and `in_turn`. Raises EnginesLostError also if too many engines
@@ -142,12 +148,12 @@ class _Lost:
         if headers.lost:
             await lost.look_back(headers)
         if lost.remembers:
-            self._fingerprint = lost.admit(headers, fields_of(self._body))
+            self._fingerprint = lost.admit(headers, self._fields())
             self._permit = await lost.in_turn(
                 headers, self._fingerprint, self._resources.deadlines.queue
             )
         if headers.lost:
-            why_not = await lost.judge(headers, fields_of(self._body), self._fingerprint)
+            why_not = await lost.judge(headers, self._fields(), self._fingerprint)
             if why_not is not None:
                 raise why_not
 
@@ -164,17 +170,17 @@ class _Lost:
     def began(self) -> None:
         """Its stream has begun."""
         if self._computes and self._resources.lost.remembers:
-            fields = fields_of(self._body)
+            fields = self._fields()
             self._fingerprint = self._resources.lost.began(self._headers, fields, self._fingerprint)
 
     def answered(self) -> None:
         """It was answered."""
         if self._computes and self._resources.lost.remembers:
-            self._resources.lost.answered(self._headers, fields_of(self._body), self._fingerprint)
+            self._resources.lost.answered(self._headers, self._fields(), self._fingerprint)
 
     def left(self, lease: Lease) -> None:
         """Its client has left before any data."""
-        self._resources.lost.left(self._headers, [lease], fields_of(self._body), self._fingerprint)
+        self._resources.lost.left(self._headers, [lease], self._fields(), self._fingerprint)
         if self._permit is not None:  # it may still end its engine
             self._permit.leave_in(SOON, harmless=False)
             self._permit = None
@@ -191,7 +197,7 @@ class _Lost:
             return None
         drop_traceback(error)  # the client may leave while this waits
         try:
-            return await lost.judge(headers, fields_of(self._body), self._fingerprint)
+            return await lost.judge(headers, self._fields(), self._fingerprint)
         except asyncio.CancelledError:
             if not streamed:
                 self.left(lease)
@@ -272,18 +278,19 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 check_pool(rights, service.pool)
                 check_model(rights, None)
             return partial(self.serve, NO_BODY)
-        check_content_type(incoming.content_type, incoming.body)
         name = None
         if service.routes is not None or rights is not None:
             name = partial(self._name, service.routes, rights)
-        salt, dialect = None, incoming.entry.dialect
-        if incoming.entry.computes:
+        salt, entry, bodies = None, incoming.entry, service.bodies
+        if entry.computes:
             salt = check if incoming.salt is None else incoming.salt.put_into
-        body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
+        if entry.form:
+            body = await bodies.speech(incoming.content_type, incoming.body, name, salt)
+        else:
+            check_content_type(incoming.content_type, incoming.body)
+            body = await bodies.passed(entry.dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
-        demand = passed_demand(
-            len(body.data), body.limit, body.pairs, generates=incoming.entry.generates
-        )
+        demand = passed_demand(body.size, body.limit, body.pairs, generates=entry.generates)
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
@@ -310,6 +317,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         if rights is not None:
             check_pool(rights, self._service.pool)
             check_model(rights, known)
+            if self._incoming.entry.form:
+                bound_speech(rights, fields)
         return known
 
     async def serve(self, body: PassedBody) -> None:
@@ -333,7 +342,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     async def _ask_engines(self, body: PassedBody) -> None:
         incoming, resources = self._incoming, self._service.resources
         authorization = self._service.keys.to_engine(incoming.authorization)
-        own = [JSON_TYPE] if incoming.entry.has_body else []
+        own = [(b"content-type", body.content_type)] if incoming.entry.has_body else []
         headers = (
             *own,
             (b"x-request-id", self.request_id.encode()),
@@ -344,9 +353,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         leg_headers = LegHeaders(
             self.request_id, incoming.entry.path, headers, authorization, client=client, lost=losses
         )
-        lost = self._lost = _Lost(
-            resources, leg_headers, body.data, computes=incoming.entry.computes
-        )
+        lost = self._lost = _Lost(resources, leg_headers, body, computes=incoming.entry.computes)
         try:
             await lost.admit()
             if any(one.engines for one in losses):
@@ -359,7 +366,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     async def _ask_one_after_the_other(
         self, body: PassedBody, leg_headers: LegHeaders, lost: _Lost
     ) -> None:
-        incoming, resources, size = self._incoming, self._service.resources, len(body.data)
+        incoming, resources, size = self._incoming, self._service.resources, body.size
         without: set[str] = set()
         stalled, refused, until = 0, 0, 0.0
         avoid: tuple[str, ...] = ()
@@ -563,7 +570,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self.status = answer.status
         self._whole = self._service.resources.now() if answer.status == 200 else None
         if answer.status == 200:
-            self._usage = usage_in(answer.body, answer.headers)
+            self._usage = (
+                speech_usage(answer.body, self.demand.prompt)
+                if self._incoming.entry.form
+                else usage_in(answer.body, answer.headers)
+            )
             shown = passed_without_inside(answer.body)
         else:
             shown = error_without_inside(answer.body, answer.status, self._engines())
@@ -602,7 +613,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             if stream.generating:
                 open_leg.sign = now()
             leg.share.hold(len(held) + stream.waiting)
-            if held and (stream.generating or stream.ended):
+            if held and self._may_begin(stream, held):
                 if self.first is None:
                     self.first, self.status = now(), 200
                     self._leave_slot()
@@ -619,12 +630,22 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             raise EngineError(f"{url} ended its stream before it was complete")
         await output.finish()
 
+    def _may_begin(self, stream: WholeEvents, held: bytes) -> bool:
+        """Return whether an engine is bound to what it has sent. Raises EngineError: it has begun
+        with an error, as vLLM does where a stream of speech fails.
+        """
+        if self._incoming.entry.form and self.first is None:
+            return has_real_data(held)
+        return stream.generating or stream.ended
+
     def _shown(self, stream: WholeEvents, data: bytes) -> bytes:
         """Return the events that are whole now, as clients see them. The last ones may be an
         error.
         """
         events = passed_events_without_inside(stream.feed(data))
-        return error_events_without_inside(events, self._engines()) if stream.ended else events
+        if stream.ended or self._incoming.entry.form:  # there, the end mark follows the error
+            return error_events_without_inside(events, self._engines())
+        return events
 
     def _engines(self) -> Sequence[str]:
         """Return the URLs that no client may see."""

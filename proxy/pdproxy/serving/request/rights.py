@@ -16,6 +16,7 @@ from pdproxy.settings.keys import KeyRights
 from pdproxy.wire.fields import Fields, is_absent
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
+from pdproxy.wire.speech_body import BEAMS, LIMIT
 
 _NUMBER_BYTES = 20
 _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
@@ -51,6 +52,18 @@ def bound_request(rights: KeyRights, parsed: Parsed) -> None:
                 _bound_tokens(fields, ("max_tokens",), most, "max_tokens")
         else:
             _bound_tokens(fields, form.limits, most, form.limits[0])
+
+
+def bound_speech(rights: KeyRights, fields: Fields) -> None:
+    """Do the same with the fields of a form for speech. The beams of a search count as answers.
+
+    Raises:
+        ForbiddenError: it asks for more than the key is good for.
+    """
+    if rights.max_tokens is not None:
+        _bound_tokens(fields, (LIMIT,), rights.max_tokens, LIMIT)
+    if rights.n is not None:
+        _largest(fields, (BEAMS,), rights.n, "n")
 
 
 def _bound_tokens(fields: Fields, names: Iterable[str], most: int, usual: str) -> None:

@@ -58,14 +58,13 @@ from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
-from pdproxy.wire.api_errors import Dialect, failure_body, failure_event
+from pdproxy.wire.api_errors import failure_body, failure_event
 from pdproxy.wire.cache_salt import FIELD, check, session_within
 from pdproxy.wire.client_routes import ADAPTER_HEADER, with_adapter
 from pdproxy.wire.continuable import shows_ids
-from pdproxy.wire.fields import body_request_id, has_value
+from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.inside import error_without_inside
 from pdproxy.wire.lenient_json import check_content_type
-from pdproxy.wire.passthrough_body import PassedBody, passed_body
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Alone
@@ -322,14 +321,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         incoming, parsed, self._whole = self._incoming, self._whole, None
         assert parsed is not None
         incoming.body = b""
-        if (dialect := incoming.route.form.dialect) is Dialect.OPENAI:
-            body = PassedBody(
-                msgspec.json.encode(parsed.fields),
-                parsed.model,
-                has_value(parsed.fields, "stream", b"true"),
-            )
-        else:
-            body = passed_body(dialect, parsed.fields)
+        body = incoming.route.form.whole(parsed.fields, parsed.model)
         # After a refusal, its prompts were counted before.
         why_alone = parsed.alone.value if parsed.goes_whole and parsed.alone is not None else None
         if why_alone is not None:
@@ -363,7 +355,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self.first, self.status = request.first, request.status
             self._metered = True
             meter = Meter()
-            request.measure(meter, self.demand)
+            request.measure(meter, self.demand, why_alone)
             if meter.asked:
                 # each token counts once, also if it was computed before the refusal
                 self.totals.meter = meter

@@ -119,9 +119,13 @@ class EventFilter:
         see.
         """
         body, self.handle = inside.without_inside(body)
-        body = with_cache(body, cached=self.cached_tokens, created=self.created_cache_tokens)
+        body = self.counted(body)
         self.usage = usage_of(body)
         return body
+
+    def counted(self, answer: bytes) -> bytes:
+        """Return what has the usage with the counts of the prefill engine's cache."""
+        return with_cache(answer, cached=self.cached_tokens, created=self.created_cache_tokens)
 
     def filtered(self, batch: bytes) -> bytes:
         """Return the part of a batch of whole events that goes to the client: nothing after the end
@@ -153,9 +157,7 @@ class EventFilter:
             if sse.is_usage_only(event):
                 if self._ends_early():
                     break
-                event = with_cache(
-                    event, cached=self.cached_tokens, created=self.created_cache_tokens
-                )
+                event = self.counted(event)
                 self.usage = usage_of(sse.payload(event))
                 self.usage_event = event
                 if not self.wants_usage:

@@ -20,8 +20,8 @@ from pdproxy.serving.stream.failures import (
     tiny_lines,
 )
 from pdproxy.wire import sse
-from pdproxy.wire.api_errors import Dialect, WholeEvents
-from pdproxy.wire.engine import UNREADABLE, Usage
+from pdproxy.wire.api_errors import STATUS_OF_ERRORS, Dialect, WholeEvents
+from pdproxy.wire.engine import UNREADABLE, Usage, error_of
 from pdproxy.wire.event_template import EventTemplate
 from pdproxy.wire.inside import passed_events_without_inside, passed_without_inside
 from pdproxy.wire.passed_usage import usage_in, with_cache_of_message
@@ -127,7 +127,7 @@ class NamedEventFilter:
         usage.
         """
         body = passed_without_inside(body)
-        body = self._counted(body)
+        body = self.counted(body)
         self.usage = None if _is_given_up(body) else usage_in(body)
         return body
 
@@ -148,7 +148,7 @@ class NamedEventFilter:
             if self.failure is not None:
                 break
             if name in _WITH_USAGE:
-                event = _with_json(event, self._counted(_json_of(event)))
+                event = _with_json(event, self.counted(_json_of(event)))
             passed.append(event)
             if name in _ENDS:
                 self.done = True
@@ -159,7 +159,7 @@ class NamedEventFilter:
             self.usage = self._events.usage
         return batch
 
-    def _counted(self, json: bytes) -> bytes:
+    def counted(self, json: bytes) -> bytes:
         """Return what has the usage with the counts of the prefill engine's cache."""
         put = with_cache_of_message if self._dialect is Dialect.MESSAGES else with_cache
         return put(json, cached=self.cached_tokens, created=self.created_cache_tokens)
@@ -218,13 +218,23 @@ def _failure(name: bytes | None, event: bytes) -> EngineError | None:
     if has_other_lines(event):
         return other_lines()
     if name in _FAILURES:
-        # The engine's text may quote the prompt. The client gets it; the log, which shows this
-        # message, does not.
-        text = "the engine sent an error event"
-        return EngineRefusedError(text, status=500, body=_json_of(event))
+        return _reported(_json_of(event))
     if name == b"message_delta" and not _has_reason(event):
         return GivenUpError("the engine gave the answer up half-way")
     return None
+
+
+def _reported(json: bytes) -> EngineError:
+    """Return the error that an event reports. vLLM 0.33.0 names a refusal as such; for 0.32.0 each
+    is its own failure.
+    """
+    detail = error_of(json)
+    status = 500 if detail is None else STATUS_OF_ERRORS.get(detail.type, 500)
+    # The engine's text may quote the prompt. The client gets it; the log, which shows this message,
+    # does not.
+    return EngineRefusedError(
+        f"the engine sent an error event with status {status}", status=status, body=json
+    )
 
 
 def _has_reason(event: bytes) -> bool:

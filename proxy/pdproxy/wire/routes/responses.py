@@ -15,11 +15,14 @@ from typing import Literal
 
 import msgspec
 
+from pdproxy.kit.errors import BadRequestError
+from pdproxy.kit.ids import mint
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Bounds
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer, PrefillChoice, TokensDetails, Usage
 from pdproxy.wire.fields import Fields, has_value, is_absent, read_field
 from pdproxy.wire.passed_usage import usage_in
+from pdproxy.wire.passthrough_body import TRUE_TEXTS, PassedBody, changed_body
 from pdproxy.wire.route_form import Alone, Prompt, Reading, RouteForm
 from pdproxy.wire.unusual import Content, UnusualError
 
@@ -40,6 +43,11 @@ _BUILT_IN_TOOLS = ("web_search_preview", "code_interpreter", "container", "mcp")
 _ONE_ENGINE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
 """Fields that only an engine can judge."""
 _NOT_ON_PREFILL = ("include", "top_logprobs", "structured_outputs", "background")
+_FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
+_LONGEST_BOOLEAN = 64
+"""Bytes of JSON. A longer number counts as true, since reading it could take long."""
+_NUMBER = b"-0123456789"
+"""How a number begins."""
 _ONE, _TRUE, _FALSE = msgspec.Raw(b"1"), msgspec.Raw(b"true"), msgspec.Raw(b"false")
 _NULL = msgspec.Raw(b"null")
 
@@ -61,6 +69,7 @@ class _Messages(msgspec.Struct):
 
 class _CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -141,6 +150,53 @@ def both(fields: Fields) -> None:
         fields["store"] = _FALSE
 
 
+def whole(fields: Fields, model: str | None) -> PassedBody:
+    """Return the client's own body so that the engine stores nothing.
+
+    vLLM without `VLLM_ENABLE_RESPONSES_API_STORE` ignores `store`, answers `previous_response_id`
+    with 404 and `background` with 400. Clients get these answers, whether the engine has that or
+    not.
+
+    Raises:
+        BadRequestError: it asks for a stored conversation.
+    """
+    if not (is_absent(fields, "conversation") or has_value(fields, "conversation", b"false")):
+        why = "no conversation is stored: send the whole of it as `input`"
+        raise BadRequestError(f"`conversation` is not supported: {why}", param="conversation")
+    unknown_id = None
+    changed: Fields = {}
+    if _boolean(fields, "background") is not False:
+        unknown_id = f"resp_{mint()}"
+        changed["previous_response_id"] = msgspec.Raw(msgspec.json.encode(unknown_id))
+    elif "store" not in fields or _boolean(fields, "store"):
+        # vLLM's default is true: an engine that is set to store would keep every response until it
+        # ends.
+        changed["store"] = _FALSE
+        if not (is_absent(fields, "background") or has_value(fields, "background", b"false")):
+            # vLLM takes "no" for true where it compares it with `store`
+            changed["background"] = _FALSE
+    return changed_body(fields, model, changed, unknown_id)
+
+
+def _boolean(fields: Fields, name: str) -> bool | None:
+    """Return how vLLM reads a field, None if not at all. It takes some texts and numbers for a
+    boolean, and null for False.
+    """
+    if is_absent(fields, name):
+        return False
+    raw = fields[name]
+    if (view := memoryview(raw)).nbytes > _LONGEST_BOOLEAN:
+        return True if view[0] in _NUMBER else None  # an engine reads 1.000...0 as 1
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    if isinstance(value, str):
+        text = value.strip().lower()
+        return text in TRUE_TEXTS if text in TRUE_TEXTS | _FALSE_TEXTS else None
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
+
+
 def prefill(fields: Fields) -> None:
     """Make the fields those of a prefill leg: one token, not streamed, with the prompt's ids."""
     for name in _NOT_ON_PREFILL:
@@ -165,6 +221,7 @@ def prefill_answer(body: bytes) -> PrefillAnswer | None:
     ids = listed[0].tokens if len(listed) == 1 else _NULL
     details = None if answer.usage is None else answer.usage.input_tokens_details
     cached = None if details is None else details.cached_tokens
+    created = None if details is None else details.cache_write_tokens
     return PrefillAnswer(
         answer.kv_transfer_params,
         ids,
@@ -173,7 +230,7 @@ def prefill_answer(body: bytes) -> PrefillAnswer | None:
             usage.prompt_tokens,
             usage.total_tokens,
             usage.completion_tokens,
-            TokensDetails(cached_tokens=cached),
+            TokensDetails(cached, created),
         ),
     )
 
@@ -191,6 +248,7 @@ FORM = RouteForm(
     checks_all_media=True,
     prefill=prefill,
     both=both,
+    whole=whole,
     prefill_answer=prefill_answer,
     returns_ids=False,
     takes_ids=False,

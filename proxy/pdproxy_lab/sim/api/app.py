@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import cache
 from secrets import token_hex
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Form, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
@@ -37,6 +37,7 @@ from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBod
 from pdproxy_lab.sim.api.responses import ResponsesBody, respond
 from pdproxy_lab.sim.api.scale_out import DerenderBody, derendered, rendered
 from pdproxy_lab.sim.api.scoring import ScoringBody, score
+from pdproxy_lab.sim.api.speech import TranscriptionBody, TranslationBody, speak
 from pdproxy_lab.sim.api.token_ids import GenerateBody, generate
 from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.error_body import error_body
@@ -54,6 +55,8 @@ _COUNTED = (
     "/invocations",
     "/cohere/v2/chat",
     "/inference/v1/generate",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
 )
 """The routes whose requests `/load` counts."""
 _SCALE_OUT = (
@@ -129,6 +132,8 @@ def create_app(engine: SimEngine, date: Callable[[], str] = _today) -> FastAPI:
         app.router.routes.extend(_of_cohere())
     if engine.facts.enable_scale_out:
         app.router.routes.extend(_scaling_out())
+    if engine.facts.speech:
+        app.router.routes.extend(_speaking())
     for path in _SCALE_OUT:
         _add(app, path, _disabled, ["POST"])  # behind the routes that are there
     _about(app, engine)
@@ -279,6 +284,26 @@ def _scaling_out() -> tuple[BaseRoute, ...]:
     async def _generated(body: GenerateBody, request: Request) -> Response:
         engine = _engine(request)
         return await answered(engine, None, request, generate(engine, body, request))
+
+    return tuple(router.routes)
+
+
+@cache
+def _speaking() -> tuple[BaseRoute, ...]:
+    """Return the routes of a speech model, as `_generating`."""
+    router = APIRouter()
+
+    @router.post("/v1/audio/transcriptions", response_model=None)
+    async def _transcribed(
+        request: Request, body: Annotated[TranscriptionBody, Form()]
+    ) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, speak(engine, body, request))
+
+    @router.post("/v1/audio/translations", response_model=None)
+    async def _translated(request: Request, body: Annotated[TranslationBody, Form()]) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, speak(engine, body, request))
 
     return tuple(router.routes)
 

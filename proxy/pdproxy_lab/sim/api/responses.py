@@ -130,8 +130,7 @@ class ResponsesBody(BaseModel):
             messages.append({"role": "user", "content": self.input})
         else:
             messages += [
-                {"role": item.get("role", "user"), "content": _content(item.get("content"))}
-                for item in self.input
+                {"role": item.get("role", "user"), "content": _content(item)} for item in self.input
             ]
         given = {name: getattr(self, name) for name in _AS_CHAT}
         given["max_completion_tokens"] = self.max_output_tokens
@@ -143,11 +142,12 @@ class ResponsesBody(BaseModel):
         return ChatBody.model_validate({"model": self.model, "messages": messages, **set_ones})
 
 
-def _content(content: Any) -> str | list[Any]:
+def _content(item: dict[str, Any]) -> str | list[Any]:
     """Return an item's content for a chat: its text, or its parts where some are media."""
+    content = item.get("content")
     if not isinstance(content, list):
         return str(content or "")
-    if has_media(content):
+    if item.get("type") != "reasoning" and has_media(content):
         return content
     return "".join(str(part.get("text", "")) for part in content)
 
