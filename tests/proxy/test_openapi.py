@@ -15,6 +15,7 @@ import pytest
 from pdproxy.serving.access.routes import ENTRIES, TABLE, RouteKind
 from tests.fakes import scripts
 from tests.fakes.client import Answer
+from tests.fakes.flagged import FLAGS, MAKE
 from tests.fakes.forms import spoken, typed
 from tests.fakes.passed import FORMS
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, world
@@ -40,6 +41,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "stream": stream}
         for stream in (False, True)
     ],
+    **{path: [make(), make(stream=True)] for path, make in MAKE.items()},
     "/v1/messages/count_tokens": [{"model": "tiny", "messages": MESSAGES}],
     "/tokenize": [{"model": "tiny", "prompt": "x"}, {"model": "tiny", "messages": MESSAGES}],
     "/detokenize": [{"model": "tiny", "tokens": [1, 2]}],
@@ -112,7 +114,7 @@ def _url(path: str) -> str:
 
 async def test_each_answer_is_one_that_the_document_names() -> None:
     """Of every operation: good requests, which fit their schemas, and wrong ones."""
-    async with world() as w:
+    async with world(facts=FLAGS) as w:
         document = await document_of(w)
         assert sorted(document.operations()) == sorted(
             (method.lower(), one.path)
@@ -139,7 +141,7 @@ async def test_errors_of_the_proxy_and_of_engines(how: str) -> None:
     limits = {"large": {"max_body_bytes": 4096}, "full": {"max_queue": 0, "max_inflight": 1}}.get(
         how
     )
-    async with world(auth=auth, limits=limits) as w:
+    async with world(auth=auth, limits=limits, facts=FLAGS) as w:
         document = await document_of(w)
         if how == "gone":
             for engine in w.engines:
@@ -164,7 +166,7 @@ async def test_errors_of_the_proxy_and_of_engines(how: str) -> None:
 
 async def test_the_shapes_of_requests() -> None:
     """What every engine refuses does not fit."""
-    async with world() as w:
+    async with world(facts=FLAGS) as w:
         document = await document_of(w)
         wrong: list[tuple[str, object]] = [
             (COMPLETIONS, {"model": "tiny"}),
@@ -174,6 +176,9 @@ async def test_the_shapes_of_requests() -> None:
             ("/v1/chat/completions/batch", {"messages": MESSAGES}),
             ("/v1/responses", {}),
             ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+            ("/cohere/v2/chat", {"messages": MESSAGES}),
+            ("/inference/v1/generate", {"token_ids": [1]}),
+            ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}),
             ("/tokenize", {}),
             ("/detokenize", {"tokens": "x"}),
         ]

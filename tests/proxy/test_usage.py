@@ -22,6 +22,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.client import Answer, bearer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.flagged import COHERE, FLAGGED, FLAGS, GENERATE, OPENING, WORDS, cohere, generate
 from tests.fakes.passed import FORMS, MESSAGES, RESPONSES, everyone, message, responses
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, until, world
@@ -29,6 +30,7 @@ from tests.proxy.test_batches import BATCH, batch
 from tests.proxy.test_connectors import CONNECTORS, SHAPES, same
 from tests.proxy.test_continued import TOKENS, UNBROKEN, cut
 from tests.proxy.test_quotas import keys, left
+from tests.proxy.test_tenant_salts import tenants
 
 TPM = 60_000
 A = bearer("sk-a")
@@ -131,6 +133,13 @@ ROUTES: dict[str, list[Form]] = {
             },
         ),
     ],
+    GENERATE: forms(
+        generate,
+        *({}, STREAM, ASKED, {**STREAM, "output_mode": "text"}),
+        *({**one, "params": SEVERAL} for one in ({}, STREAM, ASKED)),
+        {**STREAM, "params": {"prompt_logprobs": 1}},
+    ),
+    COHERE: forms(cohere, {}, STREAM, {**STREAM, "max_tokens": "4"}, {"logprobs": True}),
     SCORING: [
         (
             {"model": "tiny", "query": PROMPT, "items": ["a", "b", "c"], "label_token_ids": [5, 6]},
@@ -148,7 +157,7 @@ ROUTES: dict[str, list[Form]] = {
     "/v1/rerank": pooled(TOTAL),
     "/v2/rerank": pooled({"total_tokens": 41}),
 }
-GENERATING = (COMPLETIONS, CHAT, BATCH, INVOCATIONS, RESPONSES, MESSAGES)
+GENERATING = (COMPLETIONS, CHAT, BATCH, INVOCATIONS, RESPONSES, MESSAGES, *FLAGGED)
 """Those whose answers are as long as the model makes them."""
 ALL = [(path, number) for path, rows in ROUTES.items() for number in range(len(rows))]
 
@@ -171,6 +180,7 @@ def made_by(engines: list[SimServer]) -> tuple[int, int]:
 
 def counted(usage: dict[str, Any]) -> tuple[int, int]:
     """The same of a usage."""
+    usage = usage.get("tokens", usage)
     cached = usage.get("cache_read_input_tokens", 0) + usage.get("cache_creation_input_tokens", 0)
     completion = usage.get("completion_tokens", usage.get("output_tokens", 0))
     prompt = usage.get("prompt_tokens", usage.get("input_tokens", usage.get("total_tokens", 0)))
@@ -221,7 +231,8 @@ async def test_what_engines_count_is_what_the_key_pays(
     """
     body, usage = ROUTES[path][number]
     clock = ManualClock()
-    async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock) as w:
+    own = keys(tmp_path, f"a:sk-a tpm={TPM}")
+    async with world(auth=own, clock=clock, facts=FLAGS) as w:
         if usage is not None:
             everyone(w, path, answering(usage))
         answer = await w.ask(path, body, A)
@@ -230,7 +241,7 @@ async def test_what_engines_count_is_what_the_key_pays(
         await w.quiet()
         prompt, generated = counted(usage) if usage is not None else made(w.decode)
         expected = (
-            prompt // body.get("n", 1),
+            prompt // body.get("sampling_params", body).get("n", 1),
             generated,
         )  # in its usage, an engine counts a prompt of several answers once
         assert charged(w, ended) == expected
@@ -240,7 +251,7 @@ async def test_what_engines_count_is_what_the_key_pays(
         assert shares == (expected[0] if generates else 0)
         if (
             body.get("stream")
-            and path in (COMPLETIONS, CHAT, INVOCATIONS)
+            and path in (COMPLETIONS, CHAT, INVOCATIONS, GENERATE)
             and "stream_options" not in body
         ):
             assert b'"usage":{' not in answer.body
@@ -252,8 +263,11 @@ def _shown(answer: Answer) -> tuple[int, int] | None:
     found = None
     for event in answer.events if answer.body.startswith((b"data:", b"event:")) else [answer.body]:
         text = event.partition(b"data: ")[2] or event
-        if text.startswith(b"{") and isinstance(usage := json.loads(text).get("usage"), dict):
-            found = counted(usage)
+        if text.startswith(b"{"):
+            said = json.loads(text)
+            inner = said["delta"] if said.get("type") == "message-end" else said
+            usage = inner.get("usage")
+            found = counted(usage) if isinstance(usage, dict) else found
     return found
 
 
@@ -320,7 +334,8 @@ def events_of(path: str, words: int) -> list[bytes]:
     elif path == MESSAGES:
         kinds = ["message_start", "content_block_start", *["content_block_delta"] * words]
     else:
-        return [scripts.WORD if path == COMPLETIONS else scripts.CHAT_WORD] * words
+        others = {COMPLETIONS: scripts.WORD, CHAT: scripts.CHAT_WORD, **WORDS}
+        return [*OPENING.get(path, ()), *[others[path]] * words]
     bodies = [{"type": kind} for kind in kinds]
     if path == MESSAGES:
         bodies[0]["message"] = {"usage": {"input_tokens": 23, "output_tokens": 0}}  # type: ignore[assignment]
@@ -330,7 +345,14 @@ def events_of(path: str, words: int) -> list[bytes]:
     ]
 
 
-STREAMED = {COMPLETIONS: completion, CHAT: chat, RESPONSES: responses, MESSAGES: message}
+STREAMED = {
+    COMPLETIONS: completion,
+    CHAT: chat,
+    RESPONSES: responses,
+    MESSAGES: message,
+    GENERATE: generate,
+    COHERE: cohere,
+}
 
 
 @pytest.mark.parametrize("path", STREAMED)
@@ -341,7 +363,10 @@ async def test_a_stream_that_is_cut_counts_as_far_as_it_was_seen(
     """By its events. The prompt: as the prefill engine has counted it."""
     clock = ManualClock()
     async with world(
-        auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock, limits={"continuations": 0}
+        auth=keys(tmp_path, f"a:sk-a tpm={TPM}"),
+        clock=clock,
+        limits={"continuations": 0},
+        facts=FLAGS,
     ) as w:
         script = scripts.streams(*events_of(path, 50), then="stall" if how == "leaves" else how)
         body = STREAMED[path](stream=True, **limited(path, 500))
@@ -359,7 +384,8 @@ async def test_a_stream_that_is_cut_counts_as_far_as_it_was_seen(
         ended = await w.ended()
         prompt, completion_tokens = charged(w, ended)
         assert completion_tokens == 50
-        assert prompt == len(w.prefill[0].tokenize(body if path == COMPLETIONS else chat()))
+        whole = body if path == COMPLETIONS else chat()
+        assert prompt == len(body.get("token_ids") or w.prefill[0].tokenize(whole))
 
 
 @pytest.mark.parametrize("path", STREAMED)
@@ -368,7 +394,8 @@ async def test_whoever_leaves_an_answer_that_shows_nothing_pays_for_its_limit(
 ) -> None:
     """Nobody can tell what was made of it. The reports name what is known: the prompt."""
     clock = ManualClock()
-    async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock) as w:
+    own = keys(tmp_path, f"a:sk-a tpm={TPM}")
+    async with world(auth=own, clock=clock, facts=FLAGS) as w:
         asked = asyncio.Event()
 
         async def silent(reply: Reply) -> None:
@@ -394,20 +421,22 @@ async def test_a_failure_costs_the_prompt_and_a_refusal_before_it_nothing(
 ) -> None:
     clock = ManualClock()
     async with world(
-        auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock, limits={"attempts": 1}
+        auth=keys(tmp_path, f"a:sk-a tpm={TPM}"),
+        clock=clock,
+        limits={"attempts": 1},
+        facts=FLAGS,
     ) as w:
         fails = scripts.whole(answers.error("no", "BadRequestError", status), status)
-        for engine in w.decode if path in (COMPLETIONS, CHAT) else []:
+        whole = path in (RESPONSES, MESSAGES)
+        for engine in w.decode if not whole else []:
             engine.default = fails
-        if path in (RESPONSES, MESSAGES):
+        if whole:
             everyone(w, path, fails)
         body = STREAMED[path](stream=False)
         assert (await w.ask(path, body, A)).status == status
         prompt, completion_tokens = charged(w, await w.ended())
         assert completion_tokens == 0
-        assert (prompt > 0) is (status == 500 or path in (COMPLETIONS, CHAT)), (
-            "a prefill engine has computed those"
-        )
+        assert (prompt > 0) is (status == 500 or not whole), "a prefill engine has computed those"
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -484,6 +513,8 @@ async def test_every_connector_counts_what_was_refused_behind_its_prefill(
 
 def limited(path: str, tokens: int) -> dict[str, Any]:
     """The fields that bound an answer."""
+    if path == GENERATE:
+        return {"params": {"max_tokens": tokens}}
     return {"max_output_tokens" if path == RESPONSES else "max_tokens": tokens}
 
 
@@ -497,7 +528,10 @@ async def test_many_at_once_get_no_more_than_their_minute(
     """
     clock = ManualClock()
     async with world(
-        auth=keys(tmp_path, "a:sk-a tpm=2000\nb:sk-b"), clock=clock, facts={"max_model_len": 4096}
+        auth=keys(tmp_path, "a:sk-a tpm=2000\nb:sk-b"),
+        adjust=tenants(caches="shared" if path == COHERE else "auto"),
+        clock=clock,
+        facts={**FLAGS, "max_model_len": 4096},
     ) as w:
         for _ in range(20):
             assert (
@@ -515,8 +549,8 @@ async def test_many_at_once_get_no_more_than_their_minute(
         assert {one.status for one in found} == {200, 429}
         refused = [one for one in found if one.status == 429]
         assert all(1 <= int(one.header("retry-after") or 0) <= 60 for one in refused)
-        errors = [one.json["error"] for one in refused]
+        errors = [one.json.get("error", one.json) for one in refused]
         assert all("tokens per minute" in error["message"] for error in errors)
-        assert all(("reason" in error) is (path != MESSAGES) for error in errors), (
-            "Anthropic's shape has none"
+        assert all(("reason" in error) is (path not in (MESSAGES, COHERE)) for error in errors), (
+            "Anthropic's shape and Cohere's have none"
         )

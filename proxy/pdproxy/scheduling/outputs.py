@@ -33,8 +33,9 @@ def limit_of(parsed: Parsed | None) -> int | None:
     if parsed is None:
         return None
     form = parsed.route.form
+    asked = form.asked(parsed.fields)
     for name in form.limits:
-        raw = parsed.fields.get(name)
+        raw = asked.get(name)
         if raw is not None:
             try:
                 limit = _limit_decoder.decode(raw)
@@ -43,7 +44,7 @@ def limit_of(parsed: Parsed | None) -> int | None:
             if limit is not None:
                 return limit
     absent = form.limit_if_absent
-    return absent if absent is not None and form.limits[0] not in parsed.fields else None
+    return absent if absent is not None and form.limits[0] not in asked else None
 
 
 class Outputs:

@@ -9,7 +9,7 @@ from pdproxy.transfer.contract import encode, raw
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
-from pdproxy.wire.route_form import Prompt
+from pdproxy.wire.route_form import Prompt, RouteForm
 
 _TRUE = raw(b"true")
 _USAGE_AT_THE_END = raw(b'{"include_usage":true,"continuous_usage_stats":false}')
@@ -24,7 +24,7 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     if form.both is not None:
         form.both(fields)
     form.prefill(fields)
-    _set_prompt(fields, prompt)
+    _set_prompt(fields, form, prompt)
     return fields
 
 
@@ -33,9 +33,10 @@ def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     token ids that it needs.
     """
     fields = dict(parsed.fields)
-    _set_prompt(fields, prompt)
-    if (both := parsed.route.form.both) is not None:
-        both(fields)
+    form = parsed.route.form
+    _set_prompt(fields, form, prompt)
+    if form.both is not None:
+        form.both(fields)
     if parsed.adds_usage:
         fields["stream_options"] = _USAGE_AT_THE_END
     if parsed.adds_ids:
@@ -104,6 +105,6 @@ def until_length(fields: Fields) -> Fields:
     }
 
 
-def _set_prompt(fields: Fields, prompt: Prompt) -> None:
+def _set_prompt(fields: Fields, form: RouteForm, prompt: Prompt) -> None:
     if prompt.raw is not None:
-        fields["prompt"] = prompt.raw
+        fields[form.prompt_fields[0]] = prompt.raw

@@ -329,7 +329,7 @@ ORDER_NAMES = ("sequential", "concurrent")
 OPENAI_ROUTES = frozenset({Route.COMPLETIONS, Route.CHAT})
 WITH_HEADER_IDS = OPENAI_ROUTES | {Route.MESSAGES}
 """The routes on which engines take a request's id from its header, or from both places."""
-ALL_ROUTES = WITH_HEADER_IDS | {Route.RESPONSES}
+ALL_ROUTES = frozenset(Route)
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,6 +64,12 @@ _MESSAGES_ERROR: Schema = {
         },
     },
 }
+_COHERE_ERROR: Schema = {
+    "type": "object",
+    "description": "Cohere's shape of an error.",
+    "required": ["message"],
+    "properties": {"message": _TEXT, "id": _TEXT},
+}
 _DETAIL: Schema = {
     "type": "object",
     "description": "The server's own error: no such route or method, or a body that is not JSON.",
@@ -75,7 +81,13 @@ _EVENT: Schema = {
     "required": ["data"],
     "properties": {"event": _TEXT, "data": _TEXT},
 }
-_SCHEMAS = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR, "Detail": _DETAIL}
+_SCHEMAS = {
+    "Error": _ERROR,
+    "MessagesError": _MESSAGES_ERROR,
+    "CohereError": _COHERE_ERROR,
+    "Detail": _DETAIL,
+}
+_OWN_ERRORS = {Dialect.MESSAGES: ["MessagesError"], Dialect.COHERE: ["CohereError"]}
 
 _OF_CONNECTION = {
     400: "No request of HTTP",
@@ -158,9 +170,7 @@ def answers_of(entry: RouteEntry) -> dict[int | str, Any]:
 
 
 def _errors(dialect: Dialect, statuses: dict[int, str]) -> dict[int | str, Any]:
-    names = (
-        ["MessagesError", "Error", "Detail"] if dialect is Dialect.MESSAGES else ["Error", "Detail"]
-    )
+    names = [*_OWN_ERRORS.get(dialect, []), "Error", "Detail"]
     schema = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in names]}
     found: dict[int | str, Any] = {}
     for status, text in sorted(statuses.items()):
@@ -219,6 +229,8 @@ _FIELDS: dict[str, dict[str, Schema]] = {
         "max_tokens": _MAX_TOKENS,
     },
     "/v1/messages/count_tokens": {"model": {**_TEXT, "minLength": 1}, "messages": _MESSAGES},
+    Route.COHERE.path: {"model": {**_TEXT, "minLength": 1}, "messages": _MESSAGES},
+    Route.GENERATE.path: {"token_ids": {**_IDS, "minItems": 1}, "sampling_params": _ANY},
     "/detokenize": {"tokens": {"description": "Token ids", "type": "array"}},
 }
 """The fields that a route's requests must have."""
@@ -241,6 +253,7 @@ _CHOICES: Schema = {
 _WHOLE: dict[str, Schema] = {
     Route.COMPLETIONS.path: _CHOICES,
     Route.CHAT.path: _CHOICES,
+    Route.GENERATE.path: object_of(request_id=_TEXT, choices={"type": "array"}, usage=_ANY),
     "/tokenize": object_of(count={"type": "integer"}, tokens=_IDS),
     "/detokenize": object_of(prompt=_TEXT),
     "/v1/messages/count_tokens": object_of(input_tokens={"type": "integer"}),

@@ -51,6 +51,7 @@ class Dialect(Enum):
     OPENAI = "openai"
     RESPONSES = "responses"
     MESSAGES = "messages"
+    COHERE = "cohere"
 
     @property
     def preamble(self) -> int:
@@ -62,9 +63,10 @@ class Dialect(Enum):
         """How many events of a stream come before the first one with a token: those of its answer's
         first item included.
         """
-        return 4 if self is Dialect.RESPONSES else 2 if self is Dialect.MESSAGES else 0
+        return _OPENING.get(self, 0)
 
 
+_OPENING = {Dialect.RESPONSES: 4, Dialect.MESSAGES: 2, Dialect.COHERE: 2}
 _MESSAGES_ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -97,8 +99,18 @@ class _ResponsesError(msgspec.Struct, frozen=True):
     type: str = "error"
 
 
-class _Body(msgspec.Struct):
-    error: _ErrorFields
+class _CohereError(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _CohereFailure(msgspec.Struct, frozen=True):
+    error: str
+    finish_reason: str = "ERROR"
+
+
+class _CohereEnd(msgspec.Struct, frozen=True):
+    delta: _CohereFailure
+    type: str = "message-end"
 
 
 def failure_body(dialect: Dialect, error: PdproxyError, engines: Sequence[str] = ()) -> bytes:
@@ -106,18 +118,23 @@ def failure_body(dialect: Dialect, error: PdproxyError, engines: Sequence[str] =
     `engines`: as of `error_body`.
 
     A body that can't be read is refused by vLLM's server before the route's own code runs: with the
-    same text on every route.
+    same text on every route. Cohere's has its own shape for that, too.
     """
     body = error_body(error, engines)
     engines_own = isinstance(error, EngineRefusedError) and error_of(error.body) is not None
-    if (
-        dialect is not Dialect.MESSAGES
-        or engines_own
-        or isinstance(error, UnreadableError | UnparsableError)
-    ):
+    if engines_own or isinstance(error, UnparsableError):
         return body
-    fields = msgspec.json.decode(body, type=_Body).error
+    if dialect is Dialect.COHERE:
+        return msgspec.json.encode(_CohereError(_fields(body).message))
+    if dialect is not Dialect.MESSAGES or isinstance(error, UnreadableError):
+        return body
+    fields = _fields(body)
     return msgspec.json.encode(_MessagesError(_ErrorFields(_messages_type(error), fields.message)))
+
+
+def _fields(body: bytes) -> _ErrorFields:
+    found = error_of(body)
+    return _ErrorFields() if found is None else _ErrorFields(found.type, found.message)
 
 
 def _messages_type(error: PdproxyError) -> str:
@@ -131,7 +148,7 @@ def failure_event(
 ) -> bytes:
     """Return the event that ends a stream that failed. `sequence` is the number of that event."""
     body = error_body(error, engines)
-    fields = msgspec.json.decode(body, type=_Body).error
+    fields = _fields(body)
     match dialect:
         case Dialect.OPENAI:
             return b"data: " + body + b"\n\n"
@@ -145,6 +162,9 @@ def failure_event(
         case Dialect.MESSAGES:
             kind = _messages_type(error)
             body = msgspec.json.encode(_MessagesError(_ErrorFields(kind, fields.message)))
+        case Dialect.COHERE:
+            ended = msgspec.json.encode(_CohereEnd(_CohereFailure(fields.message)))
+            return b"data: " + ended + b"\n\ndata: [DONE]\n\n"
         case _:
             assert_never(dialect)
     return b"event: error\ndata: " + body + b"\n\n"

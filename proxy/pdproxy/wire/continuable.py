@@ -288,14 +288,12 @@ def limit_of(parsed: Parsed) -> int | None:
     the context: that depends on vLLM's version.
     """
     form = parsed.route.form
+    asked = form.asked(parsed.fields)
     for name in form.limits:
-        if (
-            name in parsed.fields
-            and (limit := _int_decoder.decode(parsed.fields[name])) is not None
-        ):
+        if name in asked and (limit := _int_decoder.decode(asked[name])) is not None:
             return limit
     absent = form.limit_if_absent
-    return absent if absent is not None and form.limits[0] not in parsed.fields else None
+    return absent if absent is not None and form.limits[0] not in asked else None
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

@@ -162,6 +162,14 @@ def lenient_integer(raw: msgspec.Raw) -> int | None:
     return int(value) if isinstance(value, int) else None
 
 
+def inner_fields(fields: Fields, name: str) -> Fields | None:
+    """Return the fields of the object in a field, None if it is not there, or can't be read."""
+    try:
+        return read_field(fields, name, _fields_decoder)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def has_value(fields: Fields, name: str, literal: bytes) -> bool:
     """Return whether a field is there and its JSON is `literal`. A long value is not copied."""
     raw = fields.get(name)

@@ -97,6 +97,10 @@ _KNOWN_ELSEWHERE = (
         "truncation",
         "tokens",
         "token_strs",
+        "request_id",
+        "output_mode",
+        "mm_placeholders",
+        "prompt_token_id_logprobs",
     ),
 )
 """Further ones of errors, of the Responses and Messages APIs, and of the routes that one engine

@@ -3,20 +3,30 @@ form of each API.
 
 Only a field at the top of an answer, or of the part of an event that has it, is read: objects below
 may be the model's own words. Sources: vLLM 0.33.0 `entrypoints/openai/responses`,
-`entrypoints/anthropic`, `entrypoints/pooling`.
+`entrypoints/anthropic`, `entrypoints/cohere`, `entrypoints/pooling`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pdproxy.wire.engine import UNREADABLE, Tokens, Usage
 from pdproxy.wire.fields import Fields
 
+_Number = Annotated[float, Meta(ge=0, le=2**40)]
 METADATA = b"metadata"
 """The header in which vLLM describes an answer of `encoding_format: "bytes"`."""
+
+
+class _Sides(msgspec.Struct, frozen=True):
+    """The `tokens` of Cohere's `usage`, which are no integers."""
+
+    input_tokens: _Number = 0
+    output_tokens: _Number = 0
 
 
 class _Counts(msgspec.Struct, frozen=True):
@@ -31,11 +41,14 @@ class _Counts(msgspec.Struct, frozen=True):
     output_tokens: Tokens | None = None
     cache_read_input_tokens: Tokens | None = None
     cache_creation_input_tokens: Tokens | None = None
+    tokens: _Sides | None = None
 
     def usage(self) -> Usage | None:
         """Return the counts by their names in completions; None if there are none."""
         made = self.completion_tokens or self.output_tokens or 0
-        if self.input_tokens is not None:
+        if self.tokens is not None:
+            prompt, made = int(self.tokens.input_tokens), int(self.tokens.output_tokens)
+        elif self.input_tokens is not None:
             prompt = (
                 self.input_tokens
                 + (self.cache_read_input_tokens or 0)

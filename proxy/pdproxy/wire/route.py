@@ -6,7 +6,16 @@ from enum import Enum
 from typing import Self
 
 from pdproxy.wire.route_form import RouteForm
-from pdproxy.wire.routes import batch, chat, completions, invocations, messages, responses
+from pdproxy.wire.routes import (
+    batch,
+    chat,
+    cohere,
+    completions,
+    generate,
+    invocations,
+    messages,
+    responses,
+)
 
 
 class Route(Enum):
@@ -23,6 +32,8 @@ class Route(Enum):
     INVOCATIONS = invocations.FORM
     RESPONSES = responses.FORM
     MESSAGES = messages.FORM
+    GENERATE = generate.FORM
+    COHERE = cohere.FORM
 
     __hash__ = object.__hash__  # an enum's own hash is slow code: sets of routes are asked often
 

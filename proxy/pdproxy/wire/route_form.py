@@ -16,7 +16,7 @@ import msgspec
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Bounds
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.fields import Fields
+from pdproxy.wire.fields import Fields, inner_fields
 from pdproxy.wire.passthrough_body import PassedBody, whole_body
 
 
@@ -95,16 +95,18 @@ class RouteForm:
         - `prompt_fields`: the fields whose text is in the prompt, in the prompt's order.
         - `listed`: the fields that may be lists of prompts, and how a list of several begins, as in
           `prompt_lists.count_in`.
+        - `asks_in`: the field whose object has `limits` and `answers`, None: the body itself.
         - `limits`: the fields that limit an answer's tokens, the one that counts first;
           `limit_if_absent`: what engines take where there is none of them, None: the context's end.
         - `answers`: the fields that ask for several answers to a prompt.
         - `unseen`: the fields that a prefill leg drops.
         - `has_usage_event`: `stream_options` say whether the client gets a stream's usage; if not,
           each stream has it.
-        - `has_priority`: engines read `priority` in the body.
+        - `has_priority_header`: the priority in a header goes before the body's.
         - `keeps_prompt_ids`: engines read a prompt's ids that a client may send
           (`fields.PROMPT_IDS`).
         - `checks_all_media`: media may stand anywhere in the body.
+        - `has_salt`: engines read `cache_salt`.
 
     The legs:
         - `prefill` changes the fields of a prefill leg: one token, not streamed.
@@ -116,11 +118,13 @@ class RouteForm:
 
     The answer:
         - `dialect`: the API of answers, events and errors.
-        - `is_named`: a stream's events have names (`event: ...`), and its last one the usage.
+        - `is_named`: a stream's events have names (`event: ...`, or `type` in the data), and one
+          of its last events has the usage.
         - `goes_whole(alone)`: whether one engine gets the client's own body, on this route.
         - `whole(fields, model)`: that body; `model`: as its engines name it.
         - `has_own_words`: an engine's refusal of a leg is not the answer: the engine is sent the
           client's own body, and refuses that.
+        - `frees_refused`: a decode engine that refuses a leg frees its KV.
     """
 
     path: str
@@ -128,14 +132,16 @@ class RouteForm:
     read: Read
     prompt_fields: tuple[str, ...]
     listed: Mapping[str, bytes]
+    asks_in: str | None = None
     limits: tuple[str, ...]
     limit_if_absent: int | None = None
     answers: tuple[str, ...] = ("n", "best_of")
     unseen: tuple[str, ...] = ()
     has_usage_event: bool = True
-    has_priority: bool = True
+    has_priority_header: bool = True
     keeps_prompt_ids: bool = True
     checks_all_media: bool = False
+    has_salt: bool = True
     prefill: Callable[[Fields], None]
     both: Callable[[Fields], None] | None = None
     prefill_answer: Callable[[bytes], PrefillAnswer | None] = prefill_answer
@@ -145,3 +151,8 @@ class RouteForm:
     goes_whole: Callable[[Alone], bool] = lambda _: False
     whole: Callable[[Fields, str | None], PassedBody] = whole_body
     has_own_words: bool = False
+    frees_refused: bool = True
+
+    def asked(self, fields: Fields) -> Fields:
+        """Return the fields of a body that have limits and numbers of answers."""
+        return fields if self.asks_in is None else inner_fields(fields, self.asks_in) or {}

@@ -13,6 +13,8 @@ _NEXT_PLAIN = b'\n\ndata: {"id":'
 _ERRORS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
 _USAGE = b'"usage":{'
 _USAGE_ONLY = b'"choices":[],"usage":{'
+_NO_CHOICES = b'"choices":[]}'
+"""The end of such an event of `/inference/v1/generate`, which has the usage before the choices."""
 _FIRST_INDEX = b'"choices":[{"index":0,'
 _CREATED = b'"created":'
 _FINGERPRINT = b',"system_fingerprint":'
@@ -139,7 +141,7 @@ def is_usage_only(event: bytes) -> bool:
     """Return whether an event is the last one of `include_usage`: no choices, the usage of the
     whole answer.
     """
-    return _USAGE_ONLY in event
+    return _USAGE_ONLY in event or (_NO_CHOICES in event and _USAGE in event)
 
 
 def has_usage(event: bytes) -> bool:
@@ -194,6 +196,7 @@ def may_be_special(batch: bytes) -> bool:
         or not is_regular(batch)
         or DONE in batch
         or _USAGE_ONLY in batch
+        or _NO_CHOICES in batch
         or _FINISHED in batch
         or batch.startswith(_ERRORS)
         or b'\n\ndata: {"error"' in batch

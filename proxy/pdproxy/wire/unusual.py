@@ -7,6 +7,7 @@ Owns what is checked of fields that prefill engines never get, and of the conten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -110,12 +111,14 @@ class Content:
         self.size = 0
         self.has_media = self.is_alone = False
 
-    def add(self, content: msgspec.Raw) -> None:
-        """Look at a content: a text, or a list of parts."""
+    def add(self, content: msgspec.Raw, text_types: AbstractSet[bytes] = frozenset()) -> None:
+        """Look at a content: a text, or a list of parts. `text_types`: types of parts, in JSON,
+        that are text besides the usual ones.
+        """
         self.size += memoryview(content).nbytes
         if bytes(memoryview(content)[:1]) == b"[":
             for part in _parts_decoder.decode(content):
-                if not _is_text(part):
+                if not (_is_text(part) or _is_typed(part, text_types)):
                     self.add_medium(None if _is_inside(part) else part, _size(part))
 
     def add_medium(self, outside: object | None, size: int) -> None:
@@ -174,7 +177,9 @@ def _is_text(part: Fields) -> bool:
     keys = MEDIA_KEYS.intersection(part)
     if keys and not (is_absent(part, "uuid") and all(is_absent(part, key) for key in keys)):
         return False  # with a `uuid`, also a key without a value names a medium
+    return _is_typed(part, _TEXT_TYPES)
+
+
+def _is_typed(part: Fields, types: AbstractSet[bytes]) -> bool:
     kind = part.get("type")
-    return (
-        kind is not None and memoryview(kind).nbytes <= _LONGEST_TYPE and bytes(kind) in _TEXT_TYPES
-    )
+    return kind is not None and memoryview(kind).nbytes <= _LONGEST_TYPE and bytes(kind) in types

@@ -14,6 +14,7 @@ from pdproxy.wire.api_errors import Dialect
 MODELS = "/v1/models"
 _KEY_ROUTES = {
     "/v1/chat/completions": "chat",
+    "/cohere/v2/chat": "cohere",
     "/v1/responses/{response_id}": "responses",
     "/v1/responses/{response_id}/cancel": "responses",
 }
@@ -112,6 +113,8 @@ TABLE: tuple[RouteEntry, ...] = (
         "no response runs in the background",
     ),
     _split("/v1/messages", "Anthropic's Messages API", Dialect.MESSAGES),
+    _split("/inference/v1/generate", "token ids to token ids, where engines' flag allows it"),
+    _split("/cohere/v2/chat", "Cohere's chat, where engines have it", Dialect.COHERE),
     _passed("/v1/messages/count_tokens", "count a message's tokens", Dialect.MESSAGES, slow=False),
     _passed("/tokenize", "token ids of a prompt or a chat", slow=False),
     _passed("/detokenize", "text of token ids", slow=False),

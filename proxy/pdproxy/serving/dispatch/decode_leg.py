@@ -638,7 +638,7 @@ class DecodeLeg:
             # is wrong with it.
             return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
         # 401 and 404 come from before the handler that releases KV.
-        if answer.status == 400:
+        if answer.status == 400 and self._request.parsed.route.form.frees_refused:
             error_type, param = error_kind(answer.body)
             if self._resources.transfer.contract.holder.refusal_released(error_type, param):
                 custody.end(End.REFUSED)

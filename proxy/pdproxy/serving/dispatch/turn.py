@@ -183,7 +183,7 @@ def opened(
         evidence is not None and shown_in_streams(evidence.version)
     )
     turn = turns.open.open(record, in_answer=in_answer)
-    if turn is not None and not request.parsed.stream:
+    if turn is not None and not request.parsed.stream and request.parsed.route.form.returns_ids:
         attempt.dispatch = structs.replace(attempt.dispatch, answer_ids=True)
     return turn
 
@@ -220,7 +220,7 @@ def whole(turn: OpenTurn | None, answer: Answer, parsed: Parsed, relay: Relay) -
     if turn is None:
         return answer
     body = answer.body
-    if has_value(parsed.fields, "return_token_ids", b"true"):
+    if not parsed.route.form.returns_ids or has_value(parsed.fields, "return_token_ids", b"true"):
         _, listed = tokens.taken(body)
     else:
         body, listed = tokens.taken(tokens.without_prompt(body))

@@ -71,12 +71,13 @@ def demand_of(parsed: Parsed) -> RequestDemand:
         tokens = parsed.body_bytes // BYTES_PER_TOKEN
         answers = parsed.unread
     n = best_of = 1
-    if "n" in fields:
-        n = min(max(lenient_integer(fields["n"]) or 1, 1), MOST_ANSWERS)
+    asked = parsed.route.form.asked(fields)
+    if "n" in asked:
+        n = min(max(lenient_integer(asked["n"]) or 1, 1), MOST_ANSWERS)
         answers *= n
     priority = (_number(fields["priority"]) or 0) if "priority" in fields else 0
-    if "best_of" in fields:
-        best_of = -(-min(max(lenient_integer(fields["best_of"]) or 1, n), MOST_ANSWERS) // n)
+    if "best_of" in asked:
+        best_of = -(-min(max(lenient_integer(asked["best_of"]) or 1, n), MOST_ANSWERS) // n)
     limit = limit_of(parsed) if prompts else _unread_limit(parsed)
     longest = parsed.body_bytes + MOST_TOKENS * (len(prompts) or parsed.unread)
     return RequestDemand(_bounded(tokens), answers, limit, priority, best_of, longest)
@@ -144,6 +145,20 @@ def prioritized(
     return (
         demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)
     ), forward
+
+
+def prioritized_in_body(
+    demand: RequestDemand, parsed: Parsed, allowed: tuple[int, int] | None
+) -> RequestDemand:
+    """Return the demand with the priority that counts where engines read the body's alone; put that
+    into the body if it is another one. `allowed`: as in `prioritized`.
+    """
+    if allowed is None:
+        return demand
+    counts = min(max(demand.priority, allowed[0]), allowed[1])
+    if counts != demand.priority or not is_priority_known(parsed):
+        parsed.fields["priority"] = msgspec.Raw(b"%d" % counts)
+    return msgspec.structs.replace(demand, priority=counts)
 
 
 def passed_demand(

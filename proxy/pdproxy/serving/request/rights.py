@@ -13,7 +13,7 @@ import msgspec
 
 from pdproxy.kit.errors import ForbiddenError
 from pdproxy.settings.keys import KeyRights
-from pdproxy.wire.fields import Fields, is_absent
+from pdproxy.wire.fields import Fields, inner_fields, is_absent
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
 from pdproxy.wire.speech_body import BEAMS, LIMIT
@@ -28,7 +28,21 @@ def bound_request(rights: KeyRights, parsed: Parsed) -> None:
     Raises:
         ForbiddenError: it asks for more than the key is good for.
     """
-    fields, form = parsed.fields, parsed.route.form
+    name = parsed.route.form.asks_in
+    fields = parsed.fields if name is None else inner_fields(parsed.fields, name)
+    if fields is None:
+        if rights.n is not None or rights.max_tokens is not None:
+            raise ForbiddenError(
+                f"This API key has limits, and the `{name}` of this body can't be read.", param=name
+            )
+        return
+    _bound(rights, parsed, fields)
+    if name is not None:
+        parsed.fields[name] = msgspec.Raw(msgspec.json.encode(fields))
+
+
+def _bound(rights: KeyRights, parsed: Parsed, fields: Fields) -> None:
+    form = parsed.route.form
     if rights.n is not None and form.answers:
         if not parsed.prompts:
             raise ForbiddenError(

@@ -15,6 +15,7 @@ from pdproxy.kit.errors import (
     EngineError,
     EngineRefusedError,
     Fault,
+    ForbiddenError,
     ModelNotFoundError,
     PdproxyError,
     RefusalReason,
@@ -34,7 +35,12 @@ from pdproxy.serving.dispatch.loss import RequestLosses
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
+from pdproxy.serving.request.demand import (
+    demand_of,
+    is_priority_known,
+    prioritized,
+    prioritized_in_body,
+)
 from pdproxy.serving.request.hints import DECISION, read_hints, session_in, session_of, timeout_of
 from pdproxy.serving.request.incoming import Incoming, IncomingPassthrough
 from pdproxy.serving.request.lifecycle import (
@@ -74,6 +80,10 @@ _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
 that name a format.
 """
 
+_NO_SALT = (
+    "This route is closed: tenants have caches of their own here (tenants.caches), and engines can "
+    "not keep them apart on this route."
+)
 _BATCH, _INVOCATIONS = Route.BATCH, Route.INVOCATIONS
 
 
@@ -148,6 +158,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         parsed = await service.bodies.request(incoming.route, body, self.writer.client)
         self.model, self.stream = parsed.model, parsed.stream
         if (salt := incoming.salt) is not None:
+            if not incoming.route.form.has_salt:
+                raise ForbiddenError(_NO_SALT)
             salt.put_into(parsed.fields)
         elif FIELD in parsed.fields:
             check(parsed.fields)
@@ -165,12 +177,15 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         allowed = service.keys.priorities(self.key)
-        self.demand, incoming.forward = prioritized(
-            demand_of(parsed),
-            incoming.forward,
-            allowed,
-            is_known=allowed is None or is_priority_known(parsed),
-        )
+        if parsed.route.form.has_priority_header:
+            self.demand, incoming.forward = prioritized(
+                demand_of(parsed),
+                incoming.forward,
+                allowed,
+                is_known=allowed is None or is_priority_known(parsed),
+            )
+        else:
+            self.demand = prioritized_in_body(demand_of(parsed), parsed, allowed)
         hints = NO_HINTS
         if incoming.hints:
             hints = read_hints(incoming.hints, service.session_header)

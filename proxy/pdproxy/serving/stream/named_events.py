@@ -1,8 +1,8 @@
-"""Decides which events of a stream with named events (Responses, Messages) go to the client: all up
-to its end, or to an error. And when such a stream is proven good.
+"""Decides which events of a stream with named events (Responses, Messages, Cohere's chat) go to the
+client: all up to its end, or to an error. And when such a stream is proven good.
 
 A Responses stream that fails just ends, without a terminal event; a message that was given up has
-no `stop_reason` (vLLM 0.32.0).
+no `stop_reason`, and Cohere's no usage (vLLM 0.32.0). Cohere's events have their names in the data.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ from pdproxy.wire.inside import passed_events_without_inside, passed_without_ins
 from pdproxy.wire.passed_usage import usage_in, with_cache_of_message
 from pdproxy.wire.usage import with_cache
 
-_ENDS = frozenset({b"response.completed", b"response.incomplete", b"message_stop"})
+_DONE = b"[DONE]"
+_ENDS = frozenset({b"response.completed", b"response.incomplete", b"message_stop", _DONE})
 _FAILURES = frozenset({b"error", b"response.failed"})
-_WITH_USAGE = frozenset({b"response.completed", b"response.incomplete", b"message_delta"})
+_COHERES_END = b"message-end"
+_WITH_USAGE = frozenset(
+    {b"response.completed", b"response.incomplete", b"message_delta", _COHERES_END}
+)
 _PROVE_NOTHING = frozenset(
     {
         *(b"response.created", b"response.in_progress", b"ping", b"message_start"),
         *(b"response.output_item.added", b"response.content_part.added", b"content_block_start"),
+        *(b"message-start", b"content-start"),
     }
 )
 """Events that come before the first one with output: vLLM's API server sends them before its engine
 has begun to work, or beside its first output, also if that is a failure.
 """
 _NAME = re.compile(rb"event: ([a-z_.]{1,64})\n")
-_DATA = b"\ndata: "
+_DATA = b"data: "
 _FREQUENT = (
     b"response.output_text.delta",
     b"response.reasoning_text.delta",
@@ -57,12 +62,24 @@ class _MessageDelta(msgspec.Struct):
     delta: _Delta | None = None
 
 
+class _CoheresEvent(msgspec.Struct):
+    type: str
+    delta: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _CoheresEnd(msgspec.Struct):
+    finish_reason: str = ""
+    error: str = ""
+
+
 class _WholeMessage(msgspec.Struct):
     type: str = ""
     stop_reason: str | None = None
 
 
 _message_deltas = msgspec.json.Decoder(_MessageDelta)
+_coheres_events = msgspec.json.Decoder(_CoheresEvent)
+_coheres_ends = msgspec.json.Decoder(_CoheresEnd)
 _whole_messages = msgspec.json.Decoder(_WholeMessage)
 
 
@@ -73,16 +90,17 @@ class NamedEventFilter:
     """
 
     wants_done = wants_usage = keeps_usage = False
-    every = False
     usage_event = None
     finished = 0
 
     __slots__ = (
         "_dialect",
         "_events",
+        "_named",
         "cached_tokens",
         "created_cache_tokens",
         "done",
+        "every",
         "failure",
         "handle",
         "last_events",
@@ -93,6 +111,8 @@ class NamedEventFilter:
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self._events = WholeEvents(dialect)
+        self.every = dialect is Dialect.COHERE  # its last events look like others
+        self._named = _named_in_data if self.every else _named
         self.opening = dialect.opening
         self.usage: Usage | None = None
         self.done = False
@@ -114,9 +134,11 @@ class NamedEventFilter:
         if sse.has_tiny_lines(batch):
             raise tiny_lines()
         real = False
-        for name, event in _named(batch):
+        for name, event in self._named(batch):
             if (failure := _failure(name, event)) is not None:
                 raise failure
+            if name == _DONE and not real:
+                raise EngineError("the engine ended the stream without any data")
             if name in _ENDS:
                 return True  # what is behind it goes to nobody
             real = real or (name is not None and name not in _PROVE_NOTHING)
@@ -143,12 +165,17 @@ class NamedEventFilter:
             self.failure = tiny_lines()
             return b""
         passed: list[bytes] = []
-        for name, event in _named(self.shown(batch)):
+        for name, event in self._named(self.shown(batch)):
             self.failure = _failure(name, event)
             if self.failure is not None:
                 break
             if name in _WITH_USAGE:
                 event = _with_json(event, self.counted(_json_of(event)))
+            if name == _COHERES_END:
+                self.usage = usage_in(_coheres_events.decode(_json_of(event)).delta)
+            if name in (_COHERES_END, _DONE) and self.usage is None:
+                self.failure = GivenUpError("the engine ended the stream before the answer's end")
+                break
             passed.append(event)
             if name in _ENDS:
                 self.done = True
@@ -204,13 +231,45 @@ def _named(batch: bytes) -> Iterator[tuple[bytes | None, bytes]]:
             yield (None if found is None else found[1]), bare + sse.END
 
 
+def _named_in_data(batch: bytes) -> Iterator[tuple[bytes | None, bytes]]:
+    """Do the same with events that have their names in their data. One that reports a failure is an
+    `error`, as those of the other APIs are.
+    """
+    for bare in batch.split(sse.END):
+        event = bare.lstrip(b"\n") + sse.END
+        if not event.startswith(_DATA):
+            if bare:
+                yield None, event
+            continue
+        if sse.is_done(event):
+            yield _DONE, event
+            continue
+        try:
+            found = _coheres_events.decode(_json_of(event))
+            if found.type == "message-end":
+                ended = _coheres_ends.decode(found.delta)
+                if ended.error or ended.finish_reason == "ERROR":
+                    error = msgspec.json.encode({"message": ended.error, "type": "error"})
+                    yield b"error", sse.data(error)
+                    continue
+        except UNREADABLE:
+            yield b"error", event
+            continue
+        yield found.type.encode(), event
+
+
 def _json_of(event: bytes) -> bytes:
-    start = event.find(_DATA) + len(_DATA)
-    return event[start:].strip()
+    return event[_start(event) :].strip()
 
 
 def _with_json(event: bytes, json: bytes) -> bytes:
-    return event[: event.find(_DATA) + len(_DATA)] + json + sse.END
+    return event[: _start(event)] + json + sse.END
+
+
+def _start(event: bytes) -> int:
+    """Return where the data of an event begin."""
+    line = 0 if event.startswith(_DATA) else event.find(b"\n" + _DATA) + 1
+    return line + len(_DATA)
 
 
 def _failure(name: bytes | None, event: bytes) -> EngineError | None:

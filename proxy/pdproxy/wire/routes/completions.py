@@ -55,11 +55,7 @@ def _one_prompt(raw: msgspec.Raw) -> Prompt:
         if len(view) == 2:
             raise UnusualError  # empty
         return Prompt(raw, None, len(view) - 2)
-    if view[:1] == b"[":
-        inside = view[1:-1].lstrip()
-        if inside and inside[0] in b"0123456789":
-            return Prompt(raw, inside.count(b",") + 1, 0)
-    raise UnusualError
+    return openai.ids(raw)
 
 
 FORM = RouteForm(

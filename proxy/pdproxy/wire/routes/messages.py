@@ -151,7 +151,6 @@ FORM = RouteForm(
     limits=("max_tokens",),
     answers=(),
     has_usage_event=False,
-    has_priority=False,
     checks_all_media=True,
     prefill=prefill,
     prefill_answer=prefill_answer,

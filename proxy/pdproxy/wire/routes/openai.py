@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from pdproxy.wire.fields import Fields, is_absent, read_field
-from pdproxy.wire.route_form import Alone
+from pdproxy.wire.route_form import Alone, Prompt
 from pdproxy.wire.unusual import UnusualError
 
 UNSEEN = (
@@ -96,6 +96,27 @@ def why_alone(fields: Fields, *, is_chat: bool) -> Alone | None:
     return None
 
 
+def ids(raw: msgspec.Raw) -> Prompt:
+    """Return an array of token ids as a prompt.
+
+    Raises:
+        UnusualError: it is none, or is empty.
+    """
+    view = bytes(raw)
+    inside = view[1:-1].lstrip()
+    if view[:1] != b"[" or not inside or inside[0] not in b"0123456789":
+        raise UnusualError
+    return Prompt(raw, inside.count(b",") + 1, 0)
+
+
+def least_tokens(fields: Fields) -> None:
+    """Have a prefill leg make a token wherever the client asks for some: 1 masks EOS and the stop
+    ids for that token, as the client's larger number does.
+    """
+    if "min_tokens" in fields and bytes(fields["min_tokens"]) not in (b"0", b"null"):
+        fields["min_tokens"] = _ONE
+
+
 def prefill(fields: Fields) -> None:
     """Make the fields those of a prefill leg: one token, not streamed, with the prompt's ids.
 
@@ -107,11 +128,7 @@ def prefill(fields: Fields) -> None:
     fields["max_tokens"] = _ONE
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE
-    if "min_tokens" in fields:
-        # 1 masks EOS and the stop ids for that token, as the client's larger number does.
-        fields["min_tokens"] = (
-            _ONE if bytes(fields["min_tokens"]) not in (b"0", b"null") else fields["min_tokens"]
-        )
+    least_tokens(fields)
     if "n" in fields:
         fields["n"] = _ONE
     fields["stream"] = _FALSE
