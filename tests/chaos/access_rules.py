@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pdproxy.observe.events import RequestEnded
 from tests.chaos.access import KEYS
+from tests.chaos.answers import UNNAMED
 from tests.chaos.clients import Outcome
 from tests.chaos.finding import Finding, shortened
 
@@ -16,8 +17,8 @@ of the answer.
 _AT_ONCE = 0.001
 """Seconds within which the order of two things is not known."""
 _MINUTE = 60.0
-_BEFORE_THE_KEY = frozenset({"bodies", "connections", "draining", "open_files"})
-"""Reasons for which a request is refused before its key or its deadline is looked at."""
+_BEFORE_THE_KEY = frozenset({"bodies", "connections", "draining", "open_files", UNNAMED})
+"""Reasons for which a request is refused before its key or its deadline is looked at, or may be."""
 
 
 def admitted(outcomes: Iterable[Outcome]) -> list[Finding]:

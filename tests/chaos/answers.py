@@ -5,11 +5,15 @@ it. No judgement.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 _MAX_HEAD = 64 << 10
+UNNAMED = "?"
+"""The reason of a refusal whose API has no place for it."""
+_LAST = ("response.completed", "response.incomplete", "message_stop")
 
 
 class Answer(msgspec.Struct):
@@ -28,8 +32,8 @@ class MalformedError(Exception):
 
 
 class Told(msgspec.Struct):
-    """The content of an answer. `texts` and `ends` by choice; `usage`: prompt, completion and total
-    tokens.
+    """The content of an answer. `texts` and `ends` by choice, a response or a message is choice 0;
+    `usage`: prompt, completion and total tokens.
     """
 
     texts: dict[int, str] = msgspec.field(default_factory=dict)
@@ -110,6 +114,8 @@ def _streamed(body: bytes) -> Told:
     for number, event in enumerate(events):
         if event.startswith(b": ") and b"\n" not in event:
             continue  # a comment: the stream was silent for a while
+        if number == 0 and event.startswith(b"event: "):
+            return _named(events)
         if not event.startswith(b"data: "):
             raise MalformedError(f"an event {event[:80]!r}")
         payload = event[6:]
@@ -129,6 +135,60 @@ def _streamed(body: bytes) -> Told:
     return found
 
 
+def _named(events: list[bytes]) -> Told:
+    """Return the content of a stream of a response or a message. Its numbers must follow each
+    other, and one of its last events must end it.
+    """
+    found = Told()
+    texts, numbers, over = [""], 0, False
+    for event in events:
+        if event.startswith(b": ") and b"\n" not in event:
+            continue
+        name, _, payload = event.partition(b"\ndata: ")
+        data = _json(payload)
+        kind = str(data.get("type"))
+        if name != f"event: {kind}".encode() or b"\n" in payload:
+            raise MalformedError(f"an event {event[:80]!r}")
+        if over:
+            raise MalformedError(f"an event behind the end: {event[:80]!r}")
+        if "response" in kind or "sequence_number" in data:
+            if data.get("sequence_number") != numbers:
+                raise MalformedError(f"not number {numbers}: {event[:80]!r}")
+            numbers += 1
+        over = kind == "error" or kind in _LAST
+        match kind:
+            case "error":
+                found.error = _error(data.get("error", data), {"type", "message"})
+            case "response.output_text.delta":
+                texts.append(data["delta"])
+            case "content_block_delta":
+                texts.append(data["delta"]["text"])
+            case "response.completed" | "response.incomplete":
+                _add(found, data["response"], whole=True)
+                if found.texts != {0: "".join(texts)}:
+                    raise MalformedError(f"a response that is not its events: {found.texts}")
+            case "message_delta":
+                found.ends[0] = data["delta"]["stop_reason"]
+                found.usage = _counts(data["usage"])
+    if not over:
+        raise MalformedError("a stream without its last event and without an error event")
+    found.texts[0] = "".join(texts)
+    return found
+
+
+def _counts(usage: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return what a response or a message has used. A message counts what was cached apart."""
+    cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
+    prompt = usage["input_tokens"] + sum(usage.get(name) or 0 for name in cached)
+    return prompt, usage["output_tokens"], prompt + usage["output_tokens"]
+
+
+def _error(error: object, names: set[str]) -> dict[str, Any]:
+    if not isinstance(error, dict) or not names <= set(error) or not error["message"]:
+        raise MalformedError(f"an error {str(error)[:80]}")
+    return error
+
+
 def _json(data: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(data)
@@ -140,15 +200,17 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 def _add(found: Told, event: dict[str, Any], *, whole: bool) -> None:
-    if "error" in event:
-        error = event["error"]
-        if (
-            not isinstance(error, dict)
-            or not {"message", "type", "param", "code"} <= set(error)
-            or not error["message"]
-        ):
-            raise MalformedError(f"an error {str(error)[:80]}")
-        found.error = error
+    if event.get("type") == "error":
+        found.error = {"reason": UNNAMED, **_error(event["error"], {"type", "message"})}
+        return
+    if event.get("error") is not None:
+        found.error = _error(event["error"], {"message", "type", "param", "code"})
+        return
+    if "content" in event or "output" in event:
+        (item,) = event.get("output", [event])
+        found.texts[0] = "".join(part["text"] for part in item["content"])
+        found.ends[0] = event.get("stop_reason") or event["status"]
+        found.usage = _counts(event["usage"])
         return
     for choice in event.get("choices", ()):
         index = choice["index"]

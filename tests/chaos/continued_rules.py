@@ -11,13 +11,15 @@ from pdproxy.wire.continuable import NotContinued
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.chaos.clients import Outcome
 from tests.chaos.finding import Finding, shortened
-from tests.chaos.oracle import CHAT, Body
+from tests.chaos.oracle import CHAT, NAMED, Body
 from tests.chaos.soundness import Soundness
 
 _BY_CHANCE = frozenset({NotContinued.N.value, NotContinued.SEED.value})
 """Why nobody goes on with answers that are drawn by chance, or with several of one prompt."""
 _BY_STOP = frozenset({NotContinued.STOP_PENDING.value})
 """Why nobody goes on with some that have stop strings."""
+_BY_ROUTE = frozenset({NotContinued.ROUTE.value})
+"""Why nobody goes on with responses and messages."""
 _BY_LETTER = frozenset({NotContinued.REASONING_SEEN.value})
 """Why nobody goes on with some chats of the simulator's engines, which have a parser: at half a
 letter it withholds the text, and no engine says whether that is content.
@@ -59,6 +61,8 @@ def explained(
         allowed = _BY_ENGINES | (
             _BY_CHANCE if "n" in body.fields else _BY_STOP if "stop" in body.fields else frozenset()
         )
+        if body.path in NAMED:
+            allowed |= _BY_ROUTE
         if _may_withhold(body):
             allowed |= _BY_LETTER
         if one.reason not in allowed:

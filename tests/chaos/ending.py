@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.serving.kv.orphans import REMEMBERED
+from tests.chaos.answers import UNNAMED
 from tests.chaos.clients import Outcome, Visitors
 from tests.chaos.finding import Finding, shortened
 from tests.chaos.oracle import BODIES
@@ -111,7 +112,7 @@ def stopped(
     for one in outcomes:
         if one.how in ("right", "left"):
             continue
-        refused = one.how == "error" and one.reason == "draining" and one.ended >= asked
+        refused = one.how == "error" and one.reason in ("draining", UNNAMED) and one.ended >= asked
         # the port closes, and kept connections with it
         cut = one.how in ("refused", "cut") and one.began > asked
         late = not alone and one.how == "error" and one.ended >= asked

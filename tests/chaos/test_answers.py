@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.access import Refusals
 from tests.chaos.answers import Answer, MalformedError, Told, read_answer, told
-from tests.chaos.oracle import Body, judge
+from tests.chaos.oracle import MESSAGES, RESPONSES, Body, judge
 
 RIGHT = Told({0: "one two"}, {0: "length"}, (3, 2, 5))
 ERROR = {"message": "m", "type": "t", "param": None, "code": 502}
@@ -61,6 +61,117 @@ def test_right_answers() -> None:
         "usage": usage,
     }
     assert whole(chat) == ("right", "")
+
+
+MESSAGE = {
+    "type": "message",
+    "content": [{"type": "text", "text": "one two"}],
+    "stop_reason": "length",
+    "usage": {"input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 2},
+}
+RESPONSE = {
+    "object": "response",
+    "output": [{"content": [{"type": "output_text", "text": "one two"}]}],
+    "status": "length",
+    "usage": {"input_tokens": 3, "output_tokens": 2},
+    "error": None,
+}
+CUT = {**RESPONSE, "status": "completed", "usage": {"input_tokens": 3, "output_tokens": 1}}
+CUT["output"] = [{"content": [{"type": "output_text", "text": "one"}]}]
+
+
+def named(kind: str, **fields: object) -> str:
+    """One event of a stream of named events."""
+    return f"event: {kind}\ndata: " + json.dumps({"type": kind, **fields}) + "\n\n"
+
+
+def of_response(*kinds: str, first: int = 0, response: object = RESPONSE) -> str:
+    """Events of a response with numbers that follow each other."""
+    own: dict[str, dict[str, object]] = {
+        "one": {"kind": "response.output_text.delta", "delta": "one"},
+        "two": {"kind": "response.output_text.delta", "delta": " two"},
+        "end": {"kind": "response.completed", "response": response},
+        "error": {"kind": "error", "message": "m", "code": "c"},
+    }
+    return "".join(
+        named(**own[kind], sequence_number=number)  # type: ignore[arg-type]
+        for number, kind in enumerate(kinds, first)
+    )
+
+
+def of_message(*kinds: str) -> str:
+    """Events of a message."""
+    own: dict[str, str] = {
+        "one": named("content_block_delta", delta={"text": "one"}),
+        "two": named("content_block_delta", delta={"text": " two"}),
+        "delta": named("message_delta", delta={"stop_reason": "length"}, usage=MESSAGE["usage"]),
+        "stop": named("message_stop"),
+        "error": named("error", error={"type": "t", "message": "m"}),
+    }
+    return "".join(own[kind] for kind in kinds)
+
+
+RIGHT_RESPONSE = Told({0: "one two"}, {0: "incomplete"}, (3, 2, 5))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "how"),
+    [
+        (RESPONSES, of_response("one", "two", "end"), "right"),
+        (
+            RESPONSES,
+            of_response("one") + ": alive\n\n" + of_response("two", "end", first=1),
+            "right",
+        ),
+        (RESPONSES, of_response("one", "error"), "error"),
+        (RESPONSES, of_response("one", "end"), "wrong"),
+        (RESPONSES, of_response("one", "two"), "wrong"),
+        (RESPONSES, of_response("one", "one", "end"), "wrong"),
+        (RESPONSES, of_response("two", "error"), "wrong"),
+        (RESPONSES, of_response("one", "two", "end", first=1), "wrong"),
+        (RESPONSES, of_response("one") + of_response("error", first=2), "wrong"),
+        (RESPONSES, of_response("one", "two", "end", "end"), "wrong"),
+        (RESPONSES, of_response("one", "two", "end", "error"), "wrong"),
+        (RESPONSES, of_response("one", "two", "end")[:-1], "wrong"),
+        (RESPONSES, of_response("one", "end", response=CUT), "right"),
+        (RESPONSES, of_response("two", "end", response=CUT), "wrong"),
+        (MESSAGES, of_message("one", "two", "delta", "stop"), "right"),
+        (MESSAGES, of_message("one", "error"), "error"),
+        (MESSAGES, of_message("one", "two", "delta"), "wrong"),
+        (MESSAGES, of_message("one", "delta", "stop"), "wrong"),
+        (MESSAGES, of_message("one", "two", "stop"), "wrong"),
+        (MESSAGES, of_message("one", "two", "delta", "stop", "stop"), "wrong"),
+        (MESSAGES, of_message("one", "two", "delta", "stop") + "data: [DONE]\n\n", "wrong"),
+    ],
+)
+def test_streams_of_named_events(path: str, body: str, how: str) -> None:
+    """Their ends, their numbers and their texts; an engine may give a response up unseen."""
+    answer = Answer(200, "text/event-stream", False, "", bytearray(body.encode()), True)
+    # the status of these responses is that of a choice but where one was given up
+    right = RIGHT if '"completed"' not in body else RIGHT_RESPONSE
+    assert judge(answer, Body(path, {"stream": True}, right))[0] == how
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "how"),
+    [
+        (MESSAGES, MESSAGE, 200, "right"),
+        (MESSAGES, {**MESSAGE, "stop_reason": "end_turn"}, 200, "wrong"),
+        (MESSAGES, {"type": "error", "error": {"type": "t", "message": "m"}}, 503, "error"),
+        (MESSAGES, {"type": "error", "error": {"type": "t", "message": "m"}}, 429, "error"),
+        (MESSAGES, {"type": "error", "error": {"type": "t", "message": "m"}}, 401, "wrong"),
+        (MESSAGES, {"type": "error", "error": {"type": "t"}}, 503, "wrong"),
+        (RESPONSES, RESPONSE, 200, "right"),
+        (RESPONSES, {"error": ERROR}, 502, "error"),
+        (RESPONSES, {"error": {"message": "m"}}, 502, "wrong"),
+    ],
+)
+def test_whole_responses_and_messages(path: str, body: object, status: int, how: str) -> None:
+    """And their errors: those of messages have no place for a reason."""
+    content = bytearray(json.dumps(body).encode())
+    answer = Answer(status, "application/json", False, "", content, True)
+    caused = frozenset({(429, "key_requests")})
+    assert judge(answer, Body(path, {}, RIGHT), caused)[0] == how
 
 
 def test_well_formed_errors() -> None:

@@ -43,6 +43,51 @@ def read(*events: object) -> SeenAnswer:
     return stream.end()
 
 
+COUNTED = {"input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 2}
+RESPONSE = {
+    "object": "response",
+    "status": "length",
+    "output": [
+        {"type": "reasoning", "content": [{"text": "a"}]},
+        {"type": "message", "content": [{"text": "b"}]},
+    ],
+    "usage": {"input_tokens": 3, "output_tokens": 2},
+}
+MESSAGE = {
+    "type": "message",
+    "content": [{"type": "thinking", "thinking": "a"}, {"type": "text", "text": "b"}],
+    "stop_reason": "length",
+    "usage": COUNTED,
+}
+
+
+def test_responses_and_messages_read_alike() -> None:
+    """Whole and streamed."""
+    said = msgspec.structs.replace(SAID, ids=(), prompt_ids=())
+    assert bare(read_whole(msgspec.json.encode(RESPONSE))) == said
+    assert bare(read_whole(msgspec.json.encode(MESSAGE))) == said
+    streamed = msgspec.structs.replace(said, events=2)
+    begun = {"type": "response.created", "response": {"status": "in_progress", "usage": None}}
+    response = [
+        {"type": "response.reasoning_text.delta", "delta": "a"},
+        {"type": "response.output_text.delta", "delta": "b"},
+        {"type": "response.output_text.done", "text": "b"},
+        {"type": "response.completed", "response": RESPONSE},
+    ]
+    assert bare(read(begun, *response)) == streamed
+    message = [
+        {"type": "message_start", "message": {"usage": {"input_tokens": 3, "output_tokens": 0}}},
+        {"type": "content_block_delta", "delta": {"thinking": "a"}},
+        {"type": "content_block_delta", "delta": {"text": "b"}},
+        {"type": "message_delta", "delta": {"stop_reason": "length"}, "usage": COUNTED},
+        {"type": "message_stop"},
+    ]
+    assert bare(read(*message)) == streamed
+    for events in ([begun, *response[:-1]], message[:-1], [begun, {"type": "error"}]):
+        with pytest.raises(InvalidAnswerError):
+            read(*events)
+
+
 def test_all_four_forms_read_alike() -> None:
     choice = {
         "text": "ab",

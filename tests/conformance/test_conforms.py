@@ -13,6 +13,8 @@ NEW = {"version": "0.33.0", "bidirectional_kv_xfer": True}
 NO_LEASE = {"release", "lease"}
 ANY_LENGTH = {"short_prompt"}
 READ = {"transfer_mode": "READ"}
+RESPONSES = {"response", "response_stream"}
+NAMED = {*RESPONSES, "message", "message_stream"}
 NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
 
 
@@ -21,15 +23,15 @@ NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
     [
         ("nixl", {}, NO_NOTICES),
         ("nixl", {"notifier": True}, {"notice_wait"}),
-        ("mooncake", {}, NO_NOTICES | {"lease"}),
-        ("lmcache-pd", {"ranks": 2}, NO_LEASE),
-        ("lmcache-mp", {"ranks": 2}, NO_LEASE),
+        ("mooncake", {}, NAMED | NO_NOTICES | {"lease"}),
+        ("lmcache-pd", {"ranks": 2}, NAMED | NO_LEASE),
+        ("lmcache-mp", {"ranks": 2}, RESPONSES | NO_LEASE),
         ("shared", {}, NO_LEASE | NO_NOTICES),
-        ("kvstore-keys", {}, NO_LEASE | NO_NOTICES),
-        ("cpu", {}, NO_LEASE | NO_NOTICES),
-        ("p2p-nccl", {}, NO_LEASE | NO_NOTICES | ANY_LENGTH),
-        ("moriio", {"p": READ, "d": READ}, NO_LEASE | NO_NOTICES | ANY_LENGTH),
-        ("moriio", {}, NO_LEASE | NO_NOTICES | ANY_LENGTH),
+        ("kvstore-keys", {}, NAMED | NO_LEASE | NO_NOTICES),
+        ("cpu", {}, NAMED | NO_LEASE | NO_NOTICES),
+        ("p2p-nccl", {}, NAMED | NO_LEASE | NO_NOTICES | ANY_LENGTH),
+        ("moriio", {"p": READ, "d": READ}, NAMED | NO_LEASE | NO_NOTICES | ANY_LENGTH),
+        ("moriio", {}, NAMED | NO_LEASE | NO_NOTICES | ANY_LENGTH),
     ],
     ids=[
         "nixl",

@@ -1,8 +1,9 @@
 """Bodies of real clients get the plain engine's answer through the proxy, and are placed as they
-are expected to be. Runs only if it is named.
+are expected to be.
 """
 
-# The bodies that say something about reasoning are sent to engines with a parser of it, too.
+# Runs only if it is named. The bodies that say something about reasoning are sent to engines with a
+# parser of it, too.
 
 import asyncio
 import json

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.pictures import asking, png
+
 from .client import ask
 from .compare import differs
 from .engine import Role
@@ -18,7 +20,7 @@ from .fleet import Fleet
 from .launcher import Launcher
 from .prompts import CHAT, JSON_SCHEMA, STORY, USAGE, Body, Shape, chat
 from .proxy import Proxy
-from .vision import FLAGS, asking, encoded, png, vision_launcher
+from .vision import FLAGS, encoded, vision_launcher
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 

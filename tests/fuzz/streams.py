@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pdproxy.kit.errors import EngineError, PdproxyError
+from pdproxy.serving.stream.named_events import NamedTemplates
 from pdproxy.serving.stream.phase import StreamStarted
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.connection import ForwardRead
+from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.chunks import chunk, whole_chunks
 
+NAMED_ENDS = (
+    b"event: response.completed\n",
+    b"event: response.incomplete\n",
+    b"event: message_stop\n",
+)
+NAMED_FAILURES = (b"event: error\n", b"event: response.failed\n")
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
@@ -89,11 +97,15 @@ def events(stream: bytes) -> list[bytes]:
     return found
 
 
-async def relayed(pieces: Sequence[bytes], *, wants_usage: bool, at_once: bool) -> Ended:
+async def relayed(
+    pieces: Sequence[bytes], *, wants_usage: bool, at_once: bool, named: Dialect | None = None
+) -> Ended:
     """Send reads through a relay, then the end of the connection; `at_once`: its caller is awake as
-    soon as there is data.
+    soon as there is data. `named`: the API of a stream whose events have names.
     """
-    relay, output, leg = Relay(wants_usage=wants_usage), Output(), _Leg()
+    templates = None if named is None else NamedTemplates()
+    relay = Relay(wants_usage=wants_usage, named=named, templates=templates)
+    output, leg = Output(), _Leg()
     relay.head(200, HEADERS)
     started = False
 
@@ -138,6 +150,32 @@ async def check_stream(stream: bytes, cuts: Sequence[int]) -> None:
             assert fewer == (most if whole.good else most[: len(fewer)]), (
                 "the cuts decide what the client gets"
             )
+
+
+async def check_named(stream: bytes, cuts: Sequence[int], named: Dialect) -> None:
+    """The same for a stream whose events have names."""
+    bounds = [0, *sorted({cut % (len(stream) + 1) for cut in cuts}), len(stream)]
+    pieces = [stream[one:two] for one, two in pairwise(bounds)]
+    found = [
+        await relayed(own, wants_usage=False, at_once=at_once, named=named)
+        for own, at_once in (([stream], True), (pieces, True), (pieces, False))
+    ]
+    came, passed = _whole(stream), [_whole(one.sent) for one in found]
+    for one, went in zip(found, passed, strict=True):
+        assert one.sent == b"" or one.sent.endswith(b"\n\n"), "half an event"
+        assert went == came[: len(went)], "events that the engine did not send"
+        ends = [event for event in went if event.startswith(NAMED_ENDS)]
+        assert ends == went[-1:] if one.good else not ends, "an end that is none"
+        assert not any(event.startswith(NAMED_FAILURES) for event in went)
+        assert b"\r" not in one.sent, "lines that only clients find"
+    assert len({one.good for one in found}) == 1, "the cuts decide whether the end is good"
+    *some, most = sorted(passed, key=len)
+    assert all(most[: len(one)] == one for one in some), "the cuts decide what the client gets"
+
+
+def _whole(stream: bytes) -> list[bytes]:
+    """The whole events of a stream, without empty lines."""
+    return [event for one in stream.split(b"\n\n")[:-1] if (event := one.strip(b"\n"))]
 
 
 def _check(stream: bytes, ended: Ended, wants_usage: bool) -> None:

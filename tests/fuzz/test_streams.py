@@ -8,9 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pdproxy.wire.api_errors import Dialect
 from tests.fuzz.mutations import mutated
 from tests.fuzz.seeds import recorded_streams
-from tests.fuzz.streams import check_stream
+from tests.fuzz.streams import check_named, check_stream
 
 BODIES = recorded_streams()
 PIECES = [
@@ -33,6 +34,29 @@ PIECES = [
     b"\n\n\n",
     b'{"error"',
     b"[" * 2000,
+]
+
+NAMED = [
+    b'event: response.created\ndata: {"sequence_number":0}\n\n',
+    b'event: response.output_item.added\ndata: {"sequence_number":1}\n\n',
+    b'event: response.output_text.delta\ndata: {"delta":"a","sequence_number":2}\n\n',
+    b'event: response.output_text.done\ndata: {"text":"a","sequence_number":3}\n\n',
+    b'event: response.completed\ndata: {"response":{"usage":null},"sequence_number":4}\n\n',
+    b'event: response.failed\ndata: {"sequence_number":5}\n\n',
+    b'event: message_start\ndata: {"type":"message_start"}\n\n',
+    b'event: content_block_delta\ndata: {"delta":{"text":"a"}}\n\n',
+    b'event: message_delta\ndata: {"delta":{"stop_reason":"end_turn"}}\n\n',
+    b'event: message_delta\ndata: {"delta":{"stop_reason":null}}\n\n',
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+    b'event: error\ndata: {"type":"error"}\n\n',
+    *(
+        b"event: ping\ndata: {}\n\n",
+        b"data: {}\n\n",
+        b": alive\n\n",
+        b"event: ",
+        b"\r\n",
+        b"\n\n\n",
+    ),
 ]
 
 
@@ -74,6 +98,20 @@ async def test_a_recorded_stream_at_every_cut(name: str) -> None:
 def test_made_up_streams(stream: bytes, cuts: list[int]) -> None:
     """Events of every kind in any order, and pieces of none."""
     asyncio.run(check_stream(stream, cuts))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from(NAMED), max_size=12).map(b"".join),
+    st.lists(st.integers(0, 1500), max_size=8),
+    st.sampled_from([Dialect.RESPONSES, Dialect.MESSAGES]),
+)
+@example(NAMED[2] * 9 + NAMED[4] + NAMED[11], [], Dialect.RESPONSES)
+@example(NAMED[2] * 9 + NAMED[4] * 2, [len(NAMED[2])], Dialect.RESPONSES)
+@example(NAMED[7] * 9 + NAMED[9] + NAMED[10], [len(NAMED[7])], Dialect.MESSAGES)
+def test_streams_of_named_events(stream: bytes, cuts: list[int], named: Dialect) -> None:
+    """Events of both APIs in any order, and pieces of none."""
+    asyncio.run(check_named(stream, cuts, named))
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,9 +7,14 @@ import os
 from collections.abc import Iterable
 
 from pdproxy_lab.sim.faults.kinds import KINDS
-from pdproxy_lab.sim.faults.moments import MESSAGES, Moment
+from pdproxy_lab.sim.faults.moments import MESSAGES as NO_ANSWERS
+from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.server import SimServer
+from tests.fakes import named
 from tests.fakes.client import Answer
+from tests.fakes.named import ENDS
+from tests.fakes.passed import MESSAGES, RESPONSES
+from tests.fakes.world import COMPLETIONS
 
 PASSING = ("slow", "split", "join", "lease_expiry", "load_failure")
 """Kinds that delay an answer or cut it elsewhere, or that the proxy can go round."""
@@ -29,7 +34,7 @@ def cases() -> list[Case]:
         if kind == "core_freeze":
             continue  # what the API server has already is sent: tests/proxy/test_stalls.py
         for moment in facts.moments:
-            if moment in MESSAGES:
+            if moment in NO_ANSWERS:
                 # no answer's: tests/proxy/test_connectors.py, test_notifier.py and
                 # test_kv_events.py
                 continue
@@ -63,13 +68,35 @@ def half(*, second: bool) -> list[Kept]:
     found = with_connections()
     if ALL:
         return found
-    alike = [
-        [case for case in found if case[:2] == one]
-        for one in dict.fromkeys(case[:2] for case in found)
-    ]
     return [
-        case for at, cases in enumerate(alike) for case in (cases[(at + second) % 2 :: 2] or cases)
+        case
+        for at, cases in enumerate(_alike(found))
+        for case in (cases[(at + second) % 2 :: 2] or cases)
     ]
+
+
+def few(path: str, *, second: bool) -> list[Kept]:
+    """One case of every second kind at an engine, the other kinds for the other route of named
+    events; with `second` the other way round, for engines that hand nothing over. `.ci/full` takes
+    all.
+    """
+    # responses have no mark behind their last event
+    lacking = {"handed_over"} if second else set()
+    lacking |= {"before_done"} if path == RESPONSES else set()
+    found: list[Kept] = []
+    for at, alike in enumerate(_alike(with_connections())):
+        cases = [case for case in alike if case[2] not in lacking]
+        if ALL:
+            found += cases
+        elif cases and at % 2 == (second != (path == MESSAGES)):
+            found.append(cases[at // 2 % len(cases)])
+    return found
+
+
+def _alike(found: list[Kept]) -> list[list[Kept]]:
+    """Put the cases of each kind at each engine together."""
+    kinds = dict.fromkeys(case[:2] for case in found)
+    return [[case for case in found if case[:2] == one] for one in kinds]
 
 
 def silent(kind: str, moment: Moment) -> bool:
@@ -77,10 +104,17 @@ def silent(kind: str, moment: Moment) -> bool:
     return kind in SILENT or (kind, moment) == ("garbage", "head")
 
 
-def expected(role: str, kind: str, moment: Moment, stream: bool) -> str:
+def expected(role: str, kind: str, moment: Moment, stream: bool, path: str = COMPLETIONS) -> str:
     """What the client sees: errors only where nobody says anything."""
-    if role == "prefill" or moment == "after" or kind in PASSING or stream:
-        return "right"  # another engine goes on with a stream
+    if role == "prefill" or moment == "after" or kind in PASSING:
+        return "right"
+    if kind == "abort_finish" and path == RESPONSES:
+        # an aborted response looks complete: nobody can tell
+        return "right" if moment == "last_chunk" else "cut short"
+    if stream and path in ENDS and moment in ("mid_stream", "last_chunk", "before_done"):
+        return "error event"  # no other engine can go on with it
+    if stream:
+        return "right"  # another engine goes on, where something was sent
     # A whole answer has no deadline but the request's own: an engine may think for long.
     return "error" if silent(kind, moment) else "right"
 
@@ -97,19 +131,24 @@ def left_to_the_lease(role: str, kind: str, moment: Moment) -> bool:
     return lost or kind == "lease_expiry" or silent(kind, moment)
 
 
-def seen(answer: Answer, text: str) -> str:
-    """Which it is: the right answer; an error with a status and an OpenAI body; or a stream that
+def seen(answer: Answer, text: str, path: str = COMPLETIONS) -> str:
+    """Which it is: the right answer; an error with a status and the API's body; or a stream that
     was right as far as it came and ends in an error event. Anything else fails. `text`: the right
-    one.
+    one. A response may also be `cut short`.
     """
     if answer.status != 200:
         error = answer.json["error"]
         assert isinstance(error["message"], str)
         assert error["message"]
-        assert error["code"] == answer.status
+        if path == MESSAGES:
+            assert (answer.json["type"], error["type"]) == ("error", error["type"])
+        else:
+            assert error["code"] == answer.status
         assert answer.status in (500, 502, 503, 504), answer.body
         return "error"
     assert answer.ended, "a body without its end"
+    if path in ENDS:
+        return _seen_named(answer, text, path)
     whole = answer.header("content-type") == "application/json"
     if whole or (answer.events[-1] == b"data: [DONE]\n\n" and b'"error"' not in answer.body):
         assert answer.text == text
@@ -120,6 +159,19 @@ def seen(answer: Answer, text: str) -> str:
     assert b"[DONE]" not in before
     assert text.startswith(Answer(200, answer.headers, before, [], True).text if before else "")
     return "error event"
+
+
+def _seen_named(answer: Answer, text: str, path: str) -> str:
+    if answer.header("content-type") == "application/json":
+        found, failed = named.text_of(answer), False
+    else:
+        failed = named.failure(path, answer) is not None
+        found = named.text_of_events(answer.events)
+    if failed or found != text:
+        assert text.startswith(found)
+        assert failed or path == RESPONSES
+        return "error event" if failed else "cut short"
+    return "right"
 
 
 async def revive(engines: Iterable[SimServer]) -> None:

@@ -1,5 +1,5 @@
-"""Whatever the contract, the fault, its moment and the shape: clients see a right answer or an
-honest error, and all recovers.
+"""Whatever the contract, the route, the fault, its moment and the shape: clients see a right answer
+or an honest error, and all recovers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.server import SimServer
+from tests.fakes import named
 from tests.fakes import world as worlds
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
+from tests.fakes.passed import MESSAGES, RESPONSES
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import COMPLETIONS, World, until, world
 from tests.proxy import test_registered as registered
@@ -27,6 +29,7 @@ from tests.proxy.faults import (
     Kept,
     cases,
     expected,
+    few,
     half,
     left_to_the_lease,
     revive,
@@ -39,6 +42,7 @@ from tests.proxy.test_both_legs import known, text_of
 from tests.proxy.test_connectors import completion
 from tests.proxy.test_cpu import connector
 
+NAMED = (RESPONSES, MESSAGES)
 GONE = ("kill", "restart", "no_fin", "dead_core", "refuse")
 """Kinds after which a prefill engine's worker is gone: who has asked it waits for minutes, and only
 its own end ends that.
@@ -52,7 +56,7 @@ class Stage:
     clock: ManualClock
     world: World
     ask: Callable[[bool], Awaitable[Answer]]
-    """Ask for a completion, streamed or whole."""
+    """Ask for an answer, streamed or whole."""
     text: str
     """The right answer."""
     engines: Sequence[SimServer]
@@ -66,6 +70,7 @@ class Contract:
     """Engines of one contract: what its faults differ in from those of others."""
 
     step = STEP
+    path = COMPLETIONS
     no_trace: tuple[str, ...] = ("refuse",)
     """Kinds of which engines need not see anything."""
     at_once = True
@@ -87,7 +92,7 @@ class Contract:
 
     def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
         """What the client may see."""
-        return {expected(role, kind, moment, stream)}
+        return {expected(role, kind, moment, stream, self.path)}
 
     async def recover(self, stage: Stage, case: Kept) -> None:
         """Bring every engine back to life, and have the proxy know."""
@@ -108,6 +113,12 @@ def sizes(role: str) -> tuple[int, int]:
 class Nixl(Contract):
     """P keeps KV until D has pulled it."""
 
+    text = worlds.TEXT
+
+    def body(self, streamed: bool) -> dict[str, Any]:
+        """What is asked for."""
+        return worlds.completion(stream=streamed)
+
     def cases(self) -> list[Kept]:
         return with_connections()
 
@@ -118,19 +129,67 @@ class Nixl(Contract):
             engine, tries = (w.prefill if role == "prefill" else w.decode)[1].sim, max(sizes(role))
 
             def ask(streamed: bool) -> Awaitable[Answer]:
-                return w.ask(COMPLETIONS, worlds.completion(stream=streamed))
+                return w.ask(self.path, self.body(streamed))
 
             for _ in range(tries if kept else 0):
-                assert seen(await ask(stream), worlds.TEXT) == "right"
+                assert seen(await ask(stream), self.text, self.path) == "right"
                 await w.quiet()
             assert all(one.requests for one in w.engines) == kept
-            yield Stage(clock, w, ask, worlds.TEXT, [one.sim for one in w.engines], engine, tries)
+            yield Stage(clock, w, ask, self.text, [one.sim for one in w.engines], engine, tries)
 
     async def ends(self, stage: Stage, case: Kept) -> None:
         if left_to_the_lease(*case[:3]):
             for one in stage.world.prefill:
                 one.sim.engine.expire_leases()
         await stage.world.freed()
+        await until(lambda: not any(usage(engine) for engine in stage.engines))
+
+
+class NamedNixl(Nixl):
+    """The same for a route whose events have names: no other engine goes on with its streams."""
+
+    text = worlds.CHAT_TEXT
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def body(self, streamed: bool) -> dict[str, Any]:
+        return named.body(self.path, stream=streamed)
+
+    def cases(self) -> list[Kept]:
+        return few(self.path, second=False)
+
+
+class NamedShared(Contract):
+    """A storage has the KV: no engine waits for another."""
+
+    no_trace = ("refuse", "lease_expiry", "load_failure")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def cases(self) -> list[Kept]:
+        return few(self.path, second=True)
+
+    @asynccontextmanager
+    async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
+        prefills, decodes = sizes(case[0])
+        async with pool("shared", prefills=prefills, decodes=decodes, clock=clock) as pair:
+
+            def ask(streamed: bool) -> Awaitable[Answer]:
+                return pair.ask(self.path, named.body(self.path, stream=streamed))
+
+            engines = (pair.p, pair.d, *pair.more)
+            tries = max(prefills, decodes)
+            stage = Stage(
+                clock, pair.world, ask, worlds.CHAT_TEXT, engines, pair.more[0], tries, pair
+            )
+            for _ in range(tries if case[-1] else 0):
+                assert seen(await ask(case[3]), stage.text, self.path) == "right"
+                await pair.world.quiet()
+            yield stage
+
+    async def ends(self, stage: Stage, case: Kept) -> None:
         await until(lambda: not any(usage(engine) for engine in stage.engines))
 
 
@@ -348,6 +407,8 @@ def close_connections(stage: Stage, *, kept: bool) -> None:
 
 CONTRACTS: dict[str, Contract] = {
     "nixl": Nixl(),
+    **{f"nixl {path}": NamedNixl(path) for path in NAMED},
+    **{f"shared {path}": NamedShared(path) for path in NAMED},
     "cpu": Cpu(),
     "nixl-push": NixlPush(),
     "mooncake": Mooncake(),
@@ -362,6 +423,19 @@ def test_a_half_has_every_kind_and_every_moment(second: bool) -> None:
     assert {case[:2] for case in found} == {case[:2] for case in every}
     for column in (2, 3, 4):
         assert {case[column] for case in found} == {case[column] for case in every}
+
+
+def test_the_routes_of_named_events_have_every_kind_and_every_moment() -> None:
+    """Each route sees each kind at each engine, with one contract or the other."""
+    every = with_connections()
+    for path in NAMED:
+        found = [*few(path, second=False), *few(path, second=True)]
+        lacking = {case[:2] for case in every} - {case[:2] for case in found}
+        assert lacking <= {("prefill", "load_failure"), ("decode", "load_failure")}
+        moments = {case[2] for case in every} - ({"before_done"} if path == RESPONSES else set())
+        assert {case[2] for case in found} == moments
+        for column in (3, 4):
+            assert {case[column] for case in found} == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -380,8 +454,8 @@ async def test_what_a_client_sees(
             answer = await (clock.through(asked, own.step) if own.waits(*case) else asked)
             if stage.fails.faults.happened or kind == "refuse":
                 break
-            assert seen(answer, stage.text) == "right"
-        assert seen(answer, stage.text) in own.wanted(role, kind, moment, stream), (
+            assert seen(answer, stage.text, own.path) == "right"
+        assert seen(answer, stage.text, own.path) in own.wanted(role, kind, moment, stream), (
             answer.status,
             answer.body,
         )
@@ -389,6 +463,6 @@ async def test_what_a_client_sees(
         await own.recover(stage, case)
         asked = stage.ask(stream)
         again = await (asked if own.at_once else clock.through(asked, own.step))
-        assert seen(again, stage.text) == "right", (again.status, again.body)
+        assert seen(again, stage.text, own.path) == "right", (again.status, again.body)
         await clock.through(stage.world.quiet(), own.step)
         await own.ends(stage, case)

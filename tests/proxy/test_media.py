@@ -1,10 +1,11 @@
-"""Media by URL on all routes: no engine gets a request that names one, unless the settings let
-it.
+"""Media on all routes: no engine gets a request that names one by URL, unless the settings let it;
+media within the body are split between two engines.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -13,12 +14,22 @@ import pytest
 from pdproxy.observe.events import ServedAlone
 from pdproxy.settings.limits import MediaSettings
 from pdproxy.settings.schema import Settings
-from tests.fakes.passed import MESSAGES, PATHS, RESPONSES, everyone, fine
+from tests.fakes import scripts
+from tests.fakes.client import Answer, exchange, request
+from tests.fakes.passed import MESSAGES, PATHS, RESPONSES, everyone, fine, shape
+from tests.fakes.pictures import asking, part, png, url
 from tests.fakes.pool import pool
-from tests.fakes.world import CHAT, World, world
+from tests.fakes.world import CHAT, PROMPT, World, world
+from tests.proxy.test_continued import results
+from tests.proxy.test_continued_not import broken
 
 FAR = "http://169.254.169.254/latest"
 BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
+A, B, LARGE = png("a"), png("b"), png("a", 300, 300)
+"""A and B have one size: 4 tokens."""
+SEES = {"vision": True}
+SAID = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+ID = [("x-request-id", "r")]
 
 
 def content(url: str) -> list[dict[str, Any]]:
@@ -33,12 +44,43 @@ def body(path: str, url: str) -> dict[str, Any]:
         "messages": [messages] if path == BATCH else messages,
     }
     if path == RESPONSES:
-        return {"model": "tiny", "input": messages}
+        return {"model": "tiny", "input": messages, "max_output_tokens": 4}
     if path == MESSAGES:
         found["messages"] = [
             {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": url}}]},
         ]
     return found
+
+
+def data_of(picture: bytes) -> str:
+    """The part of a picture's URL that depends on the picture."""
+    return url(picture).partition(",")[2]
+
+
+def encoded(w: World) -> tuple[int, int]:
+    """How many pictures the prefill and the decode engines have encoded."""
+    prefill, decode = [
+        sum(one.sim.engine.stats.encoder_inputs for one in engines)
+        for engines in (w.prefill, w.decode)
+    ]
+    return prefill, decode
+
+
+async def asked_alone(w: World, path: str, sent: dict[str, Any]) -> Answer:
+    """The answer of an engine that has had no KV from another."""
+    w.port, port = w.prefill[0].port, w.port
+    answer = await w.ask(path, sent, ID)
+    w.port = port
+    return answer
+
+
+def still(answer: Answer) -> tuple[int, list[Any]]:
+    """An answer without its times and ids."""
+    parts = answer.events or [answer.body]
+    return answer.status, [
+        part if b"[DONE]" in part else shape(re.sub(rb'"created":\d+', b'"created":0', part))
+        for part in parts
+    ]
 
 
 def _nothing_sent(w: World) -> bool:
@@ -184,23 +226,157 @@ async def test_embeddings_in_the_place_of_a_medium_are_refused(
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_media_within_the_body_are_split(path: str, stream: bool) -> None:
-    """Both engines get them as they came. No ids go with them: engines do not read those then."""
-    sent = body(path, "data:image/png;base64,AAAA") | {"temperature": 0, "stream": stream}
+    """Both engines get them as they came, one encodes them, and the answer is that of one engine.
+    No ids go with them: engines do not read those then.
+    """
+    sent = body(path, url(A)) | {"temperature": 0, "stream": stream}
     if path == MESSAGES:
-        source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+        source = {"type": "base64", "media_type": "image/png", "data": data_of(A)}
         sent["messages"][0]["content"] = [{"type": "image", "source": source}]
-    async with world() as w:
-        assert (await w.ask(path, sent)).status == 200
+    async with world(facts=SEES) as w:
+        answer = await w.ask(path, sent, ID)
         (made,), (loaded,) = w.prefill[0].requests, w.decode[0].requests
         told = "input" if path == RESPONSES else "messages"
         assert made.json[told] == loaded.json[told] == sent[told]
         assert loaded.kv is not None
         assert "prompt_token_ids" not in loaded.kv
+        await w.settled()
+        assert w.books.endings == {"loaded": 1}
+        assert encoded(w) == (1, 0)
+        assert still(answer) == still(await asked_alone(w, path, sent))
+        other = json.loads(json.dumps(sent).replace(data_of(A), data_of(B)))
+        assert still(answer) != still(await asked_alone(w, path, other)), "a control"
+
+
+async def test_several_pictures() -> None:
+    """Over several turns: what engines have had before is found by its content."""
+    facts = {**SEES, "enable_prompt_tokens_details": True}
+    async with world(facts=facts) as w:
+        turns = [asking(A, PROMPT, LARGE, "or", A)]
+        first = await w.ask(CHAT, {**SAID, "messages": turns})
+        assert encoded(w) == (2, 0)
+        usage = first.json["usage"]["prompt_tokens_details"]
+        assert usage["multimodal_tokens"] == {"image": 4 + 64 + 4}
+        for picture, tokens in ((B, 3), (A, 3)):
+            more = [*turns, {"role": "assistant", "content": first.text}, asking("And?", picture)]
+            sent = {**SAID, "messages": more}
+            answer = await w.ask(CHAT, sent)
+            assert answer.text == (await asked_alone(w, CHAT, sent)).text
+            assert encoded(w) == (tokens, 0)
+        await w.settled()
+        assert w.books.endings == {"loaded": 3}
+        assert not w.events(ServedAlone)
+
+
+async def test_a_body_of_megabytes_is_split() -> None:
+    """It is read in a reader process, which looks at all parts."""
+    picture = A + bytes(2_400_000)
+    named = {**part(picture), "uuid": "u"}
+    async with world(facts=SEES) as w:
+        for content, alone in ((part(picture), 0), (named, 1)):
+            sent = {**SAID, "messages": [{"role": "user", "content": [part(PROMPT), content]}]}
+            answer = await w.ask(CHAT, sent)
+            assert answer.status == 200
+            assert len(w.events(ServedAlone)) == alone
+            assert answer.text == (await asked_alone(w, CHAT, sent)).text
+        assert w.proxy.bodies.workers is not None
+        assert len(w.prefill[0].requests) == 3
+        await w.settled()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        part("http://127.0.0.1/picture.png"),
+        {**part(A), "uuid": "u"},
+        {"type": "image_url", "image_url": None, "uuid": "u"},
+    ],
+    ids=["url", "uuid", "uuid alone"],
+)
+@pytest.mark.parametrize("beside", [(), (A,)], ids=["", "beside another"])
+async def test_two_engines_may_see_other_pictures(content: dict[str, Any], beside: Any) -> None:
+    """At one URL, or under one name. So one engine gets them; what it says is passed on."""
+
+    def adjust(settings: Settings) -> Settings:
+        return msgspec.structs.replace(settings, media=MediaSettings(urls="any"))
+
+    parts = [part(PROMPT), content, *map(part, beside)]
+    sent = {**SAID, "messages": [{"role": "user", "content": parts}]}
+    async with world(facts=SEES, adjust=adjust) as w:
+        answer = await w.ask(CHAT, sent)
+        known = content["image_url"] is not None
+        assert answer.status == (200 if known else 400)
+        assert [one.reason for one in w.events(ServedAlone)] == ["non_text"]
+        assert not w.prefill[0].requests
+        assert encoded(w) == (0, (1 + len(beside)) * known)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_decode_engine_fails_before_data(stream: bool) -> None:
+    """Another one gets the picture as it came, with the handle of a fresh prefill."""
+    sent = {**SAID, "messages": [asking(A, PROMPT)], "stream": stream}
+    async with world(decode=2, facts=SEES) as w:
+        w.decode[1].script(scripts.reset)
+        answer = await w.ask(CHAT, sent)
+        assert answer.status == 200
+        assert len(w.prefill[0].requests) == 2
+        kvs = [engine.requests[0].kv or {} for engine in w.decode]
+        assert kvs[0]["remote_request_id"] != kvs[1]["remote_request_id"]
+        assert w.decode[0].requests[0].json["messages"] == sent["messages"]
+        await w.settled()
+        assert w.books.endings == {"released": 1, "loaded": 1}
+        assert encoded(w) == (1, 0)
+        assert answer.text == (await asked_alone(w, CHAT, sent)).text
+
+
+async def test_an_unreadable_picture_is_refused_as_by_one_engine() -> None:
+    """The decode engine has the last word, without a handle."""
+    async with world(facts=SEES) as w:
+        sent = {**SAID, "messages": [asking(PROMPT, "data:image/png;base64://no")]}
+        answer = await w.ask(CHAT, sent)
+        assert answer.status == 400
+        assert answer.body == (await asked_alone(w, CHAT, sent)).body
+        assert [one.kv for one in w.decode[0].requests] == [None]
+        assert encoded(w) == (0, 0)
+        await w.settled()
+
+
+@pytest.mark.parametrize("fault", ["reset", "kill", "dead_core"])
+async def test_a_stream_about_a_picture_does_not_go_on(fault: str) -> None:
+    """Its ids do not stand for the prompt: it ends with an error."""
+    sent = {**SAID, "messages": [asking(A, PROMPT)], "stream": True, "max_tokens": 12}
+    async with world(decode=2, facts=SEES, leaves=True) as w:
+        whole = (await asked_alone(w, CHAT, sent)).text
+        w.decode[1].sim.faults.add(f"{fault}@mid_stream:events=3")
+        broken(await w.ask(CHAT, sent), whole)
+        assert results(w) == [("refused", "media")]
+        assert not w.decode[0].requests
         await w.quiet()
 
 
-async def test_a_contract_that_knows_kv_by_ids_splits_no_media() -> None:
-    """Two pictures may have the same ids."""
-    async with pool("shared") as pair:
-        await pair.ask(CHAT, body(CHAT, "data:image/png;base64,AAAA"))
-        assert [one.reason for one in pair.world.events(ServedAlone)] == ["non_text"]
+async def test_a_conversation_of_a_batch_has_a_picture() -> None:
+    """Each is split by itself."""
+    chats: Any = [[asking(PROMPT)], [asking(A, PROMPT)], [asking(B, PROMPT)]]
+    async with world(facts=SEES) as w:
+        sent = {**SAID, "messages": chats}
+        answer = await w.ask(BATCH, sent, ID)
+        assert not w.events(ServedAlone)
+        assert encoded(w) == (2, 0)
+        await w.settled()
+        assert w.books.endings == {"loaded": 3}
+        assert still(answer) == still(await asked_alone(w, BATCH, sent))
+
+
+@pytest.mark.parametrize("connector", ["shared", "lmcache-mp", "mooncake"])
+async def test_other_contracts_split_no_media(connector: str) -> None:
+    """Two pictures may have the same ids. One engine answers, also with what another one has stored
+    of the same picture.
+    """
+    async with pool(connector, everybody=SEES) as pair:
+        for picture in (A, B):
+            sent = {**SAID, "messages": [asking(picture, PROMPT * 2)]}
+            assert (await exchange(pair.p.port, request("POST", CHAT, sent))).status == 200
+            answer = await pair.ask(CHAT, sent)
+            assert answer.text == (await pair.asked_plain(CHAT, sent)).text
+        assert {one.reason for one in pair.world.events(ServedAlone)} == {"non_text"}
+        assert bool(pair.loaded) == (connector != "mooncake")

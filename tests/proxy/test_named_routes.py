@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,10 +26,11 @@ from tests.fakes import scripts
 from tests.fakes.client import exchange, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, Script
+from tests.fakes.named import body
 from tests.fakes.passed import MESSAGES, RESPONSES, shape
 from tests.fakes.pool import pool
 from tests.fakes.scripts import streams
-from tests.fakes.world import LONG, PROMPT, World, until, world
+from tests.fakes.world import LONG, World, until, world
 
 ROUTES = pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 STREAM = pytest.mark.parametrize("stream", [False, True])
@@ -43,17 +43,6 @@ GIVEN_UP = (
     b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":null}}\n\n'
     b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 )
-
-
-def body(path: str, **fields: Any) -> dict[str, Any]:
-    """A request that can be split."""
-    messages = [{"role": "user", "content": PROMPT}]
-    own: Mapping[str, Any] = (
-        {"input": messages, "max_output_tokens": 4}
-        if path == RESPONSES
-        else {"messages": messages, "max_tokens": 4}
-    )
-    return {"model": "tiny", "temperature": 0, **own, **fields}
 
 
 def delta(path: str, number: int = 2) -> bytes:
@@ -69,7 +58,8 @@ def delta(path: str, number: int = 2) -> bytes:
 def opening(path: str) -> list[bytes]:
     """The events before the first token."""
     if path == RESPONSES:
-        return [*PREAMBLE, *(_named("response.x.added", number) for number in (2, 3))]
+        added = ("response.output_item.added", "response.content_part.added")
+        return [*PREAMBLE, *(_named(name, number) for number, name in enumerate(added, 2))]
     return [_named("message_start", 0), _named("content_block_start", 1)]
 
 
@@ -129,6 +119,10 @@ BEFORE_DATA: dict[str, Script] = {
     "comment, then eof": streams(b": ping\n\n", then="eof"),
     "half an event": streams(delta(RESPONSES)[:-9], then="eof"),
     "ping, then eof": streams(b'event: ping\ndata: {"type":"ping"}\n\n', then="eof"),
+    "openings, then eof": streams(*opening(RESPONSES), *opening(MESSAGES), then="eof"),
+    "openings, then an error": streams(*opening(RESPONSES), *opening(MESSAGES), ERROR),
+    "given up": streams(_named("message_start", 0), GIVEN_UP),
+    "lines that only clients find": streams(delta(RESPONSES).replace(b"{", b"\r{")),
     "stalled": streams(*PREAMBLE, then="stall"),
 }
 
@@ -171,7 +165,9 @@ async def test_a_whole_answer_that_fails(path: str, how: str) -> None:
 
 
 @ROUTES
-@pytest.mark.parametrize("then", ["eof", "reset", "finish", "stall", "error", "given up"])
+@pytest.mark.parametrize(
+    "then", ["eof", "reset", "finish", "stall", "error", "given up", "other lines"]
+)
 @pytest.mark.parametrize("part", [b"", b"event: response.outp"])
 async def test_a_stream_that_fails_ends_with_an_error_of_the_api(
     path: str, then: str, part: bytes
@@ -180,7 +176,12 @@ async def test_a_stream_that_fails_ends_with_an_error_of_the_api(
     number follows the others.
     """
     events = [*opening(path), delta(path, 4), delta(path, 5)]
-    last = {"error": ERROR, "given up": GIVEN_UP if path == MESSAGES else ERROR}.get(then, part)
+    wrong = {
+        "error": ERROR,
+        "given up": GIVEN_UP if path == MESSAGES else ERROR,
+        "other lines": delta(path)[:-2] + b"\r\rdata: {}\n\n",
+    }
+    last = wrong.get(then, part)
 
     async def script(reply: Reply) -> None:
         await reply.start()

@@ -169,6 +169,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "overload.output_weight": (9.5, lambda p: p.admission._output_weight, 9.5),
     "media.urls": ("any", lambda p: p.bodies._bounds.media.urls, "any"),
     "media.hosts": (("a",), lambda p: p.bodies._bounds.media.hosts, ("a",)),
+    "media.embeds": (True, lambda p: p.bodies._bounds.media.embeds, True),
     "overload.priority": ("ignore", lambda p: p.admission._by_priority, False),
     "tenants.caches": ("separate", lambda p: p.front.tenants.salt("x") is not None, True),
     "health.stalled_after": (9.5, lambda p: p.stalls.health.stalled_after, 9.5),

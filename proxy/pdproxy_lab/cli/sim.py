@@ -56,6 +56,7 @@ _ENGINE = {
     "enable_auto_tool_choice": "accept requests with tools",
     "enable_scale_out": "answer the routes that render and derender chats and generate token ids",
     "enable_cohere_api": "answer /cohere/v2/chat",
+    "vision": "see pictures in chats, as a vision-language model",
     "speech": "answer /v1/audio/transcriptions and /v1/audio/translations, as a speech model",
     "enable_tokenizer_info_endpoint": "answer /tokenizer_info",
     "enable_server_load_tracking": "count the requests in flight for /load",

@@ -1,5 +1,5 @@
-"""Reads answers of engines and of the proxy, whole or streamed, completions or chats, into one
-form. Pure.
+"""Reads answers of engines and of the proxy, whole or streamed, into one form for all routes.
+Pure.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ _HANDLE = "_transfer_params"
 _MOST = 5
 _FREE = ("logprobs", "prompt_logprobs")
 """Fields whose keys are tokens."""
-_VARYING = ("prompt_tokens_details", "completion_tokens_details")
+_VARYING = (
+    *("prompt_tokens_details", "completion_tokens_details"),
+    *("cache_read_input_tokens", "cache_creation_input_tokens"),
+)
 """Fields that depend on what is cached: an engine leaves them out if that is nothing."""
 
 
@@ -123,11 +126,54 @@ class _Body(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+class _Part(msgspec.Struct):
+    """A part of a response or a message, or what one of their events adds to it."""
+
+    text: str = ""
+    thinking: str = ""
+    content: list[_Part] | None = None
+    stop_reason: str | None = None
+
+    @property
+    def all(self) -> str:
+        return self.thinking + self.text + "".join(part.all for part in self.content or ())
+
+
+class _Used(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
+class _Response(msgspec.Struct):
+    status: str
+    usage: _Used | None = None
+
+
+class _Named(msgspec.Struct):
+    """A whole response or message, or one of their events: by `type`, or by `object`."""
+
+    type: str = ""
+    object: str = ""
+    delta: str | _Part | None = None
+    response: _Response | None = None
+    output: list[_Part] | None = None
+    content: list[_Part] | None = None
+    status: str | None = None
+    stop_reason: str | None = None
+    usage: _Used | None = None
+    error: msgspec.Raw | None = None
+
+
 class _Error(msgspec.Struct):
     error: msgspec.Raw
 
 
+_LAST = ("response.completed", "response.incomplete", "message_stop")
+_TEXTS = ("response.output_text.delta", "response.reasoning_text.delta", "content_block_delta")
 _decoder = msgspec.json.Decoder(_Body)
+_named_decoder = msgspec.json.Decoder(_Named)
 _error_decoder = msgspec.json.Decoder(_Error)
 
 
@@ -142,7 +188,10 @@ def read_whole(body: bytes) -> SeenAnswer:
         InvalidAnswerError: it can't be read, or is not complete.
     """
     answer = SeenAnswer()
-    _take(answer, body)
+    if _kind(body) in ("response", "message"):
+        _take_named(answer, body)
+    else:
+        _take(answer, body)
     if answer.finish is None:
         raise InvalidAnswerError("its answer has no finish_reason")
     return answer
@@ -167,6 +216,11 @@ class Stream:
         if data == b"[DONE]":
             self.done = True
             return False
+        if (kind := _kind(data)) != "":
+            self.done = self.done or kind in _LAST
+            output = _take_named(self.answer, data)
+            self.answer.events += output
+            return output
         event = _take(self.answer, data)
         output = any(
             choice.text or (choice.delta and choice.delta.text) or choice.token_ids
@@ -184,6 +238,45 @@ class Stream:
         if not self.done or self.answer.finish is None:
             raise InvalidAnswerError("its stream ended early")
         return self.answer
+
+
+def _kind(data: bytes) -> str:
+    """Return which answer or event of a route with named events it is, "" if it is of another
+    route.
+    """
+    try:
+        named = _named_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return named.type or ("response" if named.object == "response" else "")
+
+
+def _take_named(answer: SeenAnswer, data: bytes) -> bool:
+    """Add a whole response or message, or one of their events. Return whether it has output.
+
+    Raises:
+        InvalidAnswerError: it is an error.
+    """
+    named = _named_decoder.decode(data)
+    if named.type in ("error", "response.failed"):
+        raise InvalidAnswerError(f"its answer is an error: {data[:200].decode('utf-8', 'replace')}")
+    answer.fields |= _paths(msgspec.json.decode(data))
+    before = answer.text
+    if named.type in _TEXTS and named.delta is not None:
+        answer.text += named.delta if isinstance(named.delta, str) else named.delta.all
+    for part in (*(named.output or ()), *(named.content or ())):
+        answer.text += part.all
+    status, usage = named.status or named.stop_reason, named.usage
+    if named.response is not None and named.type in _LAST:
+        status, usage = named.response.status, named.response.usage
+    elif isinstance(named.delta, _Part):
+        status = named.delta.stop_reason
+    answer.finish = status or answer.finish
+    if usage is not None:
+        cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+        answer.prompt_tokens = usage.input_tokens + cached
+        answer.completion_tokens = usage.output_tokens
+    return answer.text != before
 
 
 def _read(data: bytes) -> _Body:

@@ -1,8 +1,8 @@
-"""Completions and chats that checks send. Pure; unique marks are passed in.
+"""What checks send. Pure; unique marks are passed in.
 
-All are greedy and of fixed length, so that two engines with the same weights generate the same.
-Prompts begin with a `mark` that no engine has seen, so its KV is not cached. The beginning of a
-chat's template may be.
+All are greedy and, but for messages, of fixed length, so that two engines with the same weights
+generate the same. Prompts begin with a `mark` that no engine has seen, so its KV is not cached. The
+beginning of a chat's template may be.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ byte-level one.
 """
 
 
+_KINDS = {Route.CHAT: "chat", Route.RESPONSES: "response", Route.MESSAGES: "message"}
+_LIMITS = {Route.RESPONSES: "max_output_tokens"}
+_NO_IDS = (Route.RESPONSES, Route.MESSAGES)
+"""Routes whose answers never have token ids, and whose streams always have usage."""
+
+
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """One form of request. `ids`: whether it asks for token ids."""
+    """One form of request. `ids`: whether it asks for token ids, where its route has some."""
 
     route: Route = Route.COMPLETIONS
     stream: bool = False
@@ -32,7 +38,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Its name in a report."""
-        kind = "chat" if self.route is Route.CHAT else "completion"
+        kind = _KINDS.get(self.route, "completion")
         return (
             f"{'streamed ' if self.stream else ''}{kind}"
             f"{' of one token' if self.max_tokens == 1 else ''}"
@@ -43,6 +49,10 @@ COMPLETION = Shape()
 COMPLETION_STREAM = Shape(stream=True)
 CHAT = Shape(route=Route.CHAT)
 CHAT_STREAM = Shape(route=Route.CHAT, stream=True)
+RESPONSE = Shape(route=Route.RESPONSES)
+RESPONSE_STREAM = Shape(route=Route.RESPONSES, stream=True)
+MESSAGE = Shape(route=Route.MESSAGES)
+MESSAGE_STREAM = Shape(route=Route.MESSAGES, stream=True)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,20 +73,24 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 def make_request(shape: Shape, model: str, text: str, mark: str) -> Request:
     """Return a request with the prompt `text`, which contains `mark`."""
     fields: dict[str, object] = {"model": model}
-    if shape.route is Route.CHAT:
+    if shape.route is Route.RESPONSES:
+        fields["input"] = text
+    elif shape.route in (Route.CHAT, Route.MESSAGES):
         fields["messages"] = [{"role": "user", "content": text}]
     else:
         fields["prompt"] = text
     fields |= {
-        "max_tokens": shape.max_tokens,
+        _LIMITS.get(shape.route, "max_tokens"): shape.max_tokens,
         "temperature": 0,
-        "ignore_eos": True,
         "stream": shape.stream,
     }
-    if shape.stream:
-        fields["stream_options"] = {"include_usage": True}
-    if shape.ids:
-        fields["return_token_ids"] = True
+    if shape.route is not Route.MESSAGES:  # it does not know the field
+        fields["ignore_eos"] = True
+    if shape.route not in _NO_IDS:
+        if shape.stream:
+            fields["stream_options"] = {"include_usage": True}
+        if shape.ids:
+            fields["return_token_ids"] = True
     return Request(shape=shape, body=msgspec.json.encode(fields), mark=mark)
 
 

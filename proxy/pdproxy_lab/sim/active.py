@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Any
 
 from pdproxy.engine_model.hardware import Hardware, attended
+from pdproxy_lab.sim.media import keyed
 from pdproxy_lab.sim.memory import Attention
 from pdproxy_lab.sim.request import EngineRequest
 from pdproxy_lab.sim.stats import Stats
@@ -61,6 +62,19 @@ class ActiveRequest:
     """A step has computed a part of it."""
     started: float = 0.0
     last_token: float | None = None
+    keyed: list[int] = field(init=False)
+    """Its tokens as caches of KV know them."""
+
+    def __post_init__(self) -> None:
+        """Put pictures in the places of their tokens."""
+        self.keyed = keyed(self.tokens, self.request.media)
+
+    def append(self, token: int) -> None:
+        """Add a token that was generated."""
+        self.generated.append(token)
+        self.tokens.append(token)
+        if self.keyed is not self.tokens:
+            self.keyed.append(token)
 
     @property
     def prompt(self) -> int:

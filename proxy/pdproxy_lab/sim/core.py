@@ -22,6 +22,7 @@ from pdproxy_lab.sim.connectors import connector_of
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kv_event_log import log_of
 from pdproxy_lab.sim.language import Language, mix
+from pdproxy_lab.sim.media import Encoder
 from pdproxy_lab.sim.memory import Attention, BlockPool, Page, block_keys
 from pdproxy_lab.sim.nixl import Greeting, Nixl, SideChannelPeer
 from pdproxy_lab.sim.request import EngineDeadError, EngineOutput, EngineRequest, Token
@@ -55,6 +56,7 @@ class Core:
             stats,
             MemoryStorage() if storage is None else storage,
         )
+        self._encoder = Encoder(stats)
         self._language = Language(facts.eos_every, thinks=facts.reasoning_parser != "none")
         self._seed = mix(crc32(facts.model.encode()), facts.weights)
         self._chance = chance
@@ -223,7 +225,7 @@ class Core:
         # vLLM's skip_reading_prefix_cache
         computes_all = sequence.request.sampling.prompt_logprobs is not None
         if facts.enable_prefix_caching and not computes_all:
-            block_keys(sequence.keys, sequence.tokens, facts.block_size, sequence.salt)
+            block_keys(sequence.keys, sequence.keyed, facts.block_size, sequence.salt)
             limit = (len(sequence.tokens) - 1) // facts.block_size
             found = self.pool.find(sequence.keys, limit)
             self.pool.hold(found)
@@ -264,7 +266,8 @@ class Core:
 
     def _compute(self, sequence: ActiveRequest, count: int, now: float) -> None:
         start, end = sequence.computed, sequence.computed + count
-        state = sequence.attention.write(sequence.blocks, sequence.tokens, start, end)
+        seen = self._encoder.seen(sequence.tokens, sequence.request.media, start, end)
+        state = sequence.attention.write(sequence.blocks, seen, start, end)
         sequence.computed = end
         self._remember(sequence)
         self.connector.stepped(sequence, first=not sequence.begun, now=now)
@@ -278,8 +281,7 @@ class Core:
         token = language.next_token(
             state, sequence.generated, sequence.request.sampling, draw, recent
         )
-        sequence.tokens.append(token.id)
-        sequence.generated.append(token.id)
+        sequence.append(token.id)
         sequence.count_token(self.stats, now)
         self._emit(sequence, token, first, now)
 
@@ -288,7 +290,7 @@ class Core:
         full = sequence.computed // self.facts.block_size
         if full <= sequence.remembered or not self.facts.enable_prefix_caching:
             return
-        block_keys(sequence.keys, sequence.tokens, self.facts.block_size, sequence.salt)
+        block_keys(sequence.keys, sequence.keyed, self.facts.block_size, sequence.salt)
         self.pool.remember(
             sequence.blocks[sequence.remembered : full], sequence.keys[sequence.remembered : full]
         )

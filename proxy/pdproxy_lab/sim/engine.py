@@ -33,7 +33,7 @@ from pdproxy_lab.sim.notice_sender import NoticeSender
 from pdproxy_lab.sim.output_stream import OutputStream
 from pdproxy_lab.sim.pd_link import Receiving, Sending
 from pdproxy_lab.sim.registered_link import RegisteredLink
-from pdproxy_lab.sim.request import EngineDeadError, EngineOutput, EngineRequest
+from pdproxy_lab.sim.request import EngineDeadError, EngineOutput, EngineRequest, Picture
 from pdproxy_lab.sim.stats import Stats
 from pdproxy_lab.sim.storage import Storage
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
@@ -76,6 +76,8 @@ class SimEngine:
         """One for each data-parallel rank."""
         self._in_flight, self._first = [0] * facts.data_parallel_size, 0
         self.adapters: dict[str, str] = {}  # LoRA adapters that were loaded, with their paths
+        self.pictures: dict[str, Picture] = {}
+        """What the API server's processor has read, by identifier. It forgets nothing."""
         self._streams: dict[str, OutputStream] = {}
         self._wake = asyncio.Event()
         self._tasks = TaskOwner("engine")
@@ -114,7 +116,7 @@ class SimEngine:
         self.engine_id = self.facts.engine_id or made
         self.rank_stats = [Stats() for _ in range(self.facts.data_parallel_size)]
         self.started_at = time.time()
-        self.dead, self.adapters = False, {}
+        self.dead, self.adapters, self.pictures = False, {}, {}
         self.stops.reset()
         if self.facts.connector == "lmcache-pd" and self.facts.role == "decode":
             await self._receiving.open(

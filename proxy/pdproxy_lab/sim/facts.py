@@ -193,6 +193,8 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Chats are rendered and derendered, and token ids generated, on routes of their own."""
     enable_cohere_api: bool = False
     """`/cohere/v2/chat` is there, as with VLLM_ENABLE_COHERE_API=1."""
+    vision: bool = False
+    """A model that also sees pictures in chats."""
     speech: bool = False
     """A model that also writes down audio, on routes of their own."""
     enable_tokenizer_info_endpoint: bool = False

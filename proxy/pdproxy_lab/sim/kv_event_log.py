@@ -68,7 +68,10 @@ class EngineEventLog:
 
     def _announce(self, one: ActiveRequest, start: int, end: int) -> None:
         salt = one.request.cache_salt
-        extra = [(salt,) if salt and number == 0 else None for number in range(start, end)]
+        extra = [
+            (*self._pictures(one, number), *((salt,) if salt and number == 0 else ())) or None
+            for number in range(start, end)
+        ]
         self._events.append(
             {
                 "type": "BlockStored",
@@ -84,6 +87,15 @@ class EngineEventLog:
                 "kv_cache_spec_kind": KIND,
             }
         )
+
+    def _pictures(self, one: ActiveRequest, number: int) -> list[tuple[str, int]]:
+        """Return the pictures in a block, each with its place there."""
+        begin, end = number * self._size, (number + 1) * self._size
+        return [
+            (medium.picture.identifier, medium.offset - begin)
+            for medium in one.request.media
+            if medium.places(begin, end)
+        ]
 
     def _taken(self, blocks: Sequence[int]) -> None:
         for block in blocks:

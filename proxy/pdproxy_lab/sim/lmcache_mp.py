@@ -97,4 +97,4 @@ class LMCacheMP(Connector):
     def _full(self, one: ActiveRequest, upto: int) -> list[Chunk]:
         size = self._facts.lmcache.chunk_size
         salt = (self._facts.model, self._facts.tensor_parallel_size, one.request.cache_salt or "")
-        return list(chunks_of(one.tokens[: upto // size * size], size, salt))
+        return list(chunks_of(one.keyed[: upto // size * size], size, salt))

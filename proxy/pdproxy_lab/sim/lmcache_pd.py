@@ -331,4 +331,4 @@ class LMCachePD(Connector):
 
     def _chunks(self, one: ActiveRequest, upto: int) -> list[Chunk]:
         salt = (self._facts.model, self._facts.tensor_parallel_size)
-        return list(chunks_of(one.tokens[:upto], self._config.chunk_size, salt))
+        return list(chunks_of(one.keyed[:upto], self._config.chunk_size, salt))

@@ -51,6 +51,28 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """Tokens of thoughts after which a model that thinks must end them."""
 
 
+class Picture(msgspec.Struct, frozen=True):
+    """A picture as the API server's processor has left it."""
+
+    identifier: str
+    """vLLM's `mm_hash`: of its content, or the request's `uuid`."""
+    length: int
+    """Tokens of the prompt that it takes."""
+    content: int | None
+    """What the encoder makes something of; None: the request has only said how large it is."""
+
+
+class Medium(msgspec.Struct, frozen=True):
+    """A picture in a prompt; `offset`: its first token."""
+
+    offset: int
+    picture: Picture
+
+    def places(self, start: int, end: int) -> range:
+        """Return which of its tokens are between `start` and `end`, as positions in the prompt."""
+        return range(max(self.offset, start), min(self.offset + self.picture.length, end))
+
+
 class EngineRequest(msgspec.Struct, kw_only=True):
     """One prompt, one choice."""
 
@@ -59,6 +81,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     run.
     """
     prompt: tuple[int, ...]
+    media: tuple[Medium, ...] = ()
+    """The pictures in the prompt, in their order."""
     sampling: SamplingParams
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None

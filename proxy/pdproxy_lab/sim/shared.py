@@ -37,7 +37,7 @@ class SharedStorage(Connector):
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
         """Return how many tokens the storage has beyond those that are here."""
         looked_for = self._floor(one.prompt - 1)
-        if not self._storage.has(self._key(one.request.prompt, looked_for)):
+        if not self._storage.has(self._key(one.keyed, looked_for)):
             return 0, False
         return max(looked_for - one.computed, 0), False
 
@@ -48,7 +48,7 @@ class SharedStorage(Connector):
             EngineDeadError: there is no such file, or it holds another number of tokens.
         """
         count = self._blocks(one)
-        pages = self._storage.get(self._key(one.request.prompt, self._floor(one.prompt)))
+        pages = self._storage.get(self._key(one.keyed, self._floor(one.prompt)))
         if pages is None or len(pages) != count:
             raise EngineDeadError
         for block, page in zip(one.blocks, pages, strict=False):
@@ -56,7 +56,7 @@ class SharedStorage(Connector):
 
     def stepped(self, one: ActiveRequest, *, first: bool, now: float) -> None:
         """Store a prompt that was not found."""
-        prompt = one.request.prompt
+        prompt = one.keyed
         if not first or self._storage.has(self._key(prompt, self._floor(one.prompt - 1))):
             return
         pages = [self._pool.pages[block] for block in one.blocks[: self._blocks(one)]]

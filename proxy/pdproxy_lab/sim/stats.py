@@ -117,6 +117,11 @@ class Stats:
     external_prefix_cache_queries: int = 0
     external_prefix_cache_hits: int = 0
     """Counted when a request is scheduled: it rises even if no KV arrives."""
+    mm_cache_queries: int = 0
+    """Pictures that the processor had to read, and those of them that it knew."""
+    mm_cache_hits: int = 0
+    encoder_inputs: int = 0
+    """Pictures that were encoded. vLLM says so in its log alone."""
     preemptions: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     """Requests by finish reason."""

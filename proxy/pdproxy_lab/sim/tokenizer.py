@@ -52,6 +52,8 @@ _BYTES = tuple(bytes([value]) for value in range(256))
 _KNOWN = (*(name.encode() for name in SPECIAL), *_BYTES, *PIECES)
 VOCABULARY = (*_KNOWN, *(f"<|reserved_{number}|>".encode() for number in range(len(_KNOWN), 4096)))
 """Reserved ids come neither from text nor from the model; a prompt of ids may have them."""
+PLACEHOLDER = len(VOCABULARY) - 1
+"""The reserved id that a model that sees has in the place of pictures."""
 
 
 @lru_cache(maxsize=16384)

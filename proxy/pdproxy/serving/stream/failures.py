@@ -16,11 +16,21 @@ class GivenUpError(EngineError):
 
 def failure_in(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
     """Return the error that an event reports, None if it is data. `lines` are its data lines."""
-    if b"\r" in event:  # a client would find other events in it than pdproxy
-        return EngineError("the engine sent something else than vLLM's events")
+    if has_other_lines(event):
+        return other_lines()
     if sse.is_aborted(event):
         return _refusal(event)
     return next((_refusal(line) for line in lines if sse.is_error(line)), None)
+
+
+def has_other_lines(events: bytes) -> bool:
+    """Return whether a client would find other events there than pdproxy."""
+    return b"\r" in events
+
+
+def other_lines() -> EngineError:
+    """Return the error for events that `has_other_lines`."""
+    return EngineError("the engine sent something else than vLLM's events")
 
 
 def as_event(answer: Answer) -> EngineError:

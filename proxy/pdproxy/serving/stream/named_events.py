@@ -13,7 +13,12 @@ from collections.abc import Iterator
 import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError
-from pdproxy.serving.stream.failures import GivenUpError, tiny_lines
+from pdproxy.serving.stream.failures import (
+    GivenUpError,
+    has_other_lines,
+    other_lines,
+    tiny_lines,
+)
 from pdproxy.wire import sse
 from pdproxy.wire.api_errors import STATUS_OF_ERRORS, Dialect, WholeEvents
 from pdproxy.wire.engine import UNREADABLE, Usage, error_of
@@ -29,9 +34,17 @@ _COHERES_END = b"message-end"
 _WITH_USAGE = frozenset(
     {b"response.completed", b"response.incomplete", b"message_delta", _COHERES_END}
 )
-_PROVE_NOTHING = frozenset({b"response.created", b"response.in_progress", b"ping"})
-"""Events that vLLM's API server sends before its engine has begun to work."""
-_NAME = re.compile(rb"event: ([a-z_.]{1,64})\r?\n")
+_PROVE_NOTHING = frozenset(
+    {
+        *(b"response.created", b"response.in_progress", b"ping", b"message_start"),
+        *(b"response.output_item.added", b"response.content_part.added", b"content_block_start"),
+        *(b"message-start", b"content-start"),
+    }
+)
+"""Events that come before the first one with output: vLLM's API server sends them before its engine
+has begun to work, or beside its first output, also if that is a failure.
+"""
+_NAME = re.compile(rb"event: ([a-z_.]{1,64})\n")
 _DATA = b"data: "
 _FREQUENT = (
     b"response.output_text.delta",
@@ -122,10 +135,12 @@ class NamedEventFilter:
             raise tiny_lines()
         real = False
         for name, event in self._named(batch):
-            if name in _FAILURES:
-                raise _failure(event)
+            if (failure := _failure(name, event)) is not None:
+                raise failure
             if name == _DONE and not real:
                 raise EngineError("the engine ended the stream without any data")
+            if name in _ENDS:
+                return True  # what is behind it goes to nobody
             real = real or (name is not None and name not in _PROVE_NOTHING)
         return real
 
@@ -151,11 +166,8 @@ class NamedEventFilter:
             return b""
         passed: list[bytes] = []
         for name, event in self._named(self.shown(batch)):
-            if name in _FAILURES:
-                self.failure = _failure(event)
-                break
-            if name == b"message_delta" and not _has_reason(event):
-                self.failure = GivenUpError("the engine gave the answer up half-way")
+            self.failure = _failure(name, event)
+            if self.failure is not None:
                 break
             if name in _WITH_USAGE:
                 event = _with_json(event, self.counted(_json_of(event)))
@@ -260,11 +272,21 @@ def _start(event: bytes) -> int:
     return line + len(_DATA)
 
 
-def _failure(event: bytes) -> EngineError:
+def _failure(name: bytes | None, event: bytes) -> EngineError | None:
+    """Return the failure that an event reports, or is, None if it is none."""
+    if has_other_lines(event):
+        return other_lines()
+    if name in _FAILURES:
+        return _reported(_json_of(event))
+    if name == b"message_delta" and not _has_reason(event):
+        return GivenUpError("the engine gave the answer up half-way")
+    return None
+
+
+def _reported(json: bytes) -> EngineError:
     """Return the error that an event reports. vLLM 0.33.0 names a refusal as such; for 0.32.0 each
     is its own failure.
     """
-    json = _json_of(event)
     detail = error_of(json)
     status = 500 if detail is None else STATUS_OF_ERRORS.get(detail.type, 500)
     # The engine's text may quote the prompt. The client gets it; the log, which shows this message,

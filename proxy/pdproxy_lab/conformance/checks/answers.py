@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from pdproxy_lab.conformance import requests
 from pdproxy_lab.conformance.check import Check
 from pdproxy_lab.conformance.pair_under_test import PairUnderTest, SplitRequest
-from pdproxy_lab.conformance.requests import CHAT, CHAT_STREAM, COMPLETION, COMPLETION_STREAM, Shape
+from pdproxy_lab.conformance.requests import (
+    CHAT,
+    CHAT_STREAM,
+    COMPLETION,
+    COMPLETION_STREAM,
+    MESSAGE,
+    MESSAGE_STREAM,
+    RESPONSE,
+    RESPONSE_STREAM,
+    Shape,
+)
 from pdproxy_lab.conformance.results import FailedError, NotJudgedError
 
 _TRIES = 2
@@ -30,7 +40,8 @@ async def compare(pair: PairUnderTest, *shapes: Shape) -> str:
                     f"a {shape.name}: {', '.join(different)}; twice, with two prompts"
                 )
             remarks.append(f"the first of two {shape.name}s differed")
-    return "; ".join([f"the same ids, text, finish, usage and fields as {judged}", *remarks])
+    ids = "ids, " if split.answer.ids else ""
+    return "; ".join([f"the same {ids}text, finish, usage and fields as {judged}", *remarks])
 
 
 async def against_others(pair: PairUnderTest, split: SplitRequest) -> tuple[list[str], str]:
@@ -80,10 +91,16 @@ def _check(name: str, does: str, shapes: Sequence[Shape]) -> Check:
     async def run(pair: PairUnderTest) -> str:
         return await compare(pair, *shapes)
 
+    def whole(pair: PairUnderTest) -> str | None:
+        routes = pair.contract.capabilities.routes
+        left = [shape.route.path for shape in shapes if shape.route not in routes]
+        return f"with {pair.contract.name} one engine serves {left[0]} whole" if left else None
+
     return Check(
         name,
-        f"{does}, through the proxy and by one engine alone; ids of greedy answers were compared",
+        f"{does}, through the proxy and by one engine alone; greedy answers were compared",
         run,
+        whole,
     )
 
 
@@ -177,6 +194,10 @@ CHECKS = (
     _check("completion_stream", "a streamed completion", [COMPLETION_STREAM]),
     _check("chat", "a chat", [CHAT]),
     _check("chat_stream", "a streamed chat", [CHAT_STREAM]),
+    _check("response", "a response", [RESPONSE]),
+    _check("response_stream", "a streamed response", [RESPONSE_STREAM]),
+    _check("message", "a message", [MESSAGE]),
+    _check("message_stream", "a streamed message", [MESSAGE_STREAM]),
     _check(
         "one_token",
         "a completion and a streamed chat with max_tokens 1",

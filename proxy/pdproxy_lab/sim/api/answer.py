@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 from zlib import crc32
@@ -25,7 +25,7 @@ from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.error_body import error_event
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.failed import INTERNAL
-from pdproxy_lab.sim.request import EngineDeadError
+from pdproxy_lab.sim.request import EngineDeadError, Medium
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -89,13 +89,16 @@ def usage(prompt: int, completion: int) -> dict[str, object]:
     }
 
 
-def details(facts: SimFacts, cached: int, created: int | None = None) -> dict[str, object] | None:
+def details(
+    facts: SimFacts, cached: int, created: int | None = None, media: Sequence[Medium] = ()
+) -> dict[str, object] | None:
     """Return `prompt_tokens_details`, None unless the engine's flag asks for them. Chats have
-    `created`, too.
+    `created` and `media`, too.
     """
     if not facts.enable_prompt_tokens_details:
         return None
-    return {"cached_tokens": cached, "created_cache_tokens": created, "multimodal_tokens": None}
+    seen = {"image": sum(one.picture.length for one in media)} if media else None
+    return {"cached_tokens": cached, "created_cache_tokens": created, "multimodal_tokens": seen}
 
 
 class Handled(Protocol):

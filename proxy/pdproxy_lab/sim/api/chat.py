@@ -18,6 +18,7 @@ from pdproxy_lab.sim.api.errors import EngineRefused, RefusedRequest, response
 from pdproxy_lab.sim.api.generation import Delta, LoadFailedError, SimPrompt, deltas
 from pdproxy_lab.sim.api.logprobs import chat_logprobs, prompt_logprobs
 from pdproxy_lab.sim.api.parsing import ChoiceParser, finish_of, looks_for_calls
+from pdproxy_lab.sim.api.pictures import with_pictures
 from pdproxy_lab.sim.api.protocol import ChatBody
 from pdproxy_lab.sim.api.sampling import admit, check_lengths, check_prompt, sampling_params
 from pdproxy_lab.sim.api.template import has_media, render
@@ -72,9 +73,14 @@ def chat_prompt(engine: SimEngine, body: ChatBody, date: Callable[[], str]) -> S
         continue_final_message=body.continue_final_message,
         kwargs=body.chat_template_kwargs,
         date=date(),
+        sees=engine.facts.vision,
     )
-    ids = engine.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-    return SimPrompt(check_prompt(ids, body, engine.facts, tokenized=True), text)
+    special = body.add_special_tokens
+    if not engine.facts.vision:
+        ids = engine.tokenizer.encode(text, add_special_tokens=special)
+        return SimPrompt(check_prompt(ids, body, engine.facts, tokenized=True), text)
+    ids, media = with_pictures(engine, body.messages, text, special=special)
+    return SimPrompt(check_prompt(ids, body, engine.facts, tokenized=True), text, media)
 
 
 def _given_ids(engine: SimEngine, body: ChatBody) -> list[int] | None:
@@ -205,7 +211,9 @@ class _Job:
                 "system_fingerprint": answer.fingerprint(facts),
                 "usage": counted
                 | {
-                    "prompt_tokens_details": answer.details(facts, first.cached, first.created),
+                    "prompt_tokens_details": answer.details(
+                        facts, first.cached, first.created, self._prompt.media
+                    ),
                     "completion_tokens_details": self._thought(thoughts),
                 },
                 "prompt_logprobs": prompt_logprobs(self._engine.tokenizer, first.prompt_logprobs),
@@ -319,7 +327,7 @@ class _Job:
                 yield answer.event(chunk)
         if self._usage_at_end:
             counted = answer.usage(len(self._prompt.ids), sum(map(len, generated)))
-            details = answer.details(facts, cached or 0, created)
+            details = answer.details(facts, cached or 0, created, self._prompt.media)
             if details is not None:
                 counted["prompt_tokens_details"] = {
                     key: value for key, value in details.items() if value is not None

@@ -18,7 +18,14 @@ import msgspec
 from pdproxy_lab.sim.api.detokenizer import Detokenizer
 from pdproxy_lab.sim.api.protocol import GenerationBody
 from pdproxy_lab.sim.engine import SimEngine
-from pdproxy_lab.sim.request import Candidate, EngineOutput, EngineRequest, SamplingParams, Token
+from pdproxy_lab.sim.request import (
+    Candidate,
+    EngineOutput,
+    EngineRequest,
+    Medium,
+    SamplingParams,
+    Token,
+)
 
 
 class LoadFailedError(Exception):
@@ -27,10 +34,11 @@ class LoadFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SimPrompt:
-    """One prompt: its ids, and its text for `echo`."""
+    """One prompt: its ids with placeholders for its pictures, its text for `echo`, and these."""
 
     ids: list[int]
     text: str
+    media: tuple[Medium, ...] = ()
 
 
 @dataclass(slots=True)
@@ -127,6 +135,7 @@ async def deltas(
             request = EngineRequest(
                 id=base if body.children == 1 else f"{number}_{base}",
                 prompt=tuple(prompt.ids),
+                media=prompt.media,
                 sampling=msgspec.structs.replace(sampling, seed=seed),
                 kv_transfer_params=body.kv_transfer_params,
                 cache_salt=body.cache_salt,

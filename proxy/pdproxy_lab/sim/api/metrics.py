@@ -106,6 +106,16 @@ class _Page:
                 "External cache hits, in tokens.",
                 "external_prefix_cache_hits",
             ),
+            (
+                "mm_cache_queries",
+                "Multi-modal cache queries, in terms of number of queried items.",
+                "mm_cache_queries",
+            ),
+            (
+                "mm_cache_hits",
+                "Multi-modal cache hits, in terms of number of cached items.",
+                "mm_cache_hits",
+            ),
             ("num_preemptions", "Cumulative number of preemptions.", "preemptions"),
             ("prompt_tokens", "Number of prefill tokens processed.", "prompt_tokens"),
             ("generation_tokens", "Number of generation tokens processed.", "generation_tokens"),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pdproxy_lab.sim.api.errors import RefusedRequest
+from pdproxy_lab.sim.api.pictures import MARK, key_of
 from pdproxy_lab.sim.facts import Template
 
 _MARKS: dict[Template, tuple[str, str]] = {
@@ -54,11 +55,12 @@ def render(
     continue_final_message: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     date: str = "",
+    sees: bool = False,
 ) -> str:
-    """Return a chat as the text of a prompt.
+    """Return a chat as the text of a prompt; if the model `sees`, with marks for pictures.
 
     Raises:
-        Refused: the conversation is empty, or has content that is not text.
+        Refused: the conversation is empty, or has content that the model can't read.
     """
     if not messages:
         raise RefusedRequest(
@@ -68,7 +70,9 @@ def render(
         raise RefusedRequest("Each message must have a role.")
     begin, end = _MARKS[template]
     parts = [begin.format("system") + f"Today is {date}." + end] if template == "dated" else []
-    parts += [begin.format(message.get("role")) + _content(message) + end for message in messages]
+    parts += [
+        begin.format(message.get("role")) + _content(message, sees) + end for message in messages
+    ]
     if tools:
         parts.append(
             begin.format("tools")
@@ -84,14 +88,14 @@ def render(
     return "".join(parts)
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _content(message: Mapping[str, Any], sees: bool) -> str:
     content = message.get("content")
     if content is None:
         text = ""
     elif isinstance(content, str):
         text = content
     elif isinstance(content, list):
-        text = "\n".join(_part(part) for part in content)
+        text = "\n".join(_part(part, sees) for part in content)
     else:
         raise RefusedRequest("Message content must be a string or a list of parts.")
     calls = message.get("tool_calls") or ()
@@ -126,9 +130,11 @@ def has_media(parts: Iterable[Any]) -> bool:
     )
 
 
-def _part(part: Any) -> str:
+def _part(part: Any, sees: bool) -> str:
     if isinstance(part, str):
         return part
+    if sees and key_of(part) is not None:
+        return MARK
     if (
         isinstance(part, Mapping)
         and part.get("uuid") is None
