@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.transfer.contract import encode
@@ -21,9 +22,13 @@ from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Parsed, parse
 from pdproxy.wire.route import Route
 from pdproxy_lab.sim.api.batch import BatchBody
+from pdproxy_lab.sim.api.cohere import CohereBody
 from pdproxy_lab.sim.api.errors import RefusedRequest, refusal, response, schema_message
 from pdproxy_lab.sim.api.invocations import invoke
+from pdproxy_lab.sim.api.messages import MessagesBody
 from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody
+from pdproxy_lab.sim.api.responses import ResponsesBody
+from pdproxy_lab.sim.api.token_ids import GenerateBody
 from pdproxy_lab.sim.error_body import error_body as engine_error
 from tests.fuzz.bodies import check_body, check_content_types
 from tests.fuzz.mutations import mutated
@@ -183,6 +188,22 @@ class Engine:
         async def batch(body: BatchBody) -> Response:
             return Response(repr(body))
 
+        @self.app.post(Route.RESPONSES.path)
+        async def responses(body: ResponsesBody) -> Response:
+            return _read(body)
+
+        @self.app.post(Route.MESSAGES.path)
+        async def messages(body: MessagesBody) -> Response:
+            return _read(body)
+
+        @self.app.post(Route.GENERATE.path)
+        async def generate(body: GenerateBody) -> Response:
+            return _read(body)
+
+        @self.app.post(Route.COHERE.path)
+        async def cohere(body: CohereBody) -> Response:
+            return _read(body)
+
         @self.app.post(Route.INVOCATIONS.path)
         async def invoked(request: Request) -> Response:
             try:
@@ -210,6 +231,11 @@ class Engine:
         except Exception as error:
             return 418, repr(error).encode()
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def _read(body: BaseModel) -> Response:
+    """What was read, without an id that each reading makes."""
+    return Response(repr(body.model_dump(exclude={"request_id"})))
 
 
 ENGINE = Engine()
