@@ -120,4 +120,4 @@ async def test_a_picture_is_read_and_not_the_ids() -> None:
         body = chat(messages=PICTURE, kv_transfer_params={"prompt_token_ids": IDS})
         await w.ask(CHAT, body)
         assert w.decode[0].requests[0].json == body
-        assert (await w.ended()).legs[0].why_alone == "non_text"
+        assert (await w.ended()).legs[0].why_alone == "prompt_ids"

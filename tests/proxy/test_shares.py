@@ -572,7 +572,7 @@ def test_a_passed_stream_is_its_own_clients() -> None:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
             body = {
                 "model": "tiny",
-                "max_tokens": 4,
+                "max_tokens": "4",  # only engines take a text for a number
                 "stream": True,
                 "messages": [{"role": "user", "content": "x"}],
             }

@@ -51,6 +51,10 @@ _TEXT_TYPES = frozenset(
     f'"{name}"'.encode()
     for name in ("text", "input_text", "output_text", "refusal", "thinking", "tool_reference")
 )
+LIST, NOTHING = b"[n"
+"""How a list begins, and how null does."""
+MAX_MEDIA = 128
+"""Media of a request that are looked at one by one."""
 MEDIUM = 4096
 """Bytes of text that a medium counts as, whatever its own size is: some thousand tokens."""
 _INSIDE = {
@@ -102,36 +106,45 @@ def wants_usage_event(fields: Fields, stream: bool) -> bool:
 class Content:
     """What is known of a conversation's content. `size`: bytes, with `MEDIUM` for each medium;
     `has_media`: it has media; `is_alone`: some of it is no text, and no medium that two engines
-    surely see alike.
+    surely see alike, or it has more than `MAX_MEDIA`. What is behind that is not looked at.
     """
 
-    __slots__ = ("has_media", "is_alone", "size")
+    __slots__ = ("is_alone", "media", "size")
 
     def __init__(self) -> None:
-        self.size = 0
-        self.has_media = self.is_alone = False
+        self.size = self.media = 0
+        self.is_alone = False
 
-    def add(self, content: msgspec.Raw, text_types: AbstractSet[bytes] = frozenset()) -> None:
-        """Look at a content: a text, or a list of parts. `text_types`: types of parts, in JSON,
+    @property
+    def has_media(self) -> bool:
+        """Whether there are any."""
+        return self.media > 0
+
+    def add_parts(self, parts: msgspec.Raw, text_types: AbstractSet[bytes] = frozenset()) -> None:
+        """Look at a list of parts, whose bytes are counted. `text_types`: types of parts, in JSON,
         that are text besides the usual ones.
         """
-        self.size += memoryview(content).nbytes
-        if bytes(memoryview(content)[:1]) == b"[":
-            for part in _parts_decoder.decode(content):
-                if not (_is_text(part) or _is_typed(part, text_types)):
-                    self.add_medium(None if _is_inside(part) else part, _size(part))
+        if self.is_alone:
+            return
+        for part in _parts_decoder.decode(parts):
+            if _is_text(part) or _is_typed(part, text_types):
+                continue
+            if not _is_inside(part):
+                self.is_alone = True
+                return
+            self.add_medium(_size(part))
 
-    def add_medium(self, outside: object | None, size: int) -> None:
-        """Count a medium of `size` bytes. `outside`: what of it is not within the body, or may be
-        another medium on another engine; None: nothing.
-        """
-        self.has_media = True
-        self.is_alone = self.is_alone or outside is not None
-        self.size += MEDIUM - min(size, self.size)
+    def add_medium(self, size: int) -> None:
+        """Count a medium of `size` bytes, which are counted, that two engines see alike."""
+        self.media += 1
+        self.is_alone = self.is_alone or self.media > MAX_MEDIA
+        self.size += MEDIUM - size
 
 
-def content_of(messages: Sequence[ChatMessage]) -> Content:
-    """Return what is known of a conversation's content.
+def content_of(
+    messages: Sequence[ChatMessage], text_types: AbstractSet[bytes] = frozenset()
+) -> Content:
+    """Return what is known of a conversation's content. `text_types`: as above.
 
     Raises:
         UnusualError: there is no message.
@@ -139,8 +152,13 @@ def content_of(messages: Sequence[ChatMessage]) -> Content:
     if not messages:
         raise UnusualError
     found = Content()
+    size = 0
     for message in messages:
-        found.add(message.content)
+        content = memoryview(message.content)
+        size += content.nbytes
+        if content[0] == LIST:
+            found.add_parts(message.content, text_types)
+    found.size += size
     return found
 
 

@@ -39,6 +39,18 @@ BODIES: dict[str, Recipe] = {
     ),
     "empty content parts": recipe('{"model":"m","messages":[{"role":"user","content":[',
     many("{},"), "]}]}"),
+    "media": recipe(
+        '{"model":"m","max_tokens":1,"messages":[{"role":"user","content":[',
+        many('{"type":"image_url","image_url":"data:"},'), "]}]}"
+    ),
+    "input items": recipe('{"model":"m","input":[', many('{"content":0},'), "]}"),
+    "blocks": recipe(
+        '{"model":"m","max_tokens":1,"messages":[{"content":[', many('{"type":"text"},'), "]}]}"
+    ),
+    "results in results": nested(
+        '{"model":"m","max_tokens":1,"messages":[{"content":',
+        '[{"type":"tool_result","content":', "0", "}]", "}]}"
+    ),
     "NaN": recipe("{" + _PROMPT + ',"x":[', many("NaN,"), "]}"),
     "one NaN in a long text": recipe('{"model":"m","x":NaN,"prompt":"', many("a"), '"}'),
     "UTF-16": recipe("{" + _PROMPT + ',"x":[', many("0,"), "]}", encoding="utf-16"),

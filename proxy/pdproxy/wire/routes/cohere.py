@@ -16,7 +16,7 @@ from pdproxy.wire.fields import Fields, is_absent, read_field
 from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.prompt_lists import ChatMessage
 from pdproxy.wire.route_form import Alone, Prompt, Reading, RouteForm
-from pdproxy.wire.unusual import Content, UnusualError
+from pdproxy.wire.unusual import UnusualError, content_of
 
 _TEXT_TYPES = frozenset({b'"document"'})
 """Types of parts that are text on this route alone."""
@@ -53,9 +53,7 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     messages = read_field(fields, "messages", _messages_decoder)
     if not messages:
         raise UnusualError
-    found = Content()
-    for message in messages:
-        found.add(message.content, _TEXT_TYPES)
+    found = content_of(messages, _TEXT_TYPES)
     documents = 0 if is_absent(fields, "documents") else memoryview(fields["documents"]).nbytes
     size = found.size + documents
     prompts = (Prompt(None, None, size, len(messages), has_media=found.has_media),)

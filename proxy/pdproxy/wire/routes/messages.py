@@ -19,7 +19,7 @@ from pdproxy.wire.fields import Fields, is_absent, read_field
 from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.prompt_lists import ChatMessage
 from pdproxy.wire.route_form import Alone, Prompt, Reading, RouteForm
-from pdproxy.wire.unusual import Content, UnusualError
+from pdproxy.wire.unusual import LIST, NOTHING, Content, UnusualError
 
 _TEXT_BLOCKS = frozenset(
     {
@@ -89,25 +89,29 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     if not is_absent(fields, "system"):
         contents.append(fields["system"])
     for content in contents:
-        found.size += memoryview(content).nbytes
-        _look_at(content, found)
+        view = memoryview(content)
+        found.size += view.nbytes
+        if view[0] == NOTHING:
+            raise UnusualError  # every engine refuses it
+        if view[0] == LIST:
+            _look_at(content, found)
     prompts = (Prompt(None, None, found.size, len(contents), has_media=found.has_media),)
     return Reading(prompts, Alone.NON_TEXT if found.is_alone else None)
 
 
-def _look_at(content: msgspec.Raw, found: Content) -> None:
-    """Look at the blocks of a content. A tool's result has blocks of its own."""
-    if bytes(memoryview(content)[:1]) != b"[":
-        return
-    for block in _blocks_decoder.decode(content):
+def _look_at(blocks: msgspec.Raw, found: Content, *, in_result: bool = False) -> None:
+    """Look at the blocks of a content. A tool's result has blocks of its own, but no results."""
+    for block in _blocks_decoder.decode(blocks):
+        if found.is_alone:
+            return
         if block.type == "image":
             source = _source_decoder.decode(block.source)
-            outside = None if source.type == "base64" else source
-            found.add_medium(outside, memoryview(block.source).nbytes)
-        elif block.type not in _TEXT_BLOCKS:
+            found.is_alone = source.type != "base64"
+            found.add_medium(memoryview(block.source).nbytes)
+        elif block.type not in _TEXT_BLOCKS or (in_result and block.type == "tool_result"):
             found.is_alone = True
-        elif block.type == "tool_result":
-            _look_at(block.content, found)
+        elif block.type == "tool_result" and memoryview(block.content)[0] == LIST:
+            _look_at(block.content, found, in_result=True)
 
 
 def prefill(fields: Fields) -> None:

@@ -24,7 +24,7 @@ from pdproxy.wire.fields import Fields, has_value, is_absent, read_field
 from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.passthrough_body import TRUE_TEXTS, PassedBody, changed_body
 from pdproxy.wire.route_form import Alone, Prompt, Reading, RouteForm
-from pdproxy.wire.unusual import Content, UnusualError
+from pdproxy.wire.unusual import LIST, NOTHING, Content, UnusualError
 
 _TEXT_ITEMS = frozenset(
     f'"{name}"'.encode()
@@ -56,7 +56,6 @@ class _Item(msgspec.Struct):
     type: msgspec.Raw = _NULL
     content: msgspec.Raw = _NULL
     output: msgspec.Raw = _NULL
-    arguments: msgspec.Raw = _NULL
 
 
 class _Tool(msgspec.Struct):
@@ -125,22 +124,22 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
 def _input(raw: msgspec.Raw) -> tuple[Content, int]:
     """Return what is known of `input`, and how many messages it is."""
     found = Content()
+    found.size = memoryview(raw).nbytes
     if bytes(memoryview(raw)[:1]) == b'"':
-        found.add(raw)
         return found, 1
     items = _items_decoder.decode(raw)
     if not items:
         raise UnusualError
     for item in items:
-        kind = bytes(item.type)
-        if kind == b'"reasoning"':  # its content is text by its schema
-            found.size += memoryview(item.content).nbytes
-            continue
-        if kind not in _TEXT_ITEMS and kind != b"null":
+        kind, content = bytes(item.type), memoryview(item.content)
+        if kind not in _TEXT_ITEMS and (kind != b"null" or content[0] == NOTHING):
             raise UnusualError
-        found.add(item.content)
-        found.add(item.output)
-        found.size += memoryview(item.arguments).nbytes
+        if kind == b'"reasoning"':  # its content is text by its schema
+            continue
+        if content[0] == LIST:
+            found.add_parts(item.content)
+        elif memoryview(item.output)[0] == LIST:
+            found.add_parts(item.output)
     return found, len(items)
 
 
