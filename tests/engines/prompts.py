@@ -17,7 +17,7 @@ Body = dict[str, Any]
 
 # The values of `reason` in pdproxy_alone_total.
 ALONE_N, ALONE_ECHO, ALONE_PROMPT_LOGPROBS = "n", "echo", "prompt_logprobs"
-ALONE_SHORT, ALONE_CONTENT = "short_prompt", "non_text"
+ALONE_SHORT = "short_prompt"
 ALONE_BEAM, ALONE_UNUSUAL = "beam_search", "unusual"
 ABSENT: Any = object()  # removes a field of the base from a row
 

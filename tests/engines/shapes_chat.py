@@ -5,7 +5,6 @@ from typing import Any
 from .prompts import (
     ABSENT,
     ALONE_BEAM,
-    ALONE_CONTENT,
     ALONE_ECHO,
     ALONE_N,
     ALONE_PROMPT_LOGPROBS,
@@ -137,7 +136,7 @@ CHAT_SHAPES = [
     chat("chat-documents", documents=[{"title": "Ledger", "text": "A barrel."}]),
     chat("chat-cache-salt", cache_salt="of-one-tenant", stream=True),
     chat("chat-short", lambda nonce: [{"role": "user", "content": nonce[-3:]}], alone=ALONE_SHORT),
-    chat("chat-image", image, alone=ALONE_CONTENT, status=400),
+    chat("chat-image", image, status=400),  # a model of text
     # Form and end of the answer.
     chat("chat-streamed", stream=True),
     chat("chat-streamed-usage", **USAGE),
