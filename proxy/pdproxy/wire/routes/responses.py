@@ -138,7 +138,7 @@ def _input(raw: msgspec.Raw) -> tuple[Content, int]:
             continue
         if content[0] == LIST:
             found.add_parts(item.content)
-        elif memoryview(item.output)[0] == LIST:
+        if memoryview(item.output)[0] == LIST:
             found.add_parts(item.output)
     return found, len(items)
 
