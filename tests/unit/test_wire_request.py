@@ -187,14 +187,15 @@ TEXT: dict[str, Any] = {"type": "text", "text": "x"}
 
 @pytest.mark.parametrize("beside", [None, "x", [], [{"type": "input_text", "text": "x"}]])
 @pytest.mark.parametrize("place", ["content", "output"])
-@pytest.mark.parametrize("kind", ["message", "function_call_output", "custom_tool_call_output"])
+@pytest.mark.parametrize("kind", ["message", "function_call_output", "reasoning"])
 def test_no_medium_of_an_input_item_is_overlooked(kind: str, place: str, beside: Any) -> None:
     """Whatever stands in the item's other field: engines choose which of the two they read."""
     other = "output" if place == "content" else "content"
-    image = {"type": "input_image", "image_url": "http://far/a.png"}
-    item = {"type": kind, "role": "user", place: [image], other: beside}
-    parsed = parse(Route.RESPONSES, json.dumps({"model": "m", "input": [item]}).encode())
-    assert parsed.alone is Alone.NON_TEXT
+    for called in ("input_image", "reasoning_text"):
+        image = {"type": called, "image_url": "http://far/a.png"}
+        item = {"type": kind, "role": "user", place: [image], other: beside}
+        parsed = parse(Route.RESPONSES, json.dumps({"model": "m", "input": [item]}).encode())
+        assert parsed.alone is Alone.NON_TEXT
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class Content:
         if self.is_alone:
             return
         for part in _parts_decoder.decode(parts):
-            if _is_text(part) or _is_typed(part, text_types):
+            if _is_text(part, text_types):
                 continue
             if not _is_inside(part):
                 self.is_alone = True
@@ -188,16 +188,15 @@ def _is_inside(part: Fields) -> bool:
     return bytes(memoryview(value)[: len(_DATA_URL)]) == _DATA_URL
 
 
-def _is_text(part: Fields) -> bool:
+def _is_text(part: Fields, text_types: AbstractSet[bytes]) -> bool:
     """Return whether a content part is only text, as vLLM sees the part: it may have any other
-    keys, but none of a medium.
+    keys, but none of a medium. `text_types`: as in `Content.add_parts`.
     """
     keys = MEDIA_KEYS.intersection(part)
     if keys and not (is_absent(part, "uuid") and all(is_absent(part, key) for key in keys)):
         return False  # with a `uuid`, also a key without a value names a medium
-    return _is_typed(part, _TEXT_TYPES)
-
-
-def _is_typed(part: Fields, types: AbstractSet[bytes]) -> bool:
     kind = part.get("type")
-    return kind is not None and memoryview(kind).nbytes <= _LONGEST_TYPE and bytes(kind) in types
+    if kind is None or memoryview(kind).nbytes > _LONGEST_TYPE:
+        return False
+    name = bytes(kind)
+    return name in _TEXT_TYPES or name in text_types

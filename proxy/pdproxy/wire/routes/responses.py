@@ -38,6 +38,8 @@ _TEXT_ITEMS = frozenset(
     )
 )
 """Types of `input` items whose content is a text, or a list of parts."""
+_REASONING = frozenset({b'"reasoning_text"', b'"summary_text"'})
+"""Types of parts, in JSON, that are text here besides the usual ones."""
 _BUILT_IN_TOOLS = ("web_search_preview", "code_interpreter", "container", "mcp")
 """How the types of tools begin that an engine may run by itself."""
 _ONE_ENGINE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
@@ -134,10 +136,8 @@ def _input(raw: msgspec.Raw) -> tuple[Content, int]:
         kind, content = bytes(item.type), memoryview(item.content)
         if kind not in _TEXT_ITEMS and (kind != b"null" or content[0] == NOTHING):
             raise UnusualError
-        if kind == b'"reasoning"':  # its content is text by its schema
-            continue
         if content[0] == LIST:
-            found.add_parts(item.content)
+            found.add_parts(item.content, _REASONING)
         if memoryview(item.output)[0] == LIST:
             found.add_parts(item.output)
     return found, len(items)
