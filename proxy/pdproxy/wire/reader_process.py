@@ -8,6 +8,7 @@ Run as a module, this is the reader process.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -21,7 +22,7 @@ from pdproxy.wire.passthrough_body import NO_PAIRS, Pairs, check_lists
 from pdproxy.wire.prompt_lists import Span, conversations_in, part, prompts_in
 from pdproxy.wire.request import Parsed, interpret, lenient_fields_of, unusual_request
 from pdproxy.wire.route import Route
-from pdproxy.wire.route_form import Alone, Prompt
+from pdproxy.wire.route_form import Alone, Medium, Prompt
 
 _MEMBER = re.compile(rb"""[ \t\n\r,{]*+"(?:[^"\\]++|\\.)*+"[ \t\n\r]*+:[ \t\n\r]*+""", re.DOTALL)
 """The bytes before the value of a top-level field."""
@@ -51,6 +52,15 @@ class _Field(msgspec.Struct, frozen=True, array_like=True):
     encoded: bool
 
 
+class _Medium(msgspec.Struct, frozen=True, array_like=True):
+    """A medium, as in `Medium`. `field`, `place`: where its `value` is."""
+
+    head: bytes
+    field: str
+    place: Span
+    tail: bytes
+
+
 class _Prompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt. `place`: its position in `prompt`, or in `messages` of a batch; None for a chat.
     The others as in `Prompt`.
@@ -61,7 +71,7 @@ class _Prompt(msgspec.Struct, frozen=True, array_like=True):
     text_bytes: int
     messages: int
     non_text: bool
-    has_media: bool
+    media: tuple[_Medium, ...]
 
 
 class _Summary(msgspec.Struct, frozen=True, array_like=True):
@@ -183,6 +193,7 @@ def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
         spans = list(prompts_in(parsed.fields["prompt"], bounds.prompts, "prompt") or ())
     elif "prompt" in parsed.fields and parsed.route is Route.COMPLETIONS:
         spans = [(0, memoryview(parsed.fields["prompt"]).nbytes)]
+    places = _MediaPlaces(parsed)
     prompts = tuple(
         _Prompt(
             span,
@@ -190,7 +201,7 @@ def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
             prompt.text_bytes,
             prompt.messages,
             prompt.non_text,
-            prompt.has_media,
+            tuple(places.of(prompt.media)),
         )
         for span, prompt in zip(spans, parsed.prompts, strict=False)
     )
@@ -205,6 +216,36 @@ def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
         items,
         parsed.unread,
     )
+
+
+class _MediaPlaces:
+    """Finds where the media of a request's prompts are, in one pass over its fields: media come in
+    the order in which a route reads them. Any place with the same bytes is as good as their own.
+    """
+
+    def __init__(self, parsed: Parsed) -> None:
+        # conversations stand last in the prompt, and are read first
+        names = reversed(parsed.route.form.prompt_fields)
+        self._left = [(name, parsed.fields[name]) for name in names if name in parsed.fields]
+        self._text: bytes | None = None
+        """The first of these fields, None before it is needed."""
+        self._end = 0
+        """Of the last place in it."""
+
+    def of(self, media: Sequence[Medium]) -> Iterator[_Medium]:
+        """Return the places of a prompt's media."""
+        for one in media:
+            value = bytes(one.value)
+            while self._left:
+                name, raw = self._left[0]
+                if self._text is None:
+                    self._text = bytes(raw)
+                if (begin := self._text.find(value, self._end)) >= 0:
+                    self._end = begin + len(value)
+                    yield _Medium(one.head, name, (begin, self._end), one.tail)
+                    break
+                del self._left[0]
+                self._text, self._end = None, 0
 
 
 # -- in the asking process
@@ -225,7 +266,10 @@ def request_in(found: Found, body: Body) -> Parsed:
             one.text_bytes,
             one.messages,
             one.non_text,
-            one.has_media,
+            tuple(
+                Medium(found.head, part(fields[found.field], found.place), found.tail)
+                for found in one.media
+            ),
         )
         for one in summary.prompts
     )

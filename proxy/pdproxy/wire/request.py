@@ -81,7 +81,7 @@ class Parsed(msgspec.Struct, frozen=True):
         prompt = self.prompts[index]
         if self.route is not Route.BATCH or prompt.raw is None:
             return self, prompt
-        own = Prompt(None, None, prompt.text_bytes, prompt.messages, has_media=prompt.has_media)
+        own = Prompt(None, None, prompt.text_bytes, prompt.messages, media=prompt.media)
         size = (
             self.body_bytes
             - memoryview(self.fields["messages"]).nbytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
@@ -47,13 +48,35 @@ class Alone(Enum):
     DECIDED = "decided"
 
 
+class Medium(msgspec.Struct, frozen=True):
+    """A picture, a sound or a video whose bytes are in the body.
+
+    `head`, `value` and `tail` in a row are the JSON of a chat's content part that has it alone,
+    whatever the client's route is; `value` is a piece of the body.
+    """
+
+    head: bytes
+    value: msgspec.Raw
+    tail: bytes
+
+    @property
+    def size(self) -> int:
+        """Its bytes, as JSON."""
+        return memoryview(self.value).nbytes
+
+    @property
+    def key(self) -> str:
+        """What two media with the same bytes have in common: a hash of them."""
+        return blake2b(self.value, digest_size=16).hexdigest()
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request. `raw` is its JSON; None where the prompt is the whole conversation.
 
     `tokens` is the exact length if the client sent token ids, else None; `text_bytes` is an upper
     bound of its UTF-8 size; `messages` how many messages it has (0 for a completion); `non_text`: a
-    conversation of a batch has other content. `has_media`: it has media, all of them within the
-    body, so that two engines see the same; each counts as `MEDIUM` bytes of text.
+    conversation of a batch has other content. `media`: in the order of the prompt, all of them
+    within the body, so that two engines see the same; each counts as `MEDIUM` bytes of text.
     """
 
     raw: msgspec.Raw | None
@@ -61,7 +84,12 @@ class Prompt(msgspec.Struct, frozen=True):
     text_bytes: int
     messages: int = 0
     non_text: bool = False
-    has_media: bool = False
+    media: tuple[Medium, ...] = ()
+
+    @property
+    def has_media(self) -> bool:
+        """Whether it has any."""
+        return bool(self.media)
 
 
 class Reading(NamedTuple):

@@ -15,6 +15,7 @@ from pdproxy.wire import lenient_json
 from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.fields import Fields, is_absent, read_field
 from pdproxy.wire.prompt_lists import ChatMessage
+from pdproxy.wire.route_form import Medium
 
 _LONGEST_TYPE = 32
 """Bytes of JSON."""
@@ -65,6 +66,7 @@ _INSIDE = {
 }
 """The keys of media that may be within the body, and the types of their parts."""
 _DATA_URL = b'"data:'
+_QUOTE = b'"'
 _NULL = msgspec.Raw(b"null")
 _fields_decoder = msgspec.json.Decoder(Fields)
 _parts_decoder = msgspec.json.Decoder(list[Fields])
@@ -105,20 +107,16 @@ def wants_usage_event(fields: Fields, stream: bool) -> bool:
 
 class Content:
     """What is known of a conversation's content. `size`: bytes, with `MEDIUM` for each medium;
-    `has_media`: it has media; `is_alone`: some of it is no text, and no medium that two engines
-    surely see alike, or it has more than `MAX_MEDIA`. What is behind that is not looked at.
+    `media`: those found; `is_alone`: some of it is no text, and no medium that two engines surely
+    see alike, or it has more than `MAX_MEDIA`. What is behind that is not looked at.
     """
 
     __slots__ = ("is_alone", "media", "size")
 
     def __init__(self) -> None:
-        self.size = self.media = 0
+        self.size = 0
+        self.media: list[Medium] = []
         self.is_alone = False
-
-    @property
-    def has_media(self) -> bool:
-        """Whether there are any."""
-        return self.media > 0
 
     def add_parts(self, parts: msgspec.Raw, text_types: AbstractSet[bytes] = frozenset()) -> None:
         """Look at a list of parts, whose bytes are counted. `text_types`: types of parts, in JSON,
@@ -129,15 +127,16 @@ class Content:
         for part in _parts_decoder.decode(parts):
             if _is_text(part, text_types):
                 continue
-            if not _is_inside(part):
+            medium = _medium_in(part)
+            if medium is None:
                 self.is_alone = True
                 return
-            self.add_medium(_size(part))
+            self.add_medium(medium, _size(part))
 
-    def add_medium(self, size: int) -> None:
-        """Count a medium of `size` bytes, which are counted, that two engines see alike."""
-        self.media += 1
-        self.is_alone = self.is_alone or self.media > MAX_MEDIA
+    def add_medium(self, medium: Medium, size: int) -> None:
+        """Add a medium that two engines see alike. `size`: its bytes that are counted."""
+        self.media.append(medium)
+        self.is_alone = self.is_alone or len(self.media) > MAX_MEDIA
         self.size += MEDIUM - size
 
 
@@ -166,26 +165,29 @@ def _size(part: Fields) -> int:
     return sum([memoryview(value).nbytes for value in part.values()])
 
 
-def _is_inside(part: Fields) -> bool:
-    """Return whether a part is one medium whose bytes are in the body, and which no name stands
-    for: engines take what they know by a name (`uuid`), whatever the bytes are (vLLM 0.32.0).
+def _medium_in(part: Fields) -> Medium | None:
+    """Return the medium in a part, None if its bytes are not in the body, or a name stands for it:
+    engines take what they know by a name (`uuid`), whatever the bytes are (vLLM 0.32.0).
     """
     if not is_absent(part, "uuid"):
-        return False
+        return None
     keys = [key for key in MEDIA_KEYS.intersection(part) if not is_absent(part, key)]
     kind = part.get("type")
     if len(keys) != 1 or kind is None or memoryview(kind).nbytes > _LONGEST_TYPE:
-        return False
+        return None
     (key,) = keys
     if bytes(kind) not in _INSIDE.get(key, ()):
-        return False
+        return None
     value = part[key]
     if key == "input_audio":
         data = _fields_decoder.decode(value).get("data", _NULL)
-        return bytes(memoryview(data)[:1]) == b'"'
+        head = b'{"type":"input_audio","input_audio":'
+        return Medium(head, value, b"}") if bytes(memoryview(data)[:1]) == _QUOTE else None
     if bytes(memoryview(value)[:1]) == b"{":
         value = _fields_decoder.decode(value).get("url", _NULL)
-    return bytes(memoryview(value)[: len(_DATA_URL)]) == _DATA_URL
+    is_inside = bytes(memoryview(value)[: len(_DATA_URL)]) == _DATA_URL
+    head = b'{"type":"%b","%b":{"url":' % (key.encode(), key.encode())
+    return Medium(head, value, b"}}") if is_inside else None
 
 
 def _is_text(part: Fields, text_types: AbstractSet[bytes]) -> bool:

@@ -30,7 +30,7 @@ def read(fields: Fields, bounds: Bounds) -> Reading:
         found = content_of(messages)
         raw = part(fields["messages"], span)
         prompts.append(
-            Prompt(raw, None, found.size, len(messages), found.is_alone, found.has_media)
+            Prompt(raw, None, found.size, len(messages), found.is_alone, tuple(found.media))
         )
     return Reading(tuple(prompts), openai.why_alone(fields, is_chat=True), is_list=True)
 

@@ -21,7 +21,7 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     """Read a body: see `route_form.Read`."""
     messages = read_field(fields, "messages", _messages_decoder) or ()
     found = content_of(messages)
-    prompts = (Prompt(None, None, found.size, len(messages), has_media=found.has_media),)
+    prompts = (Prompt(None, None, found.size, len(messages), media=tuple(found.media)),)
     if found.is_alone:
         return Reading(prompts, Alone.NON_TEXT)
     return Reading(prompts, openai.why_alone(fields, is_chat=True))

@@ -56,7 +56,7 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     found = content_of(messages, _TEXT_TYPES)
     documents = 0 if is_absent(fields, "documents") else memoryview(fields["documents"]).nbytes
     size = found.size + documents
-    prompts = (Prompt(None, None, size, len(messages), has_media=found.has_media),)
+    prompts = (Prompt(None, None, size, len(messages), media=tuple(found.media)),)
     return Reading(prompts, Alone.NON_TEXT if found.is_alone else None)
 
 

@@ -86,6 +86,7 @@ class _Answer(msgspec.Struct):
 
 
 _items_decoder = msgspec.json.Decoder(list[_Item])
+_members_decoder = msgspec.json.Decoder(list[Fields])
 _tools_decoder = msgspec.json.Decoder(list[_Tool] | None)
 _bool_decoder = msgspec.json.Decoder(bool | None)
 _int_decoder = msgspec.json.Decoder(int | None)
@@ -112,7 +113,7 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
         raise UnusualError
     found, messages = _input(raw)
     size = text + found.size
-    prompts = (Prompt(None, None, size, messages + bool(text), has_media=found.has_media),)
+    prompts = (Prompt(None, None, size, messages + bool(text), media=tuple(found.media)),)
     if found.is_alone:
         return Reading(prompts, Alone.NON_TEXT)
     if wants_prompt:  # a decode engine that gets the ids does not have the text (vLLM 0.32.0)
@@ -132,14 +133,21 @@ def _input(raw: msgspec.Raw) -> tuple[Content, int]:
     items = _items_decoder.decode(raw)
     if not items:
         raise UnusualError
-    for item in items:
+    members: list[Fields] | None = None
+    for at, item in enumerate(items):
         kind, content = bytes(item.type), memoryview(item.content)
         if kind not in _TEXT_ITEMS and (kind != b"null" or content[0] == NOTHING):
             raise UnusualError
-        if content[0] == LIST:
-            found.add_parts(item.content, _REASONING)
+        lists = [(item.content, _REASONING)] if content[0] == LIST else []
         if memoryview(item.output)[0] == LIST:
-            found.add_parts(item.output)
+            lists.append((item.output, frozenset()))
+        if len(lists) > 1:  # media are found in the order of the body
+            members = members or _members_decoder.decode(raw)
+            names = list(members[at])
+            if names.index("output") < names.index("content"):
+                lists.reverse()
+        for parts, text_types in lists:
+            found.add_parts(parts, text_types)
     return found, len(items)
 
 
