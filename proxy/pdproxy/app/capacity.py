@@ -91,17 +91,11 @@ class _PlacesOfPool:
 
     @property
     def inflight(self) -> int:
-        return sum(
-            _own(one) for one in self._engines.values() if one.in_ledger.role is not Role.PREFILL
-        )
+        return sum(_own(one) for one in self._engines.values() if _answers(one))
 
     @property
     def serves(self) -> bool:
-        return any(
-            one.in_ledger.available
-            for one in self._engines.values()
-            if one.in_ledger.role is not Role.PREFILL
-        )
+        return any(one.in_ledger.available for one in self._engines.values() if _answers(one))
 
     def resize(self, places: int | None, tokens: int) -> None:
         self._resized(self, places, tokens)
@@ -155,7 +149,7 @@ class PoolCapacity:
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine reports."""
-        if self._learns:
+        if self._learns and _has_window(engine):
             # Without those that wait for KV: by them a decode engine is full at any load.
             waiting = metrics.waiting if metrics.queued is None else metrics.queued
             self._windows.seen(_load(engine), waiting, metrics.kv_usage)
@@ -183,6 +177,7 @@ class PoolCapacity:
                     self._learns
                     and status == FULL
                     and (engine := self._engines.get(ledger_engine)) is not None
+                    and _has_window(engine)
                 ):
                     self._windows.refused(_load(engine))
                     self._resize()
@@ -209,16 +204,15 @@ class PoolCapacity:
         observers.show(CAPACITY, windows)
 
     def _resize(self) -> None:
-        for engine in self._engines.values():
+        engines = [engine for engine in self._engines.values() if _has_window(engine)]
+        for engine in engines:
             engine.in_ledger.window = self._windows.of(_load(engine))
-        usable = [_load(engine) for engine in self._engines.values() if engine.in_ledger.available]
+        usable = [_load(engine) for engine in engines if engine.in_ledger.available]
         going = [
             engine for engine in self._engines.values() if engine.in_ledger.draining is not None
         ]
         going += [engine for engine in self._engines.leaving if engine.url not in self._engines]
-        self._going = [
-            engine for engine in going if _own(engine) and engine.in_ledger.role is not Role.PREFILL
-        ]
+        self._going = [engine for engine in going if _own(engine) and _answers(engine)]
         self._left = self._requests_left()
         places = self._windows.places(usable, self._admission.inflight - self._left)
         answering = sum(not load.prefills for load in usable) + len(self._going)
@@ -279,6 +273,17 @@ class Scraped:
 
 def _load(engine: Engine) -> Load:
     return Load(engine.url, _own(engine), prefills=engine.in_ledger.role is Role.PREFILL)
+
+
+def _answers(engine: Engine) -> bool:
+    return engine.in_ledger.role not in (Role.ENCODE, Role.PREFILL)
+
+
+def _has_window(engine: Engine) -> bool:
+    """Return whether an engine's requests are bounded: an encoder engine has nothing that they
+    could fill.
+    """
+    return engine.in_ledger.role is not Role.ENCODE
 
 
 def _own(engine: Engine) -> int:

@@ -91,7 +91,11 @@ async def look(
         networks=settings.engines.allowed,
     )
     others = EngineAdmin(deadlines=settings.deadlines, networks=settings.engines.allowed)
-    asked = [engine for engine in settings.pool.fixed_nodes if engine.role != "aggregated"]
+    asked = [
+        engine
+        for engine in settings.pool.fixed_nodes
+        if engine.role not in ("aggregated", "encode")
+    ]
     detection = Detection(
         admin,
         others,

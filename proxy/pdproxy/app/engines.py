@@ -226,6 +226,7 @@ class EngineSetup:
             kv_host=kv_host_of(engine, self._settings.pool),
             tp_size=engine.facts.tensor_parallel_size,
             bootstrap=bootstrap_address(engine, self._settings.pool),
+            ec_address=engine.facts.ec_address,
             registered_as=of_url(engine.url, engine.facts.registered_as),
             kv_lease=engine.facts.kv_lease_duration,
         )

@@ -52,6 +52,7 @@ from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
+from pdproxy.transfer.encoders import CONTRACTS
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.passthrough import PassthroughLegs
@@ -239,6 +240,7 @@ class PoolParts:
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
             transfer=transfer,
+            encoders=CONTRACTS[settings.pool.ec_connector],
             ledger=ledger,
             engines=engines,
             custodian=custodian,

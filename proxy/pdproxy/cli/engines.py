@@ -23,7 +23,7 @@ from pdproxy.settings.errors import SettingsError
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands, Parser
 
-ROLES = ("prefill", "decode", "aggregated", "any")
+ROLES = ("encode", "prefill", "decode", "aggregated", "any")
 LOOK = 0.2
 """Seconds between two looks of `--wait`."""
 SILENCE = 30.0

@@ -42,7 +42,7 @@ COLUMNS = (
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return a row for each engine: pool by pool, prefill engines first."""
-    order = ("prefill", "decode", "any", "aggregated")
+    order = ("encode", "prefill", "decode", "any", "aggregated")
     pools = [*dict.fromkeys(one["pool"] for one in entries)]
     found = sorted(
         entries,
@@ -68,7 +68,7 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     if entry["breaker"]["open_for_s"]:
         wrong.append(f"excluded for {entry['breaker']['open_for_s']:.0f} s")
     shown = "-"
-    if pairs is not None and entry["role"] != "aggregated":
+    if pairs is not None and entry["role"] not in ("aggregated", "encode"):
         shown = f"{pairs['paired']} of {pairs['paired'] + pairs['not_paired_count']}"
         wrong += [f"not paired with {one['url']}: {one['why']}" for one in pairs["not_paired"][:1]]
     cells = (

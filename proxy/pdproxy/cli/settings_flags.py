@@ -44,6 +44,7 @@ class FlagGroup(NamedTuple):
 
 
 ENGINES: dict[Role, str] = {
+    "encode": "engines that encode pictures, sounds and videos for others: as for --prefill",
     "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT "
     "(http); " + "; ".join(section.forms for section in SOURCES.values()),
     "decode": "engines that generate answers from the KV of prefill engines: as for --prefill",

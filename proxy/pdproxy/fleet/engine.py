@@ -137,6 +137,8 @@ class Engine:
       known.
     - `kv_host`: the host at which other engines reach its KV. None: the one that it names itself.
     - `bootstrap`: the URL of its bootstrap server, None if it has none.
+    - `ec_address`: the `host:port` at which it receives encoder outputs that are pushed; None: not
+      known.
     - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's
       engines do not register.
     - `kv_lease`: seconds for which it keeps KV that nobody reads, as configured. None: as its
@@ -159,6 +161,7 @@ class Engine:
     bootstrap: str | None = None
     registered_as: str = ""
     kv_lease: float | None = None
+    ec_address: str | None = None
     kv_expired: float | None = None
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)

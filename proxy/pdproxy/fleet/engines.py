@@ -98,6 +98,7 @@ class EngineRegistry(Mapping[str, Engine]):
         bootstrap: str | None = None,
         registered_as: str = "",
         kv_lease: float | None = None,
+        ec_address: str | None = None,
     ) -> Engine:
         """Make an engine known to the ledger and to all watchers. It gets requests once it has
         answered a probe.
@@ -107,7 +108,7 @@ class EngineRegistry(Mapping[str, Engine]):
         in place of the one that it names. `tp_size`: its tensor-parallel size, None: not known.
         `bootstrap`: the address of its bootstrap server, None: it has none. `registered_as`:
         `host:port` by which it registers. `kv_lease`: seconds for which it keeps KV that nobody
-        reads.
+        reads. `ec_address`: where it receives encoder outputs that are pushed.
 
         Raises:
             ValueError: there is an engine with this URL.
@@ -129,6 +130,7 @@ class EngineRegistry(Mapping[str, Engine]):
             bootstrap,
             registered_as,
             kv_lease,
+            ec_address,
         )
         self._engines[spec.url] = self.known[spec.url] = engine
         for watcher in self._watchers:

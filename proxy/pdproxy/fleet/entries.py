@@ -117,7 +117,7 @@ class EngineEntry(msgspec.Struct, frozen=True):
     ]
     url: str
     pool: Annotated[str, Meta(description="the name of its pool")]
-    role: Annotated[str, Meta(description="prefill, decode, aggregated or any")]
+    role: Annotated[str, Meta(description="encode, prefill, decode, aggregated or any")]
     source: Annotated[
         str,
         Meta(

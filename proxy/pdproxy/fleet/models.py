@@ -10,10 +10,7 @@ import msgspec
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, OverloadedError, RefusalReason
-from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.admin import EngineAdmin
-
-_PREFILL = frozenset({Role.PREFILL})
 
 
 class _ModelList(msgspec.Struct, kw_only=True):
@@ -53,7 +50,7 @@ async def cards_of(
     for url, engine in list(engines.items()):
         ledger_engine = engine.in_ledger
         if (
-            ledger_engine.uses == _PREFILL
+            ledger_engine.for_others
             or not ledger_engine.usable(at)
             or ledger_engine.evidence is None
         ):

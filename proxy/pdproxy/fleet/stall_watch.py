@@ -37,7 +37,6 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.health_canary import Enquiry
 from pdproxy.fleet.open_legs import OpenLeg
 from pdproxy.kit.errors import StandstillError
-from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.pace import LARGE, Pace
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines
@@ -222,7 +221,7 @@ class StallWatch:
             engine.evidence is not None and engine.evidence.kv_blocks is not None
         )
         # one long step of an engine of which no pace is known
-        if engine.role is Role.PREFILL and not has_metrics:
+        if engine.for_others and not has_metrics:
             return self.engine.open_legs.pace.knows_large or all(
                 leg.prompt_bytes < LARGE for leg in legs
             )
@@ -266,7 +265,7 @@ class StallWatch:
 
     def _stall(self, legs: list[OpenLeg], silence: float, now: float) -> None:
         # Without a prefill engine, the others compute prompts themselves.
-        answers = self.engine.in_ledger.role is not Role.PREFILL
+        answers = not self.engine.in_ledger.for_others
         if (answers or not self._can_ask) and self._verdicts.is_last(self.engine):
             # silence alone takes no role its last engine: requests wait for it, each until its own
             # deadline

@@ -39,6 +39,7 @@ class Wait(Enum):
     QUEUE = "queue"
     TOKENIZE = "tokenize"
     CONNECT = "connect"
+    ENCODE = "encode"
     PREFILL = "prefill"
     KV_READY = "kv_ready"
     KV_REPLAY = "kv_replay"

@@ -47,7 +47,9 @@ class LegTimes(msgspec.Struct):
     """The legs of one prompt's last attempt so far: engines by URL, durations in seconds, None if a
     phase did not happen.
 
-    `why_alone`: the rule or failure because of which one engine served it alone. `prefill_s`: from
+    `why_alone`: the rule or failure because of which one engine served it alone. `encode_s`: from
+    asking encoder engines for its media to the last answer, and `encoders` those that answered, each
+    with its seconds. `prefill_s`: from
     the prefill leg's start to its answer. Of a stream, `first_s`: from asking the engine that
     answers to its first data (after a prefill by another engine: the KV transfer and one step), and
     `decode_s`: from there to the stream's end. Of an answer that is not streamed, `whole_s`: from
@@ -63,6 +65,8 @@ class LegTimes(msgspec.Struct):
     prefill: str | None = None
     decode: str | None = None
     why_alone: str | None = None
+    encode_s: float | None = None
+    encoders: tuple[tuple[str, float], ...] = ()
     prefill_s: float | None = None
     first_s: float | None = None
     decode_s: float | None = None
@@ -137,6 +141,7 @@ ALONE = (
     ("short_prompt", "the prompt is too short to be split"),
     ("unusual", "a request that cannot be split for another reason"),
     ("no_pair", "no prefill engine was free or could be paired with a decode engine"),
+    ("not_encoded", "media were not encoded, and the connector's engines cannot do so themselves"),
     ("prefill_refused", "a prefill engine refused the prompt"),
     ("prefill_failed", "the prefill failed"),
     ("no_handle", "the prefill engine gave no usable handle"),
@@ -154,6 +159,33 @@ ALONES = counter(
     "reason changes",
     Label("reason", ALONE),
     of=ServedAlone,
+)
+
+
+class MediaEncoded(msgspec.Struct, frozen=True):
+    """The encoder stage of a prompt is over. `result`: as in pdproxy_encoded_media_total; `count`:
+    media with this result.
+    """
+
+    result: str
+    count: int
+
+
+ENCODED = (
+    ("encoded", "an encoder engine has encoded it, or had done so before"),
+    ("refused", "an encoder engine refused it"),
+    ("failed", "the encoder engines that were asked failed"),
+    ("late", "the output was not there in time (deadlines.encode)"),
+    ("no_engine", "no encoder engine could be asked"),
+)
+ENCODED_MEDIA = counter(
+    "pdproxy_encoded_media_total",
+    "media",
+    "Media of prompts in pools with encoder engines, by what came of the encoder stage; the engine "
+    "that computes the prompt encodes the others, where its connector lets it",
+    Label("result", ENCODED),
+    of=MediaEncoded,
+    by="count",
 )
 
 

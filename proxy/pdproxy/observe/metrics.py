@@ -136,9 +136,8 @@ class Metrics:
         """Count an engine by its URL from now on."""
         self._nodes.add(url)
         failures, phases = self._counts[requests.LEG_FAILURES.name], requests.phases_of(role)
-        for phase, _ in requests.FAILED_LEGS:
-            if role == "any" or (phase == "prefill") == (role == "prefill"):
-                failures.setdefault((url, phase), 0)
+        for phase in requests.failed_legs_of(role):
+            failures.setdefault((url, phase), 0)
         for phase in phases:
             self._legs.setdefault((url, phase), [0, 0.0])
 
@@ -273,6 +272,10 @@ class Metrics:
 
     def _leg(self, leg: LegTimes) -> None:
         split = leg.prefill is not None
+        if leg.encode_s is not None:
+            self._phases["encode"].observe(leg.encode_s)
+            for node, seconds in leg.encoders:
+                self._node_leg("encode", node, seconds)
         if leg.prefill_s is not None:
             self._phase("prefill", leg.prefill, leg.prefill_s)
         if leg.first_s is not None:
@@ -286,6 +289,9 @@ class Metrics:
 
     def _phase(self, phase: str, node: str | None, seconds: float) -> None:
         self._phases[phase].observe(seconds)
+        self._node_leg(phase, node, seconds)
+
+    def _node_leg(self, phase: str, node: str | None, seconds: float) -> None:
         key = node if node in self._nodes else REMOVED, phase
         legs = self._legs.get(key)
         if legs is None:

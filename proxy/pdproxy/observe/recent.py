@@ -53,6 +53,9 @@ class RecentPrompt(msgspec.Struct, frozen=True):
     decode: Annotated[str | None, Meta(description="the engine that answered")]
     why_alone: Annotated[str | None, Meta(description="why one engine served it")]
     attempts: int
+    encode_s: Annotated[
+        float | None, Meta(description="from asking encoder engines to their last answer")
+    ]
     prefill_s: Annotated[
         float | None, Meta(description="from the prefill leg's start to its answer")
     ]
@@ -268,6 +271,7 @@ def _prompt(times: LegTimes) -> RecentPrompt:
         decode=times.decode,
         why_alone=times.why_alone,
         attempts=times.attempts,
+        encode_s=_rounded(times.encode_s),
         prefill_s=_rounded(times.prefill_s),
         first_s=_rounded(times.first_s),
         decode_s=_rounded(times.decode_s),

@@ -18,6 +18,7 @@ OUTCOMES = (
 )
 PHASES = (
     ("queue", "from a request's complete body to its place (limits.max_inflight)"),
+    ("encode", "a prompt's media: from asking encoder engines to their last answer"),
     ("prefill", "a prompt: the prefill leg, from its start to its answer"),
     (
         "kv",
@@ -43,11 +44,13 @@ PHASES = (
 )
 LEG_PHASES = PHASES[1:-1]
 FAILED_LEGS = (
+    ("encode", "a leg that has media encoded"),
     ("prefill", "the prefill leg"),
     ("decode", "the leg that answers, also of an engine that serves alone"),
     ("alone", "a leg of a route that one engine always serves alone"),
 )
 _ROLE_PHASES = {
+    "encode": ("encode",),
     "prefill": ("prefill",),
     "decode": ("kv", "decode", "decode_whole", "alone", "alone_whole"),
     "aggregated": ("decode", "alone", "alone_whole"),
@@ -211,6 +214,13 @@ PHASE = histogram(
     "last attempt",
     Label("phase", PHASES),
 )
+
+
+def failed_legs_of(role: str) -> tuple[str, ...]:
+    """Return the legs of an engine that can fail, by its role, as in `FAILED_LEGS`."""
+    prefills = ("prefill",) if role in ("prefill", "any") else ()
+    answers = () if role in ("encode", "prefill") else ("decode", "alone")
+    return ("encode",) if role == "encode" else (*prefills, *answers)
 
 
 def phases_of(role: str) -> tuple[str, ...]:

@@ -7,6 +7,9 @@ from collections.abc import Collection, Mapping
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
+_FOR_OTHERS = (Role.ENCODE, Role.PREFILL)
+"""What engines do for other engines: they get no model that none of them lists."""
+
 
 class Eligibility:
     """Finds the engines that may serve a request, and has the role's policy rank them.
@@ -32,10 +35,10 @@ class Eligibility:
         """Return the engines of a role that may serve a request, best first.
 
         A model that no engine serves, not even one of `without` or one that stands still, matches
-        all but prefill engines: the engine's own 404 is the answer. Engines whose breaker is open,
-        or leaves them no place, are used only if there are no others, and those whose cooldown is
-        over before these: they are better than no answer. Those with room in their window come
-        first.
+        all engines that answer clients: an engine's own 404 is the answer. Engines whose breaker is
+        open, or leaves them no place, are used only if there are no others, and those whose
+        cooldown is over before these: they are better than no answer. Those with room in their
+        window come first.
         """
         eligible = self.eligible(role, ask, without)
         if len(eligible) < 2:
@@ -50,7 +53,7 @@ class Eligibility:
         up = [engine for engine in self._engines if role in engine.uses and engine.available]
         serving = [engine for engine in up if ask.model is None or engine.serves(ask.model)]
         known = serving or (
-            up if role is not Role.PREFILL and not self._may_serve_later(ask.model) else []
+            up if role not in _FOR_OTHERS and not self._may_serve_later(ask.model) else []
         )
         fitting = [engine for engine in known if engine.url not in without] if without else known
         now = ask.now
@@ -65,7 +68,7 @@ class Eligibility:
         stalled = [
             engine for engine in self._engines if engine.stalled is not None and engine.returns
         ]
-        return any(engine.serves(model) and engine.role is not Role.PREFILL for engine in stalled)
+        return any(engine.serves(model) and engine.role not in _FOR_OTHERS for engine in stalled)
 
     def changed(self) -> None:
         """Forget all preparations: an engine came up, went down or changed."""

@@ -20,6 +20,7 @@ from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger_engine import (
     DECODE,
+    ENCODE,
     PREFILL,
     EngineSpec,
     Evidence,
@@ -38,7 +39,6 @@ ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
 _SPLIT = (PREFILL, DECODE)
 _BYTES_PER_TOKEN = 4
-_ONLY_PREFILL = frozenset({PREFILL})
 _DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
 
 
@@ -102,6 +102,8 @@ class Ledger:
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
         self.releasing = ReleaserChoice(self._engines, self._eligibility, self.breakers)
+        self._encoders: list[LedgerEngine] = []
+        """Those that encode media for others."""
         self._alone_roles: list[Role] = []
         """The roles of `_alone` with an engine that is up."""
         self.block_size: int | None = None
@@ -553,6 +555,11 @@ class Ledger:
         if self.placement is not None and not lease.closed:
             self.placement.began(lease, now)
 
+    @property
+    def has_encoders(self) -> bool:
+        """Whether there are engines that encode media for others, up or not."""
+        return bool(self._encoders)
+
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
         """End a lease. Closing twice changes nothing. Return whether this took the engine out of
         use.
@@ -569,7 +576,7 @@ class Ledger:
             self.breakers.over(lease)
         for policy in self._interested[engine.uses]:
             policy.closed(lease, verdict, now)
-        if self.placement is not None:
+        if self.placement is not None and lease.role is not ENCODE:
             self.placement.closed(lease, verdict, now, tokens)
         if verdict is GOOD:
             if engine.failures or engine.trial_places:
@@ -637,7 +644,7 @@ class Ledger:
         return any(
             engine.available
             and engine.serves(model)
-            and engine.uses != _ONLY_PREFILL
+            and not engine.for_others
             and engine.url not in without
             for engine in self._engines.values()
         )
@@ -650,7 +657,7 @@ class Ledger:
             self.breakers.leased(lease)
         for policy in self._interested[engine.uses]:
             policy.opened(lease, ask)
-        if self.placement is not None:
+        if self.placement is not None and role is not ENCODE:
             self.placement.opened(lease, ask)
         return lease
 
@@ -660,9 +667,11 @@ class Ledger:
         self._compatibility.changed()
         self._choice.changed()
         self._not_paired = None
-        if self.placement is not None:
-            self.placement.engines_changed(self.engines)
         engines = self._engines.values()
+        self._encoders = [engine for engine in engines if engine.role is ENCODE]
+        if self.placement is not None:
+            others = [engine for engine in engines if engine.role is not ENCODE]
+            self.placement.engines_changed(others)
         self._has_places = self._windows or any(
             engine.spec.places is not None for engine in engines
         )
@@ -728,6 +737,7 @@ class Ledger:
             self._not_paired = readiness.not_paired(self.engines)
         return [
             *readiness.shortcomings(self.engines, now),
+            *readiness.not_encoding(self.engines, now),
             *readiness.not_moving(self.transfers.faults.values(), now),
             *self._not_paired,
             *dict.fromkeys(text for text in told if text is not None),

@@ -15,11 +15,13 @@ from pdproxy.scheduling.transfer_faults import TransferFaults
 class Role(Enum):
     """What an engine is for, or what it does for one request: then not `ANY`.
 
-    An aggregated engine prefills and decodes, and never takes a KV handle. An engine for `ANY` may
-    do all three, for different requests at the same time: it prefills for another engine, decodes
-    for another one, or serves a request whole.
+    An encoder engine encodes media for others. An aggregated engine prefills and decodes, and never
+    takes a KV handle. An engine for `ANY` may do all but encode for others, for different requests
+    at the same time: it prefills for another engine, decodes for another one, or serves a request
+    whole.
     """
 
+    ENCODE = "encode"
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"
@@ -29,12 +31,13 @@ class Role(Enum):
     __hash__ = object.__hash__
 
 
-PREFILL, DECODE = Role.PREFILL, Role.DECODE
+ENCODE, PREFILL, DECODE = Role.ENCODE, Role.PREFILL, Role.DECODE
 """For what each request does: a look-up in an enumeration costs ten times as much as one in a
 module.
 """
 
 _USES = {
+    Role.ENCODE: frozenset({Role.ENCODE}),
     Role.PREFILL: frozenset({Role.PREFILL}),
     Role.DECODE: frozenset({Role.DECODE}),
     Role.AGGREGATED: frozenset({Role.AGGREGATED}),
@@ -43,6 +46,8 @@ _USES = {
 _PREFILL_OR_WHOLE = frozenset({Role.PREFILL, Role.AGGREGATED})
 ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 """What `LedgerEngine.uses` can be."""
+_FOR_OTHERS = frozenset({Role.ENCODE, Role.PREFILL})
+"""The roles whose engines answer no client, but for prefill engines that may serve whole."""
 
 SIZE_BITS = 43
 """Of a load as one number: the bits of prompt bytes. The number of requests is above them."""
@@ -158,6 +163,8 @@ class LedgerEngine:
     """What it may do for a request; a decode engine may also serve whole where the contract allows
     it.
     """
+    for_others: bool = field(init=False, repr=False)
+    """Whether it only works for other engines, and answers no client."""
     evidence: Evidence | None = None
     """What its last full probe found, also while it is down. None: never probed with success."""
     run_number: int = 0
@@ -232,6 +239,7 @@ class LedgerEngine:
         self.url, self.role = self.spec.url, self.spec.role
         also_whole = self.role is Role.PREFILL and self.spec.serves_whole
         self.uses = _PREFILL_OR_WHOLE if also_whole else _USES[self.role]
+        self.for_others = self.uses <= _FOR_OTHERS
 
     def serves(self, model: str) -> bool:
         """Return whether the engine named a model at its last full probe."""
@@ -330,10 +338,14 @@ class LedgerEngine:
 
 
 def in_common(engines: Iterable[LedgerEngine]) -> tuple[int | None, frozenset[str], int]:
-    """Return what all engines' evidence says: the smallest KV block, all adapters, the longest
-    template. See `Ledger`.
+    """Return what the evidence of all engines with KV says: the smallest KV block, all adapters,
+    the longest template. See `Ledger`.
     """
-    known = [engine.evidence for engine in engines if engine.evidence is not None]
+    known = [
+        engine.evidence
+        for engine in engines
+        if engine.evidence is not None and engine.role is not ENCODE
+    ]
     block_size = min((one.block_size for one in known if one.block_size), default=None)
     adapters = frozenset[str]().union(*(one.adapters for one in known))
     return block_size, adapters, max((one.template_tokens for one in known), default=0)

@@ -79,7 +79,8 @@ class Policies:
         self.by_uses: dict[frozenset[Role], tuple[Policy, ...]] = {}
 
     def use(self, factories: Mapping[Role, PolicyFactory]) -> bool:
-        """Use other ones. Return whether any of them reads the details of an `Ask`.
+        """Use other ones. Return whether any that chooses for a prompt reads the details of an
+        `Ask`.
 
         They see the engines' present load, and nothing else of what was before.
         """
@@ -88,7 +89,9 @@ class Policies:
             self.by_uses[uses] = tuple(
                 policy for role, policy in self.by_role.items() if role in uses
             )
-        return any(one.needs_details for one in self.by_role.values())
+        return any(
+            one.needs_details for role, one in self.by_role.items() if role is not Role.ENCODE
+        )
 
 
 def make_policies(
@@ -98,11 +101,17 @@ def make_policies(
 ) -> dict[Role, Policy]:
     """Return a policy of its own for each role that an engine can have for a request.
 
-    Without a factory: `LeastLoad`; for aggregated engines that of decode. `chance` and `cached`:
+    Without a factory: `LeastLoad`; for aggregated engines that of decode; for encoder engines
+    `Session`: one medium goes to one engine, whose cache has its outputs. `chance` and `cached`:
     see `PolicyContext`.
     """
     decode = factories.get(Role.DECODE, least_load)
-    defaults = {Role.PREFILL: least_load, Role.DECODE: least_load, Role.AGGREGATED: decode}
+    defaults = {
+        Role.ENCODE: _OWN["session"],
+        Role.PREFILL: least_load,
+        Role.DECODE: least_load,
+        Role.AGGREGATED: decode,
+    }
     return {
         role: factories.get(role, default)(PolicyContext(role, chance, cached))
         for role, default in defaults.items()

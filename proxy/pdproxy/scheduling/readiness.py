@@ -131,6 +131,14 @@ def shortcomings(engines: Sequence[LedgerEngine], now: float) -> list[str]:
     return found
 
 
+def not_encoding(engines: Sequence[LedgerEngine], now: float) -> list[str]:
+    """Return whether no encoder engine can be used, although there are some, in a sentence."""
+    encoders = [engine for engine in engines if engine.role is Role.ENCODE]
+    if not encoders or any(engine.usable(now) for engine in encoders):
+        return []
+    return ["no encoder engine can be used: others encode media themselves, if they can"]
+
+
 def not_moving(faults: Iterable[TransferFault], now: float) -> list[str]:
     """Return between which engines KV does not move, a sentence each."""
     found = []

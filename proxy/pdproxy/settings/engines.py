@@ -26,7 +26,7 @@ from pdproxy.settings.section import Count, File, Host, Key, Seconds, Section, T
 from pdproxy.settings.tls import EngineTls, refuse_stray_files
 from pdproxy.wire.kv_events import address_of
 
-Role = Literal["prefill", "decode", "aggregated", "any"]
+Role = Literal["encode", "prefill", "decode", "aggregated", "any"]
 
 PREFIX = re.compile(r"(/(?!\.{1,2}(/|\Z))[A-Za-z0-9._~-]+)+")
 """A path before routes: of segments without escapes, none of which is `.` or `..`."""
@@ -100,6 +100,11 @@ class Facts(Section, frozen=True):
     --kv-transfer-config.
     """
 
+    ec_address: Text | None = None
+    """host:port at which an engine receives what encoder engines push (encoders.connector
+    mooncake): ec_ip and ec_port of its --ec-transfer-config.
+    """
+
     profile: File | None = None
     """How long its work takes, in place of the pool's profile."""
 
@@ -129,6 +134,8 @@ class ConfiguredEngine(Section, frozen=True):
     role: Role
     """prefill computes prompts, decode generates from them, aggregated does both. any (kv_role
     kv_both; not with every connector): each of these, for different requests at the same time.
+    encode (ec_role ec_producer) encodes pictures, sounds and videos for engines of the roles
+    prefill, aggregated and any (docs/guide/encoders.md).
     """
 
     serves_whole: bool = False
@@ -170,6 +177,11 @@ class ConfiguredEngine(Section, frozen=True):
     def prefills(self) -> bool:
         """Whether it makes KV for other engines."""
         return self.role in ("prefill", "any")
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it encodes media for other engines."""
+        return self.role == "encode"
 
     @property
     def decodes(self) -> bool:
@@ -337,6 +349,8 @@ def refuse_useless(roles: set[str], path: KeyPath, found: Mistakes) -> None:
             f"{key}: no engine is configured: give --prefill and --decode, or nodes in the YAML "
             f"file",
         )
+    if roles == {"encode"}:
+        found.add(path, f"{key}: encoder engines, but no engine that could use what they encode")
     if "prefill" in roles and roles.isdisjoint({"decode", "any"}):
         found.add(
             path, f"{key}: prefill engines, but no decode engine that could take what they compute"
@@ -387,6 +401,8 @@ def _of_engines(node: ConfiguredEngine) -> Iterator[tuple[KeyPath, str]]:
         yield ("facts", "remote_host"), facts.remote_host
     if facts.bootstrap is not None and (host := urlsplit(facts.bootstrap).hostname):
         yield ("facts", "bootstrap"), host
+    if facts.ec_address is not None and (host := urlsplit(f"//{facts.ec_address}").hostname):
+        yield ("facts", "ec_address"), host
     if node.receiver.host is not None:
         yield ("receiver", "host"), node.receiver.host
 

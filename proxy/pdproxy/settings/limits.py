@@ -71,6 +71,11 @@ class Deadlines(Section, frozen=True):
     the connector needs them first.
     """
 
+    encode: AtOnce[Seconds] = 30.0
+    """Encoding a request's media at encoder engines, other engines in place of failed ones
+    included. After it the engine that computes the prompt encodes what is missing.
+    """
+
     prefill: AtOnce[Seconds] = 120.0
     """The prefill leg, from its request to its whole answer. Long prompts in a queue take a minute.
     While the engine is seen to work (health.stalled_after), the wait goes on.

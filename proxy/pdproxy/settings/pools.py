@@ -31,9 +31,10 @@ from pdproxy.settings.section import (
     names_of,
 )
 from pdproxy.settings.tls import EngineTls
-from pdproxy.transfer import registry
+from pdproxy.transfer import encoders, registry
 
 Connector = Annotated[str, names_of(registry.choices)]
+EcConnector = Annotated[str, names_of(lambda: encoders.CONTRACTS)]
 Dispatch = Literal["sequential", "concurrent"]
 RemoteHost = Literal["engine", "url"]
 AloneLimit = Literal["always", "never"] | Count
@@ -188,6 +189,14 @@ class Pool(Section, frozen=True):
                   start
     """
 
+    ec_connector: EcConnector = "example"
+    """How the outputs of encoder engines get to those that use them: the ec_connector that all of
+    them were started with (docs/guide/encoders.md).
+      example   ECExampleConnector: files in a folder that all of them reach
+      cpu       ECCPUConnector with ec_enable_nixl: the other engine reads them from host memory
+      mooncake  ECMooncakeConnector: they are pushed to the other engine's facts.ec_address
+    """
+
     dispatch: Dispatch | None = None
     """The order of a prompt's two legs: sequential (the prefill leg first) or concurrent (both at
     once: the decode engine waits for the KV while the prompt is prefilled). null: the connector's
@@ -293,8 +302,8 @@ class Pool(Section, frozen=True):
     """
 
     nodes: AtOnce[tuple[ConfiguredEngine, ...]] = ()
-    """The engines; --prefill, --decode, --aggregated and --any add to these. Prefill engines need a
-    decode engine.
+    """The engines; --encode, --prefill, --decode, --aggregated and --any add to these. Prefill
+    engines need a decode engine.
     """
 
     @property

@@ -13,7 +13,7 @@ from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.kv import ReceiverSettings
 from pdproxy.settings.pools import Pool
-from pdproxy.transfer import registry
+from pdproxy.transfer import encoders, registry
 from pdproxy.transfer.contract import Capabilities
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.wire.registrations import place
@@ -68,6 +68,7 @@ def check_transfer(
         found.add(key, f"{spell_key(key)}: {text}{where}")
     _check_turns(pool, can, path, found)
     _check_roles(pool, can, nodes, path, found)
+    _check_encoders(pool, nodes, path, found)
     if not can.names_host:
         named = [
             (*path, "nodes", index, "facts", "remote_host")
@@ -125,6 +126,30 @@ def _check_roles(
         if node.serves_whole and not can.whole_on_prefill and node.role == "prefill":
             text = f"a prefill engine of connector {pool.connector} can't serve a request whole"
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
+
+
+def _check_encoders(
+    pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes
+) -> None:
+    """Check that engines which are sent encoder outputs have an address, and no others."""
+    pushes = encoders.CONTRACTS[pool.ec_connector].pushes
+    encodes = any(node.encodes for node in nodes)
+    for index, node in enumerate(nodes):
+        key = (*path, "nodes", index, "facts", "ec_address")
+        given, where = node.facts.ec_address, found.source(key)
+        receives = pushes and node.role not in ("encode", "decode")
+        if given is None and receives and encodes and not node.is_source:
+            text = f"missing: with ec_connector {pool.ec_connector} it receives encoder outputs"
+            found.add(key, f"{spell_key(key)}: {text}{where}")
+        elif given is not None and not receives:
+            names = [one.name for one in encoders.CONTRACTS.values() if one.pushes]
+            text = (
+                f"only an engine of ec_connector {' or '.join(names)} that uses encoder outputs "
+                f"has one"
+            )
+            found.add(key, f"{spell_key(key)}: {text}{where}")
+        elif given is not None and place(given) is None:
+            found.add(key, f"{spell_key(key)}: {quote(given)}: expected host:port{where}")
 
 
 def check_pairs(

@@ -37,6 +37,7 @@ class Alone(Enum):
     SHORT_PROMPT = "short_prompt"
     UNUSUAL = "unusual"
     NO_PAIR = "no_pair"
+    NOT_ENCODED = "not_encoded"
     PREFILL_REFUSED = "prefill_refused"
     PREFILL_FAILED = "prefill_failed"
     NO_HANDLE = "no_handle"
@@ -46,6 +47,10 @@ class Alone(Enum):
     KV_FAILED = "kv_failed"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     DECIDED = "decided"
+
+
+_SAMPLES, _SAMPLE = 16, 1024
+"""Pieces of a medium of which its key is made, and the bytes of each."""
 
 
 class Medium(msgspec.Struct, frozen=True):
@@ -66,8 +71,16 @@ class Medium(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What two media with the same bytes have in common: a hash of them."""
-        return blake2b(self.value, digest_size=16).hexdigest()
+        """What two media with the same bytes have in common. Only samples are read: a large medium
+        takes no longer.
+        """
+        value = memoryview(self.value)
+        step = max(_SAMPLE, value.nbytes // _SAMPLES)
+        samples = [value[at : at + _SAMPLE] for at in range(0, value.nbytes, step)]
+        found = blake2b(value.nbytes.to_bytes(8, "big"), digest_size=16)
+        for sample in samples:
+            found.update(sample)
+        return found.hexdigest()
 
 
 class Prompt(msgspec.Struct, frozen=True):

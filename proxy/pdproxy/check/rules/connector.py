@@ -17,7 +17,9 @@ def connector(facts: CheckFacts) -> Iterator[Finding]:
     shown = facts.connector
     if shown is None:
         return
-    where = tuple(engine.url for engine in facts.engines if engine.role != "aggregated")
+    where = tuple(
+        engine.url for engine in facts.engines if engine.role not in ("aggregated", "encode")
+    )
     if isinstance(shown, DetectedContract):
         if shown.contract != NIXL.name:
             yield Finding(

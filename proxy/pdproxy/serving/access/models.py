@@ -15,13 +15,12 @@ from math import log
 from typing import Generic, NamedTuple, TypeVar
 
 from pdproxy.kit.errors import ModelNotFoundError
-from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 
 MAX_KEPT = 4096
 """Names whose pools are remembered."""
 MAX_SHOWN = 100
 """Names in the error for an unknown one."""
-_PREFILL = frozenset({Role.PREFILL})
 T = TypeVar("T")
 
 
@@ -52,7 +51,7 @@ class PoolModels:
         Without such an engine, those of a model that none lists count.
         """
         answering = [
-            engine for engine in self.engines() if engine.usable(now) and engine.uses != _PREFILL
+            engine for engine in self.engines() if engine.usable(now) and not engine.for_others
         ]
         return any(engine.serves(model) for engine in answering) or (
             bool(answering) and not self.lists(model)

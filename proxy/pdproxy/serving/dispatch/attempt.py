@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 from msgspec import structs
 
 from pdproxy.kit.errors import EngineTimeoutError, TooLateError, Wait
@@ -30,6 +31,7 @@ from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, minted_id
+from pdproxy.transfer.encoders import PARAMS
 from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.fields import is_absent
@@ -53,6 +55,7 @@ class Attempt:
         "custody",
         "dispatch",
         "shared_id",
+        "told",
     )
 
     def __init__(
@@ -69,6 +72,8 @@ class Attempt:
         self.shared_id: str | None = None
         """The id that both legs have, None if the answering leg has the client's."""
         self.custody: Custody | None = None
+        self.told: bytes | None = None
+        """What the engine that computes the prompt is told of its encoded media, as JSON."""
         self._unused = list(assignment.leases)
         self._space = space
         self._predictions = _NO_PREDICTIONS
@@ -173,9 +178,12 @@ class Attempt:
             self._predictions = prefixes.routed(request.beginning, self.assignment)
 
     def parsed_for(self, url: str, parsed: Parsed) -> Parsed:
-        """Return the request as an engine gets it: it may be asked to report what it reuses from
-        its cache.
+        """Return the request as the engine gets it that computes the prompt: it may be told where
+        encoded media are, and asked to report what it reuses from its cache.
         """
+        if self.told is not None:
+            fields = parsed.fields | {PARAMS: msgspec.Raw(self.told)}
+            parsed = structs.replace(parsed, fields=fields)
         if (
             self._predictions
             and (found := of_engine(self._predictions, url)) is not None

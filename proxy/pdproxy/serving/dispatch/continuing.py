@@ -19,7 +19,6 @@ from pdproxy.kit.errors import (
     PdproxyError,
     Wait,
 )
-from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.serving.dispatch.cut import Cut, find_cut
 from pdproxy.serving.dispatch.in_turn import AskedFor
 from pdproxy.serving.dispatch.parsed_stream import ParsedStream
@@ -265,7 +264,7 @@ def _others(resources: ExchangeResources, model: str | None, failed: str) -> boo
     return any(
         engine.url != failed
         and engine.usable(now)
-        and (engine.role is not Role.PREFILL or engine.spec.serves_whole)
+        and not engine.for_others
         and (model is None or engine.serves(model))
         for engine in resources.ledger.engines
     )

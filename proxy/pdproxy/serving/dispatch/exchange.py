@@ -33,6 +33,7 @@ from pdproxy.serving.dispatch.attempt import (
     why_not_split,
 )
 from pdproxy.serving.dispatch.decisions import decided, spelled
+from pdproxy.serving.dispatch.encoding import encode_media
 from pdproxy.serving.dispatch.failure_class import is_doubtful
 from pdproxy.serving.dispatch.following import Following, Streams
 from pdproxy.serving.dispatch.loss import SOON
@@ -297,7 +298,8 @@ class Exchange(PromptRequest):
         self._begin(attempt, why_alone)
         order = ORDERS[transfer.contract.order] if why_alone is None else one_engine
         try:
-            return await order(self, attempt)
+            stopped = await encode_media(self, attempt)
+            return await order(self, attempt) if stopped is None else stopped
         finally:
             self.leave_slot()
             attempt.close()

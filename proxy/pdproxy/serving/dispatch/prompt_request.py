@@ -26,6 +26,7 @@ from pdproxy.serving.stream.beginning import UNKNOWN
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.tokens.ids import TokenIds
+from pdproxy.transfer.encoders import EncodedMedia
 from pdproxy.wire.continuable import NotContinued
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
@@ -52,6 +53,7 @@ class PromptRequest:
         "assignment",
         "beginning",
         "doubtful",
+        "encoded",
         "fingerprint",
         "headers",
         "ids",
@@ -97,6 +99,8 @@ class PromptRequest:
         """
         self.beginning: PromptBeginning | None = None
         """What indexes of engines' caches know the prompt by, None if nothing asks them."""
+        self.encoded: EncodedMedia | None = None
+        """What encoder engines have made of its media, None before they were asked."""
         self.left = left
         """How often other engines may still go on with the stream."""
         self.record: Record | NotContinued | None = None
@@ -157,7 +161,7 @@ class PromptRequest:
             _no_writer,
             None,
         )
-        self.key = self.beginning = None
+        self.key = self.beginning = self.encoded = None
 
     # -- the attempt under way
 

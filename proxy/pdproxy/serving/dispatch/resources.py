@@ -44,6 +44,7 @@ from pdproxy.serving.stream.relay import Relay
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
+from pdproxy.transfer.encoders import EncoderContract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.event_template import EventTemplates
@@ -74,6 +75,7 @@ class ExchangeResources:
     """What an exchange works with. One for the whole process."""
 
     transfer: KvTransfer
+    encoders: EncoderContract
     ledger: Ledger
     engines: EngineRegistry
     custodian: Custodian
