@@ -91,11 +91,7 @@ async def look(
         networks=settings.engines.allowed,
     )
     others = EngineAdmin(deadlines=settings.deadlines, networks=settings.engines.allowed)
-    asked = [
-        engine
-        for engine in settings.pool.fixed_nodes
-        if engine.role not in ("aggregated", "encode")
-    ]
+    asked = [engine for engine in settings.pool.fixed_nodes if engine.prefills or engine.decodes]
     detection = Detection(
         admin,
         others,

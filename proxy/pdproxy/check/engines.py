@@ -57,7 +57,7 @@ async def ask_engine(
     facts.addresses = await resolve(urlsplit(engine.url).hostname or "", http.timeout)
     try:
         await _ask_all(http, facts)
-        if generates and not facts.is_proxy:
+        if generates and engine.role != "encode" and not facts.is_proxy:
             await _generate(http, facts, mark)
     except _TroubleError as error:
         facts.trouble = error.trouble

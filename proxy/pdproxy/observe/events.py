@@ -48,8 +48,8 @@ class LegTimes(msgspec.Struct):
     phase did not happen.
 
     `why_alone`: the rule or failure because of which one engine served it alone. `encode_s`: from
-    asking encoder engines for its media to the last answer, and `encoders` those that answered, each
-    with its seconds. `prefill_s`: from
+    asking encoder engines for its media to the last answer, and `encoders` those that answered,
+    each with its seconds. `prefill_s`: from
     the prefill leg's start to its answer. Of a stream, `first_s`: from asking the engine that
     answers to its first data (after a prefill by another engine: the KV transfer and one step), and
     `decode_s`: from there to the stream's end. Of an answer that is not streamed, `whole_s`: from

@@ -17,9 +17,8 @@ def connector(facts: CheckFacts) -> Iterator[Finding]:
     shown = facts.connector
     if shown is None:
         return
-    where = tuple(
-        engine.url for engine in facts.engines if engine.role not in ("aggregated", "encode")
-    )
+    without = ("aggregated", "encode")  # which have no part in it
+    where = tuple(engine.url for engine in facts.engines if engine.role not in without)
     if isinstance(shown, DetectedContract):
         if shown.contract != NIXL.name:
             yield Finding(
