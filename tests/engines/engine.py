@@ -23,7 +23,7 @@ from tests.fakes.ports import free_port
 from .counters import Counters
 from .launcher import Launcher
 
-Role = Literal["plain", "prefill", "decode"]
+Role = Literal["plain", "encode", "prefill", "decode"]
 
 MODEL = "tiny"
 BLOCK = 32  # tokens per KV block; the CPU attention accepts only multiples of 32
@@ -88,7 +88,7 @@ class Engine:
             "--port",
             str(port),
         ]
-        if role != "plain":
+        if role in KV:
             argv += [
                 "--kv-transfer-config",
                 json.dumps(

@@ -1,0 +1,342 @@
+"""The encoder stage: encoder engines encode the media of a prompt before the engine that computes
+the prompt (the consumer) is asked.
+
+Owns the stage, its legs and their leases. Each medium goes to the engine that has probably encoded
+that medium before, as far as load allows (policy `session`). The media of one engine make one leg,
+and all legs run at once. The media of a leg that fails go to another engine, once. No failure here
+fails the request: the consumer encodes what was not encoded in time, unless its connector can't.
+Then an engine without encoders serves the request.
+
+Outputs are not in the proxy's custody: engines drop the oldest ones by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from pdproxy.kit.errors import (
+    EngineError,
+    OverloadedError,
+    RefusalReason,
+    StaleConnectionError,
+    Wait,
+)
+from pdproxy.kit.frames import drop_traceback
+from pdproxy.kit.ids import mint
+from pdproxy.observe.events import DeadlinePassed, MediaEncoded
+from pdproxy.scheduling.leases import GOOD, NEUTRAL, Lease
+from pdproxy.scheduling.ledger_engine import DECODE, ENCODE
+from pdproxy.scheduling.policy import Ask
+from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.failure_class import (
+    is_clients_fault,
+    is_doubtful,
+    refused,
+    verdict_of,
+)
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.serving.dispatch.recovery import CannotSplit, Failed
+from pdproxy.transfer import encoders
+from pdproxy.transfer.encoders import EncodedMedia, Output
+from pdproxy.upstream.client import Answer, Pending
+from pdproxy.upstream.connection import Message
+from pdproxy.wire.route import Route
+from pdproxy.wire.route_form import Alone, Medium
+
+TRIES = 2
+"""Engines that may be asked for one medium."""
+_MAX_ANSWER = 64 << 10
+"""Bytes of an encoder engine's answer for each medium: a few numbers, of a video one for each
+frame.
+"""
+_ENCODE = (ENCODE,)
+_ENCODED, _REFUSED, _FAILED, _LATE, _NO_ENGINE = "encoded", "refused", "failed", "late", "no_engine"
+
+
+async def encode_media(request: PromptRequest, attempt: Attempt) -> CannotSplit | Failed | None:
+    """Have a prompt's media encoded for an attempt, if the pool has encoder engines. Return why the
+    engines of the attempt can't serve the prompt, None if they can.
+    """
+    resources, consumer = request.resources, attempt.assignment.leases[0].engine
+    media = () if request.prompt is None else request.prompt.media
+    if not media or consumer.role is DECODE or not resources.ledger.has_encoders:
+        return None
+    done, contract = request.encoded, resources.encoders
+    if done is None or (contract.pushes and done.consumer != consumer.url):
+        began = resources.now()
+        try:
+            done = await EncoderStage(request, media, consumer.url).run()
+        except OverloadedError as error:  # no other engine is risked
+            return Failed(error)
+        request.encoded, request.tried.encode_s = done, resources.now() - began
+    if contract.pushes and done.missing:
+        # it would wait for the output, and fail
+        if attempt.prefill_url is not None:
+            return CannotSplit(Alone.NOT_ENCODED, exclude=consumer.url)
+        text = "no encoder engine can encode the media of this request: see /ready"
+        return Failed(OverloadedError(text, RefusalReason.NO_ENGINE))
+    attempt.told = contract.tells(done.outputs, done.ids)
+    return None
+
+
+class EncoderStage:
+    """The stage of one prompt. Run once. `consumer`: the URL of the engine that uses the
+    outputs.
+    """
+
+    __slots__ = (
+        "_address",
+        "_consumer",
+        "_encoders",
+        "_ids",
+        "_media",
+        "_outputs",
+        "_request",
+        "_resources",
+        "_results",
+        "_without",
+    )
+
+    def __init__(self, request: PromptRequest, media: Sequence[Medium], consumer: str) -> None:
+        resources = self._resources = request.resources
+        self._request = request
+        self._media = media
+        self._consumer = consumer
+        pushes = resources.encoders.pushes
+        self._address = resources.engines.known[consumer].ec_address if pushes else ""
+        """Where the consumer receives outputs, None if that is not known; "" where it reads
+        them.
+        """
+        self._ids = [mint() for _ in media] if pushes else []
+        self._outputs: list[tuple[int, Output]] = []
+        """With the places of their media."""
+        self._encoders: list[tuple[str, float]] = []
+        """Engines that have answered, with their seconds."""
+        self._results = [_NO_ENGINE] * len(media)
+        self._without = resources.lost.forbidden(request.headers) if request.headers.lost else ()
+
+    async def run(self) -> EncodedMedia:
+        """Have the media encoded, as far as engines can, in time.
+
+        Raises:
+            EnginesLostError: engines were lost under the request, and no other one is risked.
+        """
+        resources = self._resources
+        places = list(range(len(self._media)))
+        try:
+            with resources.clock.within(resources.deadlines.encode):
+                for number in range(TRIES):
+                    legs = self._legs(places, is_last=number + 1 == TRIES)
+                    if not legs:
+                        break
+                    await self._run(legs)
+                    places = [at for at in places if self._results[at] == _FAILED]
+                    if not places:
+                        break
+                    await self._judge()
+        except TimeoutError:
+            resources.observers.notify(DeadlinePassed(Wait.ENCODE.value))
+        for result, count in Counter(self._results).items():
+            resources.observers.notify(MediaEncoded(result, count))
+        self._request.tried.encoders = tuple(self._encoders)
+        self._outputs.sort(key=lambda one: one[0])
+        return EncodedMedia(
+            self._consumer,
+            tuple(output for _, output in self._outputs),
+            tuple(self._ids),
+            sum(result != _ENCODED for result in self._results),
+        )
+
+    def _legs(self, places: Sequence[int], *, is_last: bool) -> list[EncodeLeg]:
+        """Lease an engine for each of some media, and return a leg for each engine."""
+        if self._address is None:
+            return []
+        request, ledger = self._request, self._resources.ledger
+        leases: dict[str, list[tuple[int, Lease]]] = {}
+        for at in places:
+            medium = self._media[at]
+            ask = Ask(request.parsed.model, medium.size, self._resources.now(), session=medium.key)
+            assignment = ledger.assign(_ENCODE, ask, without=self._without)
+            if assignment is None:
+                break  # the others get none, either
+            lease = assignment.leases[0]
+            leases.setdefault(lease.engine.url, []).append((at, lease))
+        return [EncodeLeg(request, self, given, is_last=is_last) for given in leases.values()]
+
+    async def _run(self, legs: Sequence[EncodeLeg]) -> None:
+        try:
+            if len(legs) == 1:
+                await legs[0].run()
+                return
+            async with asyncio.TaskGroup() as group:
+                for leg in legs:
+                    group.create_task(leg.run(), name="encode media")
+        finally:
+            for leg in legs:
+                leg.close()  # one that did not begin has leases, too
+
+    async def _judge(self) -> None:
+        """Look whether engines are lost under the request.
+
+        Raises:
+            EnginesLostError: no other engine is risked.
+        """
+        request = self._request
+        if request.headers.lost:
+            lost = self._resources.lost
+            error = await lost.judge(request.headers, request.parsed.fields, request.fingerprint)
+            if error is not None:
+                raise error
+
+    def message(self, places: Sequence[int]) -> tuple[bytes, str]:
+        """Return the body of a leg for some media, and its path."""
+        contract = self._resources.encoders
+        ids = [self._ids[at] for at in places] if contract.pushes else []
+        params = contract.asks(ids, self._address or "")
+        media = [self._media[at] for at in places]
+        return encoders.body(self._request.parsed, media, params), Route.CHAT.form.path
+
+    def ended(self, places: Sequence[int], result: str, outputs: Sequence[Output] = ()) -> None:
+        """Note what has become of some media."""
+        for at in places:
+            self._results[at] = result
+        # those that are more than the media belong to the last one
+        self._outputs += [
+            (places[min(number, len(places) - 1)], one) for number, one in enumerate(outputs)
+        ]
+
+    def answered(self, url: str, seconds: float) -> None:
+        """Note how long an engine took."""
+        self._encoders.append((url, seconds))
+
+    def avoid(self, url: str) -> None:
+        """Ask an engine no more."""
+        self._without = (*self._without, url)
+
+
+class EncodeLeg:
+    """A leg to one encoder engine. Run once. The watch over engines that stand still sees it as a
+    `fleet.open_legs.OpenLeg`.
+
+    `given`: the places of its media in the prompt, with their leases.
+    """
+
+    __slots__ = (
+        "_engine",
+        "_is_last",
+        "_leases",
+        "_pending",
+        "_places",
+        "_request",
+        "_stage",
+        "_url",
+        "_verdict",
+        "prompt_bytes",
+        "since",
+        "stalled_before",
+    )
+    in_silence = False
+    must_progress = True
+    waits_for = None
+
+    def __init__(
+        self,
+        request: PromptRequest,
+        stage: EncoderStage,
+        given: Sequence[tuple[int, Lease]],
+        *,
+        is_last: bool,
+    ) -> None:
+        self._request, self._stage, self._is_last = request, stage, is_last
+        self._places = [at for at, _ in given]
+        self._leases = [lease for _, lease in given]
+        self._url = self._leases[0].engine.url
+        self._engine = request.resources.engines.known[self._url]
+        self._pending: Pending | None = None
+        self._verdict = NEUTRAL
+        self.prompt_bytes = sum(lease.prompt_bytes for lease in self._leases)
+        self.since = 0.0
+        self.stalled_before = request.stalled
+
+    def __repr__(self) -> str:
+        return f"<EncodeLeg {self._url}, {len(self._places)} media>"
+
+    async def run(self) -> None:
+        """Have the engine encode the media, and tell the stage what came of it."""
+        resources, request = self._request.resources, self._request
+        self.since = resources.now()
+        self._engine.open_legs.add(self)
+        self._stage.ended(self._places, _LATE)
+        try:
+            most = _MAX_ANSWER * (1 + len(self._places))
+            self._pending = await self._engine.client.ask(self._message, max_bytes=most)
+            self._read(await self._pending.answered())
+            self._stage.answered(self._url, resources.now() - self.since)
+        except EngineError as error:
+            lease = self._leases[0]
+            request.broke(lease, error)
+            self._verdict = verdict_of(error)
+            if is_doubtful(error):
+                request.in_doubt().prefill_failed(lease)
+            if not isinstance(error, StaleConnectionError):
+                self._stage.avoid(self._url)
+            self._stage.ended(self._places, _FAILED)
+            resources.report_failure(
+                request.headers, self._url, "encode", error, will_retry=not self._is_last
+            )
+            drop_traceback(error)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the leg: an engine that is still at work stops. Closing twice changes nothing."""
+        leases, self._leases = self._leases, []
+        if not leases:
+            return
+        resources = self._request.resources
+        is_good = self._verdict is GOOD
+        self._engine.open_legs.remove(self, ended_well=resources.now() if is_good else None)
+        if self._pending is not None:
+            self._pending.close()
+        for lease in leases:
+            resources.close(lease, self._verdict)
+
+    def _message(self) -> Message:
+        body, path = self._stage.message(self._places)
+        headers = self._request.headers.named(mint())
+        return self._engine.client.request(path, headers, body)
+
+    def _read(self, answer: Answer) -> None:
+        if answer.status != 200:
+            if not is_clients_fault(answer):
+                raise refused(self._url, answer)
+            # the consumer's own refusal is the client's answer
+            self._verdict = GOOD
+            self._stage.ended(self._places, _REFUSED)
+            return
+        outputs = encoders.outputs_in(answer.body, len(self._places))
+        hosts = self._request.resources.transfer.hosts
+        if not isinstance(outputs, str):
+            named = {one.host for one in outputs if one.host is not None}
+            whys = (hosts.why_not(host, self._url) for host in named)
+            outputs = next((why for why in whys if why is not None), outputs)
+        if isinstance(outputs, str):
+            raise EngineError(f"{self._url} encoded nothing that can be used: {outputs}")
+        self._verdict = GOOD
+        self._stage.ended(self._places, _ENCODED, outputs)
+
+    # -- as an open leg of its engine
+
+    def last_sign(self) -> float:
+        """Return that none has come: it shows nothing before its whole answer."""
+        return 0.0
+
+    def source_lost(self, why: str) -> None:
+        """It waits for no KV."""
+
+    def fail(self, error: EngineError) -> None:
+        """End it: its engine stands still."""
+        if self._pending is not None:
+            self._pending.fail(error)
