@@ -32,7 +32,14 @@ def shown(parsed: Parsed) -> Any:
     """A request as plain values."""
     fields = {name: bytes(raw) for name, raw in parsed.fields.items()}
     prompts = [
-        (one.raw and bytes(one.raw), one.tokens, one.text_bytes, one.messages)
+        (
+            one.raw and bytes(one.raw),
+            one.tokens,
+            one.text_bytes,
+            one.messages,
+            one.non_text,
+            [(medium.head, bytes(medium.value), medium.tail) for medium in one.media],
+        )
         for one in parsed.prompts
     ]
     others = [
@@ -93,6 +100,77 @@ def test_fields_of_passed_routes(body: bytes) -> None:
         }
     else:
         assert found == expected
+
+
+def url(text: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+
+
+def source(text: str) -> dict[str, Any]:
+    base64 = {"type": "base64", "media_type": "image/png", "data": text}
+    return {"type": "image", "source": base64}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "expected"),
+    [
+        (
+            Route.CHAT,
+            {"messages": [{"role": "user", "content": [url("A"), url("B"), url("A")]}]},
+            "ABA",
+        ),
+        (
+            Route.RESPONSES,
+            {
+                "input": [
+                    {
+                        "type": "function_call_output",
+                        "output": [{"type": "input_image", "image_url": "data:image/png;base64,A"}],
+                        "content": [
+                            {"type": "input_image", "image_url": "data:image/png;base64,B"}
+                        ],
+                    },
+                    {"role": "user", "content": [url("C")]},
+                ]
+            },
+            "ABC",
+        ),
+        (
+            Route.MESSAGES,
+            {
+                "model": "m",
+                "max_tokens": 1,
+                "system": [source("C")],
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "content": [source("A")]},
+                            source("B"),
+                        ],
+                    }
+                ],
+            },
+            "ABC",
+        ),
+        (
+            Route.BATCH,
+            {"messages": [[{"role": "user", "content": [url(text)]}] for text in "ABA"]},
+            "ABA",
+        ),
+    ],
+)
+def test_media_are_found_again(route: Route, body: dict[str, Any], expected: str) -> None:
+    """All of them, in the order in which they are read: each as a part of a chat."""
+    before = {"instructions": "A", "tools": []} if route is Route.RESPONSES else {}
+    encoded = json.dumps(before | body, indent=1).encode()
+    for parsed in (parse(route, encoded), elsewhere(route, encoded)):
+        parts = [
+            json.loads(medium.head + bytes(medium.value) + medium.tail)
+            for prompt in parsed.prompts
+            for medium in prompt.media
+        ]
+        assert parts == [url(text) for text in expected]
 
 
 def test_an_answer_is_small() -> None:
