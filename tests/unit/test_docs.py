@@ -26,6 +26,8 @@ FILE = re.compile(r"[\w.*-]+\.(py|json|yaml|md|lock)")
 LINK = re.compile(r"\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
+MERGE = re.compile(r"<\\?<\\?<\\?<|(?<![=|-])={7}(?!=)|^(> ?){7}|^> > > >", re.MULTILINE)
+
 
 def setting_names() -> set[str]:
     """Return the dotted names of all settings of the top-level sections, such as
@@ -123,6 +125,12 @@ def test_a_page_names_only_what_exists(page: Path) -> None:
     assert missing_names(text) == []
     assert missing_files(text, page.parent) == []
     assert missing_links(text, page.parent) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_no_marks_of_a_merge(page: Path) -> None:
+    """Neither as git writes them, nor as the formatter has wrapped them."""
+    assert not MERGE.search(page.read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
