@@ -98,6 +98,7 @@ class World:
         self.proxy = proxy
         self.books = books
         self.engines = list(engines)
+        self.encode = [engine for engine in engines if engine.role == "encode"]
         self.prefill = [engine for engine in engines if engine.role == "prefill"]
         self.decode = [engine for engine in engines if engine.role == "decode"]
         self.aggregated = [engine for engine in engines if engine.role == "aggregated"]
@@ -349,6 +350,7 @@ async def world(
     aggregated: int = 0,
     *,
     anything: int = 0,
+    encode: int = 0,
     deadlines: dict[str, float] | None = None,
     limits: dict[str, Any] | None = None,
     auth: dict[str, Any] | None = None,
@@ -361,19 +363,20 @@ async def world(
     adjust: Callable[[Settings], Settings] = lambda settings: settings,
     lease: float = 30.0,
     facts: Mapping[str, Any] | None = None,
+    facts_of: Callable[[str], Mapping[str, Any]] = lambda role: {},
     cors: Cors | None = None,
     library: Library | None = None,
     clock: Clock | None = None,
     operator_routes: OperatorRoutes = "everywhere",
 ) -> AsyncIterator[World]:
-    """Run a proxy in front of so many engines; `anything`: of role any.
+    """Run a proxy in front of so many engines; `anything`: of role any; `encode`: encoder engines.
 
     `before` is called once the engines listen and before they are probed. At the end nothing may be
     in flight, and every handle must have ended just once, unless `leaves` says that the test leaves
     some behind. Engines have exchanged KV before, unless they are `strangers`. `lease`: seconds
     that a prefill engine keeps a prompt's KV. `engine_tls` is what engines are met with,
     `client_tls` what clients connect with; `adjust` has the last word on settings. `facts`: of all
-    engines, where they differ from the usual ones. `library`: where tokenizers come from; None:
+    engines, where they differ from the usual ones; `facts_of`: of those of a role. `library`: where tokenizers come from; None:
     nowhere. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`. No engine
     is watched for standing still, unless `adjust` says so: canaries would use up scripts. None is
     compared with its peers: one that fails again and again in a test of over ten seconds would be
@@ -381,12 +384,16 @@ async def world(
     """
     books, recorder = Books(), Recorder()
     roles = (
-        ["prefill"] * prefill
+        ["encode"] * encode
+        + ["prefill"] * prefill
         + ["decode"] * decode
         + ["aggregated"] * aggregated
         + ["any"] * anything
     )
-    engines = [FakeEngine(role, books, lease, tls=engine_tls, **(facts or {})) for role in roles]
+    engines = [
+        FakeEngine(role, books, lease, tls=engine_tls, **{**(facts or {}), **facts_of(role)})
+        for role in roles
+    ]
     for engine in engines:
         await engine.listen()
     settings = Settings(

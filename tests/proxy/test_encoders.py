@@ -1,0 +1,283 @@
+"""Encoder engines encode media before the engine is asked that computes the prompt; what they can't
+do it does itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdproxy.kit.clock import Clock
+from pdproxy.observe.events import DeadlinePassed, LegFailed, RequestEnded, ServedAlone
+from pdproxy.settings.schema import Settings
+from pdproxy_lab.sim.facts import ECExtraConfig, ECTransferConfig
+from tests.fakes import answers, scripts
+from tests.fakes.client import request
+from tests.fakes.clock import ManualClock
+from tests.fakes.engine import Reply, Script
+from tests.fakes.passed import MESSAGES, RESPONSES
+from tests.fakes.pictures import asking, png, url
+from tests.fakes.world import CHAT, PROMPT, World, until, world
+from tests.proxy.test_media import data_of, still
+
+A, B, C = png("a"), png("b"), png("c", 84, 84)
+SAID = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+CONNECTORS = {"example": "ECExampleConnector", "cpu": "ECCPUConnector"}
+HOSTILE = "169.254.169.254"
+
+
+@asynccontextmanager
+async def seeing(
+    folder: Path,
+    encode: int = 1,
+    prefill: int = 1,
+    decode: int = 1,
+    aggregated: int = 0,
+    *,
+    connector: str = "example",
+    clock: Clock | None = None,
+    deadlines: dict[str, float] | None = None,
+) -> AsyncIterator[World]:
+    """A world with encoder engines. All engines see; all but decode engines take part in the
+    transfer of encoder outputs.
+    """
+    extra = ECExtraConfig(
+        shared_storage_path=str(folder), ec_enable_nixl=True, ec_cpu_bytes=1 << 20
+    )
+
+    def facts_of(role: str) -> Mapping[str, Any]:
+        if role == "decode":
+            return {}
+        config = ECTransferConfig(
+            ec_connector=CONNECTORS[connector],  # type: ignore[arg-type]
+            ec_role="ec_producer" if role == "encode" else "ec_consumer",
+            ec_connector_extra_config=extra,
+        )
+        return {"ec_transfer_config": config, "ec_side_channel_port": 0}
+
+    def adjust(settings: Settings) -> Settings:
+        (pool,) = settings.pools
+        pool = msgspec.structs.replace(pool, ec_connector=connector)
+        return msgspec.structs.replace(settings, pools=(pool,))
+
+    async with world(
+        prefill,
+        decode,
+        aggregated,
+        encode=encode,
+        facts={"vision": True},
+        facts_of=facts_of,
+        adjust=adjust,
+        clock=clock,
+        deadlines={"encode": 30.0, **(deadlines or {})},
+    ) as w:
+        yield w
+
+
+def broken(status: int) -> Script:
+    """An error of an engine."""
+    return scripts.whole(answers.error("broken", "InternalServerError", status), status)
+
+
+def encoded(w: World) -> tuple[int, int, int, int]:
+    """How many pictures the engines of each role have encoded: encode, prefill, decode,
+    aggregated.
+    """
+    every = (w.encode, w.prefill, w.decode, w.aggregated)
+    a, b, c, d = [sum(one.sim.engine.stats.encoder_inputs for one in some) for some in every]
+    return a, b, c, d
+
+
+def results(w: World) -> dict[str, float]:
+    """What became of media, by the metric."""
+    names = ("encoded", "refused", "failed", "late", "no_engine")
+    found = {name: w.metric("pdproxy_encoded_media_total", result=name) for name in names}
+    return {name: count for name, count in found.items() if count}
+
+
+def chat(*pictures: bytes, **more: Any) -> dict[str, Any]:
+    """A body with pictures."""
+    return {**SAID, "messages": [asking(PROMPT, *pictures, "What?")], **more}
+
+
+def body(path: str, picture: bytes, stream: bool) -> dict[str, Any]:
+    """A body with a picture, for a route."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": PROMPT}]
+    if path == MESSAGES:
+        source = {"type": "base64", "media_type": "image/png", "data": data_of(picture)}
+        content.append({"type": "image", "source": source})
+    elif path == RESPONSES:
+        content[0]["type"] = "input_text"
+        content.append({"type": "input_image", "image_url": url(picture)})
+        said = [{"role": "user", "content": content}]
+        return {"model": "tiny", "max_output_tokens": 4, "input": said, "stream": stream}
+    else:
+        content.append({"type": "image_url", "image_url": {"url": url(picture)}})
+    return {**SAID, "messages": [{"role": "user", "content": content}], "stream": stream}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_picture_is_encoded_once(
+    tmp_path: Path, connector: str, path: str, stream: bool
+) -> None:
+    """By the encoder engine, which is sent the picture alone. The answer is one engine's."""
+    sent, identity = body(path, A, stream), [("x-request-id", "r")]
+    async with seeing(tmp_path, aggregated=1, connector=connector) as w:
+        answer = await w.ask(path, sent, identity)
+        assert encoded(w) == (1, 0, 0, 0)
+        (asked,) = w.encode[0].requests
+        (message,) = asked.json["messages"]
+        assert message["content"] == [{"type": "image_url", "image_url": {"url": url(A)}}]
+        assert (asked.json["max_tokens"], asked.json["stream"]) == (1, False)
+        assert asked.header("x-request-id") != "r"
+        told = w.prefill[0].requests[0].json.get("ec_transfer_params")
+        assert (told is not None) == (connector == "cpu")
+        assert "ec_transfer_params" not in w.decode[0].requests[0].json
+        assert results(w) == {"encoded": 1}
+        w.port, port = w.aggregated[0].port, w.port
+        alone = await w.ask(path, sent, identity)
+        w.port = port
+        assert still(answer) == still(alone)
+        (end,) = w.events(RequestEnded)
+        assert [node for node, _ in end.legs[0].encoders] == [w.encode[0].url]
+
+
+async def test_an_aggregated_engine_uses_outputs(tmp_path: Path) -> None:
+    async with seeing(tmp_path, 1, 0, 0, 1) as w:
+        assert (await w.ask(CHAT, chat(A, B))).status == 200
+        assert encoded(w) == (2, 0, 0, 0)
+
+
+async def test_media_go_to_several_engines(tmp_path: Path) -> None:
+    """Each to the one that had it before; a text asks none of them."""
+    pictures = [png(at) for at in range(8)]
+    async with seeing(tmp_path, encode=2) as w:
+        assert (await w.ask(CHAT, chat(*pictures))).status == 200
+        first = [len(one.requests[0].json["messages"][0]["content"]) for one in w.encode]
+        assert sum(first) == 8
+        assert min(first) > 1
+        for picture in pictures:
+            assert (await w.ask(CHAT, chat(picture, C))).status == 200
+        assert encoded(w)[0] == 9
+        count = sum(len(one.requests) for one in w.encode)
+        assert (await w.ask(CHAT, {**SAID, "messages": [asking(PROMPT)]})).status == 200
+        assert sum(len(one.requests) for one in w.encode) == count
+
+
+@pytest.mark.parametrize(
+    "failure", [broken(500), broken(503), scripts.eof, scripts.reset, scripts.half, scripts.garbage]
+)
+async def test_an_engine_that_fails_is_replaced(tmp_path: Path, failure: Any) -> None:
+    """By another one; if that fails, too, the prefill engine encodes. The client sees nothing."""
+    async with seeing(tmp_path, encode=2) as w:
+        for one in w.encode:
+            one.script(failure)
+        one = await w.ask(CHAT, chat(A))
+        assert (one.status, results(w), encoded(w)[:3]) == (200, {"failed": 1}, (0, 1, 0))
+        assert [event.phase for event in w.events(LegFailed)] == ["encode", "encode"]
+        assert (await w.ask(CHAT, chat(A))).json["choices"] == one.json["choices"]
+        w.encode[0].script(failure)
+        w.encode[1].script(failure)
+        assert (await w.ask(CHAT, chat(B))).status == 200
+
+
+async def test_a_dead_engine_is_asked_no_more(tmp_path: Path) -> None:
+    """While another one is there, that encodes all. Without any, the prefill engine does, and
+    `/ready` says so.
+    """
+    async with seeing(tmp_path, encode=2) as w:
+        first, second = w.encode
+        first.stop()
+        for picture in (A, B, C):
+            assert (await w.ask(CHAT, chat(picture))).status == 200
+        assert encoded(w) == (3, 0, 0, 0)
+        second.stop()
+        assert (await w.ask(CHAT, chat(png("d")))).status == 200
+        assert (await w.ask(CHAT, chat(png("e")))).status == 200
+        assert encoded(w) == (3, 2, 0, 0)
+        assert results(w) == {"encoded": 3, "failed": 1, "no_engine": 1}
+        assert b"no encoder engine can be used" in (await w.get("/ready")).body
+
+
+async def test_a_refused_medium_is_refused_by_the_prefill_engine(tmp_path: Path) -> None:
+    """In its own words: the encoder engine's are about another body."""
+    async with seeing(tmp_path, aggregated=1) as w:
+        answer = await w.ask(CHAT, chat(b"no picture"))
+        assert (answer.status, results(w)) == (400, {"refused": 1})
+        w.port, port = w.aggregated[0].port, w.port
+        alone = await w.ask(CHAT, chat(b"no picture"))
+        w.port = port
+        assert answer.json == alone.json
+
+
+async def test_a_silent_engine_costs_the_deadline(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with seeing(tmp_path, clock=clock, deadlines={"encode": 7.0}) as w:
+        w.encode[0].script(scripts.stall)
+        asking_now = await w.client()
+        asking_now.send(request("POST", CHAT, chat(A)))
+        await until(lambda: w.encode[0].requests)
+        assert not w.prefill[0].requests
+        await clock.reach(7.0)
+        assert (await clock.through(asking_now.answer())).status == 200
+        assert encoded(w) == (0, 1, 0, 0)
+        assert results(w) == {"late": 1}
+        assert [event.wait for event in w.events(DeadlinePassed)] == ["encode"]
+        await until(lambda: w.encode[0].requests[0].left.is_set())
+
+
+async def test_a_client_that_leaves_ends_its_legs(tmp_path: Path) -> None:
+    async with seeing(tmp_path, encode=2) as w:
+        for one in w.encode:
+            one.default = scripts.stall
+        client = await w.client()
+        client.send(request("POST", CHAT, chat(*[png(at) for at in range(6)])))
+        await until(lambda: all(one.requests for one in w.encode))
+        client.close()
+        await until(lambda: all(one.requests[0].left.is_set() for one in w.encode))
+        await w.quiet()
+        assert not w.prefill[0].requests
+
+
+@pytest.mark.parametrize("host", [HOSTILE, "x" * 300])
+async def test_an_engine_that_names_another_host_has_failed(tmp_path: Path, host: str) -> None:
+    """An engine that has been taken over can't send the prefill engine anywhere."""
+
+    async def answer(reply: Reply) -> None:
+        item = {"item_indices": [0], "peer_host": host, "peer_port": 1}
+        await reply.whole(json.dumps({"ec_transfer_params": {"a": item}}).encode())
+
+    async with seeing(tmp_path, connector="cpu") as w:
+        w.encode[0].script(answer)
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        assert results(w) == {"failed": 1}
+        assert "ec_transfer_params" not in w.prefill[0].requests[0].json
+        (failed,) = w.events(LegFailed)
+        assert "names the host" in failed.error
+
+
+async def test_a_client_can_name_no_outputs(tmp_path: Path) -> None:
+    """Engines are told what encoder engines said, and nothing of a client's."""
+    mine = {"a": {"peer_host": HOSTILE, "peer_port": 1}}
+    async with seeing(tmp_path, connector="cpu") as w:
+        assert (await w.ask(CHAT, chat(A, ec_transfer_params=mine))).status == 200
+        for engine in w.engines:
+            assert HOSTILE not in json.dumps([one.json for one in engine.requests])
+
+
+async def test_a_retry_does_not_encode_again(tmp_path: Path) -> None:
+    """Another prefill engine finds the outputs of the first try."""
+    async with seeing(tmp_path, prefill=2) as w:
+        for one in w.prefill:
+            one.script(broken(500))
+        await w.ask(CHAT, chat(A))
+        assert len(w.encode[0].requests) == 1
+        assert not w.events(ServedAlone) or encoded(w)[2] <= 1
