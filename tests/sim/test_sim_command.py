@@ -171,6 +171,7 @@ def test_every_fact_is_an_option() -> None:
         "notify",
         "register",
         "kv_events",
+        "ec_transfer_config",
         "pd_allocation_timeout_sec",
     )
     for kind in (SimFacts, Hardware, LMCacheFacts, CpuBuffer, MooncakeFacts):

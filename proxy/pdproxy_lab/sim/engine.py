@@ -23,7 +23,7 @@ from pdproxy_lab.sim.core_stops import CoreStops
 from pdproxy_lab.sim.cpu import CpuConnector, FindReceiver, Received, SendPart
 from pdproxy_lab.sim.cpu_link import CpuLink
 from pdproxy_lab.sim.facts import SimFacts
-from pdproxy_lab.sim.folder import FolderStorage
+from pdproxy_lab.sim.folder import FolderStorage, OutputFolder
 from pdproxy_lab.sim.kv_events import KvEventPublishers
 from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
 from pdproxy_lab.sim.mooncake_link import MooncakeLink, bootstrap_of
@@ -160,7 +160,11 @@ class SimEngine:
             port = facts.side_channel_port and facts.side_channel_port + rank
             port = await self._links[rank].open(engine_id, agent, port)
         chance = random.Random(self._chance.getrandbits(64))
-        core = Core(facts, engine_id, port, chance, self.rank_stats[rank], self._storage, agent)
+        outputs = None
+        if (ec := facts.ec_transfer_config) and ec.ec_connector == "ECExampleConnector":
+            outputs = OutputFolder(ec.extra.shared_storage_path)
+        stats = self.rank_stats[rank]
+        core = Core(facts, engine_id, port, chance, stats, self._storage, agent, outputs)
         if self._links:
             self._links[rank].attach(core)
         self.link.attach(core)

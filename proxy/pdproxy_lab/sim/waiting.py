@@ -19,6 +19,7 @@ class WaitingRequests:
     def __init__(self) -> None:
         self._with_blocks: deque[ActiveRequest] = deque()
         self._others: deque[ActiveRequest] = deque()
+        self._skipped: list[ActiveRequest] = []
 
     def __len__(self) -> int:
         return len(self._with_blocks) + len(self._others)
@@ -44,6 +45,17 @@ class WaitingRequests:
     def first(self) -> ActiveRequest:
         """The next one. There must be one."""
         return self._with_blocks[0] if self._with_blocks else self._others[0]
+
+    def skip(self, sequence: ActiveRequest) -> None:
+        """Let the others come before the next one, until `unskip`."""
+        self.remove(sequence)
+        self._skipped.append(sequence)
+
+    def unskip(self) -> None:
+        """Put those that were skipped back where they were."""
+        while self._skipped:
+            sequence = self._skipped.pop()
+            (self._with_blocks if sequence.blocks else self._others).appendleft(sequence)
 
     def remove(self, sequence: ActiveRequest) -> None:
         """Remove a request.
