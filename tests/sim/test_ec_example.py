@@ -4,7 +4,7 @@ folder.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,31 +13,29 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdproxy_lab.sim.facts import ECExtraConfig, ECRole, ECTransferConfig, SimFacts
+from pdproxy_lab.sim.facts import ECRole, SimFacts
 from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.server import SimServer
-from tests.fakes.pictures import part, png, url
-from tests.sim.moments import FAST
-from tests.sim.raw import Answer, ask, chat, completion, get, post
-
-A, B, LARGE = png("a"), png("b"), png("a", 300, 300)
-"""Their tokens: 4, 4 and 64."""
-STORY = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-SEES = replace(FAST, vision=True, handshake_timeout=20.0)
-
-
-def with_ec(folder: Path, role: ECRole, **more: Any) -> SimFacts:
-    config = ECTransferConfig(
-        ec_connector="ECExampleConnector",
-        ec_role=role,
-        ec_connector_extra_config=ECExtraConfig(shared_storage_path=str(folder)),
-    )
-    return replace(SEES, ec_transfer_config=config, **more)
+from tests.fakes.pictures import part, url
+from tests.sim.encoders import (
+    LARGE,
+    PREFILL,
+    SEES,
+    STORY,
+    A,
+    B,
+    counts,
+    encoded,
+    said,
+    sized,
+    text,
+    with_ec,
+)
+from tests.sim.raw import ask, chat, completion, get, post
 
 
-def encoder(folder: Path, **more: Any) -> SimFacts:
-    return with_ec(folder, "ec_producer", role="encode", connector="none", **more)
+def sharing(folder: Path, role: ECRole = "ec_producer", **more: Any) -> SimFacts:
+    return with_ec("ECExampleConnector", role, {"shared_storage_path": str(folder)}, **more)
 
 
 @dataclass
@@ -59,8 +57,8 @@ class Trio:
 @pytest.fixture
 async def trio(tmp_path: Path) -> AsyncIterator[Trio]:
     kinds = [
-        encoder(tmp_path),
-        with_ec(tmp_path, "ec_consumer", role="prefill"),
+        sharing(tmp_path),
+        sharing(tmp_path, "ec_consumer", role="prefill"),
         replace(SEES, role="decode"),
         replace(SEES, connector="none"),
     ]
@@ -71,42 +69,6 @@ async def trio(tmp_path: Path) -> AsyncIterator[Trio]:
         ]
         yield Trio(tmp_path, *sims)
         assert not [crash for sim in sims for crash in sim.crashes]
-
-
-async def said(sim: SimServer, *content: Any, **more: Any) -> Answer:
-    """The answer to a message of texts, pictures and whole parts."""
-    parts = [one if isinstance(one, dict) else part(one) for one in content]
-    message = {"role": "user", "content": parts}
-    return (await ask(sim.port, chat(messages=[message], **more))).answer
-
-
-async def encoded(sim: SimServer, *content: Any, **more: Any) -> dict[str, Any]:
-    """What an encoder says of pictures."""
-    found = await said(sim, *content, **more)
-    assert found.status == 200, found.body
-    return dict(found.json["ec_transfer_params"])
-
-
-def text(answer: Answer) -> str:
-    assert answer.status == 200, answer.body
-    return str(answer.json["choices"][0]["message"]["content"])
-
-
-def counts(sim: SimServer) -> tuple[int, int, int]:
-    """Encoder inputs computed, outputs loaded, outputs stored."""
-    stats = sim.engine.stats
-    return stats.encoder_inputs, stats.encoder_outputs_loaded, stats.encoder_outputs_stored
-
-
-def by_size(items: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts that stand for pictures in the order of the request that was encoded."""
-    placed = {index: name for name, item in items.items() for index in item["item_indices"]}
-    for index in sorted(placed):
-        yield {
-            "type": "image_embeds",
-            "image_embeds": items[placed[index]]["metadata"],
-            "uuid": placed[index],
-        }
 
 
 # -- the encoder
@@ -132,7 +94,7 @@ async def test_an_encoder_answers_without_a_token(trio: Trio) -> None:
     assert counts(trio.e) == (2, 0, 2)
     assert trio.e.engine.stats.kv_cache_usage == 0
     assert await encoded(trio.e, A) == {first[0]: {"item_indices": [0], "metadata": grid}}
-    async with SimServer(encoder(trio.folder)) as other:
+    async with SimServer(sharing(trio.folder)) as other:
         assert await encoded(other, B) == {second[0]: {"item_indices": [0], "metadata": grid}}
         assert counts(other) == (0, 0, 0)
     assert counts(trio.e) == (2, 0, 2)
@@ -140,7 +102,7 @@ async def test_an_encoder_answers_without_a_token(trio: Trio) -> None:
 
 async def test_limits_and_prompts_in_pieces_change_nothing(tmp_path: Path) -> None:
     """Many tokens are asked for, many choices, and a prompt is longer than a step."""
-    async with SimServer(encoder(tmp_path, max_num_batched_tokens=8)) as sim:
+    async with SimServer(sharing(tmp_path, max_num_batched_tokens=8)) as sim:
         answer = await said(sim, STORY, LARGE, STORY, B, max_tokens=50, n=2, logprobs=True)
         assert answer.status == 200, answer.body
         assert [one["finish_reason"] for one in answer.json["choices"]] == ["stop", "stop"]
@@ -174,8 +136,8 @@ async def test_a_text_is_encoded_at_once(trio: Trio) -> None:
 
 async def test_an_encoder_refuses_metadata(trio: Trio) -> None:
     """It would have nothing to encode."""
-    sized = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 2, 8]}, "uuid": "u"}
-    refused = await said(trio.e, sized)
+    grid = {"image_grid_thw": [1, 2, 8]}
+    refused = await said(trio.e, {"type": "image_embeds", "image_embeds": grid, "uuid": "u"})
     assert (refused.status, b"--enable-mm-embeds" in refused.body) == (400, True)
 
 
@@ -211,8 +173,7 @@ async def test_prefill_encodes_nothing_that_is_stored(trio: Trio) -> None:
     ]
     assert counts(trio.p) == (0, 2, 0)
     assert text(await said(trio.d, STORY, A, LARGE, kv_transfer_params=handle)) == whole
-    named = await said(trio.p, STORY, *by_size(items), max_tokens=4)
-    assert text(named) == whole
+    assert text(await said(trio.p, STORY, *sized(items))) == whole
     assert counts(trio.p) == (0, 2, 0)
     assert text(await said(trio.p, STORY, B)) == text(await said(trio.plain, STORY, B))
     assert counts(trio.p) == (1, 2, 0)
@@ -222,10 +183,10 @@ async def test_prefill_encodes_nothing_that_is_stored(trio: Trio) -> None:
 async def test_prefill_loads_what_metadata_name(trio: Trio) -> None:
     """With a name that nobody has stored there is nothing to encode: the engine dies."""
     items = await encoded(trio.e, A)
-    (sized,) = by_size(items)
-    assert text(await said(trio.p, sized, STORY)) == text(await said(trio.plain, A, STORY))
+    (named,) = sized(items)
+    assert text(await said(trio.p, named, STORY)) == text(await said(trio.plain, A, STORY))
     assert counts(trio.p) == (0, 1, 0)
-    died = await said(trio.p, {**sized, "uuid": "unknown"}, STORY)
+    died = await said(trio.p, {**named, "uuid": "unknown"}, STORY)
     assert (died.status, trio.p.engine.dead) == (500, True)
 
 
@@ -257,7 +218,7 @@ async def test_other_routes_load_too(trio: Trio, path: str) -> None:
 
 async def test_one_engine_may_be_both(tmp_path: Path) -> None:
     """It generates, stores and loads, whatever it is asked."""
-    kind = with_ec(tmp_path, "ec_both", connector="none")
+    kind = sharing(tmp_path, "ec_both", connector="none")
     async with SimServer(kind) as first, SimServer(kind) as second:
         answer = await said(first, A, STORY)
         assert answer.json["usage"]["completion_tokens"] == 4
@@ -280,18 +241,18 @@ async def test_a_uuid_is_the_name_of_the_output(trio: Trio) -> None:
 
 async def test_a_uuid_of_two_sizes_fails_the_second_request(trio: Trio) -> None:
     """Where the cache has the first one. The engine goes on."""
-    (sized,) = by_size(await encoded(trio.e, A))
-    await said(trio.p, STORY, sized)
-    other = {**sized, "image_embeds": {"image_grid_thw": [1, 2, 12]}}
-    for content in ((other,), (sized, other)):
+    (named,) = sized(await encoded(trio.e, A))
+    await said(trio.p, STORY, named)
+    other = {**named, "image_embeds": {"image_grid_thw": [1, 2, 12]}}
+    for content in ((other,), (named, other)):
         failed = await said(trio.p, STORY, *content)
         assert (failed.status, failed.json["error"]["code"]) == (500, 500)
-    assert (await said(trio.p, STORY, sized)).status == 200
+    assert (await said(trio.p, STORY, named)).status == 200
 
 
 async def test_an_output_with_too_few_rows_kills(trio: Trio) -> None:
-    (sized,) = by_size(await encoded(trio.e, A))
-    died = await said(trio.p, {**sized, "image_embeds": {"image_grid_thw": [1, 2, 12]}})
+    (named,) = sized(await encoded(trio.e, A))
+    died = await said(trio.p, {**named, "image_embeds": {"image_grid_thw": [1, 2, 12]}})
     assert (died.status, trio.p.engine.dead) == (500, True)
 
 

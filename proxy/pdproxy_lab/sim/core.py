@@ -58,7 +58,7 @@ class Core:
             stats,
             MemoryStorage() if storage is None else storage,
         )
-        self.ec_connector = ec_connector_of(facts, stats, outputs)
+        self.ec_connector = ec_connector_of(facts, stats, outputs, self.connector.outbox)
         self._encoder = Encoder(stats, self.ec_connector)
         self._language = Language(facts.eos_every, thinks=facts.reasoning_parser != "none")
         self._seed = mix(crc32(facts.model.encode()), facts.weights)
@@ -399,7 +399,7 @@ class Core:
         elif before is RequestState.WAITING:
             self._waiting.remove(sequence)
         elif reason == "abort" and self.connector.keeps_aborted_loads:
-            self.ec_connector.ended(sequence)
+            self.ec_connector.ended(sequence, now)
             return  # LOADING: its blocks are freed after the transfer
         else:
             self._loads.pop(sequence.request.id, None)
@@ -407,7 +407,7 @@ class Core:
         if not kept:
             self.pool.release(sequence.blocks)
             sequence.blocks = []
-        told = self.ec_connector.ended(sequence)
+        told = self.ec_connector.ended(sequence, now)
         if output is not None:
             output.kv_transfer_params, output.ec_transfer_params = params, told
 
@@ -510,8 +510,6 @@ class Core:
 
     def _update_gauges(self) -> None:
         self.stats.running = len(self._running)
-        self.stats.waiting, self.stats.deferred = (
-            len(self._waiting) + len(self._loads),
-            len(self._loads),
-        )
+        self.stats.waiting = len(self._waiting) + len(self._loads)
+        self.stats.deferred = len(self._waiting.deferred) + len(self._loads)
         self.stats.kv_cache_usage = self.pool.usage

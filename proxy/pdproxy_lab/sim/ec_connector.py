@@ -94,7 +94,7 @@ class ECConnector:
 
     # -- its end
 
-    def ended(self, one: ActiveRequest) -> dict[str, Any] | None:
+    def ended(self, one: ActiveRequest, now: float) -> dict[str, Any] | None:
         """Return the answer's `ec_transfer_params`."""
         return None
 

@@ -60,6 +60,6 @@ class ECExample(ECConnector):
             raise EngineDeadError from None
         self._stats.encoder_outputs_stored += 1
 
-    def ended(self, one: ActiveRequest) -> dict[str, Any] | None:
+    def ended(self, one: ActiveRequest, now: float) -> dict[str, Any] | None:
         """Return what there is to know of the request's pictures."""
         return (items_of(one) or None) if self._config.is_producer else None

@@ -105,7 +105,7 @@ class Stats:
     running: int = 0
     waiting: int = 0
     deferred: int = 0
-    """Those of `waiting` that wait for KV."""
+    """Those of `waiting` that wait for KV, or for encoder outputs."""
     kv_cache_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     prompt_tokens: int = 0

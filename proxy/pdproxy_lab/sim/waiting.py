@@ -20,6 +20,8 @@ class WaitingRequests:
         self._with_blocks: deque[ActiveRequest] = deque()
         self._others: deque[ActiveRequest] = deque()
         self._skipped: list[ActiveRequest] = []
+        self.deferred: set[ActiveRequest] = set()
+        """Those that were skipped when it was their turn."""
 
     def __len__(self) -> int:
         return len(self._with_blocks) + len(self._others)
@@ -50,6 +52,7 @@ class WaitingRequests:
         """Let the others come before the next one, until `unskip`."""
         self.remove(sequence)
         self._skipped.append(sequence)
+        self.deferred.add(sequence)
 
     def unskip(self) -> None:
         """Put those that were skipped back where they were."""
@@ -65,6 +68,7 @@ class WaitingRequests:
         """
         queue = self._with_blocks if sequence in self._with_blocks else self._others
         queue.remove(sequence)
+        self.deferred.discard(sequence)
 
 
 def fits_whole(sequence: ActiveRequest, running: Iterable[ActiveRequest], pool: BlockPool) -> bool:
