@@ -18,9 +18,18 @@ import pytest
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.cli import sim
-from pdproxy_lab.sim.facts import CpuBuffer, LMCacheFacts, MooncakeFacts, SimFacts
+from pdproxy_lab.sim.facts import (
+    CpuBuffer,
+    ECExtraConfig,
+    ECTransferConfig,
+    LMCacheFacts,
+    MooncakeFacts,
+    SimFacts,
+)
 
 PATIENCE = 30
+ENCODES = '--ec-transfer-config {"ec_connector":"ECExampleConnector","ec_role":"ec_producer"}'
+PUSHED = '--ec-transfer-config {"ec_connector":"ECMooncakeConnector","ec_role":"ec_consumer"}'
 
 
 @contextmanager
@@ -129,6 +138,17 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         ("--admin-port -1", "--admin-port"),
         ("--seed x", "--seed"),
         ("--model=", "--model"),
+        ("--role encode", "--role"),
+        (f"--connector none {ENCODES}", "--role"),
+        (f"--role encode --vision {ENCODES}", "--connector"),
+        (f"--role encode --connector none {ENCODES}", "--vision"),
+        ("--ec-transfer-config {", "--ec-transfer-config"),
+        (
+            '--ec-transfer-config {"ec_connector":"ECCPUConnector","ec_role":"ec_both"}',
+            "ec_cpu_bytes",
+        ),
+        (f"{PUSHED} --data-parallel-size 2", "--data-parallel-size"),
+        ("--ec-side-channel-port 70000", "--ec-side-channel-port"),
         ("--fault nonsense", "--fault nonsense"),
         ("--fault reset@never", "--fault reset@never"),
         ("--fault reset:next=0", "next"),
@@ -171,6 +191,7 @@ def test_every_fact_is_an_option() -> None:
         "notify",
         "register",
         "kv_events",
+        "ec_transfer_config",
         "pd_allocation_timeout_sec",
     )
     for kind in (SimFacts, Hardware, LMCacheFacts, CpuBuffer, MooncakeFacts):
@@ -201,6 +222,27 @@ def test_every_fact_is_an_option() -> None:
     )
     assert sim.facts_from(arguments("--connector=nixl-push", "--engine-id=p")) == SimFacts(  # type: ignore[arg-type]
         connector="nixl-push", engine_id="p"
+    )
+    ec = {
+        "ec_connector": "ECMooncakeConnector",
+        "ec_role": "ec_producer",
+        "ec_port": 5,
+        "ec_connector_extra_config": {"push_wait_timeout_s": 3, "mooncake_protocol": "tcp"},
+    }
+    line = [
+        "--role=encode",
+        "--vision",
+        "--connector=none",
+        f"--ec-transfer-config={json.dumps(ec)}",
+    ]
+    config = ECTransferConfig(
+        ec_connector="ECMooncakeConnector",
+        ec_role="ec_producer",
+        ec_port=5,
+        ec_connector_extra_config=ECExtraConfig(push_wait_timeout_s=3),
+    )
+    assert sim.facts_from(arguments(*line)) == SimFacts(  # type: ignore[arg-type]
+        role="encode", vision=True, connector="none", ec_transfer_config=config
     )
 
 

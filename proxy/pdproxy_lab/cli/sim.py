@@ -10,7 +10,7 @@ import signal
 import ssl
 import sys
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -19,6 +19,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import Profile, load, shipped
 from pdproxy_lab.sim.facts import (
     CpuBuffer,
+    ECTransferConfig,
     KvEventsConfig,
     LMCacheFacts,
     MooncakeFacts,
@@ -35,7 +36,14 @@ if TYPE_CHECKING:
     from pdproxy_lab.sim.server import SimServer
 
 INTERRUPTED = 130
-_PORTS: dict[Role, int] = {"prefill": 8200, "decode": 8300, "aggregated": 8100, "any": 8100}
+_Json = TypeVar("_Json", KvEventsConfig, ECTransferConfig)
+_PORTS: dict[Role, int] = {
+    "encode": 8400,
+    "prefill": 8200,
+    "decode": 8300,
+    "aggregated": 8100,
+    "any": 8100,
+}
 _ENGINE = {
     "model": "name of the model",
     "version": (
@@ -97,6 +105,11 @@ _ENGINE = {
         "address of the NIXL side channel, which KV handles name; Mooncake: of its ports"
     ),
     "side_channel_port": "TCP port of the NIXL side channel; 0: any free one",
+    "ec_side_channel_host": (
+        "address at which consumers read a producer's encoder outputs, which answers name "
+        "(ECCPUConnector)"
+    ),
+    "ec_side_channel_port": "its TCP port; 0: any free one",
     "register": "where to register: tcp://HOST:PORT (p2p-nccl, moriio) (default: nowhere)",
     "registered_as": "HTTP address to register, HOST:PORT; empty: where it listens",
     "registration_interval": "seconds between two heartbeats by which it registers",
@@ -186,7 +199,8 @@ def add(commands: Commands, summary: str) -> None:
         description="Run a simulated vLLM engine: its API, its KV transfer and its faults, without "
         "a "
         "model and a GPU.",
-        usage="pdproxy sim [--role prefill|decode|aggregated] [--port PORT] [--fault SPEC ...] "
+        usage="pdproxy sim [--role encode|prefill|decode|aggregated] [--port PORT] "
+        "[--fault SPEC ...] "
         "[option ...]",
         epilog=f"{_faults_help()}\n\n{_EXAMPLES}",
     )
@@ -194,7 +208,7 @@ def add(commands: Commands, summary: str) -> None:
         "--role",
         metavar="ROLE",
         default="aggregated",
-        help="prefill, decode, aggregated or any (default: aggregated)",
+        help="encode, prefill, decode, aggregated or any (default: aggregated)",
     )
     parser.add_argument(
         "--host",
@@ -242,6 +256,12 @@ def add(commands: Commands, summary: str) -> None:
         help="where to publish which KV blocks it has, as vLLM's option of this name (default: "
         "nowhere)",
     )
+    parser.add_argument(
+        "--ec-transfer-config",
+        metavar="JSON",
+        help="how encoder outputs are transferred, as vLLM's option of this name (default: not at "
+        "all)",
+    )
     for title, kind, words in _GROUPS:
         group = parser.add_argument_group(title)
         for name, annotation in _fields(kind).items():
@@ -280,7 +300,7 @@ def _fields(kind: type[_Group]) -> dict[str, Any]:
     return {
         name: hints[name]
         for name in kind.__struct_fields__
-        if name not in ("role", "kv_events", *_NESTED.values())
+        if name not in ("role", "kv_events", "ec_transfer_config", *_NESTED.values())
     }
 
 
@@ -338,7 +358,13 @@ def facts_from(arguments: argparse.Namespace) -> SimFacts:
     given = vars(arguments)
     values: dict[str, Any] = {"role": _converted("role", arguments.role, Role)}
     if arguments.kv_events_config is not None:
-        values["kv_events"] = _kv_events(arguments.kv_events_config)
+        values["kv_events"] = _vllm_json(
+            "--kv-events-config", arguments.kv_events_config, KvEventsConfig
+        )
+    if arguments.ec_transfer_config is not None:
+        values["ec_transfer_config"] = _vllm_json(
+            "--ec-transfer-config", arguments.ec_transfer_config, ECTransferConfig
+        )
     if arguments.profile is not None:
         values |= _profile(arguments.profile).options()
     try:
@@ -372,11 +398,11 @@ def _profile(name: str) -> Profile:
         raise _WrongOptionError(f"--profile {error}") from None
 
 
-def _kv_events(text: str) -> KvEventsConfig:
+def _vllm_json(option: str, text: str, kind: type[_Json]) -> _Json:
     try:
-        return msgspec.json.decode(text, type=KvEventsConfig)
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise _WrongOptionError(f"--kv-events-config must be JSON as for vLLM: {error}") from None
+        raise _WrongOptionError(f"{option} must be JSON as for vLLM: {error}") from None
 
 
 def _fault(spec: str) -> PlannedFault:

@@ -39,6 +39,8 @@ class ActiveRequest:
     salt: int
     params: dict[str, Any] | None
     chance: random.Random | None
+    ec_params: dict[str, Any] = field(default_factory=dict)
+    """`ec_transfer_params`."""
     thoughts: int | None = None
     """As of `Language.thoughts_begun`."""
     state: RequestState = RequestState.WAITING
@@ -106,11 +108,9 @@ class ActiveRequest:
         stats.external_prefix_cache_queries += queried
         stats.external_prefix_cache_hits += wanted
 
-    def count_token(self, stats: Stats, now: float) -> None:
-        """Count the token that was just generated; with the first one, the sources of the prompt's
-        KV.
-        """
-        stats.generation_tokens += 1
+    def count_output(self, stats: Stats, now: float, tokens: int = 1) -> None:
+        """Count an output of so many tokens; with the first one, the sources of the prompt's KV."""
+        stats.generation_tokens += tokens
         if self.last_token is None:
             stats.prompt_tokens += self.prompt
             sources = stats.prompt_tokens_by_source

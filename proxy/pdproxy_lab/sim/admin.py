@@ -183,6 +183,12 @@ class _Admin:
                 "handles": {name: round(left, 3) for name, left in sim.engine.handles.items()},
                 "awaited": {name: round(past, 3) for name, past in sim.engine.awaited.items()},
                 "registrations": sim.engine.registrations,
+                "ec_port": sim.engine.ec_port,
+                "encoder": {
+                    "inputs": sum(stats.encoder_inputs for stats in ranks),
+                    "loaded": sum(stats.encoder_outputs_loaded for stats in ranks),
+                    "stored": sum(stats.encoder_outputs_stored for stats in ranks),
+                },
                 "requests": len(sim.requests),
                 "connections": sim.connections,
             }

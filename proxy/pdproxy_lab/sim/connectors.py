@@ -1,11 +1,18 @@
-"""All connectors. Pure. A new one is one file, one line here and its name in
-`SimFacts.connector`.
+"""All connectors. Pure. A new one is one file, one line here and its name in `SimFacts.connector`,
+or in `ECTransferConfig.ec_connector` for one that moves encoder outputs.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 from pdproxy_lab.sim.connector import Connector
 from pdproxy_lab.sim.cpu import CpuConnector
+from pdproxy_lab.sim.ec_connector import ECConnector, OutputStorage
+from pdproxy_lab.sim.ec_cpu import ECCpu
+from pdproxy_lab.sim.ec_example import ECExample
+from pdproxy_lab.sim.ec_mooncake import ECMooncake
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kvstore_keys import KVStoreKeys
 from pdproxy_lab.sim.lmcache_mp import LMCacheMP
@@ -53,3 +60,23 @@ def connector_of(
             return Moriio(facts, pool)
         case "none":
             return Connector()
+
+
+def ec_connector_of(
+    facts: SimFacts, stats: Stats, outputs: OutputStorage | None, outbox: deque[Any]
+) -> ECConnector:
+    """Return the connector for encoder outputs of one engine. `outputs`: the storage that
+    ECExampleConnector needs. `outbox`: for its commands.
+    """
+    config = facts.ec_transfer_config
+    match config and config.ec_connector:
+        case "ECExampleConnector":
+            assert config is not None
+            assert outputs is not None
+            return ECExample(config, stats, outputs)
+        case "ECCPUConnector":
+            return ECCpu(facts, stats, outbox)
+        case "ECMooncakeConnector":
+            assert config is not None
+            return ECMooncake(config, stats, outbox)
+    return ECConnector()

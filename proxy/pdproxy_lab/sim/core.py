@@ -18,11 +18,12 @@ from zlib import crc32
 
 from pdproxy_lab.sim.active import ActiveRequest, RequestState, Step, step_of
 from pdproxy_lab.sim.connector import KvLoad
-from pdproxy_lab.sim.connectors import connector_of
+from pdproxy_lab.sim.connectors import connector_of, ec_connector_of
+from pdproxy_lab.sim.ec_connector import OutputStorage
+from pdproxy_lab.sim.encoder import Encoder
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kv_event_log import log_of
 from pdproxy_lab.sim.language import Language, mix
-from pdproxy_lab.sim.media import Encoder
 from pdproxy_lab.sim.memory import Attention, BlockPool, Page, block_keys
 from pdproxy_lab.sim.nixl import Greeting, Nixl, SideChannelPeer
 from pdproxy_lab.sim.request import EngineDeadError, EngineOutput, EngineRequest, Token
@@ -44,6 +45,7 @@ class Core:
         stats: Stats,
         storage: Storage | None = None,
         agent: str = "",
+        outputs: OutputStorage | None = None,
     ) -> None:
         self.facts, self.stats, self.engine_id, self.agent = facts, stats, engine_id, agent
         self.pool = BlockPool(facts.num_gpu_blocks, facts.block_size)
@@ -56,7 +58,8 @@ class Core:
             stats,
             MemoryStorage() if storage is None else storage,
         )
-        self._encoder = Encoder(stats)
+        self.ec_connector = ec_connector_of(facts, stats, outputs, self.connector.outbox)
+        self._encoder = Encoder(stats, self.ec_connector)
         self._language = Language(facts.eos_every, thinks=facts.reasoning_parser != "none")
         self._seed = mix(crc32(facts.model.encode()), facts.weights)
         self._chance = chance
@@ -85,6 +88,7 @@ class Core:
             thoughts=self._language.thoughts_begun(request.prompt),
             params=dict(params) if params is not None and self.facts.connector != "none" else None,
             chance=chance,
+            ec_params=dict(request.ec_transfer_params or {}),
         )
         self._sequences[request.id] = sequence
         self._waiting.add(sequence)
@@ -99,10 +103,18 @@ class Core:
         lost = sequence.never_loads and self.connector.lost_loads_kill
         if lost and not (sequence.params or {}).get("do_remote_decode"):
             raise EngineDeadError
+        self._break_off(sequence, "abort", now)
+
+    def _break_off(self, sequence: ActiveRequest, reason: str, now: float) -> None:
         before = sequence.state
-        self._end(sequence, "abort", now)
+        self._end(sequence, reason, now)
         if before is RequestState.WAITING and not sequence.scheduled_before:
-            self.connector.dropped(request_id, sequence.params)
+            self.connector.dropped(sequence.request.id, sequence.params)
+
+    def _fail(self, sequence: ActiveRequest, now: float) -> None:
+        """End a request with an error."""
+        self._break_off(sequence, "error", now)
+        self._outputs.append(EngineOutput(request_id=sequence.request.id, finish_reason="error"))
 
     def reject(self, params: dict[str, Any]) -> None:
         """Clean up after a request that the API server refused."""
@@ -125,6 +137,7 @@ class Core:
     def begin(self, now: float) -> Step | None:
         """Return the next step; None: nothing can be computed."""
         self.connector.tick(now)
+        self.ec_connector.tick(now)
         if self.connector.blocked:
             return None
         if self.busy or self._loads:
@@ -148,6 +161,7 @@ class Core:
             place += 1
         if not preempted and not self._schedule_waiting(work, budget, now):
             return None
+        self._fail_unavailable(now)
         self._update_gauges()
         pulls, self._pulls = self._pulls, []
         step = step_of(work, pulls, self.facts.hardware)
@@ -170,6 +184,14 @@ class Core:
         """Add the requests that may begin. Return False if the whole engine has to wait for one's
         KV.
         """
+        try:
+            return self._schedule_ready(work, budget, now)
+        finally:
+            self._waiting.unskip()
+
+    def _schedule_ready(
+        self, work: list[tuple[ActiveRequest, int]], budget: int, now: float
+    ) -> bool:
         while self._waiting and budget and len(self._running) < self.facts.max_num_seqs:
             sequence = self._waiting.first
             wanted, later = 0, False
@@ -183,6 +205,13 @@ class Core:
                 if sequence.request.id in self.connector.broken:
                     self._read_failed(sequence, now)
                     continue
+            if not self.ec_connector.ready(
+                sequence, sequence.computed + wanted, self._encoder.outputs, now
+            ):
+                if not had_blocks:
+                    self._unmatch(sequence)
+                self._waiting.skip(sequence)
+                continue
             known = sequence.computed + wanted
             count = min(len(sequence.tokens) - known, budget)
             upto = known if later else known + count
@@ -216,6 +245,14 @@ class Core:
             budget -= count
         return True
 
+    def _fail_unavailable(self, now: float) -> None:
+        """Fail the requests whose encoder outputs can't come."""
+        unavailable, found = self.ec_connector.unavailable, self._sequences
+        failing = [found[name] for name in sorted(unavailable) if name in found]
+        unavailable.clear()
+        for sequence in failing:
+            self._fail(sequence, now)
+
     def _match(self, sequence: ActiveRequest) -> tuple[int, bool]:
         """Look for the prompt's KV here, then elsewhere. Return how many tokens come from
         elsewhere, and whether later.
@@ -245,6 +282,8 @@ class Core:
         sequence.computed = sequence.local = sequence.remembered = 0
 
     def _grow(self, sequence: ActiveRequest, upto: int) -> bool:
+        if self.facts.encodes_only:
+            return True
         missing = -(-upto // self.facts.block_size) - len(sequence.blocks)
         if missing > self.pool.available:
             return False
@@ -266,7 +305,13 @@ class Core:
 
     def _compute(self, sequence: ActiveRequest, count: int, now: float) -> None:
         start, end = sequence.computed, sequence.computed + count
-        seen = self._encoder.seen(sequence.tokens, sequence.request.media, start, end)
+        if self._encoder.refuses(sequence, start, end):
+            self._fail(sequence, now)
+            return
+        if self.facts.encodes_only:
+            self._encode(sequence, start, end, now)
+            return
+        seen = self._encoder.seen(sequence, start, end)
         state = sequence.attention.write(sequence.blocks, seen, start, end)
         sequence.computed = end
         self._remember(sequence)
@@ -282,8 +327,21 @@ class Core:
             state, sequence.generated, sequence.request.sampling, draw, recent
         )
         sequence.append(token.id)
-        sequence.count_token(self.stats, now)
+        sequence.count_output(self.stats, now)
         self._emit(sequence, token, first, now)
+
+    def _encode(self, sequence: ActiveRequest, start: int, end: int, now: float) -> None:
+        """Encode what a part of a prompt has. Behind its end, the request is over: nothing is
+        generated.
+        """
+        self._encoder.run(sequence, start, end)
+        sequence.computed = end
+        if end < len(sequence.tokens):
+            return
+        sequence.count_output(self.stats, now, tokens=0)
+        output = EngineOutput(request_id=sequence.request.id, finish_reason="stop")
+        self._outputs.append(output)
+        self._end(sequence, "stop", now, output)
 
     def _remember(self, sequence: ActiveRequest) -> None:
         """Put the blocks that are full now into the prefix cache."""
@@ -321,10 +379,16 @@ class Core:
             output.finish_reason = "length"
         self._outputs.append(output)
         if output.finish_reason is not None:
-            output.kv_transfer_params = self._end(sequence, output.finish_reason, now)
+            self._end(sequence, output.finish_reason, now, output)
 
-    def _end(self, sequence: ActiveRequest, reason: str, now: float) -> dict[str, Any] | None:
-        """Remove a request; return P's handle if there is one."""
+    def _end(
+        self,
+        sequence: ActiveRequest,
+        reason: str,
+        now: float,
+        output: EngineOutput | None = None,
+    ) -> None:
+        """Remove a request; its last output gets what the connectors tell others."""
         before, sequence.state = sequence.state, RequestState.ENDED
         self._sequences.pop(sequence.request.id, None)
         self.stats.finished[reason] += 1
@@ -335,14 +399,17 @@ class Core:
         elif before is RequestState.WAITING:
             self._waiting.remove(sequence)
         elif reason == "abort" and self.connector.keeps_aborted_loads:
-            return None  # LOADING: its blocks are freed after the transfer
+            self.ec_connector.ended(sequence, now)
+            return  # LOADING: its blocks are freed after the transfer
         else:
             self._loads.pop(sequence.request.id, None)
         kept, params = self.connector.ended(sequence, reason, now)
         if not kept:
             self.pool.release(sequence.blocks)
             sequence.blocks = []
-        return params
+        told = self.ec_connector.ended(sequence, now)
+        if output is not None:
+            output.kv_transfer_params, output.ec_transfer_params = params, told
 
     # -- KV from elsewhere
 
@@ -394,8 +461,7 @@ class Core:
             sequence.state = RequestState.WAITING
             self._waiting.put_back(sequence)
         else:
-            self._end(sequence, "error", now)
-            self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))
+            self._fail(sequence, now)
         self._update_gauges()
 
     def _read_failed(self, sequence: ActiveRequest, now: float) -> None:
@@ -425,8 +491,11 @@ class Core:
             self.never_received(request_id, now)
 
     def next_timer(self) -> float | None:
-        """Return when `begin` has work without an event: a lease ends, or a heartbeat is due."""
-        return self.connector.next_timer()
+        """Return when `begin` has work without an event: a lease or a wait ends, or a heartbeat is
+        due.
+        """
+        timers = (self.connector.next_timer(), self.ec_connector.next_timer())
+        return min((timer for timer in timers if timer is not None), default=None)
 
     @property
     def commands(self) -> deque[Any]:
@@ -441,8 +510,6 @@ class Core:
 
     def _update_gauges(self) -> None:
         self.stats.running = len(self._running)
-        self.stats.waiting, self.stats.deferred = (
-            len(self._waiting) + len(self._loads),
-            len(self._loads),
-        )
+        self.stats.waiting = len(self._waiting) + len(self._loads)
+        self.stats.deferred = len(self._waiting.deferred) + len(self._loads)
         self.stats.kv_cache_usage = self.pool.usage

@@ -22,8 +22,11 @@ from pdproxy_lab.sim.core import Core
 from pdproxy_lab.sim.core_stops import CoreStops
 from pdproxy_lab.sim.cpu import CpuConnector, FindReceiver, Received, SendPart
 from pdproxy_lab.sim.cpu_link import CpuLink
+from pdproxy_lab.sim.ec_cpu import FetchOutput
+from pdproxy_lab.sim.ec_link import ECLink
+from pdproxy_lab.sim.ec_mooncake import PushOutput
 from pdproxy_lab.sim.facts import SimFacts
-from pdproxy_lab.sim.folder import FolderStorage
+from pdproxy_lab.sim.folder import FolderStorage, OutputFolder
 from pdproxy_lab.sim.kv_events import KvEventPublishers
 from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
 from pdproxy_lab.sim.mooncake_link import MooncakeLink, bootstrap_of
@@ -87,6 +90,7 @@ class SimEngine:
         self._sending = Sending()
         self._receiving = Receiving(self._pd, self.wake)
         self._cpu_link = CpuLink(facts, self._cpu, self.wake, self.network.reserved_port())
+        self._ec_link = ECLink(facts, self._live_core, self.wake, self.network.reserved_port())
         self.link = RegisteredLink(facts, lambda: self._live_core().connector, self.wake)
         """The link of a connector whose engines register."""
         self.http_address = ""
@@ -96,6 +100,7 @@ class SimEngine:
             *(link.side for link in self._links),
             self._receiving,
             self._cpu_link,
+            self._ec_link,
             self.link,
             self.kv_events,
         )
@@ -127,6 +132,7 @@ class SimEngine:
                 self.facts.lmcache.pd_peer_alloc_port,
             )
         await self._cpu_link.open(self.engine_id)
+        await self._ec_link.open()
         if self.facts.registers:
             await self.link.open(self.engine_id, self.http_address)
         if self._storage is None and self.facts.shared_storage_path:
@@ -160,10 +166,15 @@ class SimEngine:
             port = facts.side_channel_port and facts.side_channel_port + rank
             port = await self._links[rank].open(engine_id, agent, port)
         chance = random.Random(self._chance.getrandbits(64))
-        core = Core(facts, engine_id, port, chance, self.rank_stats[rank], self._storage, agent)
+        outputs = None
+        if (ec := facts.ec_transfer_config) and ec.ec_connector == "ECExampleConnector":
+            outputs = OutputFolder(ec.extra.shared_storage_path)
+        stats = self.rank_stats[rank]
+        core = Core(facts, engine_id, port, chance, stats, self._storage, agent, outputs)
         if self._links:
             self._links[rank].attach(core)
         self.link.attach(core)
+        self._ec_link.attach(core)
         return core
 
     async def stop(self) -> None:
@@ -330,6 +341,11 @@ class SimEngine:
         return [link.side.port for link in self._links]
 
     @property
+    def ec_port(self) -> int:
+        """The port of its EC connector, 0 if it has none."""
+        return self._ec_link.port
+
+    @property
     def stats(self) -> Stats:
         """The counters of the first data-parallel rank."""
         return self.rank_stats[0]
@@ -450,6 +466,8 @@ class SimEngine:
                 await self._sending.perform(self._pd(), command, self.facts.hardware)
             case FindReceiver() | SendPart():
                 await self._cpu_link.perform(command)
+            case FetchOutput() | PushOutput():
+                await self._ec_link.perform(core, command)
             case PeerCommand():
                 await self._to_peer(core, command)
             case _:

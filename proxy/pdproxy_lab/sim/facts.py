@@ -12,9 +12,11 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
 
-Role = Literal["prefill", "decode", "aggregated", "any"]
+Role = Literal["encode", "prefill", "decode", "aggregated", "any"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+ECRole = Literal["ec_producer", "ec_consumer", "ec_both"]
+ECConnectorName = Literal["ECExampleConnector", "ECCPUConnector", "ECMooncakeConnector"]
 Template = Literal["chatml", "dated", "plain"]
 ConnectorName = Literal[
     "nixl",
@@ -165,6 +167,77 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
+class ECExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's `ec_connector_extra_config`: names and defaults are its own. It ignores other keys."""
+
+    shared_storage_path: str = "/tmp"  # noqa: S108 - vLLM's default
+    """ECExampleConnector: the folder that engines share."""
+    ec_cpu_bytes: int = 0
+    """ECCPUConnector: bytes of encoder outputs that an engine keeps."""
+    ec_enable_nixl: bool = False
+    """ECCPUConnector: whether consumers read the outputs of other engines."""
+    consumer_ack_timeout_s: float = 30.0
+    """ECCPUConnector: seconds for which a consumer waits for one answer of a producer."""
+    push_wait_timeout_s: float = 60.0
+    """ECMooncakeConnector: seconds for which a consumer waits for a push."""
+    control_timeout_s: float = 30.0
+    """ECMooncakeConnector: seconds for which a producer waits for one answer of a consumer."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        for name in ("consumer_ack_timeout_s", "push_wait_timeout_s", "control_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+
+class ECTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `--ec-transfer-config`: names and defaults are its own."""
+
+    ec_connector: ECConnectorName
+    ec_role: ECRole
+    engine_id: str | None = None
+    ec_ip: str = "127.0.0.1"
+    """ECMooncakeConnector: where a consumer listens for producers."""
+    ec_port: int = 14579
+    """Its TCP port; 0, which vLLM does not have: any free one."""
+    ec_buffer_size: float = 1e9
+    """ECMooncakeConnector: bytes of outputs that wait at a consumer for their requests."""
+    ec_buffer_device: str | None = "cuda"
+    ec_connector_extra_config: ECExtraConfig = ECExtraConfig()
+    ec_connector_module_path: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        if not 0 <= self.ec_port <= 65535:
+            raise ValueError(f"ec_port must be 0 to 65535, got {self.ec_port}")
+        if self.ec_buffer_size <= 0:
+            raise ValueError(f"ec_buffer_size must be above 0, got {self.ec_buffer_size}")
+        if self.ec_connector == "ECCPUConnector" and self.extra.ec_cpu_bytes < 1:
+            raise ValueError("ec_cpu_bytes must be specified in ec_connector_extra_config")
+
+    @property
+    def extra(self) -> ECExtraConfig:
+        """`ec_connector_extra_config`."""
+        return self.ec_connector_extra_config
+
+    @property
+    def is_producer(self) -> bool:
+        """Whether it stores encoder outputs for others."""
+        return self.ec_role != "ec_consumer"
+
+    @property
+    def is_consumer(self) -> bool:
+        """Whether it loads encoder outputs of others."""
+        return self.ec_role != "ec_producer"
+
+    @property
+    def listens(self) -> bool:
+        """Whether other engines reach it: those that read its outputs, or push theirs."""
+        if self.ec_connector == "ECCPUConnector":
+            return self.is_producer and self.extra.ec_enable_nixl
+        return self.ec_connector == "ECMooncakeConnector" and self.is_consumer
+
+
 class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine. Names are vLLM's flags where it has one."""
 
@@ -268,13 +341,23 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     kv_events: KvEventsConfig | None = None
     """What it publishes of its KV blocks; None: nothing."""
+    ec_transfer_config: ECTransferConfig | None = None
+    """How encoder outputs are transferred; None: not at all."""
+    ec_side_channel_host: str = "127.0.0.1"
+    """ECCPUConnector: the address of a producer, which its answers name,
+    `VLLM_EC_SIDE_CHANNEL_HOST`.
+    """
+    ec_side_channel_port: int = 0
+    """Its TCP port, `VLLM_EC_SIDE_CHANNEL_PORT`; 0: any free one."""
     hardware: Hardware = Hardware()
     lmcache: LMCacheFacts = LMCacheFacts()
     cpu: CpuBuffer = CpuBuffer()
     mooncake: MooncakeFacts = MooncakeFacts()
 
     def __post_init__(self) -> None:
-        """Refuse what vLLM refuses."""
+        """Refuse what vLLM refuses. An engine that only encodes has no prefix cache, as there."""
+        if self.encodes_only:
+            msgspec.structs.force_setattr(self, "enable_prefix_caching", False)
         for name in (
             "block_size",
             "num_gpu_blocks",
@@ -305,6 +388,31 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f" of max_model_len = {self.max_model_len}"
             )
         self._check_connector()
+        self._check_ec_connector()
+
+    def _check_ec_connector(self) -> None:
+        if not 0 <= self.ec_side_channel_port <= 65535:
+            raise ValueError(
+                f"ec_side_channel_port must be 0 to 65535, got {self.ec_side_channel_port}"
+            )
+        if (self.role == "encode") != self.encodes_only:
+            raise ValueError(
+                f"role must be encode with ec_role = ec_producer, and only then, got {self.role}"
+            )
+        if self.encodes_only and not self.vision:
+            raise ValueError(
+                "vision must be true with role = encode: An EC producer-only instance requires a "
+                "multimodal model."
+            )
+        if self.encodes_only and self.connector != "none":
+            raise ValueError(
+                f"connector must be none with role = encode: it has no KV, got {self.connector}"
+            )
+        config = self.ec_transfer_config
+        if config is not None and config.listens and self.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size must be 1 with ec_connector = {config.ec_connector}"
+            )
 
     def _check_connector(self) -> None:
         if not 0 <= self.kv_port <= 65535:
@@ -382,6 +490,12 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     @property
+    def encodes_only(self) -> bool:
+        """Whether it computes nothing but encoder outputs, and has no KV."""
+        config = self.ec_transfer_config
+        return config is not None and not config.is_consumer
+
+    @property
     def has_nixl(self) -> bool:
         """Whether its KV moves by NIXL."""
         return self.connector in ("nixl", "nixl-push")
@@ -417,3 +531,11 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.connector in ("lmcache-mp", "shared") or self.role == "any":
             usual = "kv_both"
         return self.connector != "none" and (self.kv_role or usual) != "kv_producer"
+
+    @property
+    def takes_metadata(self) -> bool:
+        """Whether a request may name an encoder output by its size alone: vLLM's
+        `allow_missing_mm_embeddings`.
+        """
+        config = self.ec_transfer_config
+        return self.is_kv_consumer or (config is not None and config.is_consumer)

@@ -60,6 +60,8 @@ class Picture(msgspec.Struct, frozen=True):
     """Tokens of the prompt that it takes."""
     content: int | None
     """What the encoder makes something of; None: the request has only said how large it is."""
+    grid: tuple[int, ...] = ()
+    """What a request says in place of it, `image_grid_thw`: 4 patches for each token."""
 
 
 class Medium(msgspec.Struct, frozen=True):
@@ -85,6 +87,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     """The pictures in the prompt, in their order."""
     sampling: SamplingParams
     kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
     kv_cache_report_mode: str = "incremental"
     """`full`: blocks of the prefix cache that it begins with are announced again (of
@@ -127,6 +130,8 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     """The stop token's id if one of `stop_token_ids` ended it; None for EOS."""
     kv_transfer_params: dict[str, Any] | None = None
     """P's handle, with the last output."""
+    ec_transfer_params: dict[str, Any] | None = None
+    """What an EC producer says of the prompt's pictures, with the last output."""
     num_cached_tokens: int = 0
     """Prompt tokens found in this engine's prefix cache (with a handle: in P's, if the handle has
     it).

@@ -105,7 +105,7 @@ class Stats:
     running: int = 0
     waiting: int = 0
     deferred: int = 0
-    """Those of `waiting` that wait for KV."""
+    """Those of `waiting` that wait for KV, or for encoder outputs."""
     kv_cache_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     prompt_tokens: int = 0
@@ -122,6 +122,11 @@ class Stats:
     mm_cache_hits: int = 0
     encoder_inputs: int = 0
     """Pictures that were encoded. vLLM says so in its log alone."""
+    encoder_outputs_loaded: int = 0
+    """Those that the EC connector has loaded, and those that it has stored, or pushed. vLLM does
+    not say so.
+    """
+    encoder_outputs_stored: int = 0
     preemptions: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     """Requests by finish reason."""

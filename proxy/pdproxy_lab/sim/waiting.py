@@ -19,6 +19,9 @@ class WaitingRequests:
     def __init__(self) -> None:
         self._with_blocks: deque[ActiveRequest] = deque()
         self._others: deque[ActiveRequest] = deque()
+        self._skipped: list[ActiveRequest] = []
+        self.deferred: set[ActiveRequest] = set()
+        """Those that were skipped when it was their turn."""
 
     def __len__(self) -> int:
         return len(self._with_blocks) + len(self._others)
@@ -45,6 +48,18 @@ class WaitingRequests:
         """The next one. There must be one."""
         return self._with_blocks[0] if self._with_blocks else self._others[0]
 
+    def skip(self, sequence: ActiveRequest) -> None:
+        """Let the others come before the next one, until `unskip`."""
+        self.remove(sequence)
+        self._skipped.append(sequence)
+        self.deferred.add(sequence)
+
+    def unskip(self) -> None:
+        """Put those that were skipped back where they were."""
+        while self._skipped:
+            sequence = self._skipped.pop()
+            (self._with_blocks if sequence.blocks else self._others).appendleft(sequence)
+
     def remove(self, sequence: ActiveRequest) -> None:
         """Remove a request.
 
@@ -53,6 +68,7 @@ class WaitingRequests:
         """
         queue = self._with_blocks if sequence in self._with_blocks else self._others
         queue.remove(sequence)
+        self.deferred.discard(sequence)
 
 
 def fits_whole(sequence: ActiveRequest, running: Iterable[ActiveRequest], pool: BlockPool) -> bool:

@@ -188,13 +188,14 @@ class _Job:
         """Return the whole answer."""
         body, facts = self._body, self._engine.facts
         parts: list[list[Delta]] = [[] for _ in range(body.children)]
-        handle = None
+        handle, encoded = None, None
         async with aclosing(self._run(params)) as found:
             async for delta in found:
                 if delta.finish_reason == "error":
                     raise LoadFailedError
                 parts[delta.index].append(delta)
                 handle = delta.kv_transfer_params or handle
+                encoded = delta.ec_transfer_params or encoded
         choices = [self.choice(index, made) for index, made in enumerate(parts)]
         first = parts[0][0]
         counted = answer.usage(
@@ -220,7 +221,7 @@ class _Job:
                 "prompt_token_ids": self._prompt.ids if body.return_token_ids else None,
                 "prompt_text": self._prompt_text(),
                 "kv_transfer_params": handle,
-                "ec_transfer_params": None,
+                "ec_transfer_params": encoded,
                 "metrics": None,
             }
         )
@@ -289,6 +290,8 @@ class _Job:
                     raise LoadFailedError
                 index, parser = delta.index, parsers[delta.index]
                 generated[index] += delta.ids
+                if not delta.text and not generated[index]:
+                    continue  # an engine that only encodes has ended it
                 content = parser.add(delta.text, delta.ids)
                 logprobs = self._logprobs(delta)
                 if content is None:

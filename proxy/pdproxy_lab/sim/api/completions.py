@@ -234,6 +234,8 @@ class _Job:
                 first, started[index] = not started[index], True
                 text, ids, entries = self._told(delta, first)
                 counts[index] += len(delta.tokens)
+                if not text and not ids and not counts[index]:
+                    continue  # an engine that only encodes has ended it
                 shown = (
                     self._prompts[delta.prompt].ids
                     if first and (body.return_token_ids or body.echo)

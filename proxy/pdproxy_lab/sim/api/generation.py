@@ -56,6 +56,7 @@ class Delta:
     created: int
     kv_transfer_params: dict[str, Any] | None
     prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None
+    ec_transfer_params: dict[str, Any] | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -86,6 +87,7 @@ class _Child:
             output.num_cache_creation_tokens,
             output.kv_transfer_params,
             output.prompt_logprobs,
+            output.ec_transfer_params,
         )
 
     async def deltas(self, engine: SimEngine) -> AsyncGenerator[Delta, None]:
@@ -138,6 +140,7 @@ async def deltas(
                 media=prompt.media,
                 sampling=msgspec.structs.replace(sampling, seed=seed),
                 kv_transfer_params=body.kv_transfer_params,
+                ec_transfer_params=body.ec_transfer_params,
                 cache_salt=body.cache_salt,
                 kv_cache_report_mode=str(
                     (body.vllm_xargs or {}).get("kv_cache_report_mode", "incremental")

@@ -103,6 +103,7 @@ class MessagesBody(CountBody):
     stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
     @field_validator("max_tokens")
@@ -142,6 +143,7 @@ class MessagesBody(CountBody):
             top_p=self.top_p,
             cache_salt=self.cache_salt,
             kv_transfer_params=self.kv_transfer_params,
+            ec_transfer_params=self.ec_transfer_params,
             vllm_xargs=self.vllm_xargs,
             thinking_token_budget=self._budget,
             stream=self.stream or None,
@@ -218,7 +220,7 @@ def _whole(chat: dict[str, Any]) -> dict[str, Any]:
     reason, sequence = _stop(choice["finish_reason"], choice["stop_reason"])
     made = {**_head(chat), "content": content, "model": chat["model"]}
     made |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage(chat["usage"])}
-    made["kv_transfer_params"] = chat["kv_transfer_params"]
+    made |= {name: chat[name] for name in ("kv_transfer_params", "ec_transfer_params")}
     return {name: value for name, value in made.items() if value is not None}
 
 

@@ -74,7 +74,7 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping
 def _read(engine: SimEngine, parts: Sequence[tuple[str, Mapping[str, Any]]]) -> Sequence[Picture]:
     """Return what the processor makes of parts. All are read before it is asked for any."""
     keys = {key for key, _ in parts}
-    if "image_embeds" in keys and not engine.facts.is_kv_consumer:
+    if "image_embeds" in keys and not engine.facts.takes_metadata:
         raise RefusedRequest(
             "You must set `--enable-mm-embeds` to input `image_embeds`", "image_embeds"
         )
@@ -128,7 +128,8 @@ def _raw(part: Mapping[str, Any]) -> Picture | None:
 
 def _picture(data: bytes, length: int) -> Picture:
     digest = hashlib.sha256(data)
-    return Picture(digest.hexdigest(), length, int.from_bytes(digest.digest()[:8]))
+    content = int.from_bytes(digest.digest()[:8])
+    return Picture(digest.hexdigest(), length, content, (1, 2, 2 * length))
 
 
 def _bytes(url: str) -> bytes:
@@ -163,4 +164,4 @@ def _embedded(part: Mapping[str, Any]) -> Picture | None:
     tensor = value.get("image_embeds")
     length = max(math.prod(grid) // 4, 1)
     made = _picture(repr((grid, tensor)).encode(), length)
-    return made if tensor else Picture(made.identifier, length, None)
+    return replace(made, content=made.content if tensor else None, grid=tuple(grid))

@@ -56,6 +56,7 @@ _AS_CHAT = (
     "chat_template_kwargs",
     "cache_salt",
     "kv_transfer_params",
+    "ec_transfer_params",
     "vllm_xargs",
 )
 """The fields that mean the same for a chat."""
@@ -99,6 +100,7 @@ class ResponsesBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
@@ -208,6 +210,7 @@ class _Job:
         self._text, self._ids = "", list[int]()
         self._last: Delta | None = None
         self._handle: dict[str, Any] | None = None
+        self._encoded: dict[str, Any] | None = None
 
     # -- what stands in it
 
@@ -248,7 +251,7 @@ class _Job:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "kv_transfer_params": self._handle if over else None,
-            "ec_transfer_params": None,
+            "ec_transfer_params": self._encoded if over else None,
             "input_messages": [_raw(self._prompt.text, self._prompt.ids)] if shows else None,
             "output_messages": [_raw(self._text, self._ids)] if shows and self._ids else None,
         }
@@ -327,6 +330,7 @@ class _Job:
                 self._last, self._text = delta, self._text + delta.text
                 self._ids += delta.ids
                 self._handle = delta.kv_transfer_params or self._handle
+                self._encoded = delta.ec_transfer_params or self._encoded
                 yield delta.text
 
     async def whole(self) -> Response:
