@@ -100,17 +100,17 @@ class FakeEngine:
         self.role = role
         self.books = books
         books.engines.append(self)
-        usual = SimFacts(
-            role=role,  # type: ignore[arg-type]
-            model="tiny",
-            hardware=Hardware(speed=0),
-            eos_every=0,
-            kv_lease_duration=lease,
-            handshake_timeout=20.0,
+        usual = {
+            "role": role,
+            "model": "tiny",
+            "hardware": Hardware(speed=0),
+            "eos_every": 0,
+            "kv_lease_duration": lease,
+            "handshake_timeout": 20.0,
             # a restart binds it again: the system must not give it to a connection
-            side_channel_port=free_port(),
-        )
-        self.sim = SimServer(msgspec.structs.replace(usual, **facts), port=free_port(), tls=tls)
+            "side_channel_port": free_port(),
+        }
+        self.sim = SimServer(SimFacts(**{**usual, **facts}), port=free_port(), tls=tls)
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)
         self.moves_kv = True
         # kept: the id of one that is gone would be that of a later one

@@ -376,11 +376,12 @@ async def world(
     some behind. Engines have exchanged KV before, unless they are `strangers`. `lease`: seconds
     that a prefill engine keeps a prompt's KV. `engine_tls` is what engines are met with,
     `client_tls` what clients connect with; `adjust` has the last word on settings. `facts`: of all
-    engines, where they differ from the usual ones; `facts_of`: of those of a role. `library`: where tokenizers come from; None:
-    nowhere. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`. No engine
-    is watched for standing still, unless `adjust` says so: canaries would use up scripts. None is
-    compared with its peers: one that fails again and again in a test of over ten seconds would be
-    excluded. `operator_routes`: tests ask the clients' port how the proxy is doing, also with keys.
+    engines, where they differ from the usual ones; `facts_of`: of those of a role. `library`: where
+    tokenizers come from; None: nowhere. `clock`: the proxy's; a test that reaches deadlines passes
+    a `ManualClock`. No engine is watched for standing still, unless `adjust` says so: canaries
+    would use up scripts. None is compared with its peers: one that fails again and again in a test
+    of over ten seconds would be excluded. `operator_routes`: tests ask the clients' port how the
+    proxy is doing, also with keys.
     """
     books, recorder = Books(), Recorder()
     roles = (

@@ -59,7 +59,8 @@ async def seeing(
             ec_role="ec_producer" if role == "encode" else "ec_consumer",
             ec_connector_extra_config=extra,
         )
-        return {"ec_transfer_config": config, "ec_side_channel_port": 0}
+        more = {"connector": "none"} if role == "encode" else {}
+        return {"ec_transfer_config": config, "ec_side_channel_port": 0, **more}
 
     def adjust(settings: Settings) -> Settings:
         (pool,) = settings.pools
@@ -116,7 +117,13 @@ def body(path: str, picture: bytes, stream: bool) -> dict[str, Any]:
         content[0]["type"] = "input_text"
         content.append({"type": "input_image", "image_url": url(picture)})
         said = [{"role": "user", "content": content}]
-        return {"model": "tiny", "max_output_tokens": 4, "input": said, "stream": stream}
+        return {
+            "model": "tiny",
+            "max_output_tokens": 4,
+            "temperature": 0,
+            "input": said,
+            "stream": stream,
+        }
     else:
         content.append({"type": "image_url", "image_url": {"url": url(picture)}})
     return {**SAID, "messages": [{"role": "user", "content": content}], "stream": stream}
@@ -207,15 +214,18 @@ async def test_a_dead_engine_is_asked_no_more(tmp_path: Path) -> None:
         assert b"no encoder engine can be used" in (await w.get("/ready")).body
 
 
-async def test_a_refused_medium_is_refused_by_the_prefill_engine(tmp_path: Path) -> None:
-    """In its own words: the encoder engine's are about another body."""
-    async with seeing(tmp_path, aggregated=1) as w:
-        answer = await w.ask(CHAT, chat(b"no picture"))
-        assert (answer.status, results(w)) == (400, {"refused": 1})
-        w.port, port = w.aggregated[0].port, w.port
-        alone = await w.ask(CHAT, chat(b"no picture"))
-        w.port = port
-        assert answer.json == alone.json
+async def test_a_refused_medium_goes_to_the_prefill_engine(tmp_path: Path) -> None:
+    """No other encoder engine is asked: the prefill engine judges the client's own request."""
+    async with seeing(tmp_path, encode=2) as w:
+        for one in w.encode:
+            one.script(broken(400))
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        assert (results(w), encoded(w)) == ({"refused": 1}, (0, 1, 0, 0))
+        w.encode[0].default = w.encode[1].default = broken(400)
+        w.prefill[0].default = w.decode[0].default = broken(400)
+        answer = await w.ask(CHAT, chat(B))
+        assert (answer.status, answer.json["error"]["message"]) == (400, "broken")
+        assert not w.events(LegFailed)
 
 
 async def test_a_silent_engine_costs_the_deadline(tmp_path: Path) -> None:
