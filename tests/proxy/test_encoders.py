@@ -15,6 +15,7 @@ import pytest
 
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import DeadlinePassed, LegFailed, RequestEnded, ServedAlone
+from pdproxy.settings.engines import Facts
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import ECExtraConfig, ECTransferConfig
 from tests.fakes import answers, scripts
@@ -23,12 +24,17 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, Script
 from tests.fakes.passed import MESSAGES, RESPONSES
 from tests.fakes.pictures import asking, png, url
+from tests.fakes.ports import free_port
 from tests.fakes.world import CHAT, PROMPT, World, until, world
 from tests.proxy.test_media import data_of, still
 
 A, B, C = png("a"), png("b"), png("c", 84, 84)
 SAID = {"model": "tiny", "max_tokens": 4, "temperature": 0}
-CONNECTORS = {"example": "ECExampleConnector", "cpu": "ECCPUConnector"}
+CONNECTORS = {
+    "example": "ECExampleConnector",
+    "cpu": "ECCPUConnector",
+    "mooncake": "ECMooncakeConnector",
+}
 HOSTILE = "169.254.169.254"
 
 
@@ -43,28 +49,40 @@ async def seeing(
     connector: str = "example",
     clock: Clock | None = None,
     deadlines: dict[str, float] | None = None,
+    is_plain: bool = False,
 ) -> AsyncIterator[World]:
     """A world with encoder engines. All engines see; all but decode engines take part in the
-    transfer of encoder outputs.
+    transfer of encoder outputs. `is_plain`: aggregated engines do not, either.
     """
     extra = ECExtraConfig(
         shared_storage_path=str(folder), ec_enable_nixl=True, ec_cpu_bytes=1 << 20
     )
+    ports: dict[str, list[int]] = {}
 
     def facts_of(role: str) -> Mapping[str, Any]:
-        if role == "decode":
+        if role == "decode" or (is_plain and role == "aggregated"):
             return {}
         config = ECTransferConfig(
             ec_connector=CONNECTORS[connector],  # type: ignore[arg-type]
             ec_role="ec_producer" if role == "encode" else "ec_consumer",
+            ec_port=free_port(),
             ec_connector_extra_config=extra,
         )
+        ports.setdefault(role, []).append(config.ec_port)
         more = {"connector": "none"} if role == "encode" else {}
         return {"ec_transfer_config": config, "ec_side_channel_port": 0, **more}
 
     def adjust(settings: Settings) -> Settings:
         (pool,) = settings.pools
-        pool = msgspec.structs.replace(pool, ec_connector=connector)
+        nodes = [
+            msgspec.structs.replace(
+                node, facts=Facts(ec_address=f"127.0.0.1:{ports[node.role].pop(0)}")
+            )
+            if connector == "mooncake" and ports.get(node.role)
+            else node
+            for node in pool.nodes
+        ]
+        pool = msgspec.structs.replace(pool, ec_connector=connector, nodes=tuple(nodes))
         return msgspec.structs.replace(settings, pools=(pool,))
 
     async with world(
@@ -137,7 +155,7 @@ async def test_a_picture_is_encoded_once(
 ) -> None:
     """By the encoder engine, which is sent the picture alone. The answer is one engine's."""
     sent, identity = body(path, A, stream), [("x-request-id", "r")]
-    async with seeing(tmp_path, aggregated=1, connector=connector) as w:
+    async with seeing(tmp_path, aggregated=1, connector=connector, is_plain=True) as w:
         answer = await w.ask(path, sent, identity)
         assert encoded(w) == (1, 0, 0, 0)
         (asked,) = w.encode[0].requests
@@ -146,7 +164,7 @@ async def test_a_picture_is_encoded_once(
         assert (asked.json["max_tokens"], asked.json["stream"]) == (1, False)
         assert asked.header("x-request-id") != "r"
         told = w.prefill[0].requests[0].json.get("ec_transfer_params")
-        assert (told is not None) == (connector == "cpu")
+        assert (told is not None) == (connector != "example")
         assert "ec_transfer_params" not in w.decode[0].requests[0].json
         assert results(w) == {"encoded": 1}
         w.port, port = w.aggregated[0].port, w.port
@@ -161,6 +179,34 @@ async def test_an_aggregated_engine_uses_outputs(tmp_path: Path) -> None:
     async with seeing(tmp_path, 1, 0, 0, 1) as w:
         assert (await w.ask(CHAT, chat(A, B))).status == 200
         assert encoded(w) == (2, 0, 0, 0)
+
+
+async def test_where_nobody_else_encodes(tmp_path: Path) -> None:
+    """A decode engine serves the request alone; an aggregated one, which would wait for outputs
+    that do not come, is not asked.
+    """
+    async with seeing(tmp_path, connector="mooncake") as w:
+        w.encode[0].default = broken(500)
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        assert encoded(w) == (0, 0, 1, 0)
+        assert not w.prefill[0].requests
+        assert [event.reason for event in w.events(ServedAlone)] == ["not_encoded"]
+    async with seeing(tmp_path, 1, 0, 0, 1, connector="mooncake") as w:
+        w.encode[0].default = broken(500)
+        answer = await w.ask(CHAT, chat(A))
+        assert answer.status == 503
+        assert "no encoder engine" in answer.json["error"]["message"]
+        assert not w.aggregated[0].requests
+
+
+async def test_a_retry_at_another_engine_pushes_there(tmp_path: Path) -> None:
+    """Outputs that are pushed are of use to one engine alone."""
+    async with seeing(tmp_path, prefill=2, connector="mooncake") as w:
+        w.prefill[0].script(broken(500))
+        w.prefill[1].script(broken(500))
+        await w.ask(CHAT, chat(A))
+        addresses = [one.json["ec_transfer_params"]["consumer_zmq"] for one in w.encode[0].requests]
+        assert len(addresses) == len(set(addresses)) == 2
 
 
 async def test_media_go_to_several_engines(tmp_path: Path) -> None:
