@@ -12,8 +12,6 @@ from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import Slo
-from pdproxy.wire.request import Parsed
-from pdproxy.wire.route import Route
 
 H200 = load("h200-8b").hardware
 B = Slo(ttft=0.5, tpot=0.008)
@@ -46,12 +44,8 @@ def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
     return made
 
 
-def parsed(*, stream: bool) -> Parsed:
-    return Parsed(Route.CHAT, {}, "m", stream, False, False, (), None, 0)
-
-
 def ask(now: float, tokens: int = 4000, *, slo: Slo | None = None, stream: bool = True) -> Ask:
-    return Ask("m", 4 * tokens, now, parsed=parsed(stream=stream), tokens=tokens, slo=slo)
+    return Ask("m", 4 * tokens, now, tokens, slo=slo, is_silent=not stream)
 
 
 def node(url: str = "http://0:1", role: Role = Role.ANY) -> LedgerEngine:

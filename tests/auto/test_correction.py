@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.scheduling.auto.correction import Error, Factor
-from pdproxy.scheduling.outputs import Outputs, limit_of
-from pdproxy.wire.request import Parsed
+from pdproxy.scheduling.outputs import Outputs
+from pdproxy.wire.request import Parsed, limit_of
 from pdproxy.wire.route import Route
 
 
@@ -96,4 +96,3 @@ def test_answers_are_as_long_as_those_to_such_prompts_but_not_longer_than_the_re
 def test_a_requests_own_limit_is_read(fields: dict[str, bytes], limit: int | None) -> None:
     raw = {name: msgspec.Raw(value) for name, value in fields.items()}
     assert limit_of(Parsed(Route.COMPLETIONS, raw, "m", True, False, False, (), None, 0)) == limit
-    assert limit_of(None) is None

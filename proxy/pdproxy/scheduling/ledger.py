@@ -636,7 +636,7 @@ class Ledger:
         """Return whether no engine of role decode would serve a prompt whole, as far as its size is
         known.
         """
-        tokens = ask.prompt_bytes // _BYTES_PER_TOKEN if ask.ids is None else ask.ids.count
+        tokens = ask.prompt_bytes // _BYTES_PER_TOKEN if ask.tokens is None else ask.tokens
         return self.alone_up_to is not None and tokens > self.alone_up_to
 
     def lists(self, model: str, without: Collection[str]) -> bool:

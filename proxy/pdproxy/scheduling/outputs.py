@@ -8,11 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
-from pdproxy.wire.fields import lenient_integer
-from pdproxy.wire.request import Parsed
-
 _GAIN = 0.02
 _FIRST = 200.0
 """Tokens, as long as nothing is known."""
@@ -23,28 +18,6 @@ CLASSES = 32
 last one.
 """
 _ENOUGH = 8
-_limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
-
-
-def limit_of(parsed: Parsed | None) -> int | None:
-    """Return the most tokens that a request asks for, None if only an engine knows, or it says what
-    is no number.
-    """
-    if parsed is None:
-        return None
-    form = parsed.route.form
-    asked = form.asked(parsed.fields)
-    for name in form.limits:
-        raw = asked.get(name)
-        if raw is not None:
-            try:
-                limit = _limit_decoder.decode(raw)
-            except msgspec.DecodeError:
-                return lenient_integer(raw)
-            if limit is not None:
-                return limit
-    absent = form.limit_if_absent
-    return absent if absent is not None and form.limits[0] not in asked else None
 
 
 class Outputs:

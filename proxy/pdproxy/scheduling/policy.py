@@ -16,35 +16,35 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.slo import Slo
-from pdproxy.tokens.ids import TokenIds
-from pdproxy.wire.request import Parsed
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a request asks of the scheduler. Made for each choice, and not kept: `parsed` holds the
-    whole request.
+    """What a request asks of the scheduler. Made for each choice, and not kept.
 
     `model`: None matches every engine. `prompt_bytes`: the prompt's size, as prefill load. `now`:
-    monotonic seconds. `ids`: the prompt's token ids, None while unknown. `parsed`: the request,
-    None where it is not parsed. `tokens`: the prompt's tokens, None while unknown. `keys`: what an
-    index of prefixes knows the prompt by, empty where there is none. `session`: what the requests
-    of one conversation have in common, None where it is unknown or no policy needs it. `slo`: the
-    bounds that the request's client has named itself, None if it has named none.
-    `beginning`: the prompt as the proxy's own index knows it, with what that has found; None where
-    nothing asks the index. `spares_decode`: no engine of role decode may serve it whole.
+    monotonic seconds. `tokens`: the prompt's tokens, None while unknown. `spares_decode`: no engine
+    of role decode may serve it whole.
+
+    The rest is only there for policies and placements that need details. `keys`: what an index of
+    prefixes knows the prompt by, empty where there is none. `session`: what the requests of one
+    conversation have in common, None where it is unknown. `slo`: the bounds that the request's
+    client has named itself, None if it has named none. `beginning`: the prompt as the proxy's own
+    index knows it, with what that has found; None where nothing asks the index. `limit`: how many
+    tokens its answer may have, None while unknown. `is_silent`: nothing may be seen of its answer
+    before its end.
     """
 
     model: str | None
     prompt_bytes: int
     now: float
-    ids: TokenIds | None = None
-    parsed: Parsed | None = None
     tokens: int | None = None
+    spares_decode: bool = False
     keys: Sequence[int] = ()
     session: str | None = None
     slo: Slo | None = None
     beginning: PromptBeginning | None = None
-    spares_decode: bool = False
+    limit: int | None = None
+    is_silent: bool = False
 
 
 Best = Callable[[Ask], LedgerEngine]
@@ -58,9 +58,7 @@ class Policy(ABC):
     """
 
     needs_details = False
-    """Whether it reads `Ask.tokens`, `keys`, `session` or `slo`: they are filled in only for those
-    that do.
-    """
+    """Whether it reads what `Ask` has only for those that do, or its tokens."""
 
     @abstractmethod
     def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:

@@ -49,10 +49,10 @@ from pdproxy.transfer.contract import (
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import ContractSigns
-from pdproxy.wire.continuable import NEUTRAL, PENALTIES, PROMPT_ONLY, SAME_IN_COMPLETIONS, limit_of
+from pdproxy.wire.continuable import NEUTRAL, PENALTIES, PROMPT_ONLY, SAME_IN_COMPLETIONS
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
-from pdproxy.wire.request import Parsed
+from pdproxy.wire.request import Parsed, limit_of
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Alone, Prompt
 

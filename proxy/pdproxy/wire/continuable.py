@@ -16,7 +16,7 @@ from enum import Enum
 import msgspec
 
 from pdproxy.wire.fields import Fields, has_value, is_absent
-from pdproxy.wire.request import Parsed
+from pdproxy.wire.request import Parsed, limit_of
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Alone
 
@@ -279,21 +279,6 @@ def shows_ids(parsed: Parsed) -> bool:
         and not parsed.starts_in_silence
         and "tools" not in parsed.fields
     )
-
-
-def limit_of(parsed: Parsed) -> int | None:
-    """Return how many tokens the answer may have, None if only an engine knows.
-
-    A chat without a limit may fill the context. A completion with null may have the default or fill
-    the context: that depends on vLLM's version.
-    """
-    form = parsed.route.form
-    asked = form.asked(parsed.fields)
-    for name in form.limits:
-        if name in asked and (limit := _int_decoder.decode(asked[name])) is not None:
-            return limit
-    absent = form.limit_if_absent
-    return absent if absent is not None and form.limits[0] not in asked else None
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

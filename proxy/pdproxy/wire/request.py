@@ -23,6 +23,7 @@ from pdproxy.wire.fields import (
     Fields,
     has_value,
     lenient_fields,
+    lenient_integer,
     model_of,
     plain_fields,
     read_field,
@@ -130,6 +131,28 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 _bool_decoder = msgspec.json.Decoder(bool | None)
+_int_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
+
+
+def limit_of(parsed: Parsed) -> int | None:
+    """Return how many tokens an answer may have, None if only an engine knows, or the request says
+    what is no number.
+
+    A chat without a limit may fill the context. A completion with null may have the default or fill
+    the context: that depends on vLLM's version.
+    """
+    form = parsed.route.form
+    asked = form.asked(parsed.fields)
+    for name in form.limits:
+        if name in asked:
+            try:
+                limit = _int_decoder.decode(asked[name])
+            except msgspec.DecodeError:
+                return lenient_integer(asked[name])
+            if limit is not None:
+                return limit
+    absent = form.limit_if_absent
+    return absent if absent is not None and form.limits[0] not in asked else None
 
 
 def parse(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed:

@@ -208,9 +208,9 @@ class Cluster:
         size = call.prompt * TEXT_BYTES
         split = self._split(ledger, call, size)
         if ledger.needs_details:
-            ask = Ask(_MODEL, size, now, None, self._parsed, call.prompt, call.keys, call.session)
+            ask = Ask(_MODEL, size, now, call.prompt, keys=call.keys, session=call.session)
         else:
-            ask = Ask(_MODEL, size, now, None, self._parsed)
+            ask = Ask(_MODEL, size, now)
         if self._placed:
             placed = ledger.place(ask, split=split)
             leases = () if placed is None else placed.leases

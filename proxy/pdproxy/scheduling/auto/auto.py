@@ -24,7 +24,7 @@ from pdproxy.scheduling.auto.view import EnginesView, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
-from pdproxy.scheduling.outputs import Outputs, limit_of
+from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.placement import Candidates, Placed, Placement, PlacementState
 from pdproxy.scheduling.policy import Ask, Cached
 from pdproxy.scheduling.slo import Slo
@@ -176,7 +176,7 @@ class Auto(Placement):
             self._review(now, view, group)
         if view.version != group.kept.changes:
             view.sort_roles(group.kept.changes)
-        output = self.outputs.expected(tokens, limit_of(ask.parsed))
+        output = self.outputs.expected(tokens, ask.limit)
         costs = self._costs_of(ask)
         choice = self._least(costs, now, tokens, output, known, view, candidates, group.kept.share)
         if choice is None or (self._refuses and costs.hopeless(choice.ttft_s)):
@@ -340,7 +340,7 @@ class Auto(Placement):
             look = choice.decode if role is Role.DECODE else choice.prefill
         if look is None or choice is None or look.load.engine is not engine:
             load, look, choice = self._load(engine), None, None
-            output = self.outputs.expected(tokens, limit_of(ask.parsed))
+            output = self.outputs.expected(tokens, ask.limit)
         else:
             load, output = look.load.own, choice.output
         times = load.times
@@ -363,7 +363,7 @@ class Auto(Placement):
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
             self._choice = None
         load.opened(leg, arrives_at=now + times.before_s, answers=answers, longer_s=longer)
-        if answers and ask.parsed is not None and ask.parsed.starts_in_silence:
+        if answers and ask.is_silent:
             # Nothing is seen of it before its end: it begins when it was predicted to.
             load.begins_unseen(leg, now + leg.ttft_s if leg.ttft_s else max(load.free_at, now))
         self._legs[lease] = (load, leg)

@@ -35,7 +35,7 @@ from pdproxy.transfer.encoders import PARAMS
 from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.fields import is_absent
-from pdproxy.wire.request import Parsed
+from pdproxy.wire.request import Parsed, limit_of
 from pdproxy.wire.route_form import Alone
 
 _NO_PREDICTIONS: tuple[Prediction, ...] = ()
@@ -425,13 +425,9 @@ def _alone(
     without: Sequence[str],
     avoid: Sequence[str],
 ) -> Attempt | None:
-    parsed, ledger = request.parsed, resources.ledger
+    ledger = resources.ledger
     spares = spares_decode(resources, request, why)
-    ask = Ask(
-        parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed, spares_decode=spares
-    )
-    if ledger.needs_details:
-        ask = _detailed(ask, request)
+    ask = _ask(resources, request, request.parsed.body_bytes, spares=spares)
     lease = ledger.assign_alone(ask, without=(*without, *avoid)) if avoid else None
     # An engine that failed is better than no answer.
     lease = lease or ledger.assign_alone(ask, without=without) or ledger.assign_alone(ask)
@@ -441,30 +437,39 @@ def _alone(
 # -- what the scheduler is asked
 
 
-def _ask(resources: ExchangeResources, request: PromptRequest, *, spares: bool = False) -> Ask:
+def _ask(
+    resources: ExchangeResources,
+    request: PromptRequest,
+    size: int | None = None,
+    *,
+    spares: bool = False,
+) -> Ask:
+    """`size`: the prompt's bytes as prefill load, None: of its text."""
     parsed, prompt = request.parsed, request.prompt
-    size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
-    ask = Ask(parsed.model, size, resources.now(), request.ids, parsed, spares_decode=spares)
+    if size is None:
+        size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
+    tokens = None if request.ids is None else request.ids.count
+    ask = Ask(parsed.model, size, resources.now(), tokens, spares)
     return _detailed(ask, request) if resources.ledger.needs_details else ask
 
 
 def _detailed(ask: Ask, request: PromptRequest) -> Ask:
     """Return an ask with what only some policies and placements need."""
-    hints = request.headers.hints
+    hints, parsed = request.headers.hints, request.parsed
     session = hints.session
-    if session is None and not is_absent(fields := request.parsed.fields, "user"):
+    if session is None and not is_absent(fields := parsed.fields, "user"):
         session = bytes(memoryview(fields["user"])[:MAX_USER]).decode("latin-1")
     return Ask(
         ask.model,
         ask.prompt_bytes,
         ask.now,
-        ask.ids,
-        ask.parsed,
         known_tokens(request),
+        ask.spares_decode,
         session=session_within(request.headers.salt, session),
         slo=hints.slo,
         beginning=request.beginning,
-        spares_decode=ask.spares_decode,
+        limit=limit_of(parsed),
+        is_silent=parsed.starts_in_silence,
     )
 
 

@@ -8,10 +8,9 @@ from contextlib import suppress
 
 import msgspec
 
-from pdproxy.scheduling.outputs import limit_of
 from pdproxy.wire.fields import lenient_integer
 from pdproxy.wire.passthrough_body import NO_PAIRS, Pairs
-from pdproxy.wire.request import Parsed
+from pdproxy.wire.request import Parsed, limit_of
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Prompt
 
