@@ -130,10 +130,16 @@ async def test_known_bodies_of_a_limited_client_take_turns() -> None:
         assert [suspect.losses for suspect in lost_of(w)._fingerprints.values()] == [1] * 8
         assert lost_of(w)._limited == 1
         await again(w)
+        held.under_way.clear()
+        asked = [asyncio.ensure_future(ask(w, killer(number))) for number in range(8)]
+        # all have come before the engine of the first one ends
+        await until(lambda: sum(one.done() for one in asked) == 5)
+        (begun,) = held.under_way
         for engine in w.aggregated:
             engine.sim.scripts.default = None
         armed(sims(w.aggregated))
-        answers = await asyncio.gather(*[ask(w, killer(number)) for number in range(8)])
+        await begun.engine.sim.kill()
+        answers = await asyncio.gather(*asked)
         assert dead(sims(w.aggregated)) == 3, "one, and two that waited"
         assert len(w.events(EngineLost)) == 8 + 3
         assert all(refused(answer) for answer in answers)
