@@ -55,13 +55,14 @@ _ENCODE = (ENCODE,)
 _ENCODED, _REFUSED, _FAILED, _LATE, _NO_ENGINE = "encoded", "refused", "failed", "late", "no_engine"
 
 
-async def encode_media(request: PromptRequest, attempt: Attempt) -> CannotSplit | Failed | None:
+async def encode_media(
+    request: PromptRequest, attempt: Attempt, media: Sequence[Medium]
+) -> CannotSplit | Failed | None:
     """Have a prompt's media encoded for an attempt, if the pool has encoder engines. Return why the
     engines of the attempt can't serve the prompt, None if they can.
     """
     resources, consumer = request.resources, attempt.assignment.leases[0].engine
-    media = () if request.prompt is None else request.prompt.media
-    if not media or consumer.role is DECODE or not resources.ledger.has_encoders:
+    if consumer.role is DECODE or not resources.ledger.has_encoders:
         return None
     done, contract = request.encoded, resources.encoders
     if done is None or (contract.pushes and done.consumer != consumer.url):

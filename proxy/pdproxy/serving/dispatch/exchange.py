@@ -298,8 +298,11 @@ class Exchange(PromptRequest):
         self._begin(attempt, why_alone)
         order = ORDERS[transfer.contract.order] if why_alone is None else one_engine
         try:
-            stopped = await encode_media(self, attempt)
-            return await order(self, attempt) if stopped is None else stopped
+            if self.prompt is not None and self.prompt.media:
+                stopped = await encode_media(self, attempt, self.prompt.media)
+                if stopped is not None:
+                    return stopped
+            return await order(self, attempt)
         finally:
             self.leave_slot()
             attempt.close()
