@@ -202,7 +202,6 @@ class ECCpu(ECConnector):
         identifier, rows = medium.picture.identifier, medium.picture.length
         try:
             size, shape = int(source["size_bytes"]), [int(one) for one in source["shape"]]
-            host, port = str(source["peer_host"]), int(source["peer_port"])
         except (KeyError, TypeError, ValueError, OverflowError):
             raise _UnreachableError from None
         if len(shape) != 2 or shape[0] != rows:
@@ -210,8 +209,13 @@ class ECCpu(ECConnector):
         blocks = -(-2 * shape[0] * shape[1] // ROW_BYTES)
         if size != blocks * ROW_BYTES or not 0 < blocks <= self._region.capacity:
             raise _UnreachableError
-        if self._region.reserve(identifier, blocks):
-            self._outbox.append(FetchOutput(identifier, host, port, rows, self._compatibility))
+        if not self._region.reserve(identifier, blocks):
+            return
+        try:
+            host, port = str(source["peer_host"]), int(source["peer_port"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise _UnreachableError from None  # as in vLLM, the space is lost
+        self._outbox.append(FetchOutput(identifier, host, port, rows, self._compatibility))
 
     def _falls_back(self, one: ActiveRequest, medium: Medium) -> bool:
         """Return whether the request has the picture itself; if not, it fails."""

@@ -15,6 +15,7 @@ Owns the rules of 0.32.0:
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Container
 from typing import Any
@@ -45,7 +46,7 @@ class PushOutput(msgspec.Struct, frozen=True):
 
 
 class _Transfer(msgspec.Struct):
-    """One transfer at a consumer: awaited while it has a request and no output, else pushed, or
+    """One transfer at a consumer. It is awaited, pushed, loaded for a request that can use it, or
     over.
     """
 
@@ -53,7 +54,13 @@ class _Transfer(msgspec.Struct):
     deadline: float
     request_id: str = ""
     output: EncoderOutput | None = None
+    loaded: bool = False
     over: bool = False
+
+    @property
+    def pushed(self) -> bool:
+        """Whether its output is here, and no request has it."""
+        return self.output is not None and not self.loaded
 
 
 class ECMooncake(ECConnector):
@@ -104,13 +111,27 @@ class ECMooncake(ECConnector):
             if medium.offset + medium.picture.length <= computed:
                 continue
             identifier, name = medium.picture.identifier, _named(one, index)
-            transfer = self._transfers.get(name or "")
-            if transfer is not None and transfer.output is not None:
-                transfer.deadline = now + KEPT
-            if identifier not in cached and not self.has(identifier):
+            own = self._transfers.get(name or "")
+            if own is not None and own.pushed:
+                own.deadline = now + KEPT
+            if identifier not in cached and not self._loaded(identifier, own):
                 self._wait(name or f"{one.request.id}:{index}", identifier, one, now)
                 ready = False
         return ready
+
+    def _loaded(self, identifier: str, own: _Transfer | None) -> bool:
+        """Load an output, unless it is, from a request's own transfer or any other; return whether
+        there is one.
+        """
+        found = [one for one in self._transfers.values() if one.identifier == identifier]
+        if any(one.loaded for one in found):
+            return True
+        usable = [one for one in found if one.pushed]
+        if not usable:
+            return False
+        chosen = next((one for one in usable if one is own), usable[0])
+        chosen.loaded, chosen.deadline = True, math.inf
+        return True
 
     def _wait(self, name: str, identifier: str, one: ActiveRequest, now: float) -> None:
         deadline = now + self._config.extra.push_wait_timeout_s
@@ -128,8 +149,8 @@ class ECMooncake(ECConnector):
             return True
         if transfer is not None and transfer.output is not None:
             return transfer.identifier == identifier
-        waiting = [one.output.rows for one in self._transfers.values() if one.output is not None]
-        if (sum(waiting) + output.rows) * ROW_BYTES > self._config.ec_buffer_size:
+        rows = sum(one.output.rows for one in self._transfers.values() if one.output is not None)
+        if (rows + output.rows) * ROW_BYTES > self._config.ec_buffer_size:
             return False
         if transfer is not None and transfer.identifier != identifier:
             self.unavailable.add(transfer.request_id)
@@ -140,23 +161,17 @@ class ECMooncake(ECConnector):
 
     def has(self, identifier: str) -> bool:
         """Return whether an output was pushed, and not used yet."""
-        return self._pushed(identifier) is not None
+        return any(
+            one.identifier == identifier and one.output is not None
+            for one in self._transfers.values()
+        )
 
     def load(self, identifier: str) -> EncoderOutput | None:
-        """Return what was pushed: the encoder's cache has it from now on."""
-        name = self._pushed(identifier)
-        return self._transfers.pop(name).output if name is not None else None
-
-    def _pushed(self, identifier: str) -> str | None:
-        found = self._transfers.items()
-        return next(
-            (
-                name
-                for name, one in found
-                if one.output is not None and one.identifier == identifier
-            ),
-            None,
-        )
+        """Return what was loaded: the encoder's cache has it from now on."""
+        for name, one in self._transfers.items():
+            if one.loaded and one.identifier == identifier:
+                return self._transfers.pop(name).output
+        return None
 
     # -- both
 
@@ -172,8 +187,9 @@ class ECMooncake(ECConnector):
             if name is None:
                 continue
             items[identifier]["transfer_id"] = name
-            transfer = self._transfers.get(name)
-            if self._config.is_consumer and (transfer is None or transfer.identifier == identifier):
+            transfer = self._transfers.get(name, _Transfer(identifier, now))
+            mine = transfer.identifier == identifier and not transfer.loaded
+            if self._config.is_consumer and mine:
                 self._over(name, identifier, now)
         return (items or None) if self._config.is_producer else None
 
@@ -196,7 +212,8 @@ class ECMooncake(ECConnector):
 
     def next_timer(self) -> float | None:
         """Return when a wait has lasted too long, or something was kept for long enough."""
-        return min((one.deadline for one in self._transfers.values()), default=None)
+        soonest = min((one.deadline for one in self._transfers.values()), default=math.inf)
+        return None if soonest == math.inf else soonest
 
 
 def _named(one: ActiveRequest, index: int) -> str | None:
