@@ -117,7 +117,9 @@ class Simulated:
         return {}
 
     def admit(self, step: Step) -> dict[str, Any]:
-        one, now = self._requests[step["id"]], step["now"]
+        now = step["now"]
+        if (one := self._requests.get(step["id"])) is None:  # it has failed
+            return {}
         self._connector.tick(now)
         ready = self._connector.ready(one, step["computed"], self._encoder.outputs, now)
         self._failed |= self._connector.unavailable
@@ -135,7 +137,8 @@ class Simulated:
         }
 
     def finish(self, step: Step) -> dict[str, Any]:
-        return {"items": self._connector.ended(self._requests.pop(step["id"]), step["now"])}
+        one = self._requests.pop(step["id"], None)
+        return {} if one is None else {"items": self._connector.ended(one, step["now"])}
 
     def answer(self, step: Step) -> dict[str, Any]:
         if self._fetching:

@@ -125,7 +125,9 @@ class Side:
         return {}
 
     def admit(self, step: dict[str, Any]) -> dict[str, Any]:
-        request, scheduler = self.requests[step["id"]], self.scheduler
+        request, scheduler = self.requests.get(step["id"]), self.scheduler
+        if request is None:  # it has failed
+            return {}
         ready = scheduler.ensure_cache_available(request, step["computed"])
         while self.stepped():
             ready = scheduler.ensure_cache_available(request, step["computed"])
@@ -149,7 +151,10 @@ class Side:
         return {"ready": ready, "loaded": loaded, "encoded": encoded}
 
     def finish(self, step: dict[str, Any]) -> dict[str, Any]:
-        _, items = self.scheduler.request_finished(self.requests.pop(step["id"]))
+        request = self.requests.pop(step["id"], None)
+        if request is None:
+            return {}
+        _, items = self.scheduler.request_finished(request)
         self.stepped()
         return {"items": items}
 
