@@ -1,8 +1,8 @@
 """Follow scripts with the scheduler of an EC connector of vLLM: `python real_ec.py < question >
 answer`, in the engines' environment.
 
-The question is JSON: `connector`, `role`, `extra` (`ec_connector_extra_config`), `rows` (of each
-picture), and `scripts`, lists of steps (tests/schedulers/long_ec.py). The answer is a list per
+The question is JSON: `extra` (`ec_connector_extra_config`), `rows` (of each picture), and
+`scripts`: `connector`, `role` and `steps` (tests/schedulers/long_ec.py). The answer is a list per
 script, with an object per step. An exception is a death: the script ends there.
 
 The schedulers are called as `vllm/v1/core/sched/scheduler.py` calls them. What workers and other
@@ -46,11 +46,11 @@ class Data(dict[str, Any]):
         return {name: one.data for name, one in self.items()}
 
 
-def config_of(question: dict[str, Any]) -> Any:
+def config_of(script: dict[str, Any], extra: dict[str, Any]) -> Any:
     transfer = ECTransferConfig(
-        ec_connector=question["connector"],
-        ec_role=question["role"],
-        ec_connector_extra_config=question["extra"],
+        ec_connector=script["connector"],
+        ec_role=script["role"],
+        ec_connector_extra_config=extra,
     )
     return SimpleNamespace(
         ec_transfer_config=transfer,
@@ -69,9 +69,9 @@ def config_of(question: dict[str, Any]) -> Any:
 class Side:
     """A scheduler, the requests of one script, and what the encoder's cache has."""
 
-    def __init__(self, question: dict[str, Any]) -> None:
-        self.rows: dict[str, int] = question["rows"]
-        self.scheduler = self.made(config_of(question))
+    def __init__(self, script: dict[str, Any], extra: dict[str, Any], rows: dict[str, int]) -> None:
+        self.rows = rows
+        self.scheduler = self.made(config_of(script, extra))
         grids = SimpleNamespace(fields_for=lambda modality: {"image_grid_thw"})
         self.scheduler._metadata_resolver = grids
         self.requests: dict[str, Any] = {}
@@ -249,6 +249,7 @@ class Mooncake(Side):
     def made(self, config: Any) -> Any:
         self.events: list[Any] = []
         self.sent: set[str] = set()
+        self.pending: list[Any] = []
         self.reserved: dict[str, str] = {}
 
         def drain(address: str) -> list[Any]:
@@ -265,11 +266,14 @@ class Mooncake(Side):
 
     def stepped(self) -> bool:
         meta = self.scheduler.build_connector_meta(NOTHING_FREED)
-        for one in meta.pushes:
-            if one.transfer_id not in self.sent:
-                self.sent.add(one.transfer_id)
-                where = [one.transfer_id, one.mm_hash, one.consumer_zmq]
-                self.asks.append(["push", *where])
+        new = [one for one in meta.pushes if one.transfer_id not in self.sent]
+        self.sent |= {one.transfer_id for one in new}
+        pending, self.pending = [*self.pending, *new], []
+        for one in pending:
+            if one.mm_hash in self.cached:
+                self.asks.append(["push", one.transfer_id, one.mm_hash, one.consumer_zmq])
+            elif one.request_id in self.requests:
+                self.pending.append(one)
         loaded = {one.mm_hash for one in meta.loads}
         done = ECMooncakeWorkerMetadata(loaded=loaded)
         self.scheduler.update_connector_output(ECConnectorOutput(ec_connector_worker_meta=done))
@@ -284,6 +288,8 @@ class Mooncake(Side):
             self.events.append(
                 event | {"nbytes": rows * ROW, "shape": [rows, WIDTH], "dtype": "bfloat16"}
             )
+            self.scheduler._drain_pending = True
+            self.scheduler._drain_push_notifications()
         return {}
 
 
@@ -297,8 +303,8 @@ def main() -> None:
     answer, sys.stdout = sys.stdout, sys.stderr
     found = []
     for script in question["scripts"]:
-        side[0] = SIDES[question["connector"]](question)
-        found.append(side[0].follow(script))
+        side[0] = SIDES[script["connector"]](script, question["extra"], question["rows"])
+        found.append(side[0].follow(script["steps"]))
     json.dump(found, answer)
     answer.flush()
     os._exit(0)  # its threads are idle

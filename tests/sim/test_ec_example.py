@@ -34,8 +34,8 @@ from tests.sim.encoders import (
 from tests.sim.raw import ask, chat, completion, get, post
 
 
-def sharing(folder: Path, role: ECRole = "ec_producer", **more: Any) -> SimFacts:
-    return with_ec("ECExampleConnector", role, {"shared_storage_path": str(folder)}, **more)
+def sharing(folder: Path, ec_role: ECRole = "ec_producer", **more: Any) -> SimFacts:
+    return with_ec("ECExampleConnector", ec_role, {"shared_storage_path": str(folder)}, **more)
 
 
 @dataclass
@@ -103,7 +103,9 @@ async def test_an_encoder_answers_without_a_token(trio: Trio) -> None:
 async def test_limits_and_prompts_in_pieces_change_nothing(tmp_path: Path) -> None:
     """Many tokens are asked for, many choices, and a prompt is longer than a step."""
     async with SimServer(sharing(tmp_path, max_num_batched_tokens=8)) as sim:
-        answer = await said(sim, STORY, LARGE, STORY, B, max_tokens=50, n=2, logprobs=True)
+        answer = await said(
+            sim, STORY, LARGE, STORY, B, max_tokens=50, n=2, logprobs=True, temperature=1
+        )
         assert answer.status == 200, answer.body
         assert [one["finish_reason"] for one in answer.json["choices"]] == ["stop", "stop"]
         assert answer.json["usage"]["completion_tokens"] == 0

@@ -38,9 +38,9 @@ WAIT = 0.5
 """Seconds for which a consumer waits for a push where one never comes."""
 
 
-def pushing(role: ECRole = "ec_producer", wait: float = 60.0, **more: Any) -> SimFacts:
+def pushing(ec_role: ECRole = "ec_producer", wait: float = 60.0, **more: Any) -> SimFacts:
     extra = {"push_wait_timeout_s": wait, "control_timeout_s": 30.0}
-    return with_ec("ECMooncakeConnector", role, extra, **more)
+    return with_ec("ECMooncakeConnector", ec_role, extra, **more)
 
 
 def named(*names: str) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class ECMooncake(ECConnector):
         self._config, self._stats, self._outbox = config, stats, outbox
         self._sent: OrderedDict[str, None] = OrderedDict()
         self._transfers: dict[str, _Transfer] = {}
+        self._now = 0.0
+        """When the step began."""
 
     # -- producers
 
@@ -105,12 +107,12 @@ class ECMooncake(ECConnector):
             EngineDeadError: the request's ids kill a real scheduler.
         """
         ready = True
-        if not self._config.is_consumer:
-            return ready
         for index, medium in enumerate(one.request.media):
             if medium.offset + medium.picture.length <= computed:
                 continue
             identifier, name = medium.picture.identifier, _named(one, index)
+            if not self._config.is_consumer:
+                continue
             own = self._transfers.get(name or "")
             if own is not None and own.pushed:
                 own.deadline = now + KEPT
@@ -138,16 +140,21 @@ class ECMooncake(ECConnector):
         transfer = self._transfers.setdefault(name, _Transfer(identifier, deadline))
         if transfer.over or transfer.identifier != identifier:
             self.unavailable.add(one.request.id)
+            return
         transfer.request_id = transfer.request_id or one.request.id
+        if transfer.deadline <= now:
+            self.unavailable.add(transfer.request_id)
+            self._over(name, identifier, now)
 
     def pushed(self, transfer_id: str, identifier: str, output: EncoderOutput, now: float) -> bool:
         """Keep a push until its request uses it; return whether there was space. What is over is
         dropped.
         """
+        self.tick(now)
         transfer = self._transfers.get(transfer_id)
         if transfer is not None and transfer.over:
             return True
-        if transfer is not None and transfer.output is not None:
+        if transfer is not None and (transfer.loaded or transfer.output is not None):
             return transfer.identifier == identifier
         rows = sum(one.output.rows for one in self._transfers.values() if one.output is not None)
         if (rows + output.rows) * ROW_BYTES > self._config.ec_buffer_size:
@@ -168,9 +175,10 @@ class ECMooncake(ECConnector):
 
     def load(self, identifier: str) -> EncoderOutput | None:
         """Return what was loaded: the encoder's cache has it from now on."""
-        for name, one in self._transfers.items():
+        for one in self._transfers.values():
             if one.loaded and one.identifier == identifier:
-                return self._transfers.pop(name).output
+                found, one.output = one.output, None
+                return found
         return None
 
     # -- both
@@ -199,21 +207,18 @@ class ECMooncake(ECConnector):
     # -- time
 
     def tick(self, now: float) -> None:
-        """End the waits that have lasted too long, and drop what was kept for long enough."""
+        """Drop what was kept for long enough."""
+        self._now = now
         for name, one in list(self._transfers.items()):
-            if one.deadline > now:
-                continue
-            if one.over:
+            if one.deadline <= now and one.over:
                 del self._transfers[name]
-                continue
-            if one.output is None:
-                self.unavailable.add(one.request_id)
-            self._over(name, one.identifier, now)
+            elif one.deadline <= now and one.pushed:
+                self._over(name, one.identifier, now)
 
     def next_timer(self) -> float | None:
         """Return when a wait has lasted too long, or something was kept for long enough."""
-        soonest = min((one.deadline for one in self._transfers.values()), default=math.inf)
-        return None if soonest == math.inf else soonest
+        ends = (one.deadline for one in self._transfers.values())
+        return min((end for end in ends if self._now < end < math.inf), default=None)
 
 
 def _named(one: ActiveRequest, index: int) -> str | None:
