@@ -45,6 +45,7 @@ CASES: list[tuple[ECConnectorName, ECRole]] = [
     (connector, role)
     for connector in ("ECCPUConnector", "ECMooncakeConnector")
     for role in ("ec_producer", "ec_consumer", "ec_both")
+    if (connector, role) != ("ECMooncakeConnector", "ec_both")  # it would never encode
 ]
 Answers = list[list[dict[str, Any]]]
 IDS = [f"t{number}" for number in range(6)]
@@ -127,7 +128,9 @@ class Simulated:
         if (one := self._requests.get(step["id"])) is None:  # it has failed
             return {}
         self._connector.tick(now)
-        ready = self._connector.ready(one, step["computed"], self._encoder.outputs, now)
+        asked = one, step["computed"], self._encoder.outputs, now
+        # again, as vLLM loads what was pushed in a step of its own
+        ready = self._connector.ready(*asked) or self._connector.ready(*asked)
         self._failed |= self._connector.unavailable
         self._connector.unavailable.clear()
         if step["id"] in self._failed:

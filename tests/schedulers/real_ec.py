@@ -34,6 +34,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.outputs import ECConnectorOutput
 
 ROW, WIDTH = 3072, 1536
+OVER = {mooncake.SchedulerTransferState[name] for name in ("CANCELLED", "EXPIRED", "UNAVAILABLE")}
 now = [0.0]
 time.monotonic = lambda: now[0]
 NOTHING_FREED = SimpleNamespace(free_encoder_mm_hashes=[], preempted_req_ids=None)
@@ -129,8 +130,9 @@ class Side:
         if request is None:  # it has failed
             return {}
         ready = scheduler.ensure_cache_available(request, step["computed"])
-        while self.stepped():
+        if self.stepped() or not ready:
             ready = scheduler.ensure_cache_available(request, step["computed"])
+            self.stepped()
         self.failed |= scheduler.take_unavailable_requests()
         if step["id"] in self.failed:
             scheduler.request_finished(self.requests.pop(step["id"]))
@@ -250,7 +252,6 @@ class Mooncake(Side):
         self.events: list[Any] = []
         self.sent: set[str] = set()
         self.pending: list[Any] = []
-        self.reserved: dict[str, str] = {}
 
         def drain(address: str) -> list[Any]:
             events, self.events = self.events, []
@@ -282,15 +283,21 @@ class Mooncake(Side):
     def push(self, step: dict[str, Any]) -> dict[str, Any]:
         """What a consumer's worker reports, unless its id is that of another picture's push."""
         name, transfer_id = step["name"], step["transfer_id"]
-        if self.reserved.setdefault(transfer_id, name) == name:
+        self._drain()
+        known = self.scheduler._transfers.get(transfer_id)
+        held = known is not None and known.spec is not None and known.state not in OVER
+        if not held or known.mm_hash == name:
             rows = self.rows[name]
             event = {"ready": True, "transfer_id": transfer_id, "mm_hash": name}
             self.events.append(
                 event | {"nbytes": rows * ROW, "shape": [rows, WIDTH], "dtype": "bfloat16"}
             )
-            self.scheduler._drain_pending = True
-            self.scheduler._drain_push_notifications()
+            self._drain()
         return {}
+
+    def _drain(self) -> None:
+        self.scheduler._drain_pending = True
+        self.scheduler._drain_push_notifications()
 
 
 SIDES = {"ECCPUConnector": Cpu, "ECMooncakeConnector": Mooncake}

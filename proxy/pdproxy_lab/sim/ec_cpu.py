@@ -53,8 +53,9 @@ class _Region:
         self._outputs: OrderedDict[str, EncoderOutput] = OrderedDict()
         self._awaited: dict[str, int] = {}
         """Rows of those that are being read."""
-        self._in_step: set[str] = set()
-        """Those that the step under way writes or reads: they stay."""
+        self._written: set[str] = set()
+        self._read: list[str] = []
+        """Those that the step under way writes, and those that it reads: they stay."""
 
     def get(self, identifier: str) -> EncoderOutput | None:
         """Return an output."""
@@ -71,19 +72,32 @@ class _Region:
             self._outputs.move_to_end(identifier)
         return self._outputs.get(identifier)
 
-    def stays(self, identifier: str) -> None:
-        """Keep an output until the step is over."""
-        self._in_step.add(identifier)
+    def write(self, identifier: str, output: EncoderOutput) -> bool:
+        """Keep an output of the step under way; return whether there is space."""
+        if not self.reserve(identifier, output.rows):
+            return False
+        self.fill(identifier, output)
+        self._written.add(identifier)
+        return True
+
+    def read(self, identifier: str) -> EncoderOutput | None:
+        """Return an output for the step under way."""
+        self._read.append(identifier)
+        return self._outputs.get(identifier)
 
     def step_over(self) -> None:
-        """Outputs may go again."""
-        self._in_step.clear()
+        """Outputs may go again; those that were read go last."""
+        for identifier in self._read:
+            self.use(identifier)
+        self._read.clear()
+        self._written.clear()
 
     def reserve(self, identifier: str, rows: int) -> bool:
         """Make space; return whether there is enough."""
         free = self.capacity - sum(self._awaited.values())
         free -= sum(output.rows for output in self._outputs.values())
-        going = [name for name in self._outputs if name not in self._in_step]
+        staying = self._written.union(self._read)
+        going = [name for name in self._outputs if name not in staying]
         if free + sum(self._outputs[name].rows for name in going) < rows:
             return False
         for name in going:
@@ -136,9 +150,7 @@ class ECCpu(ECConnector):
             return
         if output.rows > self._region.capacity:
             raise EngineDeadError
-        if not self._region.awaits(identifier) and self._region.reserve(identifier, output.rows):
-            self._region.fill(identifier, output)
-            self._region.stays(identifier)
+        if not self._region.awaits(identifier) and self._region.write(identifier, output):
             self._stats.encoder_outputs_stored += 1
 
     def granted(self, identifier: str, compatibility: str) -> EncoderOutput | None:
@@ -262,8 +274,7 @@ class ECCpu(ECConnector):
 
     def load(self, identifier: str) -> EncoderOutput | None:
         """Return an output from this engine's memory."""
-        self._region.stays(identifier)
-        return self._region.use(identifier)
+        return self._region.read(identifier)
 
     # -- time
 
