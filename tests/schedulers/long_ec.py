@@ -207,7 +207,8 @@ def mooncake_params(chance: random.Random, names: list[str]) -> dict[str, Any] |
     ]
     chance.shuffle(items)
     if chance.random() < 0.1:
-        items = chance.choice([items[1:], ["t"], [{}], 7])
+        wrong: list[Any] = [items[1:], ["t"], [{}], 7]
+        items = chance.choice(wrong)
     consumer = {"consumer_zmq": chance.choice(["tcp://127.0.0.1:7", "tcp://127.0.0.1:8"])}
     more = consumer if chance.random() < 0.7 else {}
     return chance.choice([{"ec_items": items, **more}] * 5 + [more, None])

@@ -197,7 +197,7 @@ async def test_other_routes_load_too(trio: Trio, path: str) -> None:
     body: dict[str, Any] = {"model": "sim", "temperature": 0}
     if path == "/v1/responses":
         limit, told = "max_output_tokens", "input"
-        content = [
+        content: list[dict[str, Any]] = [
             {"type": "input_text", "text": STORY},
             {"type": "input_image", "image_url": url(A)},
         ]
@@ -208,8 +208,8 @@ async def test_other_routes_load_too(trio: Trio, path: str) -> None:
         content = [{"type": "text", "text": STORY}, {"type": "image", "source": source}]
     body |= {told: [{"role": "user", "content": content}], limit: 4}
     texts = []
-    for sim, more in ((trio.plain, {}), (trio.e, {}), (trio.p, {"ec_transfer_params": {"x": {}}})):
-        found = (await ask(sim.port, post(path, **body, **more))).answer
+    for sim in (trio.plain, trio.e, trio.p):
+        found = (await ask(sim.port, post(path, **body, ec_transfer_params={"x": {}}))).answer
         assert found.status == 200, found.body
         says = found.json.get("ec_transfer_params")
         assert (says is not None) == (sim is trio.e)
