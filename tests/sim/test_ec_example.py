@@ -92,7 +92,7 @@ async def test_an_encoder_answers_without_a_token(trio: Trio) -> None:
     assert second == (second[0], {"item_indices": [1], "metadata": grid})
     assert trio.stored == {first[0], second[0]}
     assert counts(trio.e) == (2, 0, 2)
-    assert trio.e.engine.stats.kv_cache_usage == 0
+    assert trio.e.engine._cores[0].pool._fresh == 1, "no block was ever taken"
     assert await encoded(trio.e, A) == {first[0]: {"item_indices": [0], "metadata": grid}}
     async with SimServer(sharing(trio.folder)) as other:
         assert await encoded(other, B) == {second[0]: {"item_indices": [0], "metadata": grid}}
@@ -294,3 +294,4 @@ async def test_the_admin_port_counts(trio: Trio) -> None:
     ]
     page = (await ask(trio.e.port, get("/metrics"))).answer.body
     assert b"encoder" not in page
+    assert b'enable_prefix_caching="False"' in page

@@ -32,6 +32,7 @@ from tests.sim.encoders import (
     text,
     with_ec,
 )
+from tests.sim.engines import OTHER, Engines
 from tests.sim.raw import until
 
 WAIT = 0.5
@@ -132,6 +133,7 @@ async def test_prefill_may_wait_before_the_encoder_is_asked(trio: Trio) -> None:
         await encoded(trio.e, A, ec_transfer_params={**consumer, **named("t")})
         assert text(await waiting) == text(await said(trio.plain, STORY, A))
         assert counts(p) == (0, 1, 0)
+        assert p.engine.stats.deferred == 0
 
 
 @pytest.mark.parametrize("params", [None, {}, named("nobody")])
@@ -159,6 +161,7 @@ async def test_a_name_is_good_for_one_request_and_one_picture(trio: Trio) -> Non
     await encoded(trio.e, B, ec_transfer_params={**trio.consumer, **named("t")})
     over = await said(trio.p, STORY, B, ec_transfer_params=named("t"))
     assert (over.status, counts(trio.p)) == (500, (0, 1, 0))
+    assert counts(trio.e) == (2, 0, 1)
 
 
 async def test_an_encoder_pushes_only_where_it_is_told(trio: Trio) -> None:
@@ -171,6 +174,14 @@ async def test_an_encoder_pushes_only_where_it_is_told(trio: Trio) -> None:
     assert counts(trio.e) == (1, 0, 0)
 
 
+async def test_an_id_is_pushed_once(trio: Trio) -> None:
+    for _ in range(2):
+        await encoded(trio.e, A, ec_transfer_params={**trio.consumer, **named("t")})
+    await until(lambda: counts(trio.e)[2])
+    await trio.push(B, names=("u",))
+    assert counts(trio.e) == (2, 0, 2)
+
+
 async def test_a_push_waits_for_a_consumer_that_restarts(trio: Trio) -> None:
     params = {**trio.consumer, **named("t")}
     await trio.p.kill()
@@ -181,7 +192,7 @@ async def test_a_push_waits_for_a_consumer_that_restarts(trio: Trio) -> None:
 
 
 async def test_a_full_consumer_refuses_pushes(trio: Trio) -> None:
-    """What is used makes space."""
+    """What is used makes space, and so does the end of a request that did not need it."""
     config = {"ec_buffer_size": 5 * ROW_BYTES}
     async with SimServer(pushing("ec_consumer", WAIT, role="prefill", config=config)) as p:
         full = Trio(trio.e, p, trio.plain)
@@ -193,6 +204,9 @@ async def test_a_full_consumer_refuses_pushes(trio: Trio) -> None:
         assert (await said(p, STORY, A, ec_transfer_params=used)).status == 200
         await full.push(B, names=("3",))
         assert (await said(p, STORY, B, ec_transfer_params=named("3"))).status == 200
+        unused = await full.push(A, names=("4",))
+        assert (await said(p, STORY, A, ec_transfer_params=unused)).status == 200
+        await full.push(B, names=("5",))
 
 
 @pytest.mark.parametrize("items", [["t"], {"t": 1}, 7])
@@ -200,6 +214,20 @@ async def test_names_that_are_none_kill(trio: Trio, items: Any) -> None:
     for sim in (trio.e, trio.p):
         answer = await said(sim, STORY, A, ec_transfer_params={"ec_items": items})
         assert (answer.status, sim.engine.dead) == (500, True)
+
+
+def test_a_request_that_fails_while_its_kv_comes_keeps_its_blocks() -> None:
+    """Until the KV has come. An id of it may name another picture's push."""
+    engines = Engines()
+    p = engines.add(replace(SEES, role="prefill"))
+    d = engines.add(pushing("ec_consumer", role="decode"))
+    run = engines.ask(d, kv=engines.handle(p), id="r")
+    assert d.stats.deferred == 1
+    d.core.ec_connector.unavailable.add("r")
+    engines.ask(d, OTHER, 1)
+    engines.run(engines.now + 1)
+    assert run.over == "error"
+    assert (d.dead, d.core.pool.usage, p.core.pool.usage) == (False, 0, 0)
 
 
 def test_what_nobody_uses_is_dropped() -> None:
