@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from pdproxy_lab.sim.ec_connector import ROW_BYTES, EncoderOutput
 from pdproxy_lab.sim.ec_mooncake import KEPT, ECMooncake
 from pdproxy_lab.sim.facts import ECRole, SimFacts
+from pdproxy_lab.sim.request import EngineRequest, Medium, Picture, SamplingParams
 from pdproxy_lab.sim.server import SimServer
 from pdproxy_lab.sim.stats import Stats
 from tests.fakes.ports import free_port
@@ -32,7 +33,7 @@ from tests.sim.encoders import (
     text,
     with_ec,
 )
-from tests.sim.engines import OTHER, Engines
+from tests.sim.engines import OTHER, PROMPT, Engines
 from tests.sim.raw import until
 
 WAIT = 0.5
@@ -174,14 +175,6 @@ async def test_an_encoder_pushes_only_where_it_is_told(trio: Trio) -> None:
     assert counts(trio.e) == (1, 0, 0)
 
 
-async def test_an_id_is_pushed_once(trio: Trio) -> None:
-    for _ in range(2):
-        await encoded(trio.e, A, ec_transfer_params={**trio.consumer, **named("t")})
-    await until(lambda: counts(trio.e)[2])
-    await trio.push(B, names=("u",))
-    assert counts(trio.e) == (2, 0, 2)
-
-
 async def test_a_push_waits_for_a_consumer_that_restarts(trio: Trio) -> None:
     params = {**trio.consumer, **named("t")}
     await trio.p.kill()
@@ -228,6 +221,26 @@ def test_a_request_that_fails_while_its_kv_comes_keeps_its_blocks() -> None:
     engines.run(engines.now + 1)
     assert run.over == "error"
     assert (d.dead, d.core.pool.usage, p.core.pool.usage) == (False, 0, 0)
+
+
+def test_an_id_is_pushed_once() -> None:
+    """By whichever request."""
+    core = Engines().add(pushing()).core
+    for name, transfer_id in (("first", "t"), ("second", "t"), ("third", "u")):
+        core.add(
+            EngineRequest(
+                id=name,
+                prompt=PROMPT,
+                media=(Medium(0, Picture("m", 20, 7)),),
+                sampling=SamplingParams(max_tokens=1),
+                ec_transfer_params={"consumer_zmq": "tcp://127.0.0.1:7", **named(transfer_id)},
+            ),
+            0.0,
+        )
+    step = core.begin(0.0)
+    assert step is not None
+    assert [output.finish_reason for output in core.finish(step, 0.0)] == ["stop"] * 3
+    assert [command.transfer_id for command in core.commands] == ["t", "u"]
 
 
 def test_what_nobody_uses_is_dropped() -> None:
