@@ -60,6 +60,7 @@ class Bench:
     """Starts engines, checks them, ends them."""
 
     running: list[SimServer] = field(default_factory=list)
+    roles: dict[SimServer, Role] = field(default_factory=dict)
 
     async def start(self, role: Role, **facts: Any) -> SimServer:
         """An engine that is well but for `facts`."""
@@ -71,11 +72,12 @@ class Bench:
         one = SimServer(SimFacts(role=role, **{**well, **facts}), chance=len(self.running))
         await one.start()
         self.running.append(one)
+        self.roles[one] = role
         return one
 
     def settings(self, *flags: Flag, more: tuple[EngineFlag, ...] = ()) -> Settings:
         """Settings that list all running engines."""
-        engines = [EngineFlag(one.facts.role, one.url) for one in self.running]
+        engines = [EngineFlag(self.roles[one], one.url) for one in self.running]
         return load(None, {}, flags, [*engines, *more])
 
     async def check(

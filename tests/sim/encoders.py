@@ -26,19 +26,19 @@ SEES = replace(FAST, vision=True, handshake_timeout=20.0)
 
 
 def with_ec(
-    connector: ECConnectorName,
-    role: ECRole,
+    ec_connector: ECConnectorName,
+    ec_role: ECRole,
     extra: dict[str, Any],
     *,
     config: dict[str, Any] | None = None,
     **more: Any,
 ) -> SimFacts:
     """An engine with an EC connector: an encoder alone, or one with the other facts, too."""
-    if role == "ec_producer":
+    if ec_role == "ec_producer":
         more |= {"role": "encode", "connector": "none"}
     made = ECTransferConfig(
-        ec_connector=connector,
-        ec_role=role,
+        ec_connector=ec_connector,
+        ec_role=ec_role,
         ec_connector_extra_config=ECExtraConfig(**extra),
         **{"ec_port": 0, **(config or {})},
     )

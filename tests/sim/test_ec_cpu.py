@@ -40,9 +40,9 @@ ROWS = 70
 """That an engine keeps: all of LARGE, and one of the others."""
 
 
-def reading(role: ECRole = "ec_producer", *, rows: int = ROWS, **more: Any) -> SimFacts:
+def reading(ec_role: ECRole = "ec_producer", *, rows: int = ROWS, **more: Any) -> SimFacts:
     extra = {"ec_cpu_bytes": rows * ROW_BYTES, "ec_enable_nixl": True, **more.pop("extra", {})}
-    return with_ec("ECCPUConnector", role, extra, **more)
+    return with_ec("ECCPUConnector", ec_role, extra, **more)
 
 
 @dataclass
@@ -98,8 +98,9 @@ async def test_prefill_reads_what_the_encoder_keeps(trio: Trio) -> None:
 
 
 async def test_without_the_answer_prefill_encodes(trio: Trio) -> None:
-    items = await encoded(trio.e, A)
-    for params in (None, {}, {"other": {"peer_host": "127.0.0.1"}}, {next(iter(items)): {}}):
+    (name,) = await encoded(trio.e, A)
+    unknown: list[Any] = [None, {}, {"other": {"peer_host": "127.0.0.1"}}, {name: {}}]
+    for params in unknown:
         assert (await said(trio.p, A, STORY, ec_transfer_params=params)).status == 200
     assert counts(trio.p) == (1, 0, 0)
 
@@ -217,12 +218,12 @@ class Consumer:
         self.ec = self.core.ec_connector
         self.ended: dict[str, str] = {}
 
-    def add(self, name: str, *pictures: Picture, now: float = 0.0) -> None:
+    def add(self, name: str, *pictures: Picture, now: float = 0.0, start: int = 300) -> None:
         media = [Medium(20 * place, picture) for place, picture in enumerate(pictures)]
         self.core.add(
             EngineRequest(
                 id=name,
-                prompt=tuple(range(300, 400)),
+                prompt=tuple(range(start, start + 100)),
                 media=tuple(media),
                 sampling=SamplingParams(max_tokens=1, temperature=0),
                 ec_transfer_params={one.identifier: SOURCE for one in pictures},
@@ -247,7 +248,7 @@ def test_patience_ends() -> None:
     consumer = Consumer()
     consumer.add("raw", PICTURE)
     consumer.run(0.0)
-    consumer.add("sized", SIZE_ONLY, now=10.0)
+    consumer.add("sized", SIZE_ONLY, now=10.0, start=500)
     consumer.run(10.0)
     assert consumer.fetches == ["m"]
     consumer.ec.unanswered("m")

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from pdproxy_lab.sim.ec_connector import ROW_BYTES, EncoderOutput
 from pdproxy_lab.sim.ec_mooncake import KEPT, ECMooncake
 from pdproxy_lab.sim.facts import ECRole, SimFacts
+from pdproxy_lab.sim.request import EngineRequest, Medium, Picture, SamplingParams
 from pdproxy_lab.sim.server import SimServer
 from pdproxy_lab.sim.stats import Stats
 from tests.fakes.ports import free_port
@@ -32,15 +33,16 @@ from tests.sim.encoders import (
     text,
     with_ec,
 )
+from tests.sim.engines import OTHER, PROMPT, Engines
 from tests.sim.raw import until
 
 WAIT = 0.5
 """Seconds for which a consumer waits for a push where one never comes."""
 
 
-def pushing(role: ECRole = "ec_producer", wait: float = 60.0, **more: Any) -> SimFacts:
+def pushing(ec_role: ECRole = "ec_producer", wait: float = 60.0, **more: Any) -> SimFacts:
     extra = {"push_wait_timeout_s": wait, "control_timeout_s": 30.0}
-    return with_ec("ECMooncakeConnector", role, extra, **more)
+    return with_ec("ECMooncakeConnector", ec_role, extra, **more)
 
 
 def named(*names: str) -> dict[str, Any]:
@@ -132,6 +134,7 @@ async def test_prefill_may_wait_before_the_encoder_is_asked(trio: Trio) -> None:
         await encoded(trio.e, A, ec_transfer_params={**consumer, **named("t")})
         assert text(await waiting) == text(await said(trio.plain, STORY, A))
         assert counts(p) == (0, 1, 0)
+        assert p.engine.stats.deferred == 0
 
 
 @pytest.mark.parametrize("params", [None, {}, named("nobody")])
@@ -159,6 +162,7 @@ async def test_a_name_is_good_for_one_request_and_one_picture(trio: Trio) -> Non
     await encoded(trio.e, B, ec_transfer_params={**trio.consumer, **named("t")})
     over = await said(trio.p, STORY, B, ec_transfer_params=named("t"))
     assert (over.status, counts(trio.p)) == (500, (0, 1, 0))
+    assert counts(trio.e) == (2, 0, 1)
 
 
 async def test_an_encoder_pushes_only_where_it_is_told(trio: Trio) -> None:
@@ -181,7 +185,7 @@ async def test_a_push_waits_for_a_consumer_that_restarts(trio: Trio) -> None:
 
 
 async def test_a_full_consumer_refuses_pushes(trio: Trio) -> None:
-    """What is used makes space."""
+    """What is used makes space, and so does the end of a request that did not need it."""
     config = {"ec_buffer_size": 5 * ROW_BYTES}
     async with SimServer(pushing("ec_consumer", WAIT, role="prefill", config=config)) as p:
         full = Trio(trio.e, p, trio.plain)
@@ -193,6 +197,9 @@ async def test_a_full_consumer_refuses_pushes(trio: Trio) -> None:
         assert (await said(p, STORY, A, ec_transfer_params=used)).status == 200
         await full.push(B, names=("3",))
         assert (await said(p, STORY, B, ec_transfer_params=named("3"))).status == 200
+        unused = await full.push(A, names=("4",))
+        assert (await said(p, STORY, A, ec_transfer_params=unused)).status == 200
+        await full.push(B, names=("5",))
 
 
 @pytest.mark.parametrize("items", [["t"], {"t": 1}, 7])
@@ -200,6 +207,40 @@ async def test_names_that_are_none_kill(trio: Trio, items: Any) -> None:
     for sim in (trio.e, trio.p):
         answer = await said(sim, STORY, A, ec_transfer_params={"ec_items": items})
         assert (answer.status, sim.engine.dead) == (500, True)
+
+
+def test_a_request_that_fails_while_its_kv_comes_keeps_its_blocks() -> None:
+    """Until the KV has come. An id of it may name another picture's push."""
+    engines = Engines()
+    p = engines.add(replace(SEES, role="prefill"))
+    d = engines.add(pushing("ec_consumer", role="decode"))
+    run = engines.ask(d, kv=engines.handle(p), id="r")
+    assert d.stats.deferred == 1
+    d.core.ec_connector.unavailable.add("r")
+    engines.ask(d, OTHER, 1)
+    engines.run(engines.now + 1)
+    assert run.over == "error"
+    assert (d.dead, d.core.pool.usage, p.core.pool.usage) == (False, 0, 0)
+
+
+def test_an_id_is_pushed_once() -> None:
+    """By whichever request."""
+    core = Engines().add(pushing()).core
+    for name, transfer_id in (("first", "t"), ("second", "t"), ("third", "u")):
+        core.add(
+            EngineRequest(
+                id=name,
+                prompt=PROMPT,
+                media=(Medium(0, Picture("m", 20, 7)),),
+                sampling=SamplingParams(max_tokens=1),
+                ec_transfer_params={"consumer_zmq": "tcp://127.0.0.1:7", **named(transfer_id)},
+            ),
+            0.0,
+        )
+    step = core.begin(0.0)
+    assert step is not None
+    assert [output.finish_reason for output in core.finish(step, 0.0)] == ["stop"] * 3
+    assert [command.transfer_id for command in core.commands] == ["t", "u"]
 
 
 def test_what_nobody_uses_is_dropped() -> None:

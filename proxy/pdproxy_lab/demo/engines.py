@@ -64,6 +64,7 @@ class SimEngines:
         )
         self.pace = TrafficPace(people=8, pause=1.5)
         self.places: list[ShownEngine] = []
+        self._roles = roles(options)
         self._sims = [
             # Different seeds: engine ids are drawn, and must differ.
             SimServer(
@@ -71,20 +72,19 @@ class SimEngines:
                 host="127.0.0.1",
                 chance=number,
             )
-            for number, role in enumerate(roles(options))
+            for number, role in enumerate(self._roles)
         ]
 
     async def start(self, say: Say) -> None:
         """Start all."""
         counts: dict[Role, int] = {}
-        for sim in self._sims:
+        for role, sim in zip(self._roles, self._sims, strict=True):
             try:
                 await sim.start()
             except OSError as error:
                 raise DemoError(
                     f"a simulated engine can't listen on 127.0.0.1: {error.strerror or error}"
                 ) from error
-            role = sim.facts.role
             self.places.append(ShownEngine(str(counts.setdefault(role, 0)), role, sim.url))
             counts[role] += 1
 

@@ -398,7 +398,7 @@ class Core:
             self._running.remove(sequence)
         elif before is RequestState.WAITING:
             self._waiting.remove(sequence)
-        elif reason == "abort" and self.connector.keeps_aborted_loads:
+        elif self.connector.keeps_aborted_loads and sequence.request.id in self._loads:
             self.ec_connector.ended(sequence, now)
             return  # LOADING: its blocks are freed after the transfer
         else:

@@ -53,10 +53,18 @@ class _Region:
         self._outputs: OrderedDict[str, EncoderOutput] = OrderedDict()
         self._awaited: dict[str, int] = {}
         """Rows of those that are being read."""
+        self._written: set[str] = set()
+        self._read: list[str] = []
+        """Those that the step under way writes, and those that it reads: they stay."""
 
     def get(self, identifier: str) -> EncoderOutput | None:
         """Return an output."""
         return self._outputs.get(identifier)
+
+    def rows(self, identifier: str) -> int | None:
+        """Return how many rows an output has, also if it is being read; None: there is none."""
+        output = self._outputs.get(identifier)
+        return self._awaited.get(identifier) if output is None else output.rows
 
     def use(self, identifier: str) -> EncoderOutput | None:
         """Return an output, which is then the last one to go."""
@@ -64,12 +72,38 @@ class _Region:
             self._outputs.move_to_end(identifier)
         return self._outputs.get(identifier)
 
+    def write(self, identifier: str, output: EncoderOutput) -> bool:
+        """Keep an output of the step under way; return whether there is space."""
+        if not self.reserve(identifier, output.rows):
+            return False
+        self.fill(identifier, output)
+        self._written.add(identifier)
+        return True
+
+    def read(self, identifier: str) -> EncoderOutput | None:
+        """Return an output for the step under way."""
+        self._read.append(identifier)
+        return self._outputs.get(identifier)
+
+    def step_over(self) -> None:
+        """Outputs may go again; those that were read go last."""
+        for identifier in self._read:
+            self.use(identifier)
+        self._read.clear()
+        self._written.clear()
+
     def reserve(self, identifier: str, rows: int) -> bool:
         """Make space; return whether there is enough."""
-        if rows > self.capacity - sum(self._awaited.values()):
+        free = self.capacity - sum(self._awaited.values())
+        free -= sum(output.rows for output in self._outputs.values())
+        staying = self._written.union(self._read)
+        going = [name for name in self._outputs if name not in staying]
+        if free + sum(self._outputs[name].rows for name in going) < rows:
             return False
-        while rows > self.capacity - sum(self._awaited.values()) - self._used:
-            self._outputs.popitem(last=False)
+        for name in going:
+            if free >= rows:
+                break
+            free += self._outputs.pop(name).rows
         self._awaited[identifier] = rows
         return True
 
@@ -86,10 +120,6 @@ class _Region:
         """Return whether an output is being read."""
         return identifier in self._awaited
 
-    @property
-    def _used(self) -> int:
-        return sum(output.rows for output in self._outputs.values())
-
 
 class ECCpu(ECConnector):
     """The connector of one engine."""
@@ -103,8 +133,8 @@ class ECCpu(ECConnector):
         self._compatibility = f"{facts.version} {facts.model}"
         self._since: dict[tuple[str, str], float] = {}
         """Since when a request waits for an output."""
-        self._late: set[tuple[str, str]] = set()
-        """The requests that have waited for an output for too long."""
+        self._now = 0.0
+        """When the step began."""
         self._refused: set[str] = set()
         """Outputs that a producer does not have; the next request that wants one hears of it."""
 
@@ -120,8 +150,7 @@ class ECCpu(ECConnector):
             return
         if output.rows > self._region.capacity:
             raise EngineDeadError
-        if not self._region.awaits(identifier) and self._region.reserve(identifier, output.rows):
-            self._region.fill(identifier, output)
+        if not self._region.awaits(identifier) and self._region.write(identifier, output):
             self._stats.encoder_outputs_stored += 1
 
     def granted(self, identifier: str, compatibility: str) -> EncoderOutput | None:
@@ -135,19 +164,19 @@ class ECCpu(ECConnector):
         are kept.
         """
         for medium in one.request.media:
-            self._forget((one.request.id, medium.picture.identifier))
+            self._since.pop((one.request.id, medium.picture.identifier), None)
         if not self._config.is_producer or not self._config.extra.ec_enable_nixl:
             return None
         items = items_of(one)
         for identifier, item in items.items():
-            output = self._region.get(identifier)
-            if output is None:
+            rows = self._region.rows(identifier)
+            if rows is None:
                 item["metadata"] = {}
                 continue
             item["peer_host"] = self._facts.ec_side_channel_host
             item["peer_port"] = self.port
-            item["size_bytes"] = output.rows * ROW_BYTES
-            item["shape"] = [output.rows, WIDTH]
+            item["size_bytes"] = rows * ROW_BYTES
+            item["shape"] = [rows, WIDTH]
         return items or None
 
     # -- consumers
@@ -180,11 +209,10 @@ class ECCpu(ECConnector):
             or not isinstance(source, dict)
             or "peer_host" not in source
         ):
-            self._forget(wait)
+            self._since.pop(wait, None)
             return True
-        if wait in self._late:
+        if now - self._since.setdefault(wait, now) >= PATIENCE:
             raise _UnreachableError
-        self._since.setdefault(wait, now)
         if self._region.awaits(identifier):
             return False
         if identifier in self._refused:
@@ -202,7 +230,6 @@ class ECCpu(ECConnector):
         identifier, rows = medium.picture.identifier, medium.picture.length
         try:
             size, shape = int(source["size_bytes"]), [int(one) for one in source["shape"]]
-            host, port = str(source["peer_host"]), int(source["peer_port"])
         except (KeyError, TypeError, ValueError, OverflowError):
             raise _UnreachableError from None
         if len(shape) != 2 or shape[0] != rows:
@@ -210,21 +237,23 @@ class ECCpu(ECConnector):
         blocks = -(-2 * shape[0] * shape[1] // ROW_BYTES)
         if size != blocks * ROW_BYTES or not 0 < blocks <= self._region.capacity:
             raise _UnreachableError
-        if self._region.reserve(identifier, blocks):
-            self._outbox.append(FetchOutput(identifier, host, port, rows, self._compatibility))
+        if not self._region.reserve(identifier, blocks):
+            return
+        try:
+            host, port = source["peer_host"], int(source["peer_port"])
+            hash(host)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise _UnreachableError from None  # as in vLLM, the space is lost
+        self._outbox.append(FetchOutput(identifier, str(host), port, rows, self._compatibility))
 
     def _falls_back(self, one: ActiveRequest, medium: Medium) -> bool:
         """Return whether the request has the picture itself; if not, it fails."""
-        self._forget((one.request.id, medium.picture.identifier))
+        self._since.pop((one.request.id, medium.picture.identifier), None)
         if medium.picture.content is None:
             self.unavailable.add(one.request.id)
             return False
         one.ec_params.pop(medium.picture.identifier, None)
         return True
-
-    def _forget(self, wait: tuple[str, str]) -> None:
-        self._since.pop(wait, None)
-        self._late.discard(wait)
 
     def fetched(self, identifier: str, output: EncoderOutput) -> None:
         """An output has come."""
@@ -245,17 +274,16 @@ class ECCpu(ECConnector):
 
     def load(self, identifier: str) -> EncoderOutput | None:
         """Return an output from this engine's memory."""
-        return self._region.use(identifier)
+        return self._region.read(identifier)
 
     # -- time
 
     def tick(self, now: float) -> None:
-        """Let nobody wait for too long."""
-        for wait, since in list(self._since.items()):
-            if now - since >= PATIENCE:
-                del self._since[wait]
-                self._late.add(wait)
+        """A step begins."""
+        self._now = now
+        self._region.step_over()
 
     def next_timer(self) -> float | None:
         """Return when a request has waited for too long."""
-        return min(self._since.values()) + PATIENCE if self._since else None
+        ends = (since + PATIENCE for since in self._since.values())
+        return min((end for end in ends if end > self._now), default=None)

@@ -15,6 +15,7 @@ Owns the rules of 0.32.0:
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Container
 from typing import Any
@@ -45,7 +46,7 @@ class PushOutput(msgspec.Struct, frozen=True):
 
 
 class _Transfer(msgspec.Struct):
-    """One transfer at a consumer: awaited while it has a request and no output, else pushed, or
+    """One transfer at a consumer. It is awaited, pushed, loaded for a request that can use it, or
     over.
     """
 
@@ -53,7 +54,13 @@ class _Transfer(msgspec.Struct):
     deadline: float
     request_id: str = ""
     output: EncoderOutput | None = None
+    loaded: bool = False
     over: bool = False
+
+    @property
+    def pushed(self) -> bool:
+        """Whether its output is here, and no request has it."""
+        return self.output is not None and not self.loaded
 
 
 class ECMooncake(ECConnector):
@@ -64,6 +71,8 @@ class ECMooncake(ECConnector):
         self._config, self._stats, self._outbox = config, stats, outbox
         self._sent: OrderedDict[str, None] = OrderedDict()
         self._transfers: dict[str, _Transfer] = {}
+        self._now = 0.0
+        """When the step began."""
 
     # -- producers
 
@@ -98,38 +107,57 @@ class ECMooncake(ECConnector):
             EngineDeadError: the request's ids kill a real scheduler.
         """
         ready = True
-        if not self._config.is_consumer:
-            return ready
         for index, medium in enumerate(one.request.media):
             if medium.offset + medium.picture.length <= computed:
                 continue
             identifier, name = medium.picture.identifier, _named(one, index)
-            transfer = self._transfers.get(name or "")
-            if transfer is not None and transfer.output is not None:
-                transfer.deadline = now + KEPT
-            if identifier not in cached and not self.has(identifier):
+            if not self._config.is_consumer:
+                continue
+            own = self._transfers.get(name or "")
+            if own is not None and own.pushed:
+                own.deadline = now + KEPT
+            if identifier not in cached and not self._loaded(identifier, own):
                 self._wait(name or f"{one.request.id}:{index}", identifier, one, now)
                 ready = False
         return ready
+
+    def _loaded(self, identifier: str, own: _Transfer | None) -> bool:
+        """Load an output, unless it is, from a request's own transfer or any other; return whether
+        there is one.
+        """
+        found = [one for one in self._transfers.values() if one.identifier == identifier]
+        if any(one.loaded for one in found):
+            return True
+        usable = [one for one in found if one.pushed]
+        if not usable:
+            return False
+        chosen = next((one for one in usable if one is own), usable[0])
+        chosen.loaded, chosen.deadline = True, math.inf
+        return True
 
     def _wait(self, name: str, identifier: str, one: ActiveRequest, now: float) -> None:
         deadline = now + self._config.extra.push_wait_timeout_s
         transfer = self._transfers.setdefault(name, _Transfer(identifier, deadline))
         if transfer.over or transfer.identifier != identifier:
             self.unavailable.add(one.request.id)
+            return
         transfer.request_id = transfer.request_id or one.request.id
+        if transfer.deadline <= now:
+            self.unavailable.add(transfer.request_id)
+            self._over(name, identifier, now)
 
     def pushed(self, transfer_id: str, identifier: str, output: EncoderOutput, now: float) -> bool:
         """Keep a push until its request uses it; return whether there was space. What is over is
         dropped.
         """
+        self.tick(now)
         transfer = self._transfers.get(transfer_id)
         if transfer is not None and transfer.over:
             return True
-        if transfer is not None and transfer.output is not None:
+        if transfer is not None and (transfer.loaded or transfer.output is not None):
             return transfer.identifier == identifier
-        waiting = [one.output.rows for one in self._transfers.values() if one.output is not None]
-        if (sum(waiting) + output.rows) * ROW_BYTES > self._config.ec_buffer_size:
+        rows = sum(one.output.rows for one in self._transfers.values() if one.output is not None)
+        if (rows + output.rows) * ROW_BYTES > self._config.ec_buffer_size:
             return False
         if transfer is not None and transfer.identifier != identifier:
             self.unavailable.add(transfer.request_id)
@@ -140,23 +168,18 @@ class ECMooncake(ECConnector):
 
     def has(self, identifier: str) -> bool:
         """Return whether an output was pushed, and not used yet."""
-        return self._pushed(identifier) is not None
+        return any(
+            one.identifier == identifier and one.output is not None
+            for one in self._transfers.values()
+        )
 
     def load(self, identifier: str) -> EncoderOutput | None:
-        """Return what was pushed: the encoder's cache has it from now on."""
-        name = self._pushed(identifier)
-        return self._transfers.pop(name).output if name is not None else None
-
-    def _pushed(self, identifier: str) -> str | None:
-        found = self._transfers.items()
-        return next(
-            (
-                name
-                for name, one in found
-                if one.output is not None and one.identifier == identifier
-            ),
-            None,
-        )
+        """Return what was loaded: the encoder's cache has it from now on."""
+        for one in self._transfers.values():
+            if one.loaded and one.identifier == identifier:
+                found, one.output = one.output, None
+                return found
+        return None
 
     # -- both
 
@@ -172,8 +195,9 @@ class ECMooncake(ECConnector):
             if name is None:
                 continue
             items[identifier]["transfer_id"] = name
-            transfer = self._transfers.get(name)
-            if self._config.is_consumer and (transfer is None or transfer.identifier == identifier):
+            transfer = self._transfers.get(name, _Transfer(identifier, now))
+            mine = transfer.identifier == identifier and not transfer.loaded
+            if self._config.is_consumer and mine:
                 self._over(name, identifier, now)
         return (items or None) if self._config.is_producer else None
 
@@ -183,20 +207,18 @@ class ECMooncake(ECConnector):
     # -- time
 
     def tick(self, now: float) -> None:
-        """End the waits that have lasted too long, and drop what was kept for long enough."""
+        """Drop what was kept for long enough."""
+        self._now = now
         for name, one in list(self._transfers.items()):
-            if one.deadline > now:
-                continue
-            if one.over:
+            if one.deadline <= now and one.over:
                 del self._transfers[name]
-                continue
-            if one.output is None:
-                self.unavailable.add(one.request_id)
-            self._over(name, one.identifier, now)
+            elif one.deadline <= now and one.pushed:
+                self._over(name, one.identifier, now)
 
     def next_timer(self) -> float | None:
         """Return when a wait has lasted too long, or something was kept for long enough."""
-        return min((one.deadline for one in self._transfers.values()), default=None)
+        ends = (one.deadline for one in self._transfers.values())
+        return min((end for end in ends if self._now < end < math.inf), default=None)
 
 
 def _named(one: ActiveRequest, index: int) -> str | None:
