@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.check.facts import Generated
-from pdproxy.wire.engine import Usage
+from pdproxy.check.facts import Encoding, Generated
+from pdproxy.transfer import encoders
+from pdproxy.wire.engine import UNREADABLE, Usage
 from pdproxy.wire.request import Parsed, parse
 from pdproxy.wire.route import Route
 
@@ -28,6 +29,13 @@ CANARIES = (
 differently, are rare.
 """
 
+_PICTURE = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAIklEQVR42u3BAQ0AAADCoPdPbQ8HFAAAAAAA"
+    "AAAAAAAA8G4wQAAB7OHIlwAAAABJRU5ErkJggg=="
+)
+"""A black square of 64 by 64 pixels: models with vision take none that is much smaller."""
+
 _SENTENCE_TOKENS = 6  # the minimum with any tokenizer
 
 
@@ -43,7 +51,12 @@ class _Answer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Encoded(msgspec.Struct):
+    usage: Usage = Usage()
+
+
 _answer_decoder = msgspec.json.Decoder(_Answer)
+_encoded_decoder = msgspec.json.Decoder(_Encoded)
 
 
 def counting(mark: str, block_size: int, max_model_len: int | None) -> str:
@@ -79,6 +92,27 @@ def body(model: str, prompt: str, *, salt: str = "") -> bytes:
 def parsed(model: str, prompt: str) -> Parsed:
     """Return the same completion as the proxy would have read it."""
     return parse(Route.COMPLETIONS, body(model, prompt))
+
+
+def picture(model: str) -> bytes:
+    """Return what the proxy would send an encoder engine for a request with a picture. It names no
+    engine that uses the output.
+    """
+    part = {"type": "image_url", "image_url": {"url": _PICTURE}}
+    fields = {"model": model, "messages": [{"role": "user", "content": [part]}]}
+    request = parse(Route.CHAT, msgspec.json.encode(fields))
+    return encoders.body(request, request.prompts[0].media, None)
+
+
+def encoding(content: bytes) -> Encoding:
+    """Read an encoder engine's answer to a picture."""
+    outputs = encoders.outputs_in(content, 1)
+    try:
+        usage = _encoded_decoder.decode(content).usage
+    except UNREADABLE:
+        usage = Usage()
+    why_not = outputs if isinstance(outputs, str) else ""
+    return Encoding(why_not, usage.completion_tokens or 0)
 
 
 def salted(request: Parsed, salt: str) -> bytes:
