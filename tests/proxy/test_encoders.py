@@ -233,10 +233,10 @@ async def test_an_engine_that_fails_is_replaced(tmp_path: Path, failure: Any) ->
     async with seeing(tmp_path, encode=2) as w:
         for one in w.encode:
             one.script(failure)
-        one = await w.ask(CHAT, chat(A))
-        assert (one.status, results(w), encoded(w)[:3]) == (200, {"failed": 1}, (0, 1, 0))
+        first = await w.ask(CHAT, chat(A))
+        assert (first.status, results(w), encoded(w)[:3]) == (200, {"failed": 1}, (0, 1, 0))
         assert [event.phase for event in w.events(LegFailed)] == ["encode", "encode"]
-        assert (await w.ask(CHAT, chat(A))).json["choices"] == one.json["choices"]
+        assert (await w.ask(CHAT, chat(A))).json["choices"] == first.json["choices"]
         w.encode[0].script(failure)
         w.encode[1].script(failure)
         assert (await w.ask(CHAT, chat(B))).status == 200

@@ -509,6 +509,7 @@ Event = (
     | Evicted
     | LoopBeat
     | ServedAlone
+    | MediaEncoded
     | Decided
     | DeadlinePassed
     | SilenceAllowed
