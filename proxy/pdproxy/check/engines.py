@@ -160,7 +160,7 @@ async def _generate(http: HttpClient, facts: EngineFacts, mark: str) -> None:
 async def _encode(http: HttpClient, facts: EngineFacts, mark: str) -> None:
     if not facts.base_names:
         return
-    body = prompts.picture(min(facts.base_names))
+    body = prompts.to_encode(min(facts.base_names), mark)
     reply = await http.post(facts.url, Route.CHAT.path, body, f"pdproxy-check-{mark}")
     if isinstance(reply, Trouble):
         facts.encoding = Encoding(reply.text)

@@ -7,6 +7,11 @@ prefix would not move.
 
 from __future__ import annotations
 
+import struct
+import zlib
+from base64 import b64encode
+from hashlib import blake2b
+
 import msgspec
 
 from pdproxy.check.facts import Encoding, Generated
@@ -29,12 +34,8 @@ CANARIES = (
 differently, are rare.
 """
 
-_PICTURE = (
-    "data:image/png;base64,"
-    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAIklEQVR42u3BAQ0AAADCoPdPbQ8HFAAAAAAA"
-    "AAAAAAAA8G4wQAAB7OHIlwAAAABJRU5ErkJggg=="
-)
-"""A black square of 64 by 64 pixels: models with vision take none that is much smaller."""
+_SIDE = 64
+"""Pixels of a picture: models with vision take none that is much smaller."""
 
 _SENTENCE_TOKENS = 6  # the minimum with any tokenizer
 
@@ -94,11 +95,25 @@ def parsed(model: str, prompt: str) -> Parsed:
     return parse(Route.COMPLETIONS, body(model, prompt))
 
 
-def picture(model: str) -> bytes:
+def picture(mark: str) -> dict[str, object]:
+    """Return a content part with a picture: a square in one colour, which is of the mark, so that
+    no engine has encoded the picture before.
+    """
+    rows = (b"\0" + blake2b(mark.encode(), digest_size=3).digest() * _SIDE) * _SIDE
+    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        png += struct.pack(">I", len(data)) + kind + data
+        png += struct.pack(">I", zlib.crc32(kind + data))
+    url = f"data:image/png;base64,{b64encode(png).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def to_encode(model: str, mark: str) -> bytes:
     """Return what the proxy would send an encoder engine for a request with a picture. It names no
     engine that uses the output.
     """
-    part = {"type": "image_url", "image_url": {"url": _PICTURE}}
+    part = picture(mark)
     fields = {"model": model, "messages": [{"role": "user", "content": [part]}]}
     request = parse(Route.CHAT, msgspec.json.encode(fields))
     return encoders.body(request, request.prompts[0].media, None)
