@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from msgspec import structs
@@ -25,7 +26,13 @@ from pdproxy_lab.conformance.options import ConformanceOptions
 from pdproxy_lab.conformance.pair_under_test import PairUnderTest
 from pdproxy_lab.conformance.results import Result
 from pdproxy_lab.conformance.runner import run
-from pdproxy_lab.sim.facts import CpuBuffer, MooncakeFacts, SimFacts
+from pdproxy_lab.sim.facts import (
+    CpuBuffer,
+    ECExtraConfig,
+    ECTransferConfig,
+    MooncakeFacts,
+    SimFacts,
+)
 from pdproxy_lab.sim.facts import LMCacheFacts as SimLMCache
 from pdproxy_lab.sim.server import SimServer
 from pdproxy_lab.sim.storage import MemoryStorage
@@ -47,6 +54,7 @@ class Rig:
     d: SimServer
     plain: SimServer
     settings: Settings
+    e: SimServer | None = None
 
     async def judge(
         self,
@@ -91,8 +99,11 @@ async def rig(
     deadlines: Mapping[str, float] | None = None,
     lease: float = 1.5,
     speed: float = 2.0,
+    encodes: bool = False,
 ) -> AsyncIterator[Rig]:
-    """Run them. `p`, `d`: facts of theirs alone."""
+    """Run them. `p`, `d`: facts of theirs alone. `encodes`: all have vision, and there is an
+    encoder engine.
+    """
     zmq_port, http_port = free_port(), free_port()
     notify = {
         "lmcache-pd": f"tcp://127.0.0.1:{zmq_port}",
@@ -105,7 +116,7 @@ async def rig(
         "hardware": Hardware(speed=speed),
         "kv_lease_duration": lease,
     }
-    usual |= {"handshake_timeout": 0.5, "tensor_parallel_size": ranks}
+    usual |= {"handshake_timeout": 0.5, "tensor_parallel_size": ranks, "vision": encodes}
     usual |= {"enable_prefix_caching": False} if connector in ("lmcache-pd", "cpu") else {}
     usual |= {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}
     usual |= {"mooncake": MooncakeFacts(bootstrap_port=0)} if connector == "mooncake" else {}
@@ -132,6 +143,22 @@ async def rig(
         **(d or {}),
     }
     async with AsyncExitStack() as stack:
+        e, encoders = None, tuple[ConfiguredEngine, ...]()
+        if encodes:
+            folder = stack.enter_context(TemporaryDirectory())
+            extra = ECExtraConfig(shared_storage_path=folder)
+            made, used = (
+                ECTransferConfig(
+                    ec_connector="ECExampleConnector", ec_role=role, ec_connector_extra_config=extra
+                )
+                for role in ("ec_producer", "ec_consumer")
+            )
+            p_facts["ec_transfer_config"] = used
+            e_facts = {**usual, "connector": "none", "ec_transfer_config": made}
+            e = await stack.enter_async_context(
+                SimServer(SimFacts(role="encode", **e_facts), chance=4)
+            )
+            encoders = (ConfiguredEngine(url=e.url, role="encode"),)
         one = await stack.enter_async_context(
             SimServer(SimFacts(role="prefill", **p_facts), chance=1, storage=storage)
         )
@@ -153,6 +180,7 @@ async def rig(
             ConfiguredEngine(url=one.url, role="prefill", facts=EngineFacts(bootstrap=bootstrap)),
             ConfiguredEngine(url=two.url, role="decode", receiver=receiver),
             ConfiguredEngine(url=plain.url, role="aggregated"),
+            *encoders,
         )
         settings = Settings(
             listen=Listen(port=http_port),
@@ -162,4 +190,4 @@ async def rig(
             registration=RegistrationSettings(port=zmq_port),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
-        yield Rig(one, two, plain, settings)
+        yield Rig(one, two, plain, settings, e)

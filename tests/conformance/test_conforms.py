@@ -23,6 +23,7 @@ NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
     [
         ("nixl", {}, NO_NOTICES),
         ("nixl", {"notifier": True}, {"notice_wait"}),
+        ("nixl", {"encodes": True}, NO_NOTICES),
         ("mooncake", {}, NAMED | NO_NOTICES | {"lease"}),
         ("lmcache-pd", {"ranks": 2}, NAMED | NO_LEASE),
         ("lmcache-mp", {"ranks": 2}, RESPONSES | NO_LEASE),
@@ -36,6 +37,7 @@ NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
     ids=[
         "nixl",
         "nixl with the notifier",
+        "nixl with an encoder engine",
         "mooncake",
         "lmcache-pd",
         "lmcache-mp",
@@ -52,9 +54,8 @@ async def test_all_pass_that_apply(connector, how, not_applicable):
         results = await engines.judge(options=PATIENT, plain=True)
         assert list(results) == [check.name for check in CHECKS]
         verdicts = {name: result.verdict for name, result in results.items()}
-        wanted = {
-            name: "not_applicable" if name in not_applicable else "passed" for name in results
-        }
+        left = not_applicable if how.get("encodes") else not_applicable | {"picture"}
+        wanted = {name: "not_applicable" if name in left else "passed" for name in results}
         assert verdicts == wanted, {name: result.says for name, result in results.items()}
         for one in (engines.p, engines.d):
             assert not one.engine.handles

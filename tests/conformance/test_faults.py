@@ -22,6 +22,8 @@ from pdproxy_lab.conformance.check import Check
 from pdproxy_lab.conformance.checks import CHECKS
 from pdproxy_lab.conformance.results import Result
 from pdproxy_lab.conformance.runner import run
+from pdproxy_lab.sim.ec_connector import EncoderOutput
+from pdproxy_lab.sim.folder import OutputFolder
 from pdproxy_lab.sim.memory import EMPTY
 from pdproxy_lab.sim.nixl_link import NixlLink
 from tests.conformance.engines import BRISK, Rig, exactly, rig
@@ -64,6 +66,22 @@ def says(fault: str) -> Inject:
         engines.p.faults.add(fault)
 
     return inject
+
+
+def encodes_wrongly(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """What the encoder engine stores is not the picture's."""
+    put = OutputFolder.put
+
+    def other(self: OutputFolder, identifier: str, output: EncoderOutput) -> None:
+        put(self, identifier, msgspec.structs.replace(output, content=output.content + 1))
+
+    patch.setattr(OutputFolder, "put", other)
+
+
+def encodes_nothing(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """The encoder engine is broken: P encodes the picture."""
+    assert engines.e is not None
+    engines.e.faults.add("status:rate=1")
 
 
 def client_handles_pass(engines: Rig, patch: pytest.MonkeyPatch) -> None:
@@ -173,6 +191,8 @@ WRONG = [
     Wrong("message", "text is", empty_pages),
     Wrong("message_stream", "text is", empty_pages),
     Wrong("message", "one engine alone: no_handle", how={"p": {"connector": "none"}}),
+    Wrong("picture", "token ids differ from D alone", encodes_wrongly, {"encodes": True}),
+    Wrong("picture", "failed, failed (", encodes_nothing, {"encodes": True}),
     Wrong("one_token", "token ids differ from D alone", empty_pages),
     Wrong("one_token", "completion_tokens is 2", two_tokens),
     Wrong("ids_in_stream", "without return_token_ids has ids", shows_ids),

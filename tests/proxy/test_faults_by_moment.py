@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import named
 from tests.fakes import world as worlds
-from tests.fakes.client import Answer
+from tests.fakes.client import Answer, exchange, request
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.passed import MESSAGES, RESPONSES
+from tests.fakes.pictures import png
 from tests.fakes.pool import Pair, pool
-from tests.fakes.world import COMPLETIONS, World, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, World, until, world
 from tests.proxy import test_registered as registered
 from tests.proxy.faults import (
     ALL,
@@ -41,6 +44,9 @@ from tests.proxy.faults import (
 from tests.proxy.test_both_legs import known, text_of
 from tests.proxy.test_connectors import completion
 from tests.proxy.test_cpu import connector
+from tests.proxy.test_encoders import CONNECTORS as ENCODERS
+from tests.proxy.test_encoders import chat as with_pictures
+from tests.proxy.test_encoders import seeing
 
 NAMED = (RESPONSES, MESSAGES)
 GONE = ("kill", "restart", "no_fin", "dead_core", "refuse")
@@ -390,6 +396,63 @@ class Registered(Contract):
         """What they hold was lost with their restart."""
 
 
+class Encoders(Contract):
+    """Encoder engines of one connector: no client sees what becomes of them."""
+
+    path = CHAT
+
+    def __init__(self, connector: str) -> None:
+        self._connector = connector
+
+    def cases(self) -> list[Kept]:
+        # All connectors have each kind, and one has each moment. An encoder's leg is as a prefill
+        # engine's, but for KV.
+        every = {
+            "example": half(second=False),
+            "cpu": few(RESPONSES, second=False),
+            "mooncake": few(MESSAGES, second=False),
+        }
+        return [
+            ("encode", *case[1:])
+            for case in every[self._connector]
+            if case[0] == "prefill"
+            and case[1] not in ("lease_expiry", "load_failure")
+            and case[2] != "handed_over"
+        ]
+
+    @asynccontextmanager
+    async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
+        with TemporaryDirectory() as folder:
+            async with seeing(Path(folder), 2, connector=self._connector, clock=clock) as w:
+                # bounded load has both engines encode some of them
+                pictures = [png(at) for at in range(4)]
+
+                def ask(streamed: bool) -> Awaitable[Answer]:
+                    return w.ask(CHAT, with_pictures(*pictures, stream=streamed))
+
+                alone = with_pictures(*pictures, cache_salt="alone")
+                text = (await exchange(w.decode[0].port, request("POST", CHAT, alone))).text
+                fails = w.encode[1].sim
+                if case[-1]:
+                    assert seen(await ask(case[3]), text, self.path) == "right"
+                    await w.quiet()
+                assert bool(fails.requests) == case[-1]
+                yield Stage(clock, w, ask, text, [one.sim for one in w.engines], fails, 1)
+
+    def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
+        # A prefill engine waits a minute for an output that it was told of, and that does not come.
+        # The API of an engine whose core is dead still sends what it has.
+        lost = self._connector != "example" and (moment == "after" or kind == "dead_core")
+        return silent(kind, moment) or (lost and kind in GONE)
+
+    def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
+        return {"right"}
+
+    async def ends(self, stage: Stage, case: Kept) -> None:
+        await stage.world.freed()
+        await until(lambda: not any(usage(engine) for engine in stage.engines))
+
+
 def of_pair(pair: Pair, clock: ManualClock, fails: SimServer, tries: int, text: str) -> Stage:
     """The stage of a pool."""
 
@@ -413,6 +476,7 @@ CONTRACTS: dict[str, Contract] = {
     "nixl-push": NixlPush(),
     "mooncake": Mooncake(),
     **{kind: Registered(kind) for kind in registered.KINDS},
+    **{f"encoders {connector}": Encoders(connector) for connector in ENCODERS},
 }
 
 

@@ -13,11 +13,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdproxy.check import prompts
-from pdproxy.check.facts import Card, EngineFacts, Generated, Trouble, TroubleKind
+from pdproxy.check.facts import Card, Encoding, EngineFacts, Generated, Trouble, TroubleKind
 from pdproxy.check.http_client import HttpClient, Reply
 from pdproxy.check.metrics import EngineMetrics, read
 from pdproxy.fleet.prober import CANARY
 from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.wire.route import Route
 
 _UNSUPPORTED = (400, 403, 404, 405, 501)
 """Statuses of an engine that has no such route, or refuses it: the fact stays unknown."""
@@ -46,7 +47,7 @@ async def ask_engine(
     http: HttpClient, engine: ConfiguredEngine, mark: str, *, generates: bool = True
 ) -> EngineFacts:
     """Return the facts of one engine; `mark` must be unique. `generates`: also its completions,
-    which some can't do alone.
+    which some can't do alone. An encoder engine, which has none, is asked about a picture.
     """
     facts = EngineFacts(
         url=engine.url,
@@ -57,7 +58,11 @@ async def ask_engine(
     facts.addresses = await resolve(urlsplit(engine.url).hostname or "", http.timeout)
     try:
         await _ask_all(http, facts)
-        if generates and engine.role != "encode" and not facts.is_proxy:
+        if facts.is_proxy:
+            return facts
+        if engine.encodes:
+            await _encode(http, facts, mark)
+        elif generates:
             await _generate(http, facts, mark)
     except _TroubleError as error:
         facts.trouble = error.trouble
@@ -150,6 +155,19 @@ async def _generate(http: HttpClient, facts: EngineFacts, mark: str) -> None:
         ):
             facts.clock_skew = answer.created - begun
     facts.completions = tuple(completions)
+
+
+async def _encode(http: HttpClient, facts: EngineFacts, mark: str) -> None:
+    if not facts.base_names:
+        return
+    body = prompts.to_encode(min(facts.base_names), mark)
+    reply = await http.post(facts.url, Route.CHAT.path, body, f"pdproxy-check-{mark}")
+    if isinstance(reply, Trouble):
+        facts.encoding = Encoding(reply.text)
+    elif reply.status != 200:
+        facts.encoding = Encoding(f"it answered {reply.summary()}")
+    else:
+        facts.encoding = prompts.encoding(reply.body)
 
 
 async def _got(http: HttpClient, url: str, path: str) -> Reply:

@@ -88,6 +88,15 @@ class LoadFailurePolicy(msgspec.Struct, frozen=True):
     why_not: str = ""
 
 
+class Encoding(msgspec.Struct, frozen=True):
+    """How an encoder engine answered to a picture. `why_not`: why no other engine can use its
+    output, "" if one can; `tokens`: how many it generated.
+    """
+
+    why_not: str = ""
+    tokens: int = 0
+
+
 class EngineFacts(msgspec.Struct, kw_only=True):
     """One engine. With `trouble` set, what follows it may be missing."""
 
@@ -112,6 +121,8 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     """Its completions of the canary prompts."""
     no_output: str = ""
     """Why it did not generate."""
+    encoding: Encoding | None = None
+    """None: no encoder engine, or not asked."""
     addresses: frozenset[str] = frozenset()
     """IP addresses of its URL's host."""
     clock_skew: float = 0.0

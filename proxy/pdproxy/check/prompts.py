@@ -7,10 +7,16 @@ prefix would not move.
 
 from __future__ import annotations
 
+import struct
+import zlib
+from base64 import b64encode
+from hashlib import blake2b
+
 import msgspec
 
-from pdproxy.check.facts import Generated
-from pdproxy.wire.engine import Usage
+from pdproxy.check.facts import Encoding, Generated
+from pdproxy.transfer import encoders
+from pdproxy.wire.engine import UNREADABLE, Usage
 from pdproxy.wire.request import Parsed, parse
 from pdproxy.wire.route import Route
 
@@ -28,6 +34,9 @@ CANARIES = (
 differently, are rare.
 """
 
+_SIDE = 64
+"""Pixels of a picture: models with vision take none that is much smaller."""
+
 _SENTENCE_TOKENS = 6  # the minimum with any tokenizer
 
 
@@ -43,7 +52,12 @@ class _Answer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Encoded(msgspec.Struct):
+    usage: Usage = Usage()
+
+
 _answer_decoder = msgspec.json.Decoder(_Answer)
+_encoded_decoder = msgspec.json.Decoder(_Encoded)
 
 
 def counting(mark: str, block_size: int, max_model_len: int | None) -> str:
@@ -79,6 +93,41 @@ def body(model: str, prompt: str, *, salt: str = "") -> bytes:
 def parsed(model: str, prompt: str) -> Parsed:
     """Return the same completion as the proxy would have read it."""
     return parse(Route.COMPLETIONS, body(model, prompt))
+
+
+def picture(mark: str) -> dict[str, object]:
+    """Return a content part with a picture: a square in one colour, which is of the mark, so that
+    no engine has encoded the picture before.
+    """
+    rows = (b"\0" + blake2b(mark.encode(), digest_size=3).digest() * _SIDE) * _SIDE
+    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        png += struct.pack(">I", len(data)) + kind + data
+        png += struct.pack(">I", zlib.crc32(kind + data))
+    url = f"data:image/png;base64,{b64encode(png).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def to_encode(model: str, mark: str) -> bytes:
+    """Return what the proxy would send an encoder engine for a request with a picture. It names no
+    engine that uses the output.
+    """
+    part = picture(mark)
+    fields = {"model": model, "messages": [{"role": "user", "content": [part]}]}
+    request = parse(Route.CHAT, msgspec.json.encode(fields))
+    return encoders.body(request, request.prompts[0].media, None)
+
+
+def encoding(content: bytes) -> Encoding:
+    """Read an encoder engine's answer to a picture."""
+    outputs = encoders.outputs_in(content, 1)
+    try:
+        usage = _encoded_decoder.decode(content).usage
+    except UNREADABLE:
+        usage = Usage()
+    why_not = outputs if isinstance(outputs, str) else ""
+    return Encoding(why_not, usage.completion_tokens or 0)
 
 
 def salted(request: Parsed, salt: str) -> bytes:

@@ -92,6 +92,7 @@ def as_json(facts: CheckFacts, findings: Sequence[Finding], *, strict: bool) -> 
                 "lease_ended_after_s": engine.lease.ended if engine.lease else None,
                 "lease_watched_s": engine.lease.watched if engine.lease else None,
                 "kv_load_failure_policy": engine.policy.answer if engine.policy else None,
+                "encodes": not engine.encoding.why_not if engine.encoding else None,
             }
             for engine in facts.engines
         ],
@@ -183,6 +184,8 @@ def _known(engine: EngineFacts) -> str:
     parts = [f"vLLM {engine.version or '?'}", "+".join(sorted(engine.base_names)) or "no model"]
     parts += [f"{engine.max_model_len} tokens"] if engine.max_model_len else []
     parts += [f"blocks of {engine.block_size}"] if engine.block_size else []
+    if engine.encoding is not None:
+        parts.append("encodes no picture" if engine.encoding.why_not else "encodes pictures")
     if engine.side is not None:
         parts.append(f"side channel {engine.side.host}:{engine.side.port}")
     if engine.lease is not None:

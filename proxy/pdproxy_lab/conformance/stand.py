@@ -69,14 +69,16 @@ def settings_for(
 ) -> Settings:
     """Return an operator's settings for a proxy of this kind.
 
-    One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), no
-    breaker, no watch over engines that stand still: a failed check must not exclude an engine from
-    the next one. It listens on the loopback. With `notices` False it receives no notice.
+    One pair of engines with all encoder engines, no TLS, a key of its own (so the proxy sends the
+    engines' keys), no breaker, no watch over engines that stand still: a failed check must not
+    exclude an engine from the next one. It listens on the loopback. With `notices` False it
+    receives no notice.
     """
     # Each engine has one role here, and each prompt that can be split is.
     engines = (
         structs.replace(prefill, role="prefill", sources=(), serves_whole=False),
         structs.replace(decode, role="decode", sources=()),
+        *(engine for engine in settings.pool.nodes if engine.encodes),
     )
     kv_ready = (
         settings.kv_ready if notices else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)

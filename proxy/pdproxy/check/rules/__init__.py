@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable
 
 from pdproxy.check.facts import CheckFacts
 from pdproxy.check.findings import LEVELS, Finding
-from pdproxy.check.rules import compatible, connector, engine, flags, machine, transfer, turns
+from pdproxy.check.rules import (
+    compatible,
+    connector,
+    encoders,
+    engine,
+    flags,
+    machine,
+    transfer,
+    turns,
+)
 
 Rule = Callable[[CheckFacts], Iterable[Finding]]
 
@@ -20,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *compatible.RULES,
     *transfer.RULES,
     *turns.RULES,
+    *encoders.RULES,
     *flags.RULES,
     *machine.RULES,
 )

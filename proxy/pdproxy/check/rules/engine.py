@@ -145,7 +145,7 @@ def not_an_engine(facts: CheckFacts) -> Iterator[Finding]:
 
 def changed(facts: CheckFacts) -> Iterator[Finding]:
     """An engine that changed during the check."""
-    for engine in facts.by_role("prefill", "decode", "aggregated"):
+    for engine in facts.by_role("encode", "prefill", "decode", "aggregated"):
         if engine.restarted:
             yield Finding(
                 level="error",
@@ -160,7 +160,7 @@ def changed(facts: CheckFacts) -> Iterator[Finding]:
 
 def no_output(facts: CheckFacts) -> Iterator[Finding]:
     """An engine that is healthy and does not generate."""
-    for engine in facts.by_role("prefill", "decode", "aggregated"):
+    for engine in facts.by_role("encode", "prefill", "decode", "aggregated"):
         if engine.no_output:
             yield Finding(
                 level="error",
@@ -182,7 +182,7 @@ def no_output(facts: CheckFacts) -> Iterator[Finding]:
 
 def clock(facts: CheckFacts) -> Iterator[Finding]:
     """An engine whose clock is wrong."""
-    for engine in facts.by_role("prefill", "decode", "aggregated"):
+    for engine in facts.by_role("encode", "prefill", "decode", "aggregated"):
         if abs(engine.clock_skew) > MAX_SKEW:
             way = "ahead of" if engine.clock_skew > 0 else "behind"
             yield Finding(

@@ -4,8 +4,9 @@ form of request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from pdproxy.observe.events import ENCODED, LegFailed, MediaEncoded
 from pdproxy_lab.conformance import requests
 from pdproxy_lab.conformance.check import Check
 from pdproxy_lab.conformance.pair_under_test import PairUnderTest, SplitRequest
@@ -18,6 +19,7 @@ from pdproxy_lab.conformance.requests import (
     MESSAGE_STREAM,
     RESPONSE,
     RESPONSE_STREAM,
+    Request,
     Shape,
 )
 from pdproxy_lab.conformance.results import FailedError, NotJudgedError
@@ -26,12 +28,16 @@ _TRIES = 2
 """Other kernels may decide a near-tie between two tokens differently, but hardly twice in a row."""
 
 
-async def compare(pair: PairUnderTest, *shapes: Shape) -> str:
-    """Compare the answers to these forms of requests, one after the other."""
+async def compare(
+    pair: PairUnderTest, *shapes: Shape, also: Callable[[Request], Request] = lambda one: one
+) -> str:
+    """Compare the answers to these forms of requests, one after the other. `also` changes each
+    request.
+    """
     remarks: list[str] = []
     for shape in shapes:
         for tried in range(1, _TRIES + 1):
-            split = await pair.split(pair.request(shape))
+            split = await pair.split(also(pair.request(shape)))
             different, judged = await against_others(pair, split)
             if not different:
                 break
@@ -102,6 +108,29 @@ def _check(name: str, does: str, shapes: Sequence[Shape]) -> Check:
         run,
         whole,
     )
+
+
+async def picture(pair: PairUnderTest) -> str:
+    """Encoder engines encode the picture of a chat, and the answer is right."""
+    tap = pair.stand.tap
+    since = tap.mark()
+    same = await compare(pair, CHAT, CHAT_STREAM, also=requests.with_picture)
+    found = [event.result for event in tap.events(MediaEncoded, since)]
+    if not found or set(found) != {ENCODED[0][0]}:
+        errors = "; ".join(event.error for event in tap.events(LegFailed, since))
+        raise FailedError(
+            f"the answers are right, but encoder engines have not encoded all pictures: "
+            f"{', '.join(found) or 'none was asked'}{f' ({errors})' if errors else ''}"
+        )
+    return f"encoder engines have encoded {len(found)} pictures; {same}"
+
+
+def _why_no_picture(pair: PairUnderTest) -> str | None:
+    if not any(engine.encodes for engine in pair.settings.pool.nodes):
+        return "there is no encoder engine"
+    if not pair.contract.capabilities.media:
+        return f"with {pair.contract.name} one engine serves media whole"
+    return None
 
 
 async def ids(pair: PairUnderTest) -> str:
@@ -198,6 +227,13 @@ CHECKS = (
     _check("response_stream", "a streamed response", [RESPONSE_STREAM]),
     _check("message", "a message", [MESSAGE]),
     _check("message_stream", "a streamed message", [MESSAGE_STREAM]),
+    Check(
+        "picture",
+        "a chat with a picture, streamed and not, through the proxy and by one engine alone; what "
+        "the encoder engines did was read in the proxy",
+        picture,
+        _why_no_picture,
+    ),
     _check(
         "one_token",
         "a completion and a streamed chat with max_tokens 1",
