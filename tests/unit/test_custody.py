@@ -75,8 +75,8 @@ def test_handles_of_one_name_are_two() -> None:
 @pytest.mark.parametrize(("kv_host", "host"), [(None, "127.0.0.1"), ("10.0.0.9", "10.0.0.9")])
 def test_a_handle_names_the_host_that_the_settings_say(kv_host: str | None, host: str) -> None:
     kept = custodian(NIXL, **{LEG.prefill: SimpleNamespace(kv_host=kv_host)})
-    custody = kept.take(Handle(b'{"remote_host":"127.0.0.1"}', None, 16, "r1"), LEG)
-    assert json.loads(custody.spend(7).params)["remote_host"] == host
+    given = Handle(b'{"remote_host":"127.0.0.1"}', None, 16, "r1")
+    assert json.loads(kept.placed(given, LEG.prefill).params)["remote_host"] == host
 
 
 def test_notices_end_handles_of_engines_with_the_notifier() -> None:
