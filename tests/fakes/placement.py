@@ -14,7 +14,7 @@ import pytest
 from pdproxy.scheduling import placements
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import LedgerEngine
-from pdproxy.scheduling.placement import Candidates, Placed, Placement, pairs_of
+from pdproxy.scheduling.placement import Candidates, Placed, Placement
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.pools import PoolPolicy
@@ -40,7 +40,7 @@ def split(prefill: int = 0, decode: int = 0, reason: str = "test", **values: flo
         if not among.prefill or not among.decode:
             return whole(reason="only")(ask, among)
         first = among.prefill[prefill % len(among.prefill)]
-        decodes = [other for _, other in pairs_of(among, [first], among.decode)]
+        decodes = [other for other in among.decode if among.compatible(first, other)]
         return Placed((first, decodes[decode % len(decodes)]), reason, values or None)
 
     return choose

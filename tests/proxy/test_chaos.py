@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import LoopBeat, RequestEnded
-from pdproxy.scheduling.placement import Candidates, Placed, pairs_of
+from pdproxy.scheduling.placement import Candidates, Placed
 from pdproxy.scheduling.policy import Ask
 from tests.fakes.client import Answer, exchange, request
 from tests.fakes.placement import Choice, install, placed_world, scripted
@@ -190,7 +190,7 @@ def by_chance(chance: random.Random) -> Choice:
     """Decide at random whether a prompt is split, and on which engines."""
 
     def choose(ask: Ask, among: Candidates) -> Placed:
-        pairs = pairs_of(among, among.prefill, among.decode)
+        pairs = [(p, d) for p in among.prefill for d in among.decode if among.compatible(p, d)]
         if pairs and chance.random() < 0.7:
             return Placed(chance.choice(pairs), "chance")
         return Placed((chance.choice(among.whole),), "chance")

@@ -366,6 +366,21 @@ async def _asked(pair: Pair) -> list[Any]:
     return list(pair.p.requests)
 
 
+async def test_kv_is_released_behind_its_notice_though_the_client_has_left() -> None:
+    """Whoever read it before would get memory that the prefill engine still writes to."""
+    async with pool("lmcache-pd") as pair:
+        pair.p.faults.add("late_notice:delay=0.5,rate=1")
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion()))
+        custodians = [one.custodian for one in pair.world.workers]
+        await until(lambda: any(one._live for one in custodians))
+        client.close()
+        await until(lambda: pair.world.events(HandleEnded))
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["released"]
+        assert [event.result for event in pair.world.events(KvNoticed)] == ["awaited"]
+        assert left_over(pair) == 0
+
+
 async def test_a_client_that_leaves_its_prefill_leaves_no_wait_for_notices() -> None:
     """Where nothing is held for anybody, the leg is closed, and its wait with it."""
     async with pool("lmcache-mp") as pair:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import StreamContinued
+from pdproxy.scheduling.ledger_engine import EngineSpec, Role
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
@@ -289,12 +290,16 @@ async def test_ids_that_the_client_asks_for(path: str) -> None:
 
 
 async def test_a_chat_may_fill_the_context() -> None:
-    """Without a limit it has as many tokens as an engine's context leaves: also behind a cut."""
+    """Without a limit it has as many tokens as an engine's context leaves: also behind a cut, and
+    beside an engine that was not probed yet.
+    """
     async with world(
         decode=2, limits=UNBROKEN, facts={"max_model_len": 100, "num_gpu_blocks": 100}
     ) as w:
+        for one in w.workers:
+            one.ledger.add(EngineSpec("http://127.0.0.1:1", Role.DECODE))
         body = chat(stream=True, stream_options=USAGE)
-        del body["max_tokens"]
+        del body["max_tokens"], body["model"]
         expected = await asked(w, CHAT, body)
         assert expected[2][0]["total_tokens"] == 100
         for events in (1, 20):

@@ -276,6 +276,7 @@ async def test_a_refusal_by_the_handler_has_given_the_handle_back(stream: bool) 
     [
         (400, answers.SCHEMA_400),
         (404, answers.MODEL_404),
+        (404, answers.error("No such deployment", "NotFoundError", 404, "model")),
         (401, b'{"error":"Unauthorized"}'),
         (400, b'{"detail":"There was an error parsing the body"}'),
     ],
@@ -283,8 +284,8 @@ async def test_a_refusal_by_the_handler_has_given_the_handle_back(stream: bool) 
 async def test_a_refusal_from_before_the_handler_gives_nothing_back(
     status: int, body: bytes
 ) -> None:
-    """A schema error, an unknown model or a wrong key passes through, and the handle is given back
-    by the proxy.
+    """A schema error, an unknown model, in whose words ever, or a wrong key passes through, and the
+    handle is given back by the proxy.
     """
     async with world() as w:
         w.decode[0].script(scripts.whole(body, status))

@@ -201,6 +201,27 @@ async def test_a_bad_request_is_no_engines_fault() -> None:
         assert not faults(w)
 
 
+async def test_a_prefill_engine_works_whose_kv_another_engine_loads_later() -> None:
+    """The failure counts from the time at which it was, and not from the answer on."""
+    async with pool() as (w, clock):
+        asked: list[FakeEngine] = []
+
+        async def script(reply: Reply) -> None:
+            asked.append(reply.engine)
+            if len(asked) == 1:
+                await reply.whole(INTERNAL, 500)
+            else:
+                await clock.advance(1)
+                await reply.serve()
+
+        for engine in w.decode:
+            engine.default = script
+        assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        bad, _ = asked
+        (used,) = [engine for engine in w.prefill if engine.requests]
+        assert w.proxy.ledger.left_out(used.url, bad.url, []) == used.url, "to try the other one"
+
+
 async def test_a_decode_engine_that_fails_in_its_streams_opens_its_breaker() -> None:
     """Behind its first data it has the KV: an error is its own."""
     async with pool(1, 2, limits={"continuations": 0}) as (w, clock):

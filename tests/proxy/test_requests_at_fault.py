@@ -222,6 +222,16 @@ async def test_a_client_that_leaves_before_the_second_answer_shows_nothing() -> 
         untouched(w)
 
 
+async def test_an_end_for_another_reason_shows_nothing() -> None:
+    """The other engine is full: it has not tried the request."""
+    full = scripts.whole(answers.INTERNAL_500, 503)
+    async with world(prefill=0, decode=3, leaves=True) as w:
+        for _ in range(FAILURES):
+            one_after_the_other(w, fails, full, full)
+            assert (await w.ask(COMPLETIONS, completion())).status == 503
+        untouched(w)
+
+
 MADE = 50_000
 LARGE = json.dumps(
     {

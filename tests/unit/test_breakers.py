@@ -299,8 +299,11 @@ def test_a_stalled_engine_gets_nothing_until_it_is_let_in() -> None:
     assert made.assign_alone(Ask("m", 1, 30)) is None
     assert "d1 it stands still" in (made.not_ready() or "")
     assert any("d1: it stands still" in line for line in made.shortcomings(30))
+    changes: list[None] = []
+    made.when_changed(lambda: changes.append(None))
     assert made.let_in("d1", 31) is True
     assert made.let_in("d1", 31) is False
+    assert len(changes) == 1, "requests that wait for an engine go on"
     assert made.not_ready() is None
     made.mark_up("d2", evidence())
     (trial,) = decodes(made, 8, 31)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,11 +32,11 @@ from tests.sim.raw import turns
 LEG = PrefillRecord("http://p", None, (), lambda _: "nothing")
 
 
-def custodian(contract: Contract) -> Custodian:
-    """A custodian without engines."""
+def custodian(contract: Contract, **engines: Any) -> Custodian:
+    """A custodian whose ledger has no engines."""
     ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
     return Custodian(
-        contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS
+        contract, ledger, engines, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS
     )
 
 
@@ -67,6 +70,13 @@ def test_handles_of_one_name_are_two() -> None:
     first.end(End.LOST)
     assert kept.snapshot()["held"][0] == 1
     assert (first.how, second.how) == (End.LOADED, None)
+
+
+@pytest.mark.parametrize(("kv_host", "host"), [(None, "127.0.0.1"), ("10.0.0.9", "10.0.0.9")])
+def test_a_handle_names_the_host_that_the_settings_say(kv_host: str | None, host: str) -> None:
+    kept = custodian(NIXL, **{LEG.prefill: SimpleNamespace(kv_host=kv_host)})
+    given = Handle(b'{"remote_host":"127.0.0.1"}', None, 16, "r1")
+    assert json.loads(kept.placed(given, LEG.prefill).params)["remote_host"] == host
 
 
 def test_notices_end_handles_of_engines_with_the_notifier() -> None:

@@ -314,6 +314,34 @@ def test_an_unprobed_engine_that_is_removed_is_not_waited_for() -> None:
     assert "starting" in (empty.not_ready() or "")
 
 
+@pytest.mark.parametrize(("gone", "why"), [(None, None), ("p1", ": p1 gone"), ("d1", ": d1 gone")])
+def test_where_no_decode_engine_serves_alone_a_pool_needs_both(
+    gone: str | None, why: str | None
+) -> None:
+    specs = [SPECS[0], SPECS[2]]
+    options = LedgerOptions(breaker_failures=3, breaker_cooldown=5, alone=(Role.AGGREGATED,))
+    made = Ledger(specs, options)
+    for spec in specs:
+        made.mark_up(spec.url, evidence())
+    if gone is not None:
+        made.mark_down(gone, "gone", 0.0)
+    found = made.not_ready()
+    assert found is None if why is None else (found or "").endswith(f"a decode engine{why}")
+
+
+@pytest.mark.parametrize("url", ["p1", "d1"])
+def test_an_engine_that_has_changed_is_paired_again(url: str) -> None:
+    """With those that counted other lengths of prompts before."""
+    specs = [SPECS[0], SPECS[2]]
+    made = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=5))
+    for spec in specs:
+        made.mark_up(spec.url, evidence())
+    made.eject("p1", "d1")
+    assert made.assign(SPLIT, Ask("m", 1, 0.0)) is None
+    made.mark_up(url, evidence(started=2.0))
+    assert made.assign(SPLIT, Ask("m", 1, 0.0)) is not None
+
+
 SOURCES = [
     EngineSpec("p1", Role.PREFILL),
     EngineSpec("p2", Role.PREFILL),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import pdproxy
 from pdproxy.serving.dispatch.orders import ORDERS
 from pdproxy.transfer.contract import ORDER_NAMES
 from pdproxy.transfer.nixl_push import CONTRACT as PUSH
@@ -61,7 +62,7 @@ def run(
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(entry_points)
-    paths = os.pathsep.join([str(where), str(ROOT / "proxy")])
+    paths = os.pathsep.join([str(where), str(Path(pdproxy.__file__).parents[1])])
     return subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": paths},

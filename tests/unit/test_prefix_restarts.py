@@ -227,4 +227,5 @@ def test_a_part_has_a_bound() -> None:
     ]
     assert known.part("a1", KEPT_PARTS) == worker_knowledge.KeysPart()
     assert known.part("nowhere", 0) == worker_knowledge.KeysPart()
-    assert known.sent_to() == ["a1"]
+    known.routed(beginning([1]), "a2", 1.0)
+    assert known.sent_to() == ["a1", "a2"]

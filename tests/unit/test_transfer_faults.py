@@ -288,6 +288,14 @@ def test_an_engine_that_is_removed_or_starts_again_is_forgotten(restarts: bool) 
     assert not pool.ledger.transfers.faults
 
 
+def test_while_nothing_shows_whose_fault_it_is_the_decode_engine_is_left_out() -> None:
+    """The prefill engine has the prompt in its cache."""
+    pool = Pool(2, 2)
+    for now in range(3):
+        assert pool.ledger.left_out("p1", "d1", [("p1", "d1")]) == "d1"
+        pool.ledger.transfer_failed("p1", "d1", float(now))
+
+
 def test_only_what_fails_has_rows() -> None:
     """400 engines make 40,000 pairs: those that fail are bounded, and the others are not known."""
     pool = Pool(200, 200)

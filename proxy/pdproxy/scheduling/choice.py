@@ -61,7 +61,7 @@ class Choice:
         for excluded in (*levels, ()):
             candidates = self._candidates(ask, split, excluded, cached and not excluded)
             if candidates.whole or any(
-                prefill is not decode and self._may_pair(prefill, decode)
+                self._may_pair(prefill, decode)
                 for prefill in candidates.prefill
                 for decode in candidates.decode
             ):

@@ -114,11 +114,3 @@ class Placement(ABC):
     def state(self) -> PlacementState | None:
         """Return its numbers for operators, None if it has none."""
         return None
-
-
-def pairs_of(
-    candidates: Candidates, prefills: Sequence[LedgerEngine], decodes: Sequence[LedgerEngine]
-) -> list[tuple[LedgerEngine, LedgerEngine]]:
-    """Return the pairs of these engines that may share the work."""
-    compatible = candidates.compatible
-    return [(p, d) for p in prefills for d in decodes if p is not d and compatible(p, d)]

@@ -233,7 +233,7 @@ class WorkerBreakers(Breakers):
             if row[_NUMBER] == engine.trial_number:
                 trials += row[_TRIALS]
         engine.failures = max(0, own.all - forgiven)
-        engine.trials = trials if engine.trial_places else 0
+        engine.trials = trials
 
     def _adopt(self, engine: LedgerEngine, own: _Own, row: tuple[int, ...]) -> None:
         """Have a breaker be as another worker has made it."""

@@ -262,7 +262,7 @@ _WHOLE: dict[str, Schema] = {
 
 
 def _streams(entry: RouteEntry) -> bool:
-    return entry.kind is RouteKind.SPLIT or entry.generates
+    return entry.kind is RouteKind.SPLIT or entry.form
 
 
 def request_of(entry: RouteEntry) -> dict[str, Any]:

@@ -64,11 +64,6 @@ class RouteEntry:
         return self.kind is not RouteKind.OWN or self.path == MODELS
 
     @property
-    def generates(self) -> bool:
-        """Whether an answer is as long as the model makes it."""
-        return self.slow and (self.form or self.dialect is not Dialect.OPENAI)
-
-    @property
     def computes(self) -> bool:
         """Whether an engine computes prompts for it, with what its prefix cache has of them."""
         return self.slow and self.has_body

@@ -95,7 +95,7 @@ class FewFirst(PlacesInOrder):
 
         `permit`: gets the place, if the request has one. `waits` False: it does not wait.
         """
-        if not self.running and not self.waiting:
+        if not self.running:  # then nobody waits
             self.again()  # these are of another loss
         if not self.take() and not (waits and await self.wait(seconds)):
             return None

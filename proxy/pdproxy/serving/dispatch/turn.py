@@ -104,7 +104,8 @@ class TurnBefore:
         if reuse is not None:
             self._turns.used(reuse)
         else:
-            tokens = handle.created_cache_tokens or handle.prompt_tokens
+            created = handle.created_cache_tokens
+            tokens = handle.prompt_tokens if created is None else created
             self._turns.speeds.measured(self._run, tokens, self._now() - self._since)
 
     def hung(self) -> str | None:

@@ -290,7 +290,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             check_content_type(incoming.content_type, incoming.body)
             body = await bodies.passed(entry.dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
-        demand = passed_demand(body.size, body.limit, body.pairs, generates=entry.generates)
+        demand = passed_demand(body.size, body.limit, body.pairs, generates=entry.form)
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
@@ -722,6 +722,6 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             (meter.report if stream.reported else meter.see)(prompt, stream.tokens)
         entry = self._incoming.entry
         # an invocation may also be for a pooling model
-        if entry.generates or (entry.kind is RouteKind.SPLIT and meter.completion):
+        if entry.form or (entry.kind is RouteKind.SPLIT and meter.completion):
             times = LegTimes(decode=self._url, why_alone=why_alone or Alone.UNUSUAL.value)
             self._service.resources.shares.add(meter.prompt, times)
