@@ -201,7 +201,7 @@ PASSED = {
 
 @pytest.mark.parametrize("path", PASSED)
 async def test_a_stream_of_a_passed_route_ends_in_its_own_shape(keys: Path, path: str) -> None:
-    """The event `error` of the route's API; the engine's leg is closed."""
+    """The event `error` of the route's API; the engine's leg is closed. Another key's goes on."""
     name, value = PASSED[path]
     seen: list[Reply] = []
 
@@ -211,9 +211,11 @@ async def test_a_stream_of_a_passed_route_ends_in_its_own_shape(keys: Path, path
         await reply.piece(BEGINS[path])
         await reply.stall()
 
-    async with world(auth={"api_keys_file": str(keys)}) as w:
+    async with world(1, 1, auth={"api_keys_file": str(keys)}) as w:
         w.decode[0].admin[path] = begins
-        client = await streams(w, "one", path, {"model": "tiny", "stream": True})
+        client, other = [
+            await streams(w, key, path, {"model": "tiny", "stream": True}) for key in ("one", "two")
+        ]
         take_away(w, keys)
         event = await ends_with(client)
         assert event.startswith(b"event: error\ndata: ")
@@ -221,6 +223,8 @@ async def test_a_stream_of_a_passed_route_ends_in_its_own_shape(keys: Path, path
         assert found.get("error", found)[name] == value
         await asyncio.wait_for(seen[0].request.left.wait(), LONG)
         await w.ended()
+        assert w.inflight == 1
+        other.close()
 
 
 async def test_a_whole_answer_of_a_passed_route_is_not_given(keys: Path) -> None:
