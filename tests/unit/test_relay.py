@@ -21,6 +21,7 @@ from pdproxy.serving.stream.phase import STREAM_STARTED
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.connection import EngineConnection, ForwardRead
 from pdproxy.wire import sse
+from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.chunks import chunk, whole_chunks
 from tests.fakes import answers
 
@@ -326,6 +327,13 @@ async def test_gaps_are_counted_an_event(wants_done: bool) -> None:
     await run([TEXT[0], TEXT[1] + TEXT[2], TEXT[3], answers.DONE], relay)
     assert relay.fast_path.events == 4, "the end mark is no data"
     assert sum(relay.fast_path.buckets) == 3
+
+
+@pytest.mark.parametrize("named", [None, Dialect.RESPONSES])
+async def test_crumbs_are_no_answer(named: Dialect | None) -> None:
+    """They are not looked at one by one."""
+    with pytest.raises(EngineError, match="lines that are almost empty"):
+        await run([b": ping\n\n" * 2000], Relay(wants_usage=False, named=named))
 
 
 async def test_a_stream_may_fail_while_its_request_is_cancelled() -> None:
