@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from pdproxy.app.drain import longest_drain
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import KvGoneError
 from pdproxy.kit.shared_records import SharedRecords
@@ -67,6 +68,15 @@ def test_handles_of_one_name_are_two() -> None:
     first.end(End.LOST)
     assert kept.snapshot()["held"][0] == 1
     assert (first.how, second.how) == (End.LOADED, None)
+
+
+@pytest.mark.parametrize("contract", [NIXL, PUSH, lmcache_pd()], ids=lambda one: one.name)
+def test_the_end_of_the_process_waits_for_a_prefill_and_a_release(contract: Contract) -> None:
+    """And for no longer than the parent of workers waits for theirs."""
+    times = Deadlines()
+    prefill = times.prefill if contract is PUSH else times.abandoned_prefill
+    waits = custodian(contract).drain_timeout
+    assert prefill + times.release <= waits <= longest_drain(times)
 
 
 def test_notices_end_handles_of_engines_with_the_notifier() -> None:
