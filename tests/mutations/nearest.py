@@ -129,7 +129,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "wire/client_routes": ("proxy/test_invocations.py",),
     "wire/api_errors": ("proxy/test_audio.py", "proxy/test_other_routes_fail.py"),
-    "wire/passed_usage": ("proxy/test_usage.py",),
     "wire/": ("proxy/test_requests.py", "proxy/test_split_or_alone.py"),
 }
 """Tests of a part of the package, most of them with simulated engines: the first beginning that
