@@ -125,6 +125,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "wire/routes/": (
         "proxy/test_named_routes.py",
         "proxy/test_split_or_alone.py",
+        "proxy/test_media.py",
         "clients/test_bodies.py",
     ),
     "wire/client_routes": ("proxy/test_invocations.py",),
