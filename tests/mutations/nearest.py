@@ -28,6 +28,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_other_routes_fail.py",
     ),
     "web/guard": ("fuzz/test_ingress.py", "proxy/test_http.py", "proxy/test_other_routes_fail.py"),
+    "web/operat": ("proxy/test_operator_routes.py", "proxy/test_operation.py"),
+    "web/body_budget": ("proxy/test_shares.py",),
     "web/client_certificates": ("proxy/test_revoked_certificates.py",),
     "web/": (
         "fuzz/test_ingress.py",
