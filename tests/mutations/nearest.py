@@ -22,7 +22,24 @@ LEFT_OUT = (
 """What is no data path: operators' routes, and what learns for the placement `auto`."""
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "web/": ("fuzz/test_ingress.py", "proxy/test_http_manners.py", "proxy/test_http.py"),
+    "web/passthrough": (
+        "proxy/test_revoked_keys.py",
+        "proxy/test_audio.py",
+        "proxy/test_other_routes_fail.py",
+    ),
+    "web/guard": ("fuzz/test_ingress.py", "proxy/test_http.py", "proxy/test_other_routes_fail.py"),
+    "web/operat": ("proxy/test_operator_routes.py", "proxy/test_operation.py"),
+    "web/body_budget": ("proxy/test_shares.py",),
+    "web/client_certificates": ("proxy/test_revoked_certificates.py",),
+    "web/": (
+        "fuzz/test_ingress.py",
+        "proxy/test_http_manners.py",
+        "proxy/test_http.py",
+        "proxy/test_wrong_keys.py",
+        "proxy/test_unwanted_bodies.py",
+        "proxy/test_slow_readers.py",
+        "proxy/test_hostile_clients.py",
+    ),
     "upstream/": (
         "fuzz/test_answers.py",
         "proxy/test_hostile_engines.py",
@@ -32,6 +49,23 @@ PARTS: dict[str, tuple[str, ...]] = {
     "serving/request/passthrough": (
         "proxy/test_other_routes.py",
         "proxy/test_other_routes_fail.py",
+        "proxy/test_key_rights.py",
+        "proxy/test_audio.py",
+        "proxy/test_lost_engines.py",
+    ),
+    "serving/request/service": (
+        "proxy/test_key_rights.py",
+        "proxy/test_lists.py",
+        "proxy/test_flagged_routes.py",
+        "proxy/test_requests.py",
+        "proxy/test_batches.py",
+    ),
+    "serving/request/lifecycle": ("proxy/test_monitoring.py", "proxy/test_requests.py"),
+    "serving/request/body_reader": ("proxy/test_audio.py", "proxy/test_requests.py"),
+    "serving/request/admission": (
+        "unit/test_admission_overload.py",
+        "proxy/test_admission_and_drain.py",
+        "proxy/test_overload_virtual.py",
     ),
     "serving/request/meter": ("proxy/test_requests_at_fault.py", "proxy/test_quotas.py"),
     "serving/request/": (
@@ -106,6 +140,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_notifier.py",
         "proxy/test_both_legs_lost.py",
     ),
+    "serving/stream/event_filter": ("proxy/test_nothing_inside.py", "fuzz/test_streams.py"),
     "serving/stream/named": ("proxy/test_named_routes.py",),
     "serving/stream/": (
         "fuzz/test_streams.py",
@@ -130,12 +165,16 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_placement.py",
         "proxy/test_outliers.py",
     ),
+    "transfer/detect": ("proxy/test_auto.py",),
     "transfer/": ("proxy/test_connectors.py", "proxy/test_split_or_alone.py"),
     "wire/routes/": (
         "proxy/test_named_routes.py",
         "proxy/test_split_or_alone.py",
+        "proxy/test_media.py",
         "clients/test_bodies.py",
     ),
+    "wire/client_routes": ("proxy/test_invocations.py",),
+    "wire/api_errors": ("proxy/test_audio.py", "proxy/test_other_routes_fail.py"),
     "wire/": ("proxy/test_requests.py", "proxy/test_split_or_alone.py"),
 }
 """Tests of a part of the package, most of them with simulated engines: the first beginning that

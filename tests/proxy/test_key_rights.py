@@ -121,13 +121,22 @@ def _with_pools(settings: Settings) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(COMPLETIONS, completion()), (EMBED, {"model": "tiny", "input": "x"})]
+    ("method", "path", "body"),
+    [
+        ("POST", COMPLETIONS, completion()),
+        ("POST", EMBED, {"model": "tiny", "input": "x"}),
+        ("GET", "/tokenizer_info", b""),
+    ],
 )
-async def test_a_pool_that_a_key_does_not_name(tmp_path: Path, path: str, body: Any) -> None:
-    """The only one that has the model."""
+async def test_a_pool_that_a_key_does_not_name(
+    tmp_path: Path, method: str, path: str, body: Any
+) -> None:
+    """The only one that has the model, and the one that serves what names none."""
     async with world(auth=auth(tmp_path, "pools=other"), adjust=_with_pools) as w:
-        answer = await ask(w, path, body)
+        seen = everyone(w, path, fine)
+        answer = await ask(w, path, body, method=method)
         assert (answer.status, answer.json["error"]["param"]) == (403, "model")
+        assert not seen
         assert not asked(w)
 
 

@@ -432,16 +432,18 @@ async def test_an_engine_that_dies_by_itself_is_nobodys_fault() -> None:
         assert {event.several for event in w.events(EngineLost)} == {True}
 
 
-async def test_who_lost_two_engines_by_chance_is_served_the_next_time() -> None:
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_who_lost_two_engines_by_chance_is_served_the_next_time(path: str) -> None:
     """It gets an error, comes again, gets an engine, and is cleared by its answer."""
+    body = killer() if path == COMPLETIONS else responses(input=MARK)
     async with world(0, 0, aggregated=5, limits=UNBROKEN, leaves=True) as w:
         engines = armed(sims(w.aggregated))
-        for body in (killer(), killer(stream=True)):
-            assert refused(await ask(w, killer()))
+        for again in (body, {**body, "stream": True}):
+            assert refused(await ask(w, body, path))
             for engine in engines:
                 engine.faults.clear()
             assert w.metric("pdproxy_suspected", what="one_engine") == 1
-            assert (await ask(w, body)).status == 200
+            assert (await ask(w, again, path)).status == 200
             assert w.metric("pdproxy_suspected", what="one_engine") == 0
             for engine in engines:
                 if engine.life == "down":

@@ -241,7 +241,7 @@ async def test_notices_for_a_proxy_that_is_gone() -> None:
             )
         )
         assert endings(pair) == ["loaded"] * 5
-        assert pair.world.proxy.transfer.ready.kept == 100
+        assert pair.world.metric("pdproxy_kv_notices_kept") == 100
 
 
 async def test_a_strangers_word_ends_no_handle() -> None:

@@ -224,6 +224,18 @@ async def test_another_content_type_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "words"),
+    [("application/x+json", "JSON decode error"), ("text/x+json", "Unsupported Media Type")],
+)
+async def test_json_of_another_type_is_read_before_it_is_refused(kind: str, words: str) -> None:
+    """As vLLM does: what is wrong with the body is said first."""
+    async with world() as w:
+        answer = await w.ask(COMPLETIONS, b"{", [("content-type", kind)])
+        assert answer.status == 400
+        assert words in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
     "kind", ["application/json; charset=utf-8", "Application/JSON", "application/json;"]
 )
 async def test_content_types_that_are_json(kind: str) -> None:

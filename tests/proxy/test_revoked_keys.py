@@ -19,10 +19,10 @@ from tests.fakes import scripts
 from tests.fakes.admin import BASE, admin
 from tests.fakes.client import Client, bearer, request
 from tests.fakes.engine import Reply, prefill
-from tests.fakes.passed import MESSAGES, RESPONSES, fine
+from tests.fakes.passed import MESSAGES, RESPONSES, everyone, fine
 from tests.fakes.world import COMPLETIONS, LONG, PROMPT, World, chat, completion, until, world
 
-BATCH = "/v1/chat/completions/batch"
+BATCH, EMBED = "/v1/chat/completions/batch", "/v1/embeddings"
 STREAM = completion(stream=True)
 
 
@@ -130,7 +130,7 @@ async def test_a_request_that_waits_for_a_place_is_refused(keys: Path) -> None:
         assert len(w.prefill[0].requests) == 1
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES, EMBED])
 async def test_a_request_whose_body_is_not_complete_is_refused(keys: Path, path: str) -> None:
     """Nothing more of the body is waited for."""
     async with world(auth={"api_keys_file": str(keys)}) as w:
@@ -161,14 +161,14 @@ async def test_requests_behind_another_one_are_refused_too(keys: Path) -> None:
         assert len(w.prefill[0].requests) == 1
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES, EMBED])
 async def test_requests_behind_another_one_whose_key_has_ended(keys: Path, path: str) -> None:
     """They were read before the key's end, and their turn comes after it: none is served."""
     keys.write_text("a:one until=2999-01-01T00:00:00Z\n")
     async with world(auth={"api_keys_file": str(keys)}) as w:
         go = asyncio.Event()
         w.decode[0].script(scripts.after_word(go, scripts.one_more_word))
-        w.decode[0].admin[RESPONSES] = fine
+        w.decode[0].admin |= {RESPONSES: fine, EMBED: fine}
         client = await w.client()
         behind = request("POST", path, completion(), bearer("one")) * 3
         client.send(request("POST", COMPLETIONS, STREAM, bearer("one")) + behind)
@@ -223,23 +223,23 @@ async def test_a_stream_of_a_passed_route_ends_in_its_own_shape(keys: Path, path
         await w.ended()
 
 
-async def test_a_whole_answer_of_a_passed_route_is_not_given(keys: Path) -> None:
-    """401 at once; the engine's leg is closed."""
-    seen: list[Reply] = []
-
-    async def stalls(reply: Reply) -> None:
-        seen.append(reply)
-        await reply.stall()
-
-    async with world(auth={"api_keys_file": str(keys)}) as w:
-        w.decode[0].admin[RESPONSES] = stalls
-        client = await w.client()
-        client.post(RESPONSES, {"model": "tiny"}, bearer("one"))
+@pytest.mark.parametrize("path", [RESPONSES, EMBED])
+async def test_a_whole_answer_of_a_passed_route_is_not_given(keys: Path, path: str) -> None:
+    """401 at once; the engine's leg is closed. Another key's answer is given."""
+    go = asyncio.Event()
+    async with world(1, 1, auth={"api_keys_file": str(keys)}) as w:
+        seen = everyone(w, path, scripts.gate(go, fine))
+        client, other = await w.client(), await w.client()
+        client.post(path, {"model": "tiny"}, bearer("one"))
         await until(lambda: seen)
+        other.post(path, {"model": "tiny"}, bearer("two"))
+        await until(lambda: len(seen) == 2)
         take_away(w, keys)
         answer = await client.answer()
         assert (answer.status, code(answer.body)) == (401, "key_revoked")
-        await asyncio.wait_for(seen[0].request.left.wait(), LONG)
+        await asyncio.wait_for(seen[0].left.wait(), LONG)
+        go.set()
+        assert (await other.answer()).status == 200
 
 
 async def test_other_changes_of_the_file_end_nothing(keys: Path) -> None:

@@ -286,6 +286,22 @@ async def test_a_body_that_goes_on_is_not_the_one_that_gives_way() -> None:
         assert (await first.answer()).status == 400
 
 
+async def test_bodies_that_engines_work_on_give_way_to_nobody() -> None:
+    """Whoever comes is refused, although another client holds more than its share."""
+    async with world(auth=KEYS, limits={"max_buffered_bytes": 8000, "max_body_bytes": 4000}) as w:
+        go = asyncio.Event()
+        w.prefill[0].script(*[scripts.gate(go, prefill)] * 2)
+        clients = [await w.client() for _ in range(2)]
+        for client in clients:
+            client.post(COMPLETIONS, completion(user="x" * 3000), GREEDY)
+        await w.prefill[0].asked(2)
+        refused = await w.ask(COMPLETIONS, completion(user="x" * 2000), OTHER)
+        assert (refused.status, refused.header("retry-after")) == (503, "1")
+        assert w.metric("pdproxy_evicted_total") == 0
+        go.set()
+        assert [(await client.answer()).status for client in clients] == [200, 200]
+
+
 async def test_a_client_with_its_share_gets_no_more_of_others() -> None:
     """A client that would hold more than its share is refused, and nobody loses anything."""
     async with world(auth=KEYS, limits={"max_buffered_bytes": 8000, "max_body_bytes": 4000}) as w:

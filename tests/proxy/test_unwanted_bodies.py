@@ -140,6 +140,17 @@ async def test_a_half_sent_body_is_counted(path: str) -> None:
         await until(lambda: not w.body_bytes)
 
 
+async def test_who_goes_on_sending_can_read_the_answer() -> None:
+    """A connection that closes with unread bytes is reset: that may take the answer away."""
+    async with world(auth={"api_keys": (KEY,)}) as w:
+        client = await w.client()
+        client.send(request("POST", "/v1/embeddings", b"x" * 2**21)[: 2**20])
+        answer = await client.answer()
+        assert (answer.status, answer.header("connection")) == (401, "close")
+        await client.writer.drain()
+        assert await client.reader.read() == b""
+
+
 async def test_a_small_body_that_nobody_wants_costs_no_connection() -> None:
     """It is complete before the answer: the connection stays."""
     async with world(auth={"api_keys": (KEY,)}) as w:

@@ -24,6 +24,7 @@ from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import parse
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Alone
+from tests.fakes.clock import ManualClock
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 from tests.unit.test_transfer_nixl import recorded
@@ -363,6 +364,24 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
             await admission.enter(one)
 
     asyncio.run(run())
+
+
+async def test_the_wait_that_a_refusal_names_grows_while_no_request_ends() -> None:
+    """Engines may be slower than they were: what a request took says nothing of them any more."""
+    clock = ManualClock()
+    admission, one = admitting(places=1, queue=1, clock=clock), Client("one")
+    (await admission.enter(one)).leave(seconds=1.0, prompt=100, completion=10)
+    place = await admission.enter(one)
+    waiting = asyncio.ensure_future(admission.enter(one))
+    told: list[float] = []
+    for _ in range(2):
+        await clock.advance(20)
+        with pytest.raises(OverloadedError) as caught:
+            await admission.enter(one)
+        told.append(caught.value.retry_after or 0.0)
+    assert told[1] > 2 * told[0] > 0
+    place.leave()
+    (await waiting).leave()
 
 
 async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None:

@@ -317,6 +317,19 @@ async def test_what_forwards_reads_is_forgotten_with_its_answer() -> None:
     assert after.body == b"cd"
 
 
+async def test_a_read_that_begins_within_a_size_is_not_taken_for_chunks() -> None:
+    """Although the rest of the size, and the begin of what its chunk holds, look like one."""
+    heard = Heard()
+    connection = EngineConnection("engine", lambda _: None, lambda _: None)
+    connection.connection_made(Transport())
+    connection.send(b"", heard).offer_reads(lambda _: 0)
+    inside = b"a" * 0xE + b"\r\n" + b"b" * 0xE
+    size = b"%x\r\n" % len(inside)
+    for read in (CHUNKED + b"1\r\na\r\n", size[:1], size[1:] + inside + b"\r\n", LAST):
+        connection.data_received(read)
+    assert (heard.ending, heard.body) == ("whole", b"a" + inside)
+
+
 async def test_a_long_body_is_not_counted_with_what_is_no_body() -> None:
     """Behind it, a read may hold a part of a chunk's frame alone."""
     transport, heard = Transport(), Heard()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pdproxy.app.drain import longest_drain
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import KvGoneError
 from pdproxy.kit.shared_records import SharedRecords
@@ -77,6 +78,15 @@ def test_a_handle_names_the_host_that_the_settings_say(kv_host: str | None, host
     kept = custodian(NIXL, **{LEG.prefill: SimpleNamespace(kv_host=kv_host)})
     given = Handle(b'{"remote_host":"127.0.0.1"}', None, 16, "r1")
     assert json.loads(kept.placed(given, LEG.prefill).params)["remote_host"] == host
+
+
+@pytest.mark.parametrize("contract", [NIXL, PUSH, lmcache_pd()], ids=lambda one: one.name)
+def test_the_end_of_the_process_waits_for_a_prefill_and_a_release(contract: Contract) -> None:
+    """And for no longer than the parent of workers waits for theirs."""
+    times = Deadlines()
+    prefill = times.prefill if contract is PUSH else times.abandoned_prefill
+    waits = custodian(contract).drain_timeout
+    assert prefill + times.release <= waits <= longest_drain(times)
 
 
 def test_notices_end_handles_of_engines_with_the_notifier() -> None:

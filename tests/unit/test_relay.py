@@ -21,6 +21,7 @@ from pdproxy.serving.stream.phase import STREAM_STARTED
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.connection import EngineConnection, ForwardRead
 from pdproxy.wire import sse
+from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.chunks import chunk, whole_chunks
 from tests.fakes import answers
 
@@ -319,12 +320,31 @@ async def test_an_event_has_one_list_of_ids_at_most() -> None:
         await run([TEXT[0], b'data: {"id":"c","choices":[%b]}\n\n' % lists, *TEXT[1:]], relay)
 
 
-async def test_gaps_are_counted_an_event() -> None:
+@pytest.mark.parametrize("wants_done", [True, False])
+async def test_gaps_are_counted_an_event(wants_done: bool) -> None:
     """Each event but the first is one gap, whether it came alone or with others."""
-    relay = Relay(wants_usage=False)
+    relay = Relay(wants_usage=False, wants_done=wants_done)
     await run([TEXT[0], TEXT[1] + TEXT[2], TEXT[3], answers.DONE], relay)
     assert relay.fast_path.events == 4, "the end mark is no data"
     assert sum(relay.fast_path.buckets) == 3
+
+
+@pytest.mark.parametrize("named", [None, Dialect.RESPONSES])
+async def test_crumbs_are_no_answer(named: Dialect | None) -> None:
+    """They are not looked at one by one."""
+    with pytest.raises(EngineError, match="lines that are almost empty"):
+        await run([b": ping\n\n" * 2000], Relay(wants_usage=False, named=named))
+
+
+async def test_a_stream_may_fail_while_its_request_is_cancelled() -> None:
+    """Both in one turn of the event loop: nobody waits for the failure any more."""
+    relay, sink = Relay(wants_usage=True), Sink()
+    relay.head(200, list(HEAD))
+    relay.data(TEXT[0])
+    relay.flow(sink, cast("EngineConnection", sink))  # type: ignore[arg-type]
+    relay.done.cancel()
+    relay.failed(EngineError("lost"))
+    assert sink.body == TEXT[0]
 
 
 def test_what_had_come_while_the_loop_was_held_up_is_not_late() -> None:

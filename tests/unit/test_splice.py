@@ -238,7 +238,7 @@ def test_a_stream_of_one_token(finish: str) -> None:
     assert token["choices"][0]["delta"] == {"content": " a"}
     assert (token["choices"][0]["finish_reason"], token["choices"][0]["stop_reason"]) == (finish, 7)
     assert token["choices"][0]["token_ids"] == [42]
-    assert end["choices"] == []
+    assert (end["choices"], end["system_fingerprint"]) == ([], "f")
     assert end["usage"] == {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}
 
 

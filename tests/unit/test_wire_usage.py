@@ -13,6 +13,7 @@ from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.shared import SHARED
 from pdproxy.wire.engine import prefill_answer
+from pdproxy.wire.passed_usage import with_cache_of_message
 from pdproxy.wire.request import parse
 from pdproxy.wire.route import Route
 from pdproxy.wire.usage import add_up, with_cache
@@ -56,6 +57,23 @@ def test_counts_are_put_in_place(
     ).encode()
     found = json.loads(with_cache(body, cached=cached, created=created))
     assert found == answer(**said)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"input_tokens": 10, "cache_read_input_tokens": 5}, (12, 3)),
+        ({"input_tokens": 10, "cache_read_input_tokens": None}, (7, 3)),
+        ({"input_tokens": 10}, (10, None)),
+    ],
+)
+def test_a_message_leaves_what_is_cached_out_of_its_input(
+    told: dict[str, int | None], said: tuple[int, int | None]
+) -> None:
+    """Both together stay what the engine has counted."""
+    body = json.dumps({"usage": told}).encode()
+    usage = json.loads(with_cache_of_message(body, cached=3, created=None))["usage"]
+    assert (usage["input_tokens"], usage.get("cache_read_input_tokens")) == said
 
 
 def test_an_answer_without_counts_gets_none() -> None:

@@ -106,17 +106,16 @@ def question(seen: Observation, entries: Sequence[Entry] | None = None) -> SignQ
 
 def candidates(seen: Observation, entries: Sequence[Entry] | None = None) -> tuple[Entry, ...]:
     """Return the contracts that fit all that one engine showed."""
-    claimed = seen.metrics or frozenset()
-    return tuple(entry for entry in _all(entries) if _fits(entry, seen, claimed))
+    return tuple(entry for entry in _all(entries) if _fits(entry, seen))
 
 
-def _fits(entry: Entry, seen: Observation, claimed: frozenset[str]) -> bool:
+def _fits(entry: Entry, seen: Observation) -> bool:
     signs = entry.signs
     if seen.kv_connector is not None and seen.kv_connector not in entry.kv_connectors:
         return False
     if not signs.in_version(seen.version):
         return False
-    if seen.metrics is not None:
+    if (claimed := seen.metrics) is not None:
         own = claimed.intersection(signs.metrics)
         if not own and (signs.always or claimed):
             return False

@@ -150,8 +150,9 @@ def _params_of(dispatch: Dispatch, more: dict[str, Any] | None = None) -> bytes 
     """Return a decode engine's params as JSON, None if they would be incomplete. `more`: the
     prefill engine's answer.
     """
+    assert dispatch.leg_id is not None
     peer = dispatch.prefill_peer
-    if dispatch.leg_id is None or peer is None or not peer.engine_id or not peer.address:
+    if peer is None or not peer.engine_id or not peer.address:
         return None
     return msgspec.json.encode(decode_params(dispatch.leg_id, peer.engine_id, peer.address, more))
 
