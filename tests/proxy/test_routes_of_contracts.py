@@ -148,7 +148,7 @@ async def test_a_rank_that_no_header_names(name: str) -> None:
 async def test_a_first_token_that_ends_the_prefill(
     name: str, mode: str, path: str, stream: bool
 ) -> None:
-    """The prefill engine keeps no KV then, and no decode engine waits for that. It has not failed."""
+    """The prefill engine keeps no KV then. It has not failed, and no decode engine waits for it."""
     if name == "moriio" and path == RESPONSES:
         return
     async with running(name, mode, eos_every=1) as pair:
