@@ -32,7 +32,7 @@ from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, minted_id
 from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.engine import Usage
-from pdproxy.wire.fields import body_request_id, is_absent
+from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route_form import Alone
 
@@ -123,7 +123,7 @@ class Attempt:
         # With the length of the client's id, which answers will show in its place: see
         # `stream.id_sink`.
         keeps_length = contract.decode_has_leg_id and contract.leg_id is minted_id
-        self.shown_id = _shown_id(request)
+        self.shown_id = request.headers.shown_id(request.parsed)
         minted = mint(len(self.shown_id)) if keeps_length else mint()
         dispatch = Dispatch(minted, request.ids, receiver=decode.receiver)
         if contract.capabilities.peers_from is not None and self.prefill_url is not None:
@@ -466,14 +466,6 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
 
 def _id(request: PromptRequest) -> str:
     return request.headers.request_id
-
-
-def _shown_id(request: PromptRequest) -> str:
-    """Return the id that a plain engine's answer shows: the client's, or one that is made."""
-    prefix = request.parsed.route.form.body_id_prefix
-    if prefix is None:
-        return request.headers.shown_id
-    return body_request_id(request.parsed.fields) or f"{prefix}{mint()}"
 
 
 def _decided(resources: ExchangeResources, decision: Decision) -> None:

@@ -16,6 +16,7 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, RefusalReason, Wait
+from pdproxy.kit.ids import mint
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
 from pdproxy.observe.prompt_shares import PromptShares
 from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
@@ -47,6 +48,7 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.event_template import EventTemplates
+from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route_form import Prompt
 
@@ -313,9 +315,10 @@ class LegHeaders(msgspec.Struct, frozen=True):
     client: bytes | str = ""
     lost: list[RequestLosses] = []
 
-    @property
-    def shown_id(self) -> str:
-        """The id that engines are sent, and that answers show."""
+    def shown_id(self, parsed: Parsed) -> str:
+        """Return the id that a plain engine's answer shows: the client's, or one that is made."""
+        if (prefix := parsed.route.form.body_id_prefix) is not None:
+            return body_request_id(parsed.fields) or f"{prefix}{mint()}"
         return next(
             (value.decode("ascii") for name, value in self.headers if name == b"x-request-id"),
             self.request_id,
