@@ -117,7 +117,8 @@ async def test_p2p_nccl_s_engines_never_serve_alone() -> None:
         for body in (SEVERAL, completion(echo=True, logprobs=1)):
             answer = await f.ask(COMPLETIONS, body)
             assert answer.status == 200, answer.body
-        assert (await f.ask("/v1/messages", {**chat(), "max_tokens": 5})).status == 200
+        response = {"model": "tiny", "input": PROMPT, "max_output_tokens": 5}
+        assert (await f.ask("/v1/responses", response)).status == 200
         assert not any(sim.engine.dead for sim in f.engines)
         assert len(f.p[0].requests) == len(f.d[0].requests) == 0
     async with run("p2p-nccl") as f:
