@@ -53,8 +53,8 @@ async def running(name: str, mode: str = "", **facts: Any) -> AsyncIterator[Pair
     facts = {**FLAGS, **facts}
     if name in ("moriio", "p2p-nccl"):
         own = {"transfer_mode": mode} if mode else {}
-        given = {"everybody": {**own, **facts}, "plain_facts": facts}
-        async with fleet(name, alone=True, **given) as found:
+        everybody = {**own, **facts}
+        async with fleet(name, alone=True, everybody=everybody, plain_facts=facts) as found:
             yield found
     else:
         async with pool(name, everybody=facts) as pair:
@@ -122,6 +122,7 @@ async def test_ids_of_a_response(name: str, own: dict[str, str], stream: bool) -
         (made,), (loaded,) = (
             [one.json.get("request_id") for one in engine.requests] for engine in (pair.p, pair.d)
         )
+        assert made is not None
         assert len(made) >= 32
         assert made not in answer.body.decode()
         assert loaded == (made if name == "nixl-push" else own.get("request_id"))
