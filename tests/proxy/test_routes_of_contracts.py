@@ -189,6 +189,14 @@ async def test_a_prefill_that_ends_by_length(path: str) -> None:
         assert pair.world.metric("pdproxy_legs_overlap_seconds_count") == at_once
 
 
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.capabilities.media])
+async def test_a_contract_without_media_has_one_engine_answer(name: str) -> None:
+    """The reason is `non_text`."""
+    async with running(name, vision=True) as pair:
+        await same(pair, CHAT, body(CHAT, messages=[asking(png("a"), PROMPT)]))
+        assert alone(pair.world) == ["non_text"]
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

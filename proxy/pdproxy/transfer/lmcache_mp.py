@@ -20,7 +20,7 @@ def _from_each_rank(_dispatch: Dispatch) -> int | None:
 
 NAME = "lmcache-mp"
 CAPABILITIES = Capabilities(
-    notices_over=Channel.HTTP, any_role=True, whole_on_prefill=True, routes=ALL_ROUTES
+    notices_over=Channel.HTTP, any_role=True, whole_on_prefill=True, routes=ALL_ROUTES, media=True
 )
 LMCACHE_MP = Contract(
     name=NAME,
