@@ -282,7 +282,7 @@ async def test_a_restart_with_another_address(kind: str) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages"])
 async def test_a_client_that_leaves_while_p_works(kind: str, path: str) -> None:
     """KV that no decode engine will read is released, or is written and read in vain."""
     async with run(kind) as f:
