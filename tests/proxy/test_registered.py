@@ -22,6 +22,7 @@ from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
+from tests.fakes.passed import MESSAGES
 from tests.fakes.world import CHAT, COMPLETIONS, until
 from tests.proxy.registered import Fleet, fleet
 
@@ -282,10 +283,12 @@ async def test_a_restart_with_another_address(kind: str) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
 async def test_a_client_that_leaves_while_p_works(kind: str, path: str) -> None:
-    """KV that no decode engine will read is released, or is written and read in vain."""
-    async with run(kind) as f:
+    """KV that no decode engine will read is released, or is written and read in vain; or P, which is
+    asked first for a message, drops it itself.
+    """
+    async with run(kind, everybody={"defer_timeout": 0.5} if path == MESSAGES else None) as f:
         f.p[0].faults.add(PlannedFault(kind="slow", at="head", args={"delay": 0.2}))
         client = await f.world.client()
         client.send(request("POST", path, completion() if path == COMPLETIONS else chat()))
