@@ -285,8 +285,8 @@ async def test_a_restart_with_another_address(kind: str) -> None:
 @ALL
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
 async def test_a_client_that_leaves_while_p_works(kind: str, path: str) -> None:
-    """KV that no decode engine will read is released, or is written and read in vain; or P, which is
-    asked first for a message, drops it itself.
+    """KV that no decode engine will read is released, or is written and read in vain. P is asked
+    first for a message, and drops that itself.
     """
     async with run(kind, everybody={"defer_timeout": 0.5} if path == MESSAGES else None) as f:
         f.p[0].faults.add(PlannedFault(kind="slow", at="head", args={"delay": 0.2}))
