@@ -5,7 +5,7 @@ it.
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,18 @@ class Launcher:
     """Owns the fork server process, which starts with the first order and ends with `close` (or
     with this process).
 
-    `overlay`: a folder of packages that come before the environment's. `env`: additional variables
+    `overlays`: folders of packages that come before the environment's. `env`: additional variables
     for all engines; variables that Python reads at its start work only here.
     """
 
     def __init__(
         self,
         built: Built,
-        overlay: Path | None = None,
+        overlays: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.built = built
         self._fork_server: subprocess.Popen[str] | None = None
-        overlays = [overlay] if overlay else []
         self._env = ENVIRONMENT | built.environment(*overlays) | dict(env or {})
         name = "-".join(["fork-server", *(folder.name for folder in overlays)])
         self._log = built.root / "logs" / f"{name}-{os.getpid()}.log"

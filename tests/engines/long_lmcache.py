@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from .engine import MODEL, Engine
 from .equality import SETTLED, SOURCE, Increases, Moved, equal
 from .fleet import Fleet
 from .launcher import Launcher
+from .long_token_ids import SPLIT as SPLIT_IDS
+from .long_token_ids import body_of, compared
 from .prompts import EOS, ids
 from .proxy import Proxy
 from .shapes import COMPLETIONS, SHAPES, Shape, story
@@ -158,7 +160,7 @@ class Pushing:
 def lmcache_launcher() -> Iterator[Launcher]:
     """Starts engines with LMCache, and with the older numpy that it needs."""
     built = ensure()
-    launcher = Launcher(built, ensure_overlay(built, "lmcache"), ENV)
+    launcher = Launcher(built, [ensure_overlay(built, "lmcache")], ENV)
     yield launcher
     launcher.close()
 
@@ -329,6 +331,40 @@ def all_but_one(increases: Increases) -> bool:
 def awaited(proxy: Proxy) -> float:
     """Return how many notices ended a wait."""
     return proxy.counters().sum("pdproxy_kv_notices_total", event="ready", result="awaited")
+
+
+class TestTokenIds:
+    """`/inference/v1/generate`, whose prompt is what the legs need."""
+
+    @pytest.fixture(scope="class")
+    def given(
+        self, lmcache_launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Pushing]:
+        ports, flag = Ports(), "--enable-scale-out"
+        options = by_lmcache(tmp_path_factory.mktemp("ids"), ports, CPU_LMCACHE)
+        options = replace(options, flags=f"{options.flags} {flag}")
+        plain = Engine.start(lmcache_launcher, "ids-plain", "plain", flags=flag)
+        try:
+            plain.wait()
+            with pair(lmcache_launcher, plain, "ids", options, DECODES_BEHIND) as fleet:
+                yield Pushing(fleet, ports)
+        finally:
+            plain.stop()
+
+    @pytest.fixture(scope="class")
+    def proxy(self, given: Pushing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+        proxy = started(given, tmp_path_factory.mktemp("ids"))
+        yield proxy
+        assert proxy.stop() == 0, proxy.tail()
+
+    @pytest.mark.parametrize("fields", SPLIT_IDS.values(), ids=SPLIT_IDS)
+    async def test_answer_is_the_plain_engines(
+        self, given: Pushing, proxy: Proxy, fields: dict[str, Any]
+    ) -> None:
+        """The decode engine makes every token; all KV moved except that of the last token."""
+        before = Moved.now(given.fleet, proxy, 1)
+        await compared(given.fleet, proxy, await body_of(given.fleet, fields))
+        await before.settled(lambda found: all_but_one(found) and not found["alone"])
 
 
 class TestASmallBuffer:

@@ -108,7 +108,7 @@ def launcher(_only_the_loopback: None) -> Iterator[Launcher]:
     """Starts engines that find Mooncake and its libraries."""
     built = ensure()
     overlay = ensure_overlay(built, "mooncake")
-    launcher = Launcher(built, overlay, {"LD_LIBRARY_PATH": libraries(overlay)})
+    launcher = Launcher(built, [overlay], {"LD_LIBRARY_PATH": libraries(overlay)})
     yield launcher
     launcher.close()
 

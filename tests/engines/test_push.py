@@ -27,7 +27,7 @@ from .prompts import ids
 from .proxy import Proxy
 from .shapes import CHAT, COMPLETIONS, SHAPES, Shape, question, story
 from .test_load import USED, _leave, _until
-from .test_split_routes import MESSAGES, body_of, split
+from .test_split_routes import MESSAGES, RESPONSES, body_of, split
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600, func_only=True)]
 
@@ -77,9 +77,19 @@ async def _meet(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_messages_are_pushed(pushers: Fleet, proxy: Proxy, stream: bool) -> None:
-    """Both engines know a message by its header's id; the client sees its own."""
-    await split(pushers, proxy, MESSAGES, body_of(MESSAGES, {"stream": stream}))
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_named_routes_are_pushed(
+    pushers: Fleet, proxy: Proxy, path: str, stream: bool
+) -> None:
+    """Both engines know a message by its header's id, a response by its body's; the client sees its
+    own.
+    """
+    await split(pushers, proxy, path, body_of(path, {"stream": stream}))
+    if path == RESPONSES:
+        own = body_of(path, {"stream": stream, "request_id": "resp_0123456789abcdef"})
+        await split(pushers, proxy, path, own)
+        seen = await ask(proxy.url, path, own)
+        assert b'"id":"resp_0123456789abcdef"' in seen.body
 
 
 def _overlaps(proxy: Proxy) -> float:

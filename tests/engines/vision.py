@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .build import Built, ensure_overlay, ensure_vision_model
@@ -13,14 +14,17 @@ FLAGS = """--limit-mm-per-prompt '{"image": 8, "video": 0}' --enable-logging-ite
 ENCODED = re.compile(r"encoder inputs: (\d+)")
 
 
-def vision_launcher(built: Built) -> Launcher:
-    """Return a launcher whose engines serve the vision-language model.
+def vision_launcher(
+    built: Built, more: Sequence[Path] = (), env: Mapping[str, str] | None = None
+) -> Launcher:
+    """Return a launcher whose engines serve the vision-language model. `more`: further overlays;
+    `env`: additional variables.
 
     Raises EnginesUnavailable.
     """
     overlay = ensure_overlay(built, "vision")
     model = ensure_vision_model(built, overlay)
-    return Launcher(dataclasses.replace(built, model=model), overlay)
+    return Launcher(dataclasses.replace(built, model=model), [overlay, *more], env)
 
 
 def encoded(engine: Engine) -> int:

@@ -110,6 +110,7 @@ async def fleet(
     registration: Mapping[str, Any] | None = None,
     everybody: Mapping[str, Any] | None = None,
     d: Mapping[str, Any] | None = None,
+    plain_facts: Mapping[str, Any] | None = None,
     node_facts: Mapping[str, EngineFacts] | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
     clock: Clock | None = None,
@@ -118,7 +119,8 @@ async def fleet(
     """Run engines of a connector that register. `alone`: with an aggregated engine that needs no
     registration.
 
-    `everybody`, `d`: facts of all engines, of decode engines. `node_facts`: settings, by role.
+    `everybody`, `d`, `plain_facts`: facts of all engines that register, of decode engines, of the
+    plain one. `node_facts`: settings, by role.
     `wait` False: don't wait until all engines are registered.
     """
     port = free_port()
@@ -134,7 +136,8 @@ async def fleet(
             await sim(facts(connector, "decode", register, **(more | dict(d or {}))), 10 + n)
             for n in range(decodes)
         ]
-        plain = await sim(SimFacts(model="tiny", eos_every=0, hardware=FAST, connector="none"), 99)
+        usual = {"model": "tiny", "eos_every": 0, "hardware": FAST, **(plain_facts or {})}
+        plain = await sim(SimFacts(**{**usual, "connector": "none"}), 99)
         given = node_facts or {}
         engines = [
             ConfiguredEngine(url=one.url, role="prefill", facts=given.get("prefill", EngineFacts()))

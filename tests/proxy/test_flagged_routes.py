@@ -19,7 +19,6 @@ from tests.fakes.client import bearer, exchange, request
 from tests.fakes.engine import Reply, Script
 from tests.fakes.flagged import COHERE, FLAGGED, FLAGS, GENERATE, MAKE, OPENING, WORDS
 from tests.fakes.passed import shape
-from tests.fakes.pool import pool
 from tests.fakes.scripts import streams
 from tests.fakes.world import LONG, PROMPT, World, until, world
 from tests.proxy.test_key_rights import KEY, auth
@@ -328,30 +327,6 @@ async def test_engines_without_the_route(path: str, stream: bool) -> None:
         assert (await w.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})).status == 200
         assert w.metric("pdproxy_leg_failures_total") == 0
         assert w.metric("pdproxy_retries_total") == 0
-
-
-@ROUTES
-@STREAM
-async def test_split_where_kv_is_in_a_store(path: str, stream: bool) -> None:
-    """By the other contract that has all routes."""
-    async with pool("shared", everybody=FLAGS) as pair:
-        asked = body(path, stream=stream)
-        answer, plain = await pair.ask(path, asked), await pair.asked_plain(path, asked)
-        ours, theirs = (
-            [still(event) for event in (one.events if stream else [one.body])]
-            for one in (answer, plain)
-        )
-        assert ours == theirs
-        assert (len(pair.p.journal.requests), alone(pair.world)) == (1, [])
-        assert pair.loaded
-
-
-@ROUTES
-async def test_a_contract_without_the_route_has_one_engine_answer(path: str) -> None:
-    """The reason is `route`."""
-    async with pool("nixl-push", everybody=FLAGS) as pair:
-        answer = await pair.ask(path, body(path))
-        assert (answer.status, alone(pair.world)) == (200, ["route"])
 
 
 OVER: list[tuple[str, str, dict[str, Any], str | None]] = [

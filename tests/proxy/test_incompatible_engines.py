@@ -31,6 +31,10 @@ def _template(w: World) -> None:
     w.prefill[0].be(template="plain")
 
 
+def _messages(w: World) -> None:
+    w.prefill[0].admin["/v1/messages/count_tokens"] = scripts.whole(b'{"input_tokens":7}')
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -38,6 +42,7 @@ def _template(w: World) -> None:
         (_version, "different versions (0.31.0 / 0.32.0)"),
         (_block, "different block sizes (32 / 16)"),
         (_template, "another tokenizer or chat template"),
+        (_messages, "different lengths of the same canary message"),
     ],
 )
 async def test_incompatible_engines_are_not_paired(
@@ -74,6 +79,19 @@ async def test_an_engine_that_changes_is_asked_again() -> None:
         await w.probe()
         await w.ask(CHAT, chat())
         assert len(w.prefill[0].requests) == 2
+
+
+async def test_engines_that_were_asked_on_different_days() -> None:
+    """A template that prints the date made another prompt then, and makes the same today: they are
+    a pair once both have been asked on one day, though none has restarted.
+    """
+    async with world(before=_template) as w:
+        await w.ask(CHAT, chat())
+        assert not w.prefill[0].requests
+        w.prefill[0].be(template="chatml")
+        await w.probe()
+        await w.ask(CHAT, chat())
+        assert len(w.prefill[0].requests) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -562,7 +562,8 @@ async def test_what_is_no_loss() -> None:
 
         async def script(reply: Reply) -> None:
             if len(gone) == 2:
-                return await reply.serve()
+                await reply.serve()
+                return
             gone.append(reply.engine)
             w.proxy.ledger.mark_draining(reply.engine.url, "rolling restart")
             reply.engine.stop()

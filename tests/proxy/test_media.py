@@ -15,10 +15,9 @@ from pdproxy.observe.events import ServedAlone
 from pdproxy.settings.limits import MediaSettings
 from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
-from tests.fakes.client import Answer, exchange, request
+from tests.fakes.client import Answer
 from tests.fakes.passed import MESSAGES, PATHS, RESPONSES, everyone, fine, shape
 from tests.fakes.pictures import asking, part, png, url
-from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, PROMPT, World, world
 from tests.proxy.test_continued import results
 from tests.proxy.test_continued_not import broken
@@ -365,18 +364,3 @@ async def test_a_conversation_of_a_batch_has_a_picture() -> None:
         await w.settled()
         assert w.books.endings == {"loaded": 3}
         assert still(answer) == still(await asked_alone(w, BATCH, sent))
-
-
-@pytest.mark.parametrize("connector", ["shared", "lmcache-mp", "mooncake"])
-async def test_other_contracts_split_no_media(connector: str) -> None:
-    """Two pictures may have the same ids. One engine answers, also with what another one has stored
-    of the same picture.
-    """
-    async with pool(connector, everybody=SEES) as pair:
-        for picture in (A, B):
-            sent = {**SAID, "messages": [asking(picture, PROMPT * 2)]}
-            assert (await exchange(pair.p.port, request("POST", CHAT, sent))).status == 200
-            answer = await pair.ask(CHAT, sent)
-            assert answer.text == (await pair.asked_plain(CHAT, sent)).text
-        assert {one.reason for one in pair.world.events(ServedAlone)} == {"non_text"}
-        assert bool(pair.loaded) == (connector != "mooncake")

@@ -28,7 +28,6 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, Script
 from tests.fakes.named import body
 from tests.fakes.passed import MESSAGES, RESPONSES, shape
-from tests.fakes.pool import pool
 from tests.fakes.scripts import streams
 from tests.fakes.world import LONG, World, until, world
 
@@ -322,39 +321,6 @@ async def test_a_refusal_has_the_engines_own_words(path: str, stream: bool) -> N
         assert (answer.status, answer.json) == (direct.status, direct.json)
         assert answer.status == 400
         await w.quiet()
-
-
-@STREAM
-@pytest.mark.parametrize(
-    ("connector", "path"),
-    [
-        ("shared", RESPONSES),
-        ("shared", MESSAGES),
-        ("nixl-push", MESSAGES),
-        ("lmcache-mp", MESSAGES),
-    ],
-)
-async def test_other_contracts(connector: str, path: str, stream: bool) -> None:
-    """The answer is that of the plain engine, and nothing is served alone."""
-    asked = body(path, stream=stream)
-    async with pool(connector) as pair:
-        for _ in range(2):  # the second one finds what the first one has shown
-            ours, plain = await pair.ask(path, asked), await pair.asked_plain(path, asked)
-            assert (ours.status, ours.ended) == (200, True)
-            told = [
-                [shape(event) for event in (one.events if stream else [one.body])]
-                for one in (ours, plain)
-            ]
-            assert told[0] == told[1]
-        assert not alone(pair.world)
-        assert {one.path for one in pair.p.requests} == {path}
-
-
-async def test_a_contract_without_the_route_has_one_engine_answer() -> None:
-    """The reason is `route`."""
-    async with pool("nixl-push") as pair:
-        answer = await pair.ask(RESPONSES, body(RESPONSES))
-        assert (answer.status, alone(pair.world)) == (200, ["route"])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
+from tests.fakes.passed import MESSAGES
 from tests.fakes.world import CHAT, COMPLETIONS, until
 from tests.proxy.registered import Fleet, fleet
 
@@ -117,7 +118,8 @@ async def test_p2p_nccl_s_engines_never_serve_alone() -> None:
         for body in (SEVERAL, completion(echo=True, logprobs=1)):
             answer = await f.ask(COMPLETIONS, body)
             assert answer.status == 200, answer.body
-        assert (await f.ask("/v1/messages", {**chat(), "max_tokens": 5})).status == 200
+        response = {"model": "tiny", "input": PROMPT, "max_output_tokens": 5}
+        assert (await f.ask("/v1/responses", response)).status == 200
         assert not any(sim.engine.dead for sim in f.engines)
         assert len(f.p[0].requests) == len(f.d[0].requests) == 0
     async with run("p2p-nccl") as f:
@@ -281,10 +283,12 @@ async def test_a_restart_with_another_address(kind: str) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
 async def test_a_client_that_leaves_while_p_works(kind: str, path: str) -> None:
-    """KV that no decode engine will read is released, or is written and read in vain."""
-    async with run(kind) as f:
+    """KV that no decode engine will read is released, or is written and read in vain. P is asked
+    first for a message, and drops that itself.
+    """
+    async with run(kind, everybody={"defer_timeout": 0.5} if path == MESSAGES else None) as f:
         f.p[0].faults.add(PlannedFault(kind="slow", at="head", args={"delay": 0.2}))
         client = await f.world.client()
         client.send(request("POST", path, completion() if path == COMPLETIONS else chat()))

@@ -8,8 +8,18 @@ from pdproxy.transfer.registry import ENTRIES
 from pdproxy.wire.route import Route
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "connectors.md").read_text()
-HEADER = "| connector | completions | chats | responses | messages | media | why not |\n"
-ROUTES = (Route.COMPLETIONS, Route.CHAT, Route.RESPONSES, Route.MESSAGES)
+HEADER = (
+    "| connector | completions | chats | responses | messages | token ids | Cohere's chats | media "
+    "| why not |\n"
+)
+ROUTES = (
+    Route.COMPLETIONS,
+    Route.CHAT,
+    Route.RESPONSES,
+    Route.MESSAGES,
+    Route.GENERATE,
+    Route.COHERE,
+)
 
 
 def test_the_table_of_what_is_split_equals_the_capabilities() -> None:

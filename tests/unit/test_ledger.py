@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -234,6 +236,7 @@ def test_how_long_an_engine_has_been_down() -> None:
         (evidence(version="2"), "different versions"),
         (evidence(block=32), "different block sizes"),
         (Evidence(frozenset("m"), "1", 16, ((9,),), 5, 1.0), "canary"),
+        (replace(evidence(), counts=(9,)), "canary message"),
         (evidence(started=99), None),
     ],
 )

@@ -703,7 +703,15 @@ def test_what_vllm_asks_of_an_external_connector(nixl: Any) -> None:
 @given(
     st.text(),
     st.sampled_from(
-        ["cmpl-{}-0-0123abcd", "chatcmpl-{}-0123abcd", "{}", "cmpl-{}", "chatcmpl-{}-0123ABCD"]
+        [
+            "cmpl-{}-0-0123abcd",
+            "chatcmpl-{}-0123abcd",
+            "generate-tokens-{}-0123abcd",
+            "{}_0-0123abcd",
+            "{}",
+            "cmpl-{}",
+            "chatcmpl-{}-0123ABCD",
+        ]
     ),
 )
 def test_ids_are_read_as_the_proxy_reads_them(nixl: Any, text: str, form: str) -> None:

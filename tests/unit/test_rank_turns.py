@@ -59,7 +59,8 @@ class Fleet:
             engines=SimpleNamespace(known=known),
             now=lambda: 0.0,
         )
-        self.request = SimpleNamespace(ids=None, headers=SimpleNamespace(shown_id="mine"))
+        headers = SimpleNamespace(shown_id=lambda _: "mine")
+        self.request = SimpleNamespace(ids=None, parsed=None, headers=headers)
         self.parsed = parse(Route.COMPLETIONS, b'{"model":"m","prompt":"a b"}')
 
     def dispatch(self) -> tuple[Slot, Slot]:

@@ -26,6 +26,7 @@ from pdproxy.transfer.mooncake import (
 )
 from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.wire.engine import PrefillAnswer
+from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Prompt
@@ -271,14 +272,22 @@ def test_the_one_token_ends_by_length() -> None:
         "seed": msgspec.Raw(b"3"),
     }
     before = dict(fields)
-    found = {name: msgspec.json.decode(value) for name, value in until_length(fields).items()}
-    assert found == {
+    wanted: dict[str, object] = {
         "stop": [],
         "stop_token_ids": [],
         "include_stop_str_in_output": False,
         "min_tokens": 1,
         "seed": 3,
     }
+
+    def changed(route: Route, fields: Fields) -> dict[str, object]:
+        found = until_length(fields, route.form)
+        return {name: msgspec.json.decode(value) for name, value in found.items()}
+
+    assert changed(Route.COMPLETIONS, fields) == wanted
+    inner = {"sampling_params": msgspec.Raw(msgspec.json.encode(fields))}
+    assert changed(Route.GENERATE, inner) == {"sampling_params": wanted}
+    assert changed(Route.MESSAGES, {"seed": fields["seed"]}) == {"stop_sequences": [], "seed": 3}
     assert fields == before
 
 

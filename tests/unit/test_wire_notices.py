@@ -201,6 +201,12 @@ def test_internal_ids(request_id: str, suffix: int, index: int) -> None:
     """The id that was minted is found in what vLLM makes of it, whatever is in it."""
     assert request_id_of(f"cmpl-{request_id}-{index}-{suffix:08x}") == request_id
     assert request_id_of(f"chatcmpl-{request_id}-{suffix:08x}") == request_id
+    assert request_id_of(f"generate-tokens-{request_id}-{suffix:08x}") == request_id
+
+
+def test_the_internal_id_of_a_response() -> None:
+    """Engines add the number of its turn."""
+    assert request_id_of("ab12_0-0123abcd") == "ab12"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from pdproxy.scheduling.worker_ledger import WorkerLedger
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.wire.route import Route
 
 if TYPE_CHECKING:
     from pdproxy.app.process import Process
@@ -115,6 +116,7 @@ def build_watching(
         probes,
         now,
         derenders=derenders,
+        messages=Route.MESSAGES in contract.capabilities.routes,
         lead=lead,
         pass_on=others.wish,
     )

@@ -2,8 +2,10 @@
 
 Owns the tasks that ask, and how often; what they find is written to the ledger. An engine is asked
 for its full identity when it is new or has restarted (its start time changed), and for its health
-alone otherwise. A removed engine is asked for its health until the legs to it have ended: they end
-early once it is down.
+alone otherwise. Engines that make different prompts of the canaries are asked for these again: a
+template may print the date, and engines that were asked on different days differ by that alone. A
+removed engine is asked for its health until the legs to it have ended: they end early once it is
+down.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -52,6 +55,10 @@ answers late.
 """
 
 
+def _bases(cards: list[ModelCard]) -> list[ModelCard]:
+    return sorted((card for card in cards if card.parent is None), key=lambda c: c.id)[:MAX_BASES]
+
+
 class ScrapeReader(Protocol):
     """Takes what engines report of themselves."""
 
@@ -63,7 +70,8 @@ class Prober:
     """Probes every engine of a pool, and reads its metrics, at the intervals of `probes`.
 
     An observer: an engine to which a leg has failed is probed at once. `tasks` runs a task for each
-    engine. `derenders`: engines are asked whether they derender. `lead`: of several workers, one
+    engine. `derenders`: engines are asked whether they derender; `messages`: also for the length of
+    a message. `lead`: of several workers, one
     probes; the others `pass_on` the URL of an engine that they want to have probed.
     """
 
@@ -81,12 +89,14 @@ class Prober:
         now: Callable[[], float],
         *,
         derenders: bool = False,
+        messages: bool = False,
         lead: Lead = ALWAYS,
         pass_on: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._lead = lead
         self._pass_on = pass_on
         self._asks_derender = derenders
+        self._asks_messages = messages
         self._engines = engines
         self._ledger = ledger
         self._admin = admin
@@ -243,7 +253,10 @@ class Prober:
         cards = await self._admin.models(engine.url)
         names = frozenset(card.id for card in cards)
         if known is not None and known.started == metrics.started and known.models == names:
-            return known
+            if not known.started or self._renders_as_others(known):
+                return known
+            canary, _ = await self._canaries(engine.url, cards)
+            return replace(known, canary=canary, counts=await self._counts(engine.url, cards))
         version = await self._or_default(self._admin.version(engine.url), "")
         canary, template_tokens = await self._canaries(engine.url, cards)
         block_size = engine.block_size or metrics.block_size
@@ -260,6 +273,14 @@ class Prober:
             adapters,
             metrics.kv_blocks,
             self._asks_derender and await derenders(self._admin, engine.url),
+            await self._counts(engine.url, cards),
+        )
+
+    def _renders_as_others(self, known: Evidence) -> bool:
+        others = (one.in_ledger for one in self._engines.values())
+        return all(
+            other.evidence is None or not other.up or known.renders_as(other.evidence)
+            for other in others
         )
 
     async def _canaries(
@@ -270,7 +291,7 @@ class Prober:
         """
         found: list[tuple[int, ...]] = []
         overhead = 0
-        for card in sorted((c for c in cards if c.parent is None), key=lambda c: c.id)[:MAX_BASES]:
+        for card in _bases(cards):
             plain = await self._ids(url, {"model": card.id, "prompt": CANARY})
             chat = await self._ids(
                 url, {"model": card.id, "messages": [{"role": "user", "content": CANARY}]}
@@ -278,6 +299,22 @@ class Prober:
             found += [plain, chat]
             overhead = max(overhead, len(chat) - len(plain) + 2)
         return tuple(found), overhead
+
+    async def _counts(self, url: str, cards: list[ModelCard]) -> tuple[int | None, ...]:
+        """Return the length of the canary as a message for each base model. Engines render messages
+        by options of their own: whether thinking is off may be an effort of the template.
+        """
+        if not self._asks_messages:
+            return ()
+        said = {
+            "system": CANARY,
+            "messages": [{"role": "user", "content": CANARY}],
+            "thinking": {"type": "disabled"},
+        }
+        questions = (
+            self._admin.message_tokens(url, {"model": card.id, **said}) for card in _bases(cards)
+        )
+        return tuple([await self._or_default(question, None) for question in questions])
 
     async def _ids(self, url: str, body: dict[str, object]) -> tuple[int, ...]:
         # A base model without a chat template answers 400. This distinguishes it, too.

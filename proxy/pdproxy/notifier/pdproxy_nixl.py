@@ -66,17 +66,15 @@ are never removed.
 """
 
 _INTERNAL = re.compile(
-    r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL
+    r"(?:cmpl-(.+)-[0-9]+|chatcmpl-(.+)|generate-tokens-(.+)|(.+)_0)-[0-9a-f]{8}", re.DOTALL
 )
 _log = init_logger("vllm.pdproxy_nixl")  # a name below vLLM's own, whose handlers it shares
 
 
 def external(internal_id: str) -> str:
-    """Return the X-Request-Id in one of vLLM's internal ids, or the id itself if it has another
-    form.
-    """
+    """Return the leg's id in one of vLLM's internal ids, the id itself if it has another form."""
     found = _INTERNAL.fullmatch(internal_id)
-    return (found["completion"] or found["chat"]) if found else internal_id
+    return found[found.lastindex or 0] if found else internal_id
 
 
 def addresses(configured: object, variable: str) -> list[str]:

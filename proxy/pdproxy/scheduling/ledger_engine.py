@@ -106,7 +106,8 @@ class Evidence:
     reports none. `max_model_len`: how many tokens a prompt and its answer may have together, None
     where unknown. `adapters`: those of the models that are LoRA adapters. `kv_blocks`: how many KV
     blocks it has, None where unknown. `derenders`: it can parse a chat behind any of its tokens
-    (`--enable-scale-out` with a parser).
+    (`--enable-scale-out` with a parser). `counts`: how many tokens a fixed message has, for each
+    base model; None where that is not known, empty where nobody asks.
     """
 
     models: frozenset[str]
@@ -119,6 +120,7 @@ class Evidence:
     adapters: frozenset[str] = frozenset()
     kv_blocks: int | None = None
     derenders: bool = False
+    counts: tuple[int | None, ...] = ()
 
     def same_run(self, later: Evidence, *, was_down: bool) -> bool:
         """Return whether both come from one run of the engine.
@@ -141,7 +143,17 @@ class Evidence:
             return (
                 "different token ids for the same canary prompt: another tokenizer or chat template"
             )
+        if self.counts != other.counts:
+            return "different lengths of the same canary message: other options for /v1/messages"
         return None
+
+    def renders_as(self, other: Evidence) -> bool:
+        """Return whether two engines make the same of what is fixed, as far as they can be
+        compared.
+        """
+        if not self.models & other.models:
+            return True
+        return (self.canary, self.counts) == (other.canary, other.counts)
 
 
 def _names(models: frozenset[str]) -> str:

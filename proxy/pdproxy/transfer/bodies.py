@@ -90,19 +90,17 @@ def params_with_ids(params: bytes, ids: bytes) -> bytes:
     return params[: params.rindex(b"}")] + b',"prompt_token_ids":' + ids + b"}"
 
 
-def until_length(fields: Fields) -> Fields:
-    """Return a prefill leg's fields so that its one token ends it by length, whatever token it is.
+def until_length(fields: Fields, form: RouteForm) -> Fields:
+    """Return a prefill leg's fields so that its one token ends it by length: see
+    `Capabilities.needs_length`.
 
-    Mooncake and MoRIIO keep the blocks of a request that ended by length alone. `min_tokens` 1
-    masks EOS and the model's own stop ids.
+    `min_tokens` 1 masks EOS and the model's own stop ids. On routes without that field these end
+    the leg otherwise.
     """
-    return {
-        **fields,
-        "stop": raw(b"[]"),
-        "stop_token_ids": raw(b"[]"),
-        "include_stop_str_in_output": raw(b"false"),
-        "min_tokens": raw(b"1"),
-    }
+    asked = form.asked(fields) | dict.fromkeys(form.stops, raw(b"[]"))
+    if form.has_min_tokens:
+        asked |= {"include_stop_str_in_output": raw(b"false"), "min_tokens": raw(b"1")}
+    return asked if form.asks_in is None else fields | {form.asks_in: raw(encode(asked))}
 
 
 def _set_prompt(fields: Fields, form: RouteForm, prompt: Prompt) -> None:

@@ -327,8 +327,6 @@ ORDER_NAMES = ("sequential", "concurrent")
 
 
 OPENAI_ROUTES = frozenset({Route.COMPLETIONS, Route.CHAT})
-WITH_HEADER_IDS = OPENAI_ROUTES | {Route.MESSAGES}
-"""The routes on which engines take a request's id from its header, or from both places."""
 ALL_ROUTES = frozenset(Route)
 
 
@@ -382,6 +380,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     media: bool = False
     """Its legs can run where a prompt has media: KV is known by the leg, not by token ids."""
+
+    needs_length: bool = False
+    """Prefill engines keep only KV of an answer that ends by length. Where its first token may end
+    it otherwise, no decode engine is asked before.
+    """
 
     short_prompts: bool = False
     """Prompts shorter than a KV block can be split between two engines, too."""

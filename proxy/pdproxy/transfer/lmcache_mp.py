@@ -8,7 +8,7 @@ the engine's internal id, which contains ours.
 
 from __future__ import annotations
 
-from pdproxy.transfer.contract import WITH_HEADER_IDS, Capabilities, Channel, Contract, Dispatch
+from pdproxy.transfer.contract import ALL_ROUTES, Capabilities, Channel, Contract, Dispatch
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.shared import decode, handle, prefill
 from pdproxy.transfer.signs import ContractSigns
@@ -20,7 +20,7 @@ def _from_each_rank(_dispatch: Dispatch) -> int | None:
 
 NAME = "lmcache-mp"
 CAPABILITIES = Capabilities(
-    notices_over=Channel.HTTP, any_role=True, whole_on_prefill=True, routes=WITH_HEADER_IDS
+    notices_over=Channel.HTTP, any_role=True, whole_on_prefill=True, routes=ALL_ROUTES, media=True
 )
 LMCACHE_MP = Contract(
     name=NAME,

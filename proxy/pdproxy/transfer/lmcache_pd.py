@@ -35,6 +35,7 @@ from msgspec import structs
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import decode_fields
 from pdproxy.transfer.contract import (
+    OPENAI_ROUTES,
     Capabilities,
     Channel,
     Contract,
@@ -141,7 +142,11 @@ class LMCacheOptions(msgspec.Struct, frozen=True):
 _DEFAULTS = LMCacheOptions()
 NAME = "lmcache-pd"
 CAPABILITIES = Capabilities(
-    needs_ids=True, takes_ids=True, needs_receiver=True, notices_over=Channel.ZMQ
+    needs_ids=True,
+    takes_ids=True,
+    needs_receiver=True,
+    notices_over=Channel.ZMQ,
+    routes=OPENAI_ROUTES | {Route.GENERATE},
 )
 
 

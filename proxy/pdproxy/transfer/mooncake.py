@@ -7,7 +7,7 @@ from the engine id and the address that the prefill engine's bootstrap server ha
 an engine hang or die is never sent:
 
 - A prefill engine keeps blocks only of a request that ended by length. So its leg can't stop at any
-  token.
+  token; on routes where EOS can't be masked, the decode engine is asked behind it.
 - A decode engine that lacks one of three params waits for ever. They are complete, or the leg is
   not sent.
 - An engine of the wrong role crashes at params of the other role.
@@ -26,6 +26,7 @@ import msgspec
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import decode_fields, prefill_fields, until_length, with_ids
 from pdproxy.transfer.contract import (
+    ALL_ROUTES,
     Capabilities,
     Contract,
     Dispatch,
@@ -63,7 +64,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """
     assert dispatch.leg_id is not None
     assert dispatch.prefill_peer is not None
-    fields = until_length(prefill_fields(parsed, prompt))
+    fields = until_length(prefill_fields(parsed, prompt), parsed.route.form)
     fields["kv_transfer_params"] = raw(msgspec.json.encode(prefill_params(dispatch.leg_id)))
     if (ids := dispatch.prefill_ids) is not None:
         with_ids(fields, parsed.route, ids)
@@ -107,9 +108,8 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     """
     fields = decode_fields(parsed, prompt)
     fields["kv_transfer_params"] = raw(given.params)
-    if given.token_ids is not None and (
-        dispatch.ids is not None or parsed.route is not Route.COMPLETIONS
-    ):
+    same_text = parsed.route is Route.COMPLETIONS and dispatch.ids is None
+    if given.token_ids is not None and not same_text and not prompt.has_media:
         with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     peer = dispatch.decode_peer
     return LegRequest(parsed.route, encode(fields), peer.headers if peer is not None else ())
@@ -160,6 +160,9 @@ def _params_of(dispatch: Dispatch, more: dict[str, Any] | None = None) -> bytes 
 NAME = "mooncake"
 CAPABILITIES = Capabilities(
     takes_ids=True,
+    routes=ALL_ROUTES,
+    media=True,
+    needs_length=True,
     orders=("concurrent", "sequential"),
     peers_from=PeerSource.BOOTSTRAP,
     mixed_parallel_sizes=True,

@@ -4,7 +4,8 @@ the proxy, with their mode.
 Source: vLLM 0.32.0 `moriio/*.py` and its example proxy. Both legs have one `X-Request-Id`, which
 names both engines (`transfer.peer_ids`), and one `transfer_id`. What follows from the source:
 
-- P keeps blocks only for a request that ends by length: stop lists are emptied. It keeps them until
+- P keeps blocks only for a request that ends by length: stop lists are emptied, and where EOS can't
+  be masked, P is asked first. It keeps them until
   D reports the end of its reads (READ), until its own writes are done (WRITE), or for
   `defer_timeout` (60 s).
 - READ: D's leg has P's answer unchanged. WRITE: D's leg names the transfer; once D has blocks for
@@ -29,6 +30,8 @@ names both engines (`transfer.peer_ids`), and one `transfer_id`. What follows fr
 - The rank of P's leg is pinned by a header, because D must know it. The rank of D's leg is the
   engine's choice. In WRITE mode, `remote_dp_rank_override` must not be sent: with it, a D on
   another rank than P's never reports its blocks.
+- The addresses are found in the id only if it ends with the 32 hex digits. Responses have
+  `<id>_0` there.
 - Ranks of one engine on several machines are not supported: a registration names one machine.
 """
 
@@ -47,6 +50,7 @@ from pdproxy.transfer.bodies import (
     with_ids,
 )
 from pdproxy.transfer.contract import (
+    ALL_ROUTES,
     Capabilities,
     Contract,
     Dispatch,
@@ -115,7 +119,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     sizes of D.
     """
     peer, other = _peers(dispatch)
-    fields = until_length(prefill_fields(parsed, prompt))
+    fields = until_length(prefill_fields(parsed, prompt), parsed.route.form)
     params = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -184,7 +188,7 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     peer, _ = _peers(dispatch)
     fields = decode_fields(parsed, prompt)
     params = _to_writers_peer(peer, dispatch) if peer.mode == WRITE else given.params
-    if given.token_ids is not None:
+    if given.token_ids is not None and not prompt.has_media:
         if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
         else:
@@ -218,6 +222,9 @@ def _peers(dispatch: Dispatch) -> tuple[Peer, Peer]:
 NAME = "moriio"
 CAPABILITIES = Capabilities(
     takes_ids=True,
+    routes=ALL_ROUTES - {Route.RESPONSES},
+    media=True,
+    needs_length=True,
     orders=("concurrent", "sequential"),
     peers_from=PeerSource.REGISTRATION,
     alone_on=("aggregated", "prefill"),

@@ -4,7 +4,8 @@ while both are asked at once.
 Source: vLLM 0.32.0 `nixl/push_scheduler.py`, `nixl/push_worker.py`. The decode engine registers its
 blocks with the prefill engine, and the two find each other's request by `X-Request-Id`, without the
 engine's own suffix: so both legs go to the same endpoint with an id of their own, made for each
-dispatch. Two clients that use one id would get each other's KV.
+dispatch. Two clients that use one id would get each other's KV. Responses name it in the body: see
+`Parsed.named`.
 
 The decode leg names the prefill engine's rank, which only that engine's answers show: until the
 first one of its run, prompts are prefilled first. A decode engine that waits for KV keeps its
@@ -18,7 +19,7 @@ import msgspec
 
 from pdproxy.transfer import nixl
 from pdproxy.transfer.contract import (
-    WITH_HEADER_IDS,
+    ALL_ROUTES,
     Capabilities,
     Contract,
     Dispatch,
@@ -149,7 +150,8 @@ def _headers(peer: Peer | None) -> tuple[tuple[bytes, bytes], ...]:
 NAME = "nixl-push"
 CAPABILITIES = Capabilities(
     takes_ids=True,
-    routes=WITH_HEADER_IDS,
+    routes=ALL_ROUTES,
+    media=True,
     orders=("concurrent", "sequential"),
     peers_from=PeerSource.ANSWERS,
     mixed_parallel_sizes=True,

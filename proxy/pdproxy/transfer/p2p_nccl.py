@@ -34,6 +34,7 @@ from msgspec import structs
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
 from pdproxy.transfer.contract import (
+    OPENAI_ROUTES,
     Capabilities,
     Contract,
     Dispatch,
@@ -80,14 +81,14 @@ def handle(parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle 
     fields: Fields = {"max_tokens": raw(b"1"), "stream": raw(b"false")}
     if "model" in parsed.fields:
         fields["model"] = parsed.fields["model"]
-    if parsed.route is Route.COMPLETIONS:
+    route = parsed.route
+    if route is Route.COMPLETIONS:
         fields["prompt"] = raw(b"[0]")
     else:
+        route = Route.CHAT  # which a message is to the engine: its id is that of a chat
         # No chat has a prompt of one token: the engine cuts it.
         fields |= {"messages": _ONE_TOKEN_CHAT, "truncate_prompt_tokens": raw(b"1")}
-    release = LegRequest(
-        parsed.route, encode(fields), ((b"x-request-id", dispatch.leg_id.encode()),)
-    )
+    release = LegRequest(route, encode(fields), ((b"x-request-id", dispatch.leg_id.encode()),))
     return structs.replace(unclaimed(answer, answer.token_ids(), dispatch.leg_id), release=release)
 
 
@@ -104,7 +105,11 @@ def release_leg(_model: str | None, given: Handle) -> LegRequest:
 
 NAME = "p2p-nccl"
 CAPABILITIES = Capabilities(
-    peers_from=PeerSource.REGISTRATION, alone_on=("aggregated",), short_prompts=True
+    peers_from=PeerSource.REGISTRATION,
+    alone_on=("aggregated",),
+    short_prompts=True,
+    routes=OPENAI_ROUTES | {Route.MESSAGES},
+    media=True,
 )
 P2P_NCCL = Contract(
     name=NAME,

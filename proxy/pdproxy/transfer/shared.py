@@ -5,6 +5,10 @@ Source: vLLM 0.32.0 `example_connector.py`; Mooncake's store and LMCache's share
 the same way. No request mentions the storage, and nothing is held for anybody: the legs are the
 client's request with one token, then the client's request. The prefill engine's answer shows that
 the KV is stored, since ExampleConnector writes it before the step ends.
+
+A storage that does not tell pictures apart confuses them also where one engine serves, since every
+engine stores and finds. ExampleConnector adds their hashes to its keys, Mooncake's store has vLLM's
+own block hashes, LMCache 0.5.6 puts parts of their hashes in the place of their token ids.
 """
 
 from __future__ import annotations
@@ -45,7 +49,12 @@ def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) 
 
 
 NAME = "shared"
-CAPABILITIES = Capabilities(any_role=True, whole_on_prefill=True, routes=ALL_ROUTES)
+CAPABILITIES = Capabilities(
+    any_role=True,
+    whole_on_prefill=True,
+    routes=ALL_ROUTES,
+    media=True,
+)
 SHARED = Contract(
     name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES
 )

@@ -115,6 +115,10 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
+class _Count(msgspec.Struct):
+    input_tokens: int
+
+
 class _Text(msgspec.Struct):
     prompt: str
 
@@ -197,6 +201,14 @@ class EngineAdmin:
             "POST", url, "/tokenize", msgspec.json.encode(body), max_bytes=MAX_SHORT_ANSWER
         )
         return tuple(self._read("/tokenize", answer, _Tokens).tokens)
+
+    async def message_tokens(self, url: str, body: Mapping[str, object]) -> int:
+        """Return how many tokens a message has."""
+        path = "/v1/messages/count_tokens"
+        answer = await self._request(
+            "POST", url, path, msgspec.json.encode(body), max_bytes=MAX_SHORT_ANSWER
+        )
+        return self._read(path, answer, _Count).input_tokens
 
     async def token_ids(
         self,

@@ -28,7 +28,7 @@ VERSION = 1
 _NOTIFIER = "PdproxyKV"
 _LMCACHE = ("ProxyNotif", "NixlProxyNotif", None)
 _INTERNAL = re.compile(
-    r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL
+    r"(?:cmpl-(.+)-[0-9]+|chatcmpl-(.+)|generate-tokens-(.+)|(.+)_0)-[0-9a-f]{8}", re.DOTALL
 )
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -203,12 +203,11 @@ def _is_array_of_ids(text: bytes) -> bool:
 
 
 def request_id_of(internal_id: str) -> str:
-    """Return the X-Request-Id from which vLLM made its internal id; the id itself if it has another
+    """Return the leg's id from which vLLM made its internal id; the id itself if it has another
     form.
 
-    vLLM 0.32.0: `cmpl-<id>-<prompt's index>-<8 hex digits>`, `chatcmpl-<id>-<8 hex digits>`.
+    vLLM 0.32.0: `cmpl-<id>-<prompt's index>`, `chatcmpl-<id>` (chats, messages, Cohere's chat),
+    `generate-tokens-<id>` or `<id>_0` (responses), and `-<8 hex digits>`.
     """
     found = _INTERNAL.fullmatch(internal_id)
-    if found is None:
-        return internal_id
-    return found["completion"] or found["chat"]
+    return internal_id if found is None else found[found.lastindex or 0]

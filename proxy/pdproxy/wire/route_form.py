@@ -140,10 +140,15 @@ class RouteForm:
         - `limits`: the fields that limit an answer's tokens, the one that counts first;
           `limit_if_absent`: what engines take where there is none of them, None: the context's end.
         - `answers`: the fields that ask for several answers to a prompt.
+        - `stops`: the fields that have an answer end at a text or a token; `has_min_tokens`:
+          engines read `min_tokens`, beside `limits`, so that no token ends it before.
         - `unseen`: the fields that a prefill leg drops.
         - `has_usage_event`: `stream_options` say whether the client gets a stream's usage; if not,
           each stream has it.
         - `has_priority_header`: the priority in a header goes before the body's.
+        - `has_rank_header`: engines read from a header which data-parallel rank a leg goes to.
+        - `body_id_prefix`: engines take a request's id from the body's `request_id` alone, and
+          this is how the ids begin that they make themselves. None: they take it from a header.
         - `keeps_prompt_ids`: engines read a prompt's ids that a client may send
           (`fields.PROMPT_IDS`).
         - `checks_all_media`: media may stand anywhere in the body.
@@ -177,9 +182,13 @@ class RouteForm:
     limits: tuple[str, ...]
     limit_if_absent: int | None = None
     answers: tuple[str, ...] = ("n", "best_of")
+    stops: tuple[str, ...] = ("stop", "stop_token_ids")
+    has_min_tokens: bool = True
     unseen: tuple[str, ...] = ()
     has_usage_event: bool = True
     has_priority_header: bool = True
+    has_rank_header: bool = True
+    body_id_prefix: str | None = None
     keeps_prompt_ids: bool = True
     checks_all_media: bool = False
     has_salt: bool = True

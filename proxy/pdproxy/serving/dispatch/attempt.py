@@ -55,6 +55,7 @@ class Attempt:
         "custody",
         "dispatch",
         "shared_id",
+        "shown_id",
         "told",
     )
 
@@ -71,6 +72,8 @@ class Attempt:
         self.dispatch = NO_DISPATCH
         self.shared_id: str | None = None
         """The id that both legs have, None if the answering leg has the client's."""
+        self.shown_id = ""
+        """The id that the answer shows in its place."""
         self.custody: Custody | None = None
         self.told: bytes | None = None
         """What the engine that computes the prompt is told of its encoded media, as JSON."""
@@ -125,7 +128,8 @@ class Attempt:
         # With the length of the client's id, which answers will show in its place: see
         # `stream.id_sink`.
         keeps_length = contract.decode_has_leg_id and contract.leg_id is minted_id
-        minted = mint(len(request.headers.shown_id)) if keeps_length else mint()
+        self.shown_id = request.headers.shown_id(request.parsed)
+        minted = mint(len(self.shown_id)) if keeps_length else mint()
         dispatch = Dispatch(minted, request.ids, receiver=decode.receiver)
         if contract.capabilities.peers_from is not None and self.prefill_url is not None:
             prefill_peer = known[self.prefill_url].run.peers.take_turn()

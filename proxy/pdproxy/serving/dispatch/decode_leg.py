@@ -334,7 +334,8 @@ class DecodeLeg:
         if (turns := self._resources.turns) is not None and not custody.promised:
             self._turn = turn.opened(self._request, attempt, turns, custody, handle, self._engine)
         assert prompt is not None
-        leg = self._resources.transfer.contract.decode(parsed, prompt, handle, attempt.dispatch)
+        named = parsed.named(attempt.shared_id)
+        leg = self._resources.transfer.contract.decode(named, prompt, handle, attempt.dispatch)
         own = headers.headers if attempt.shared_id is None else headers.named(attempt.shared_id)
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
@@ -349,7 +350,7 @@ class DecodeLeg:
         if custody is None:
             return self.relay
         if shared is not None:
-            return IdSink(self.relay, shared, headers.shown_id)
+            return IdSink(self.relay, shared, self._attempt.shown_id)
         handle = custody.handle
         if handle.first is None:
             return self.relay
@@ -589,8 +590,9 @@ class DecodeLeg:
         if custody is not None and shared is not None:
             # Reads may take the fast path only if the client's answer has the same lengths as the
             # engine's.
-            direct = direct and len(shared) == len(request.headers.shown_id)
-            reads = None if leg is None else RenamedReads(leg, shared, request.headers.shown_id)
+            shown = self._attempt.shown_id
+            direct = direct and len(shared) == len(shown)
+            reads = None if leg is None else RenamedReads(leg, shared, shown)
         stream_to = request.stream_to
         request.stream_flows()
         relay.flow(stream_to(relay), reads, direct=direct)

@@ -250,7 +250,7 @@ class Exchange(PromptRequest):
         if prompt is None:
             return parsed.alone or Alone.UNUSUAL
         capabilities = resources.transfer.contract.capabilities
-        if parsed.route not in capabilities.routes:
+        if parsed.route not in capabilities.routes or self._needs_rank_header():
             return Alone.ROUTE
         if prompt.has_media and not capabilities.media:
             return Alone.NON_TEXT
@@ -258,6 +258,17 @@ class Exchange(PromptRequest):
         block_size = None if capabilities.short_prompts else ledger.block_size
         return why_alone(
             parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens
+        )
+
+    def _needs_rank_header(self) -> bool:
+        """Return whether legs are for one data-parallel rank of several, and engines do not read on
+        this route which one.
+        """
+        resources = self.resources
+        if self.parsed.route.form.has_rank_header:
+            return False
+        return resources.transfer.contract.capabilities.peers_from is not None and any(
+            engine.run.peers.ranks > 1 for engine in resources.engines.values()
         )
 
     async def _tokenize(self) -> Alone | None:

@@ -73,7 +73,8 @@ async def both_at_once(request: PromptRequest, attempt: Attempt) -> Outcome:
     """Have the prompt prefilled and answered at the same time.
 
     The prefill leg comes first where the contract can't name the prefill engine to the decode
-    engine yet, and where the prompt may be too long for the prefill engine alone.
+    engine yet, where the prompt may be too long for the prefill engine alone, and where its first
+    token decides whether its KV is kept.
     """
     prefill = PrefillLeg(request, attempt)
     custody = None if _prefill_alone_may_refuse(request, attempt) else prefill.promise()

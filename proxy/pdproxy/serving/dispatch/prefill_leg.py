@@ -296,7 +296,7 @@ class PrefillLeg:
             self.dispatch = with_turn(self.dispatch, self._turn.spend())
         dispatch, headers = self.dispatch, self._request.headers
         assert self._prompt is not None
-        parsed = self._attempt.parsed_for(self._url, self._parsed)
+        parsed = self._attempt.parsed_for(self._url, self._parsed).named(dispatch.leg_id)
         leg = self._resources.transfer.contract.prefill(parsed, self._prompt, dispatch)
         own = headers.headers if dispatch.leg_id is None else headers.named(dispatch.leg_id)
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
@@ -385,6 +385,11 @@ class PrefillLeg:
             raise EngineError(f"{url} answered a prefill with something that is not a completion")
         if "abort" in [choice.finish_reason for choice in read.choices]:
             raise EngineError(f"{url} gave the prefill up")
+        if self._may_keep_nothing and any(
+            choice.finish_reason != "length" for choice in read.choices
+        ):
+            self._verdict = GOOD
+            return CannotSplit(Alone.FIRST_TOKEN, exclude=url)
         transfer = self._resources.transfer
         contract, hosts = transfer.contract, transfer.hosts
         handle = hosts.checked(contract.handle(self._parsed, read, self.dispatch), url)
@@ -439,8 +444,9 @@ class PrefillLeg:
         """Begin the custody of KV that the contract promises before the engine is asked. None if it
         can promise none.
         """
-        contract = self._resources.transfer.contract
-        handle = None if contract.promise is None else contract.promise(self._parsed, self.dispatch)
+        contract, handle = self._resources.transfer.contract, None
+        if contract.promise is not None and not self._may_keep_nothing:
+            handle = contract.promise(self._parsed, self.dispatch)
         if handle is None:
             return None
         record = _record(
@@ -450,6 +456,12 @@ class PrefillLeg:
         self._attempt.dispatch = self.dispatch  # both engines must work on the same prompt
         self._attempt.keep(self.promised)
         return self.promised
+
+    @property
+    def _may_keep_nothing(self) -> bool:
+        """Whether the first token decides whether the engine keeps KV, or may free it at once."""
+        needs_length = self._resources.transfer.contract.capabilities.needs_length
+        return needs_length and not self._parsed.route.form.has_min_tokens
 
     def _adopt(self, end: Callable[[], None]) -> None:
         """Hand the leg to the custodian, which awaits its answer and releases what it holds."""

@@ -16,6 +16,7 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, RefusalReason, Wait
+from pdproxy.kit.ids import mint
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
 from pdproxy.observe.prompt_shares import PromptShares
 from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
@@ -48,6 +49,7 @@ from pdproxy.transfer.encoders import EncoderContract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.event_template import EventTemplates
+from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route_form import Prompt
 
@@ -138,7 +140,9 @@ class ExchangeResources:
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""
-        if self.tokenizing is None or not parsed.route.form.takes_ids or prompt.has_media:
+        if self.tokenizing is None or prompt.has_media:
+            return None
+        if not parsed.route.form.takes_ids and prompt.tokens is None:
             return None
         own = next((value for _, value in headers.authorization), None)
         return await self.tokenizing.ids(parsed, prompt, own)
@@ -313,9 +317,10 @@ class LegHeaders(msgspec.Struct, frozen=True):
     client: bytes | str = ""
     lost: list[RequestLosses] = []
 
-    @property
-    def shown_id(self) -> str:
-        """The id that engines are sent, and that answers show."""
+    def shown_id(self, parsed: Parsed) -> str:
+        """Return the id that a plain engine's answer shows: the client's, or one that is made."""
+        if (prefix := parsed.route.form.body_id_prefix) is not None:
+            return body_request_id(parsed.fields) or f"{prefix}{mint()}"
         return next(
             (value.decode("ascii") for name, value in self.headers if name == b"x-request-id"),
             self.request_id,

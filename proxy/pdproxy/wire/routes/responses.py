@@ -16,11 +16,11 @@ from typing import Literal
 import msgspec
 
 from pdproxy.kit.errors import BadRequestError
-from pdproxy.kit.ids import mint
+from pdproxy.kit.ids import mint, usable
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Bounds
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer, PrefillChoice, TokensDetails, Usage
-from pdproxy.wire.fields import Fields, has_value, is_absent, read_field
+from pdproxy.wire.fields import Fields, body_request_id, has_value, is_absent, read_field
 from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.passthrough_body import TRUE_TEXTS, PassedBody, changed_body
 from pdproxy.wire.route_form import Alone, Prompt, Reading, RouteForm
@@ -48,6 +48,7 @@ _NOT_ON_PREFILL = ("include", "top_logprobs", "structured_outputs", "background"
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
 _LONGEST_BOOLEAN = 64
 """Bytes of JSON. A longer number counts as true, since reading it could take long."""
+_ID_PREFIX = "resp_"
 _NUMBER = b"-0123456789"
 """How a number begins."""
 _ONE, _TRUE, _FALSE = msgspec.Raw(b"1"), msgspec.Raw(b"true"), msgspec.Raw(b"false")
@@ -98,6 +99,8 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     """Read a body: see `route_form.Read`."""
     if not all(is_absent(fields, name) for name in _ONE_ENGINE):
         raise UnusualError
+    if "request_id" in fields and usable(body_request_id(fields)) is None:
+        raise UnusualError  # legs may have ids of their own: the client would not get this one
     if read_field(fields, "background", _bool_decoder):
         raise UnusualError
     read_field(fields, "store", _bool_decoder)
@@ -173,7 +176,7 @@ def whole(fields: Fields, model: str | None) -> PassedBody:
     unknown_id = None
     changed: Fields = {}
     if _boolean(fields, "background") is not False:
-        unknown_id = f"resp_{mint()}"
+        unknown_id = f"{_ID_PREFIX}{mint()}"
         changed["previous_response_id"] = msgspec.Raw(msgspec.json.encode(unknown_id))
     elif "store" not in fields or _boolean(fields, "store"):
         # vLLM's default is true: an engine that is set to store would keep every response until it
@@ -250,8 +253,11 @@ FORM = RouteForm(
     listed={},
     limits=("max_output_tokens",),
     answers=(),
+    has_min_tokens=False,
     unseen=("include", "structured_outputs"),
     has_usage_event=False,
+    has_rank_header=False,
+    body_id_prefix=_ID_PREFIX,
     checks_all_media=True,
     prefill=prefill,
     both=both,
