@@ -260,6 +260,7 @@ class Prober:
             adapters,
             metrics.kv_blocks,
             self._asks_derender and await derenders(self._admin, engine.url),
+            metrics.caches_prefixes,
         )
 
     async def _canaries(

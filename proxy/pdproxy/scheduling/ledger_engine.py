@@ -101,7 +101,7 @@ class Evidence:
     reports none. `max_model_len`: how many tokens a prompt and its answer may have together, None
     where unknown. `adapters`: those of the models that are LoRA adapters. `kv_blocks`: how many KV
     blocks it has, None where unknown. `derenders`: it can parse a chat behind any of its tokens
-    (`--enable-scale-out` with a parser).
+    (`--enable-scale-out` with a parser). `caches_prefixes`: it says that its prefix cache is on.
     """
 
     models: frozenset[str]
@@ -114,6 +114,7 @@ class Evidence:
     adapters: frozenset[str] = frozenset()
     kv_blocks: int | None = None
     derenders: bool = False
+    caches_prefixes: bool = False
 
     def same_run(self, later: Evidence, *, was_down: bool) -> bool:
         """Return whether both come from one run of the engine.
@@ -329,11 +330,13 @@ class LedgerEngine:
         return now - self.down_since if self.down_because is not None else 0.0
 
 
-def in_common(engines: Iterable[LedgerEngine]) -> tuple[int | None, frozenset[str], int]:
+def in_common(engines: Iterable[LedgerEngine]) -> tuple[int | None, frozenset[str], int, bool]:
     """Return what all engines' evidence says: the smallest KV block, all adapters, the longest
-    template. See `Ledger`.
+    template, whether prefixes are cached. See `Ledger`.
     """
-    known = [engine.evidence for engine in engines if engine.evidence is not None]
+    found = [(engine.evidence, engine.uses) for engine in engines]
+    known = [one for one, _ in found if one is not None]
+    caching = all(one.caches_prefixes for one, uses in found if one and Role.DECODE in uses)
     block_size = min((one.block_size for one in known if one.block_size), default=None)
     adapters = frozenset[str]().union(*(one.adapters for one in known))
-    return block_size, adapters, max((one.template_tokens for one in known), default=0)
+    return block_size, adapters, max((one.template_tokens for one in known), default=0), caching

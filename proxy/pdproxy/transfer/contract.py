@@ -383,6 +383,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     media: bool = False
     """Its legs can run where a prompt has media: KV is known by the leg, not by token ids."""
 
+    caches_loaded: bool = False
+    """A decode engine has KV that it has loaded in its prefix cache, for requests that bring no
+    handle.
+    """
+
     short_prompts: bool = False
     """Prompts shorter than a KV block can be split between two engines, too."""
 

@@ -100,6 +100,13 @@ class Attempt:
         """Pass one of the leases to the leg that uses it. That leg closes the lease."""
         self._unused.remove(lease)
 
+    def loaded(self, lease: Lease) -> None:
+        """The answering engine has the prompt's KV in its prefix cache. The client's own request
+        is next, under the same lease.
+        """
+        self._unused.append(lease)
+        self._predictions = _NO_PREDICTIONS  # they are of the cache before
+
     # -- the legs' id, and notices
 
     def _name(self, contract: Contract, request: PromptRequest) -> None:
