@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -219,6 +220,18 @@ def test_short_prompts(body: dict[str, object], block: int | None, alone: Alone 
     parsed = parse(Route.COMPLETIONS, json.dumps(body).encode())
     prompt: Any = parsed.prompts[0] if parsed.prompts else None
     assert why_alone(parsed, prompt, block_size=block, template_tokens=5) is alone
+
+
+@pytest.mark.parametrize(
+    ("prompt", "alone"),
+    [("x" * 16, None), ("x", Alone.SHORT_PROMPT), (["x" * 16, "y" * 16], Alone.N)],
+)
+def test_several_answers(prompt: object, alone: Alone | None) -> None:
+    """To one prompt, and where a decode engine keeps what it has loaded."""
+    parsed = parse(Route.COMPLETIONS, json.dumps({"prompt": prompt, "n": 2}).encode())
+    found = partial(why_alone, parsed, parsed.prompts[0], block_size=16, template_tokens=5)
+    assert found(several=True) is alone
+    assert found(several=False) is Alone.N
 
 
 def test_short_chats() -> None:
