@@ -205,6 +205,17 @@ def test_what_changes_as_a_core_works_is_read_by_rank() -> None:
 
 
 @pytest.mark.parametrize(
+    ("label", "ranks", "caches"),
+    [("True", "0", True), ("True", "01", False), ("False", "0", False), ("None", "0", False)],
+)
+def test_whether_an_engine_finds_prompts_again(label: str, ranks: str, caches: bool) -> None:
+    """Each rank has a cache of its own."""
+    lines = [f'vllm:cache_config_info{{enable_prefix_caching="{label}"}} 1']
+    lines += [f'vllm:num_requests_running{{engine="{rank}"}} 2' for rank in ranks]
+    assert read_metrics("\n".join(lines).encode()).caches_prefixes is caches
+
+
+@pytest.mark.parametrize(
     ("body", "block", "alone"),
     [
         ({"prompt": "x" * 13}, 16, Alone.SHORT_PROMPT),

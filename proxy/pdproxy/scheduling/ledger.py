@@ -107,8 +107,8 @@ class Ledger:
         self.block_size: int | None = None
         """The smallest KV block of any engine in tokens, None while unknown. Read only."""
         self.caching = False
-        """Whether all engines that decode for others say that their prefix cache is on. Read
-        only.
+        """Whether a prompt that comes again finds its KV at each engine that decodes for others.
+        Read only.
         """
         self.template_tokens = 0
         """The largest number of tokens that an engine's chat template adds to one message. Read

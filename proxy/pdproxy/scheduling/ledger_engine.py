@@ -101,7 +101,8 @@ class Evidence:
     reports none. `max_model_len`: how many tokens a prompt and its answer may have together, None
     where unknown. `adapters`: those of the models that are LoRA adapters. `kv_blocks`: how many KV
     blocks it has, None where unknown. `derenders`: it can parse a chat behind any of its tokens
-    (`--enable-scale-out` with a parser). `caches_prefixes`: it says that its prefix cache is on.
+    (`--enable-scale-out` with a parser). `caches_prefixes`: a prompt that comes again
+    finds its KV there.
     """
 
     models: frozenset[str]

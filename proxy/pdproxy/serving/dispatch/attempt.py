@@ -52,6 +52,7 @@ class Attempt:
         "assignment",
         "custody",
         "dispatch",
+        "loading_since",
         "shared_id",
     )
 
@@ -69,6 +70,10 @@ class Attempt:
         self.shared_id: str | None = None
         """The id that both legs have, None if the answering leg has the client's."""
         self.custody: Custody | None = None
+        self.loading_since = 0.0
+        """When the answering engine was asked to load the KV for the client's own request, in
+        seconds of the clock; 0: it was not.
+        """
         self._unused = list(assignment.leases)
         self._space = space
         self._predictions = _NO_PREDICTIONS
@@ -100,11 +105,12 @@ class Attempt:
         """Pass one of the leases to the leg that uses it. That leg closes the lease."""
         self._unused.remove(lease)
 
-    def loaded(self, lease: Lease) -> None:
-        """The answering engine has the prompt's KV in its prefix cache. The client's own request
-        is next, under the same lease.
+    def loaded(self, lease: Lease, since: float) -> None:
+        """The answering engine has the prompt's KV in its prefix cache: it was asked for that
+        `since` then. The client's own request is next, under the same lease.
         """
         self._unused.append(lease)
+        self.loading_since = since
         self._predictions = _NO_PREDICTIONS  # they are of the cache before
 
     # -- the legs' id, and notices

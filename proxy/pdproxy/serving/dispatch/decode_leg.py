@@ -210,7 +210,7 @@ class DecodeLeg:
                     f"the lease of the KV at {custody.prefill} ended before {url} had sent data"
                 )
             self._data_came = True
-            asked_at = max(self.since, self._kv_made_at)
+            asked_at = self._attempt.loading_since or max(self.since, self._kv_made_at)
             if isinstance(first, Answer):
                 self._whole = True
                 if first.status == 200 and not self._loads:
@@ -294,7 +294,7 @@ class DecodeLeg:
                 beside = (beside + open_legs.flowing) // 2
                 open_legs.flowing -= 1
             if self._loads and verdict is GOOD:
-                self._attempt.loaded(self._lease)
+                self._attempt.loaded(self._lease, self.since)
             else:
                 resources.close(self._lease, verdict, self.relay, beside)
 
