@@ -53,8 +53,8 @@ class LegTimes(msgspec.Struct):
     for several answers), and `decode_s`: from there to the stream's end. Of an answer that is not
     streamed, `whole_s`: from asking to the whole answer. Where both engines were asked at once,
     both count from the prefill engine's answer, and `overlap_s` is the time in which both had been
-    asked before that. `attempts`: how often engines were asked for it. `decision`: the placement's reason, None where
-    the pool has none; with what it predicted, None where it predicts nothing.
+    asked before that. `attempts`: how often engines were asked for it. `decision`: the placement's
+    reason, None where the pool has none; with what it predicted, None where it predicts nothing.
 
     `continued`: how often another engine went on with the stream; `continued_by`: the kind of
     failure that first cut it; `pause_s`: seconds without data because of that.
