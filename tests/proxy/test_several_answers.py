@@ -19,7 +19,7 @@ from tests.engines.prompts import TOOLS
 from tests.fakes import answers, scripts
 from tests.fakes.client import Answer, bearer, exchange, request
 from tests.fakes.clock import ManualClock
-from tests.fakes.engine import FakeEngine, Script, serve
+from tests.fakes.engine import FakeEngine, Reply, Script, serve
 from tests.fakes.flagged import FLAGS, GENERATE, body
 from tests.fakes.pool import pool
 from tests.fakes.scripts import WORD
@@ -230,6 +230,23 @@ async def test_an_engine_that_fails(name: str, stream: bool) -> None:
         assert alone(w) == ({reason: 1} if reason else {})
         assert not w.decode[0].scripts
         await w.quiet()
+
+
+async def test_an_answer_that_fails_everywhere_counts_for_no_engine() -> None:
+    """An engine that has loaded the KV has not shown that the request is harmless."""
+
+    async def fails(reply: Reply) -> None:
+        own = reply.request.json.get("n") == 3
+        await (reply.whole(answers.INTERNAL_500, 500) if own else reply.serve())
+
+    async with world(decode=3) as w:
+        for engine in w.decode:
+            engine.default = fails
+        for _ in range(10):
+            assert (await w.ask(COMPLETIONS, completion(**SEVERAL))).status == 500
+        now = w.proxy.now()
+        assert [engine.state(now) for engine in w.proxy.ledger.engines] == ["up"] * 4
+        assert not any(engine.failures for engine in w.proxy.ledger.engines)
 
 
 async def test_a_decode_engine_that_loads_in_silence() -> None:

@@ -213,14 +213,15 @@ class DecodeLeg:
             asked_at = self._attempt.loading_since or max(self.since, self._kv_made_at)
             if isinstance(first, Answer):
                 self._whole = True
-                if first.status == 200 and not self._loads:
+                is_answer = first.status == 200 and not self._loads
+                if is_answer:
                     tried.whole_s = first_at - asked_at
                 if custody is not None:
                     custody.decode_answered()
                 if (refusal := self._refusal(first)) is not None:
                     return refusal
                 verdict = GOOD
-                if request.doubtful is not None and first.status == 200:
+                if request.doubtful is not None and is_answer:
                     request.answered_well()
                 self._kv_loaded()
                 if (
