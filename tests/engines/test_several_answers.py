@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800, func_only=True)]
 
 COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED_REAL", "40"))
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
-DRAWN: list[dict[str, Any]] = [{"seed": 5}, {"seed": -2}, {"seed": None, "top_k": 1}]
+DRAWN: list[dict[str, Any]] = [{"seed": 5}, {"seed": -9}, {"seed": None, "top_k": 1}]
 
 
 def _several(dialect: Dialect) -> st.SearchStrategy[Generated]:

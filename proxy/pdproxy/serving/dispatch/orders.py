@@ -101,12 +101,14 @@ async def load_then_answer(request: PromptRequest, attempt: Attempt) -> Outcome:
         request.end_loading()
     if not isinstance(outcome, Answered) or outcome.answer is None or outcome.answer.status != 200:
         return outcome
-    custody, attempt.custody = attempt.custody, None
+    attempt.custody = None
+    loaded = None if request.relay is None else request.relay.usage
     leg = DecodeLeg(request, attempt)
-    if custody is not None and request.parsed.stream:
+    details = None if loaded is None else loaded.prompt_tokens_details
+    if details is not None and request.parsed.stream:
         # of the first answer, as on one engine; a whole answer has those of the last one
-        leg.relay.filter.cached_tokens = custody.handle.cached_tokens
-        leg.relay.filter.created_cache_tokens = custody.handle.created_cache_tokens
+        leg.relay.filter.cached_tokens = details.cached_tokens
+        leg.relay.filter.created_cache_tokens = details.created_cache_tokens
     return await leg.run()
 
 
