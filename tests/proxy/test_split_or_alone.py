@@ -197,7 +197,7 @@ async def test_alone_goes_to_an_engine_that_has_the_model() -> None:
         w.aggregated[0].models = ["other"]
 
     async with world(aggregated=1, before=other) as w:
-        assert (await w.ask(COMPLETIONS, completion(n=2, temperature=1))).status == 200
+        assert (await w.ask(COMPLETIONS, completion(echo=True))).status == 200
         assert len(w.decode[0].requests) == 1
         assert (await w.ask(COMPLETIONS, completion(model="other"))).status == 200
         assert len(w.aggregated[0].requests) == 1
