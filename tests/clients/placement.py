@@ -19,8 +19,6 @@ built-in tools, such as `web_search`, to no model, and the client's functions to
 def why_alone(route: str, body: dict[str, Any]) -> str:
     """Return why one engine has to serve a body, "" if a pair can."""
     if route in (CHAT, COMPLETIONS):
-        if (body.get("n") or 1) > 1:
-            return "n"
         return "echo" if body.get("echo") else ""
     if route == RESPONSES:
         refers = body.get("previous_response_id") or _refers(body.get("input"))

@@ -57,7 +57,9 @@ async def _compared(both: Stage, body: Body) -> None:
     plain, other = await asyncio.gather(
         *(exchange(port, sent) for port in (both.plain.port, both.world.port))
     )
-    assert difference(plain, other) == ""
+    # which of several answers finds the other ones' blocks is chance
+    cached = (body.body.get("n") or 1) == 1
+    assert difference(plain, other, cached=cached) == ""
     await both.world.settled()
     reasons = [event.reason for event in both.world.events(ServedAlone)]
     handles = len(both.world.events(HandleEnded))

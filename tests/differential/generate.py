@@ -43,6 +43,13 @@ class Generated:
         heads = [json.dumps(one)[:40] for one in prompts]
         return len(set(heads)) < len(heads)
 
+    @property
+    def wants_several(self) -> bool:
+        """Whether it wants several answers to a prompt: which of them finds the others' blocks
+        cached is chance.
+        """
+        return json.loads(self.body).get("n") not in (None, 1)
+
     def __repr__(self) -> str:
         head = "".join(f" -H '{name}: {value}'" for name, value in self.headers)
         return f"{self.times} x curl {self.path}{head} -d '{self.body}'"

@@ -54,7 +54,8 @@ class Stage:
         """
         self.forget_caches()
         # With several prefill engines, the one that is asked again may not have seen the prompt.
-        cached = not wanted.shares_a_block and (wanted.times == 1 or len(self.world.prefill) == 1)
+        cached = wanted.times == 1 or len(self.world.prefill) == 1
+        cached = cached and not (wanted.shares_a_block or wanted.wants_several)
         for _ in range(wanted.times):
             sent = request("POST", wanted.path, wanted.body.encode(), wanted.headers)
             plain, other = await asyncio.gather(

@@ -211,7 +211,8 @@ class TestEachOrder:
         """Status, body, events, ids and usage equal the plain engine's; the KV moved; the prefill
         engine is free.
         """
-        await equal(engines.fleet, proxy, shape, at_once=order == "concurrent")
+        at_once = order == "concurrent"
+        await equal(engines.fleet, proxy, shape, at_once=at_once, several=False)
 
     async def test_the_order(self, engines: Mooncakes, proxy: Proxy, order: str) -> None:
         """The decode engine computes nothing of a prompt; it had the request before the prefill

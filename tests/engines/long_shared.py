@@ -74,7 +74,7 @@ async def test_answer_is_the_plain_engines(sharers: Fleet, proxy: Proxy, shape: 
     """Status, body and events equal the plain engine's, including cached tokens in the usage; the
     KV came from storage.
     """
-    await equal(sharers, proxy, shape, moved=whole_blocks)
+    await equal(sharers, proxy, shape, moved=whole_blocks, several=False)
 
 
 @pytest.mark.parametrize("shape", ALONE[::16], ids=str)

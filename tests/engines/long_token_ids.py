@@ -13,7 +13,7 @@ import pytest
 
 from .client import Answer, ask
 from .engine import MODEL, Role
-from .equality import Moved, in_full
+from .equality import Moved, in_full, loaded_once
 from .fleet import Fleet
 from .launcher import Launcher
 from .prompts import FORGED, story
@@ -44,7 +44,6 @@ SPLIT: dict[str, dict[str, Any]] = {
     "priority": {"priority": 3},
 }
 ALONE: list[tuple[str, dict[str, Any]]] = [
-    ("n", {"params": {"n": 2, "temperature": 1, "seed": 1}}),
     ("prompt_logprobs", {"params": {"prompt_logprobs": 1}}),
     ("unusual", {"params": {"max_tokens": 0}}),
     ("unusual", {"params": {"max_tokens": "12"}}),
@@ -139,6 +138,14 @@ async def test_as_one_plain_engine(engines: Fleet, proxy: Proxy, fields: dict[st
     before = Moved.now(engines, proxy, 1)
     await compared(engines, proxy, body)
     await before.settled(lambda increases: in_full(increases) and not increases["alone"])
+
+
+async def test_several_answers_as_one_plain_engine(engines: Fleet, proxy: Proxy) -> None:
+    """They are the plain engine's, and the KV has moved once."""
+    body = await body_of(engines, {"params": {"n": 3, "temperature": 1, "seed": 1}})
+    before = Moved.now(engines, proxy, 1)
+    await compared(engines, proxy, body)
+    await before.settled(lambda increases: loaded_once(3)(increases) and not increases["alone"])
 
 
 @pytest.mark.parametrize(("reason", "fields"), ALONE, ids=str)

@@ -91,6 +91,11 @@ class Shape:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def answers(self) -> int:
+        """How many answers it wants to a prompt that two engines serve, if the connector can."""
+        return 1 if self.alone else self.make("0").get("n") or 1
+
 
 OWN = {field.name for field in fields(Shape)} - {"name", "path", "make"}
 

@@ -233,7 +233,7 @@ COMPLETION_SHAPES = [
         logprobs=1,
         alone=ALONE_PROMPT_LOGPROBS,
     ),
-    completion("completion-n", n=2, temperature=0.8, seed=7, alone=ALONE_N),
+    completion("completion-n", n=2, temperature=0.8, seed=7),
     completion(
         "completion-n-of-three",
         n=3,
@@ -241,11 +241,9 @@ COMPLETION_SHAPES = [
         seed=2,
         stream=True,
         max_tokens=6,
-        alone=ALONE_N,
     ),
-    completion(
-        "completion-n-streamed", n=4, temperature=0.9, seed=3, max_tokens=6, alone=ALONE_N, **USAGE
-    ),
+    completion("completion-n-streamed", n=4, temperature=0.9, seed=3, max_tokens=6, **USAGE),
+    completion("completion-n-equal", ids, n=3, temperature=0.9, top_k=1, logprobs=1),
     completion(
         "completion-n-list", several, n=2, temperature=0.9, seed=3, max_tokens=6, alone=ALONE_N
     ),
@@ -260,7 +258,7 @@ COMPLETION_SHAPES = [
         stream=True,
     ),
     completion("completion-beam", use_beam_search=True, max_tokens=4, alone=ALONE_BEAM),
-    completion("completion-beams", use_beam_search=True, n=2, max_tokens=4, alone=ALONE_N),
+    completion("completion-beams", use_beam_search=True, n=2, max_tokens=4, alone=ALONE_BEAM),
     # Sampling.
     completion("completion-n-of-one", n=1, best_of=1),
     completion("completion-seed", temperature=0.9, seed=11, top_p=0.95, top_k=50),

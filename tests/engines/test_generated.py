@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800, func_only=True)]
 COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED_REAL", "30"))
 
 
-def _dialect(fleet: Fleet) -> Dialect:
+def dialect_of(fleet: Fleet) -> Dialect:
+    """Return what may be asked of the engines of a fleet."""
     vocabulary = json.loads((fleet.launcher.built.model / "tokenizer.json").read_text())["model"][
         "vocab"
     ]
@@ -56,16 +57,19 @@ def test_generated_requests_are_answered_as_by_the_plain_engine(
         suppress_health_check=list(HealthCheck),
         print_blob=True,
     )
-    @given(wanted=requests(_dialect(fleet)))
+    @given(wanted=requests(dialect_of(fleet)))
     def check(wanted: Generated) -> None:
-        why = asyncio.run(_difference(fleet.plain.url, proxy_1p1d.url, wanted))
+        why = asyncio.run(difference_of(fleet.plain.url, proxy_1p1d.url, wanted))
         if why:
             pytest.fail(f"{wanted!r}\n{why}")
 
     check()
 
 
-async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
+async def difference_of(plain_url: str, proxy_url: str, wanted: Generated) -> str:
+    """Return the first difference between the answers of a plain engine and of the proxy, "" where
+    there is none.
+    """
     plain, other = await asyncio.gather(
         *(
             ask(url, wanted.path, wanted.body.encode(), dict(wanted.headers))

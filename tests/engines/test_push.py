@@ -101,7 +101,7 @@ async def test_answer_is_the_plain_engines(pushers: Fleet, proxy: Proxy, shape: 
     """Status, body, events, ids and usage equal the plain engine's; the KV was pushed; the prefill
     engine is free.
     """
-    await equal(pushers, proxy, shape, at_once=True)
+    await equal(pushers, proxy, shape, at_once=True, several=False)
 
 
 async def test_both_engines_were_asked_at_once(pushers: Fleet, proxy: Proxy) -> None:

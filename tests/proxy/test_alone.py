@@ -78,7 +78,7 @@ async def test_tokens_count_where_they_are_known() -> None:
     ("path", "body", "why"),
     [
         (COMPLETIONS, completion(prompt=LONG, echo=True), "echo"),
-        (COMPLETIONS, completion(prompt=LONG, stream=True, temperature=1, n=2), "n"),
+        (COMPLETIONS, completion(prompt=[LONG, LONG], stream=True, temperature=1, n=2), "n"),
         (COMPLETIONS, completion(prompt=[LONG, LONG], echo=True), "echo"),
         (
             CHAT,

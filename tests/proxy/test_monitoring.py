@@ -46,8 +46,14 @@ def lines(caplog: pytest.LogCaptureFixture, message: str) -> list[dict[str, obje
     [
         ({"stream": True}, "split", {"prefill": 1, "kv": 1, "decode": 1}),
         ({}, None, {"prefill": 1, "decode_whole": 1}),
-        ({"stream": True, "n": 2, "temperature": 1}, "alone", {"alone": 1, "decode": 1}),
-        ({"n": 2, "temperature": 1}, None, {"alone_whole": 1}),
+        (
+            {"stream": True, "n": 2, "temperature": 1},
+            "split",
+            {"prefill": 1, "kv": 1, "decode": 1},
+        ),
+        ({"n": 2, "temperature": 1}, None, {"prefill": 1, "decode_whole": 1}),
+        ({"stream": True, "return_prompt_text": True}, "alone", {"alone": 1, "decode": 1}),
+        ({"return_prompt_text": True}, None, {"alone_whole": 1}),
     ],
 )
 async def test_phases_and_first_tokens_of_streams_and_whole_answers(

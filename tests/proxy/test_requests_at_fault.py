@@ -57,13 +57,13 @@ def everywhere(script: Answers, path: str, *engines: FakeEngine) -> list[str]:
 
 
 ALONE: dict[str, tuple[str, dict[str, Any], Answers]] = {
-    "completion": (COMPLETIONS, completion(n=2, temperature=1, user=POISON), fails),
+    "completion": (COMPLETIONS, completion(echo=True, user=POISON), fails),
     "streamed completion": (
         COMPLETIONS,
-        completion(n=2, temperature=1, user=POISON, stream=True),
+        completion(echo=True, user=POISON, stream=True),
         fails_in_a_stream,
     ),
-    "chat": (CHAT, chat(n=2, temperature=1, user=POISON), fails),
+    "chat": (CHAT, chat(prompt_logprobs=0, user=POISON), fails),
     "tokenize": (TOKENIZE, {"model": "tiny", "prompt": POISON}, fails),
     "responses": (RESPONSES, responses(user=POISON), fails),
 }
@@ -466,9 +466,14 @@ async def test_an_answer_that_is_too_large_is_paid(
     async with world(
         prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()
     ) as w:
+
+        async def large(reply: Reply) -> None:
+            loads = reply.request.json.get("max_tokens") == 1
+            await (reply.serve() if loads else reply.whole(LARGE))
+
         for engine in w.decode:
-            engine.default = scripts.whole(LARGE)
-            engine.admin = {**engine.admin, RESPONSES: scripts.whole(LARGE)}
+            engine.default = large
+            engine.admin = {**engine.admin, RESPONSES: large}
         answer = await w.ask(path, body, bearer("sk-a"))
         assert answer.status == 502
         assert "limits.max_answer_bytes" in answer.json["error"]["message"]

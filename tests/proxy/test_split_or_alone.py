@@ -26,8 +26,9 @@ PARTS = [
 @pytest.mark.parametrize(
     ("path", "fields", "reason"),
     [
-        (COMPLETIONS, {"n": 2, "temperature": 1}, "n"),
-        (CHAT, {"n": 3, "temperature": 1}, "n"),
+        (COMPLETIONS, {"n": 2, "temperature": 1, "prompt": [PROMPT, PROMPT]}, "n"),
+        (COMPLETIONS, {"n": 2, "temperature": 1, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"n": 2}, "unusual"),
         (COMPLETIONS, {"echo": True}, "echo"),
         (CHAT, {"return_prompt_text": True}, "echo"),
         (CHAT, {"return_prompt_text": "yes"}, "unusual"),
@@ -36,6 +37,11 @@ PARTS = [
         (COMPLETIONS, {"use_beam_search": True}, "beam_search"),
         (CHAT, {"messages": IMAGE}, "non_text"),
         (CHAT, {"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}}, "prompt_ids"),
+        (
+            CHAT,
+            {"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}, "n": 2, "temperature": 1},
+            "prompt_ids",
+        ),
         (COMPLETIONS, {"prompt_embeds": "AAAA"}, "non_text"),
         (COMPLETIONS, {"prompt": "short"}, "short_prompt"),
         (COMPLETIONS, {"prompt": [1, 2, 3]}, "short_prompt"),
@@ -171,7 +177,7 @@ async def test_aggregated_engines_serve_alone_first() -> None:
     without pairs.
     """
     async with world(aggregated=1) as w:
-        await w.ask(COMPLETIONS, completion(n=2, temperature=1))
+        await w.ask(COMPLETIONS, completion(echo=True))
         assert len(w.aggregated[0].requests) == 1
         await w.ask(COMPLETIONS, completion())
         assert w.decode[0].requests[0].kv is not None
@@ -191,7 +197,7 @@ async def test_alone_goes_to_an_engine_that_has_the_model() -> None:
         w.aggregated[0].models = ["other"]
 
     async with world(aggregated=1, before=other) as w:
-        assert (await w.ask(COMPLETIONS, completion(n=2, temperature=1))).status == 200
+        assert (await w.ask(COMPLETIONS, completion(echo=True))).status == 200
         assert len(w.decode[0].requests) == 1
         assert (await w.ask(COMPLETIONS, completion(model="other"))).status == 200
         assert len(w.aggregated[0].requests) == 1

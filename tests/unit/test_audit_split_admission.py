@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -205,6 +206,17 @@ def test_what_changes_as_a_core_works_is_read_by_rank() -> None:
 
 
 @pytest.mark.parametrize(
+    ("label", "ranks", "caches"),
+    [("True", "0", True), ("True", "01", False), ("False", "0", False), ("None", "0", False)],
+)
+def test_whether_an_engine_finds_prompts_again(label: str, ranks: str, caches: bool) -> None:
+    """Each rank has a cache of its own."""
+    lines = [f'vllm:cache_config_info{{enable_prefix_caching="{label}"}} 1']
+    lines += [f'vllm:num_requests_running{{engine="{rank}"}} 2' for rank in ranks]
+    assert read_metrics("\n".join(lines).encode()).caches_prefixes is caches
+
+
+@pytest.mark.parametrize(
     ("body", "block", "alone"),
     [
         ({"prompt": "x" * 13}, 16, Alone.SHORT_PROMPT),
@@ -220,6 +232,18 @@ def test_short_prompts(body: dict[str, object], block: int | None, alone: Alone 
     parsed = parse(Route.COMPLETIONS, json.dumps(body).encode())
     prompt: Any = parsed.prompts[0] if parsed.prompts else None
     assert why_alone(parsed, prompt, block_size=block, template_tokens=5) is alone
+
+
+@pytest.mark.parametrize(
+    ("prompt", "alone"),
+    [("x" * 16, None), ("x", Alone.SHORT_PROMPT), (["x" * 16, "y" * 16], Alone.N)],
+)
+def test_several_answers(prompt: object, alone: Alone | None) -> None:
+    """To one prompt, and where a decode engine keeps what it has loaded."""
+    parsed = parse(Route.COMPLETIONS, json.dumps({"prompt": prompt, "n": 2}).encode())
+    found = partial(why_alone, parsed, parsed.prompts[0], block_size=16, template_tokens=5)
+    assert found(several=True) is alone
+    assert found(several=False) is Alone.N
 
 
 def test_short_chats() -> None:

@@ -64,7 +64,7 @@ def test_streams_that_go_on(route: Route, fields: dict[str, Any]) -> None:
     ("fields", "reason"),
     [
         ({"stream": False}, NotContinued.NO_IDS),
-        ({"n": 2}, NotContinued.N),
+        ({"n": 2, "temperature": 1}, NotContinued.N),
         ({"use_beam_search": True}, NotContinued.BEAM),
         ({"echo": True}, NotContinued.ECHO),
         ({"prompt_logprobs": 1}, NotContinued.PROMPT_LOGPROBS),

@@ -55,7 +55,6 @@ def test_the_most_that_prompts_may_have() -> None:
         ({"prompt": "x", "priority": 2**63}, RequestDemand(1, 1, 16)),
         ({"prompt": "x", "priority": "1"}, RequestDemand(1, 1, 16)),
         ({"prompt": "x", "n": 10**18}, RequestDemand(1, MOST_ANSWERS, 16)),
-        ({"prompt": "x", "n": 0}, RequestDemand(1, 1, 16)),
     ],
 )
 def test_completions(fields: dict[str, object], expected: RequestDemand) -> None:

@@ -274,6 +274,7 @@ class Prober:
             metrics.kv_blocks,
             self._asks_derender and await derenders(self._admin, engine.url),
             await self._counts(engine.url, cards),
+            metrics.caches_prefixes,
         )
 
     def _renders_as_others(self, known: Evidence) -> bool:

@@ -51,12 +51,12 @@ class LegTimes(msgspec.Struct):
     asking encoder engines for its media to the last answer, and `encoders` those that answered,
     each with its seconds. `prefill_s`: from
     the prefill leg's start to its answer. Of a stream, `first_s`: from asking the engine that
-    answers to its first data (after a prefill by another engine: the KV transfer and one step), and
-    `decode_s`: from there to the stream's end. Of an answer that is not streamed, `whole_s`: from
-    asking to the whole answer. Where both engines were asked at once, both count from the prefill
-    engine's answer, and `overlap_s` is the time in which both had been asked before that.
-    `attempts`: how often engines were asked for it. `decision`: the placement's reason, None where
-    the pool has none; with what it predicted, None where it predicts nothing.
+    answers to its first data (after a prefill by another engine: the KV transfer and one step; two
+    for several answers), and `decode_s`: from there to the stream's end. Of an answer that is not
+    streamed, `whole_s`: from asking to the whole answer. Where both engines were asked at once,
+    both count from the prefill engine's answer, and `overlap_s` is the time in which both had been
+    asked before that. `attempts`: how often engines were asked for it. `decision`: the placement's
+    reason, None where the pool has none; with what it predicted, None where it predicts nothing.
 
     `continued`: how often another engine went on with the stream; `continued_by`: the kind of
     failure that first cut it; `pause_s`: seconds without data because of that.
@@ -130,7 +130,7 @@ class ServedAlone(msgspec.Struct, frozen=True):
 
 
 ALONE = (
-    ("n", "several choices, which only one engine alone can sample"),
+    ("n", "several choices, to several prompts, or where no decode engine keeps what it loads"),
     ("echo", "the client wants its prompt back"),
     ("prompt_logprobs", "the client wants log probabilities of its prompt"),
     ("beam_search", "beam search"),

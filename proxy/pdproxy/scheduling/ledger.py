@@ -108,6 +108,10 @@ class Ledger:
         """The roles of `_alone` with an engine that is up."""
         self.block_size: int | None = None
         """The smallest KV block of any engine in tokens, None while unknown. Read only."""
+        self.caching = False
+        """Whether a prompt that comes again finds its KV at each engine that decodes for others.
+        Read only.
+        """
         self.template_tokens = 0
         """The largest number of tokens that an engine's chat template adds to one message. Read
         only.
@@ -681,7 +685,7 @@ class Ledger:
         self._alone_roles = [
             role for role in self._alone if any(role in n.uses and n.available for n in engines)
         ]
-        self.block_size, self.adapters, self.template_tokens = in_common(engines)
+        self.block_size, self.adapters, self.template_tokens, self.caching = in_common(engines)
         for then in self._when_changed:
             then()
 

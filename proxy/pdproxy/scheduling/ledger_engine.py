@@ -108,6 +108,7 @@ class Evidence:
     blocks it has, None where unknown. `derenders`: it can parse a chat behind any of its tokens
     (`--enable-scale-out` with a parser). `counts`: how many tokens a fixed message has, for each
     base model; None where that is not known, empty where nobody asks.
+    `caches_prefixes`: a prompt that comes again finds its KV there.
     """
 
     models: frozenset[str]
@@ -121,6 +122,7 @@ class Evidence:
     kv_blocks: int | None = None
     derenders: bool = False
     counts: tuple[int | None, ...] = ()
+    caches_prefixes: bool = False
 
     def same_run(self, later: Evidence, *, was_down: bool) -> bool:
         """Return whether both come from one run of the engine.
@@ -349,15 +351,13 @@ class LedgerEngine:
         return now - self.down_since if self.down_because is not None else 0.0
 
 
-def in_common(engines: Iterable[LedgerEngine]) -> tuple[int | None, frozenset[str], int]:
+def in_common(engines: Iterable[LedgerEngine]) -> tuple[int | None, frozenset[str], int, bool]:
     """Return what the evidence of all engines with KV says: the smallest KV block, all adapters,
-    the longest template. See `Ledger`.
+    the longest template, whether prefixes are cached. See `Ledger`.
     """
-    known = [
-        engine.evidence
-        for engine in engines
-        if engine.evidence is not None and engine.role is not ENCODE
-    ]
+    found = [(engine.evidence, engine.uses) for engine in engines if engine.role is not ENCODE]
+    known = [one for one, _ in found if one is not None]
+    caching = all(one.caches_prefixes for one, uses in found if one and Role.DECODE in uses)
     block_size = min((one.block_size for one in known if one.block_size), default=None)
     adapters = frozenset[str]().union(*(one.adapters for one in known))
-    return block_size, adapters, max((one.template_tokens for one in known), default=0)
+    return block_size, adapters, max((one.template_tokens for one in known), default=0), caching

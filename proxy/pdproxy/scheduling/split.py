@@ -17,16 +17,22 @@ _TEMPLATED = ("tools", "documents", "chat_template", "chat_template_kwargs", "re
 
 
 def why_alone(
-    parsed: Parsed, prompt: Prompt, *, block_size: int | None, template_tokens: int
+    parsed: Parsed,
+    prompt: Prompt,
+    *,
+    block_size: int | None,
+    template_tokens: int,
+    several: bool = False,
 ) -> Alone | None:
     """Return the rule by which one engine serves this prompt alone, None to split it.
 
     `block_size`: the smallest KV block in tokens, None while unknown. `template_tokens`: the
-    largest number of tokens that a chat template adds to one message. The number of tokens of a
+    largest number of tokens that a chat template adds to one message. `several`: prompts of which
+    several answers are wanted can be split. The number of tokens of a
     text is not known here, but a byte-level tokenizer never makes more tokens than bytes. So a text
     is served alone only if it is certainly shorter than a block.
     """
-    if parsed.alone is not None:
+    if parsed.alone is not None and not (several and parsed.needs_loading):
         return parsed.alone
     if block_size is None or "tools" in parsed.fields:
         return None

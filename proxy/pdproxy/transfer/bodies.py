@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import encode, raw
 from pdproxy.wire.fields import Fields
@@ -42,6 +44,16 @@ def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     if parsed.adds_ids:
         fields["return_token_ids"] = _TRUE
     return fields
+
+
+def loading(parsed: Parsed) -> Parsed:
+    """Return the request by which a decode engine loads a prompt's KV before it gets the client's
+    own request: as a prefill leg's, for one token.
+    """
+    fields = dict(parsed.fields)
+    parsed.route.form.prefill(fields)
+    fields.pop("return_token_ids", None)
+    return structs.replace(parsed, fields=fields, stream=False, alone=None)
 
 
 def added_fields(parsed: Parsed) -> set[str]:

@@ -386,6 +386,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     it otherwise, no decode engine is asked before.
     """
 
+    caches_loaded: bool = False
+    """A decode engine has KV that it has loaded in its prefix cache, for requests that bring no
+    handle.
+    """
+
     short_prompts: bool = False
     """Prompts shorter than a KV block can be split between two engines, too."""
 

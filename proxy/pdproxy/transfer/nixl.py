@@ -169,6 +169,7 @@ CAPABILITIES = Capabilities(
     names_host=True,
     routes=ALL_ROUTES,
     media=True,
+    caches_loaded=True,
     hands_back=True,
     any_role=True,
     whole_on_prefill=True,

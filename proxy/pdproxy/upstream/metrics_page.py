@@ -48,6 +48,10 @@ class Scrape:
     by_source: Mapping[str, float]
     kv_blocks: int | None = None
     """KV blocks of one rank."""
+    caches_prefixes: bool = False
+    """Whether a prompt that comes again finds its KV: it says that its prefix cache is on, and each
+    data-parallel rank would have one of its own.
+    """
     queued: float | None = None
     """Those of `waiting` that wait for a place, and not for KV; None if the engine does not report
     it.
@@ -132,6 +136,7 @@ def read_metrics(page: bytes) -> Scrape:
         by_source=by_source,
         queued=sum(queued) if queued else None,
         kv_blocks=int(kv_blocks) if _SIZE.fullmatch(kv_blocks) else None,
+        caches_prefixes=cache.get("enable_prefix_caching") == "True" and len(progress) < 2,
         asleep=_asleep(found[_SLEEP]),
         expired=sum(value for _, value in found[_EXPIRED]) if found[_EXPIRED] else None,
         progress=progress,

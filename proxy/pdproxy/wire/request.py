@@ -105,6 +105,13 @@ class Parsed(msgspec.Struct, frozen=True):
         return chat, None if prompt.non_text else own
 
     @property
+    def needs_loading(self) -> bool:
+        """Whether it can be split only behind a request that loads its prompt's KV, since it wants
+        several answers to this prompt.
+        """
+        return self.alone is Alone.N and len(self.prompts) == 1
+
+    @property
     def has_media(self) -> bool:
         """Whether its only prompt has media."""
         return len(self.prompts) == 1 and self.prompts[0].has_media
@@ -231,7 +238,7 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
             check_media(fields, bounds.media)
         unread = 1 if prompts else _unread(route, fields, bounds)
         if PROMPT_IDS in fields:
-            alone = alone or Alone.PROMPT_IDS
+            alone = Alone.PROMPT_IDS if alone in (None, Alone.N) else alone
         check_unseen(fields, form.unseen, max_objects)
     except (UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return unusual_request(route, fields, size, bounds)

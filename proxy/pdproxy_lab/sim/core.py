@@ -76,9 +76,8 @@ class Core:
         """Queue a request."""
         sampling, params, chance = request.sampling, request.kv_transfer_params, None
         if sampling.temperature > 0:
-            chance = random.Random(
-                self._chance.getrandbits(64) if sampling.seed is None else mix(sampling.seed, 3)
-            )
+            seed = None if sampling.seed == -1 else sampling.seed  # as vLLM takes it
+            chance = random.Random(self._chance.getrandbits(64) if seed is None else mix(seed, 3))
         sequence = ActiveRequest(
             request=request,
             attention=Attention(self.pool, self._seed),

@@ -54,6 +54,7 @@ class Attempt:
         "assignment",
         "custody",
         "dispatch",
+        "loading_since",
         "shared_id",
         "shown_id",
         "told",
@@ -77,6 +78,10 @@ class Attempt:
         self.custody: Custody | None = None
         self.told: bytes | None = None
         """What the engine that computes the prompt is told of its encoded media, as JSON."""
+        self.loading_since = 0.0
+        """When the answering engine was asked to load the KV for the client's own request, in
+        seconds of the clock; 0: it was not.
+        """
         self._unused = list(assignment.leases)
         self._space = space
         self._predictions = _NO_PREDICTIONS
@@ -107,6 +112,14 @@ class Attempt:
     def take(self, lease: Lease) -> None:
         """Pass one of the leases to the leg that uses it. That leg closes the lease."""
         self._unused.remove(lease)
+
+    def loaded(self, lease: Lease, since: float) -> None:
+        """The answering engine has the prompt's KV in its prefix cache: it was asked for that
+        `since` then. The client's own request is next, under the same lease.
+        """
+        self._unused.append(lease)
+        self.loading_since = since
+        self._predictions = _NO_PREDICTIONS  # they are of the cache before
 
     # -- the legs' id, and notices
 
@@ -185,7 +198,7 @@ class Attempt:
         """Return the request as the engine gets it that computes the prompt: it may be told where
         encoded media are, and asked to report what it reuses from its cache.
         """
-        if self.told is not None:
+        if self.told is not None and url == self.assignment.leases[0].engine.url:
             fields = parsed.fields | {PARAMS: msgspec.Raw(self.told)}
             parsed = structs.replace(parsed, fields=fields)
         if (

@@ -103,6 +103,7 @@ class DecodeLeg:
         "_kv_made_at",
         "_lease",
         "_leg",
+        "_loads",
         "_lost",
         "_request",
         "_resources",
@@ -123,7 +124,9 @@ class DecodeLeg:
         self._resources = request.resources
         self._attempt = attempt
         self._custody = custody = attempt.custody
-        self._in_silence = request.parsed.starts_in_silence
+        self._loads = request.loads
+        """Whether it only has the engine load the KV: the client's own request follows."""
+        self._in_silence = request.parsed.starts_in_silence and not request.loads
         """Whether nothing comes before the answer is whole, or before reasoning that the client
         does not want is over.
         """
@@ -182,7 +185,8 @@ class DecodeLeg:
         self._attempt.take(self._lease)
         tried = request.tried
         tried.decode = url
-        request.may_be_answered = self.prefill_over is None or self._kv_made_at > 0
+        has_kv = self.prefill_over is None or self._kv_made_at > 0
+        request.may_be_answered = has_kv and not self._loads
         open_legs.add(self)
         try:
             if custody is not None:
@@ -191,6 +195,8 @@ class DecodeLeg:
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
             first = await self._first_data()
+            if self._loads and not isinstance(first, Answer):
+                raise EngineError(f"{url} answered with a stream that it was not asked for")
             first_at = resources.now()
             if self._timer is not None:
                 self._timer.cancel()
@@ -204,17 +210,18 @@ class DecodeLeg:
                     f"the lease of the KV at {custody.prefill} ended before {url} had sent data"
                 )
             self._data_came = True
-            asked_at = max(self.since, self._kv_made_at)
+            asked_at = self._attempt.loading_since or max(self.since, self._kv_made_at)
             if isinstance(first, Answer):
                 self._whole = True
-                if first.status == 200:
+                is_answer = first.status == 200 and not self._loads
+                if is_answer:
                     tried.whole_s = first_at - asked_at
                 if custody is not None:
                     custody.decode_answered()
                 if (refusal := self._refusal(first)) is not None:
                     return refusal
                 verdict = GOOD
-                if request.doubtful is not None and first.status == 200:
+                if request.doubtful is not None and is_answer:
                     request.answered_well()
                 self._kv_loaded()
                 if (
@@ -287,7 +294,10 @@ class DecodeLeg:
             if beside:
                 beside = (beside + open_legs.flowing) // 2
                 open_legs.flowing -= 1
-            resources.close(self._lease, verdict, self.relay, beside)
+            if self._loads and verdict is GOOD:
+                self._attempt.loaded(self._lease, self.since)
+            else:
+                resources.close(self._lease, verdict, self.relay, beside)
 
     # -- asking
 
@@ -530,7 +540,7 @@ class DecodeLeg:
         self._kv_made_at = at
         self._show_cached_counts()
         if self.since:
-            self._request.may_be_answered = True
+            self._request.may_be_answered = not self._loads
             self._expect(custody.handle.prompt_tokens)
             if not self._in_silence and not self.relay.first.done():
                 self._first_data_within(self._resources.deadlines.first_token)
@@ -644,6 +654,8 @@ class DecodeLeg:
             error_type, param = error_kind(answer.body)
             if self._resources.transfer.contract.holder.refusal_released(error_type, param):
                 custody.end(End.REFUSED)
+        if self._loads:  # as above
+            return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
         return None
 
     def _failed(self, error: EngineError) -> DecodeFailed | PrefillFailed:

@@ -37,7 +37,7 @@ from pdproxy.serving.dispatch.encoding import encode_media
 from pdproxy.serving.dispatch.failure_class import is_doubtful
 from pdproxy.serving.dispatch.following import Following, Streams
 from pdproxy.serving.dispatch.loss import SOON
-from pdproxy.serving.dispatch.orders import ORDERS, one_engine
+from pdproxy.serving.dispatch.orders import ORDERS, load_then_answer, one_engine
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import (
     Action,
@@ -257,7 +257,11 @@ class Exchange(PromptRequest):
         ledger = resources.ledger
         block_size = None if capabilities.short_prompts else ledger.block_size
         return why_alone(
-            parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens
+            parsed,
+            prompt,
+            block_size=block_size,
+            template_tokens=ledger.template_tokens,
+            several=capabilities.caches_loaded and ledger.caching and resources.turns is None,
         )
 
     def _needs_rank_header(self) -> bool:
@@ -307,7 +311,12 @@ class Exchange(PromptRequest):
             attempt.close()
             return Failed(resources.lost.protects())
         self._begin(attempt, why_alone)
-        order = ORDERS[transfer.contract.order] if why_alone is None else one_engine
+        if why_alone is not None:
+            order = one_engine
+        elif self.parsed.needs_loading:
+            order = load_then_answer
+        else:
+            order = ORDERS[transfer.contract.order]
         try:
             if self.prompt is not None and self.prompt.media:
                 stopped = await encode_media(self, attempt, self.prompt.media)

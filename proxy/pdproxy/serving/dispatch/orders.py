@@ -3,6 +3,7 @@ engines to an outcome.
 
 `one_engine` where one engine serves the prompt alone; else the contract says whether the prefill
 leg comes first (`prefill_then_decode`) or both engines are asked at once (`both_at_once`).
+`load_then_answer` has the KV loaded in that order before the request itself is sent.
 """
 
 from __future__ import annotations
@@ -85,6 +86,31 @@ async def both_at_once(request: PromptRequest, attempt: Attempt) -> Outcome:
 
 ORDERS = {"sequential": prefill_then_decode, "concurrent": both_at_once}
 """By the word of `Contract.order`."""
+
+
+async def load_then_answer(request: PromptRequest, attempt: Attempt) -> Outcome:
+    """Have the decode engine load the KV with a request for one token, then answer the client's own
+    request from its prefix cache.
+
+    For several answers to a prompt: an engine makes a request of each, and the first one that has
+    read a handle's KV frees it.
+    """
+    request.begin_loading()
+    try:
+        outcome = await ORDERS[request.resources.transfer.contract.order](request, attempt)
+    finally:
+        request.end_loading()
+    if not isinstance(outcome, Answered) or outcome.answer is None or outcome.answer.status != 200:
+        return outcome
+    attempt.custody = None
+    loaded = None if request.relay is None else request.relay.usage
+    leg = DecodeLeg(request, attempt)
+    details = None if loaded is None else loaded.prompt_tokens_details
+    if details is not None and request.parsed.stream:
+        # of the first answer, as on one engine; a whole answer has those of the last one
+        leg.relay.filter.cached_tokens = details.cached_tokens
+        leg.relay.filter.created_cache_tokens = details.created_cache_tokens
+    return await leg.run()
 
 
 def _prefill_alone_may_refuse(request: PromptRequest, attempt: Attempt) -> bool:

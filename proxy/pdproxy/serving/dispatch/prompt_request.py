@@ -8,6 +8,7 @@ notes here what came of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.kit.errors import EngineError
@@ -26,6 +27,7 @@ from pdproxy.serving.stream.beginning import UNKNOWN
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.tokens.ids import TokenIds
+from pdproxy.transfer.bodies import loading
 from pdproxy.transfer.encoders import EncodedMedia
 from pdproxy.wire.continuable import NotContinued
 from pdproxy.wire.request import Parsed
@@ -49,6 +51,7 @@ class PromptRequest:
     """
 
     __slots__ = (
+        "_own",
         "_suspects",
         "assignment",
         "beginning",
@@ -60,6 +63,7 @@ class PromptRequest:
         "key",
         "later",
         "left",
+        "loads",
         "may_be_answered",
         "new_relay",
         "parsed",
@@ -91,6 +95,10 @@ class PromptRequest:
         self.new_relay = new_relay
         self.stream_to: Callable[[Relay], ResponseWriter] = _no_writer
         """Returns the writer for a relay's stream."""
+        self.loads = False
+        """Whether the legs only load the prompt's KV: see `begin_loading`."""
+        self._own: tuple[Parsed, Callable[[], Relay]] | None = None
+        """The request and its relays, while the legs only load."""
         self.ids: TokenIds | None = None
         """The prompt's token ids, None while they are not known."""
         self.key: bytes | None = None
@@ -164,6 +172,26 @@ class PromptRequest:
         self.key = self.beginning = self.encoded = None
 
     # -- the attempt under way
+
+    def begin_loading(self) -> None:
+        """Have the legs load the prompt's KV alone, until `end_loading`: nothing of their answers
+        is for the client.
+        """
+        resources = self.resources
+        self._own = self.parsed, self.new_relay
+        self.parsed, self.loads = loading(self.parsed), True
+        self.new_relay = partial(
+            Relay,
+            wants_usage=False,
+            budget=resources.answer_budget,
+            templates=resources.templates,
+            now=resources.now,
+        )
+
+    def end_loading(self) -> None:
+        """Have the legs serve the client's own request again."""
+        assert self._own is not None
+        (self.parsed, self.new_relay), self._own, self.loads = self._own, None, False
 
     def suspect(self, assignment: Assignment) -> None:
         """Note at engines, until their data, that the prompt may stop them: another one has stood

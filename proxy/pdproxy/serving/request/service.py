@@ -217,15 +217,15 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
                 return partial(self._serve_whole, leg_headers.lost)
         if is_batch or (parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None):
             return partial(self._serve_list, parsed, leg_headers)
-        if parsed.alone is None:
-            prompt, choices = parsed.prompts[0], 1
-        else:  # only its engine knows surely how many choices an unusual request has
-            prompt, choices = None, 1 if parsed.alone is Alone.UNUSUAL else self.demand.answers
+        whole = parsed.alone is not None and not parsed.needs_loading
+        prompt = None if whole else parsed.prompts[0]
+        # only its engine knows surely how many choices an unusual request has
+        choices = 1 if parsed.alone in (None, Alone.UNUSUAL) else self.demand.answers
         if (
             parsed.stream
             and "tools" in parsed.fields
             and route is Route.CHAT
-            and prompt is not None
+            and parsed.alone is None
         ):
             parsed = service.resources.with_ids_of_calls(parsed)
         resources, form = service.resources, route.form

@@ -38,19 +38,16 @@ def read(fields: Fields, _bounds: Bounds) -> Reading:
     prompts = (openai.ids(fields["token_ids"]),)
     if not all(is_absent(fields, name) for name in _MEDIA):
         return Reading(prompts, Alone.NON_TEXT)
-    n = read_field(params, "n", _int_decoder)
     limit = read_field(params, "max_tokens", _int_decoder)
     least = read_field(params, "min_tokens", _int_decoder) or 0
     read_field(fields, "return_token_ids", _bool_decoder)
     if least < 0 or (limit is not None and limit < max(1, least)):
         raise UnusualError  # every engine refuses it: a prefill would be wasted
-    if n is not None and n != 1:
-        return Reading(prompts, Alone.N)
     if not all(is_absent(params, name) for name in _OF_PROMPT):
         return Reading(prompts, Alone.PROMPT_LOGPROBS)
     if not is_absent(params, "skip_reading_prefix_cache"):
         return Reading(prompts, Alone.UNUSUAL)  # a decode engine would load nothing
-    return Reading(prompts, None)
+    return Reading(prompts, Alone.N if openai.wants_several(params) else None)
 
 
 def prefill(fields: Fields) -> None:
@@ -61,6 +58,8 @@ def prefill(fields: Fields) -> None:
     for name in _PARAMS_NOT_ON_PREFILL:
         params.pop(name, None)
     params["max_tokens"] = _ONE
+    if "n" in params:
+        params["n"] = _ONE
     openai.least_tokens(params)
     fields[_PARAMS] = msgspec.Raw(msgspec.json.encode(params))
     fields["output_mode"] = _TOKENS

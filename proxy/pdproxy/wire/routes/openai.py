@@ -45,8 +45,11 @@ _DECIDING = _LIMITS | {
     "logprob_token_ids",
 }
 """Fields that decide whether a request needs one engine alone, or is unusual."""
+_GREEDY = 1e-5
+"""Below this temperature, engines draw nothing: several answers would be equal."""
 _bool_decoder = msgspec.json.Decoder(bool | None)
 _int_decoder = msgspec.json.Decoder(int | None)
+_number_decoder = msgspec.json.Decoder(float | None)
 
 
 def why_alone(fields: Fields, *, is_chat: bool) -> Alone | None:
@@ -62,9 +65,6 @@ def why_alone(fields: Fields, *, is_chat: bool) -> Alone | None:
             if limit is not None and limit < 1:
                 raise UnusualError
         return None
-    n = read_field(fields, "n", _int_decoder)
-    if n is not None and n != 1:
-        return Alone.N
     if read_field(fields, "echo", _bool_decoder):
         return Alone.ECHO
     if read_field(fields, "prompt_logprobs", _int_decoder) is not None:
@@ -93,7 +93,22 @@ def why_alone(fields: Fields, *, is_chat: bool) -> Alone | None:
         logprobs = read_field(fields, "logprobs", _int_decoder) is not None
     if not logprobs and not is_absent(fields, "logprob_token_ids"):
         raise UnusualError
-    return None
+    return Alone.N if wants_several(fields) else None
+
+
+def wants_several(fields: Fields) -> bool:
+    """Return whether a request wants several answers to its prompt. `fields`: those with `n`.
+
+    Raises:
+        UnusualError: every engine refuses it.
+    """
+    n = read_field(fields, "n", _int_decoder)
+    if n is None or n == 1:
+        return False
+    temperature = read_field(fields, "temperature", _number_decoder)
+    if n < 1 or (temperature is not None and temperature < _GREEDY):
+        raise UnusualError  # a prefill would be wasted
+    return True
 
 
 def ids(raw: msgspec.Raw) -> Prompt:

@@ -113,7 +113,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
-        temperature=temperature,
+        temperature=0.0 if body.top_k == 1 else temperature,  # one token is left to draw from
         seed=body.seed,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
