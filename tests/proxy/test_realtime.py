@@ -34,7 +34,6 @@ from tests.fakes.websocket import (
 )
 from tests.fakes.world import LONG, World, completion, until, world
 from tests.proxy.test_quotas import keys, left
-from tests.proxy.test_tenant_salts import tenants
 
 LIVE = {"realtime": True}
 KEY = bearer("sk-a")
@@ -59,10 +58,7 @@ async def served(w: World, *headers: tuple[str, str]) -> WebSocketClient:
 def connected(w: World) -> list[Any]:
     """The WebSockets that engines got."""
     return [
-        one
-        for engine in w.engines
-        for one in engine.sim.journal._others.kept
-        if one.path == REALTIME
+        one for engine in w.engines for one in engine.sim.journal.others if one.path == REALTIME
     ]
 
 
@@ -217,7 +213,7 @@ async def test_keys(tmp_path: Path) -> None:
     text = "sk-a routes=chat\nsk-b models=other\nsk-c routes=realtime models=tiny"
     auth = {**keys(tmp_path, text), "engine_api_key": "sk-engine"}
     facts = {**LIVE, "api_key": "sk-engine"}
-    async with world(0, 1, facts=facts, auth=auth, adjust=tenants(caches="shared")) as w:
+    async with world(0, 1, facts=facts, auth=auth) as w:
         refused = await w.exchange(handshake(bearer("sk-a")))
         assert (refused.status, refused.json["error"]["type"]) == (403, "ForbiddenError")
         socket = await opened(w, *bearer("sk-b"))
@@ -230,13 +226,6 @@ async def test_keys(tmp_path: Path) -> None:
         assert (await socket.event())["code"] == "ForbiddenError"
         assert await socket.closed() == 1008
         assert connected(w)[0].header("authorization") == "Bearer sk-engine"
-
-
-async def test_tenants_with_caches_of_their_own(tmp_path: Path) -> None:
-    """Engines could not keep them apart here: 403."""
-    async with world(0, 1, facts=LIVE, auth=keys(tmp_path, "a:sk-a\nb:sk-b")) as w:
-        refused = await w.exchange(handshake(KEY))
-        assert (refused.status, "tenants.caches" in refused.json["error"]["message"]) == (403, True)
 
 
 async def test_the_pool_that_has_the_model() -> None:
@@ -435,7 +424,7 @@ async def test_an_engine_that_is_lost() -> None:
     """1011, with an event before; it is not asked again."""
     async with world(0, 2, facts=LIVE) as w:
         socket = await served(w)
-        (engine,) = [one for one in w.decode if connected(w)[0] in one.sim.journal._others.kept]
+        (engine,) = [one for one in w.decode if connected(w)[0] in one.sim.journal.others]
         await engine.sim.kill()
         assert (await socket.event())["type"] == "error"
         assert await socket.closed() == 1011

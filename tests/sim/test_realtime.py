@@ -93,7 +93,7 @@ async def test_its_ends(live: SimServer) -> None:
     socket.raw(frame(b"\0", Opcode.BINARY))
     assert await socket.closed() is None
     socket = await opened(live)
-    live.engine.crash()
+    live.engine.kill_core()
     socket.send(update("sim"), commit(), audio())
     assert (await socket.event())["code"] == "processing_error"
     await live.kill()

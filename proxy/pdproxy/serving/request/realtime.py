@@ -21,7 +21,6 @@ from pdproxy.kit.errors import (
     EngineError,
     EngineTimeoutError,
     Fault,
-    ForbiddenError,
     ModelNotFoundError,
     OverloadedError,
     PdproxyError,
@@ -39,10 +38,10 @@ from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import LiveRequest, Serve
 from pdproxy.serving.request.open_leg import OpenPassedLeg
 from pdproxy.serving.request.passthrough import Passthrough
-from pdproxy.serving.request.service import NO_SALT
 from pdproxy.serving.stream.client_websocket import ClientWebSocket
 from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.passthrough import EngineWebSocket
+from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.inside import error_without_inside, passed_without_inside
 from pdproxy.wire.realtime import (
@@ -116,8 +115,6 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
     async def read(self) -> Serve:
         """Take the WebSocket, and read which model it is for."""
         rights, client = self._rights(), self.writer
-        if self._incoming.salt is not None:
-            raise ForbiddenError(NO_SALT)
         if not client.begun:
             client.accept([(b"x-request-id", self.request_id.encode())])
             self.status = 101
@@ -128,6 +125,10 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
             self._name(self.model, rights)
         self.demand = RequestDemand(answers=1)
         return self.serve
+
+    @property
+    def _session(self) -> str | None:
+        return session_within(self._incoming.salt, self._incoming.session)
 
     def _rights(self) -> KeyRights | None:
         return self._service.keys.admit(self._incoming)
@@ -174,7 +175,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
         elif service.routes is not None:
             pools = None if rights is None else rights.pools
             try:
-                service, found = service.routes.of(model, self._incoming.session, pools)
+                service, found = service.routes.of(model, self._session, pools)
             except ModelNotFoundError as error:
                 raise shown_to(rights, error) from None
             known = found or model
@@ -204,7 +205,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
         without: set[str] = set()
         until = resources.now() + resources.deadlines.queue
         while True:
-            ask = Ask(self._known, 0, resources.now(), session=incoming.session)
+            ask = Ask(self._known, 0, resources.now(), session=self._session)
             assign = resources.ledger.assign_alone
             lease = (assign(ask, without=without) if without else None) or assign(ask)
             if lease is None:

@@ -80,7 +80,7 @@ _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
 that name a format.
 """
 
-NO_SALT = (
+_NO_SALT = (
     "This route is closed: tenants have caches of their own here (tenants.caches), and engines can "
     "not keep them apart on this route."
 )
@@ -159,7 +159,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.model, self.stream = parsed.model, parsed.stream
         if (salt := incoming.salt) is not None:
             if not incoming.route.form.has_salt:
-                raise ForbiddenError(NO_SALT)
+                raise ForbiddenError(_NO_SALT)
             salt.put_into(parsed.fields)
         elif FIELD in parsed.fields:
             check(parsed.fields)

@@ -1,5 +1,5 @@
-"""`/v1/realtime` of a speech model: a WebSocket on which audio comes and text goes. Events, texts of
-errors and the order of all checks are vLLM's.
+"""`/v1/realtime` of a model of live speech: a WebSocket on which audio comes and text goes. Events,
+texts of errors and the order of all checks are vLLM's.
 
 Owns what is made of the audio: a second of it becomes `TOKENS` tokens, which depend on its bytes,
 and so does what is left at its end. Source: vLLM 0.32.0 `entrypoints/speech_to_text/realtime`.
