@@ -94,7 +94,6 @@ class WebSocketCycle(ResponseCycle):
         "_messages",
         "_part_bytes",
         "_parts",
-        "_path",
         "_pinging",
         "_reading",
         "_salt",
@@ -165,7 +164,7 @@ class WebSocketCycle(ResponseCycle):
     def feed(self, data: bytes) -> None:
         """Take what the client sends."""
         self._heard = True
-        if self._closed or self._ended is not None:
+        if self._is_over:
             return
         self._take(data)
         self._read()
@@ -217,7 +216,7 @@ class WebSocketCycle(ResponseCycle):
 
     def _read(self) -> None:
         """Read frames until a message is whole, or nothing is left."""
-        if not self.response_started:
+        if not self.begun or self._unwritable():
             return
         if self._reading is not None:
             self._reading.cancel()
@@ -228,7 +227,7 @@ class WebSocketCycle(ResponseCycle):
             protocol.receive_data(piece)  # type: ignore[arg-type]  # it adds it to a buffer
             found = protocol.events_received()
             for frame in found:
-                self._found(frame.opcode, frame.data, is_last=frame.fin)
+                self._found(frame.opcode, bytes(frame.data), is_last=frame.fin)
             self._write()
             if protocol.state is not State.OPEN:
                 self._ended = self._why_closed()
@@ -241,7 +240,7 @@ class WebSocketCycle(ResponseCycle):
             bodies[self] = None
         if self._messages or self._is_over:
             self._wake()
-        if self._unread or self._messages or self._is_over or self.paused:
+        if not self._is_over and (self._unread or self._messages or self.paused):
             self.flow.pause_reading()
         else:
             self.flow.resume_reading()
@@ -278,7 +277,8 @@ class WebSocketCycle(ResponseCycle):
     @property
     def _is_over(self) -> bool:
         """Whether no more messages come."""
-        return self._ended is not None or self._closed or self._frames.state is not State.OPEN
+        is_closed = self._closed or self.response_complete
+        return is_closed or self._ended is not None or self._frames.state is not State.OPEN
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
@@ -295,8 +295,8 @@ class WebSocketCycle(ResponseCycle):
             self._data_path.observers.notify(DeadlinePassed(Wait.PONG.value))
             self.transport.abort()
             return
-        self._heard = False
         if not self.paused and self._frames.state is State.OPEN:
+            self._heard = False
             self._frames.send_ping(b"")
             self._write()
         self._pinging = clock.after(PING, self._ping)
@@ -307,7 +307,7 @@ class WebSocketCycle(ResponseCycle):
         """See `ClientWebSocket`."""
         lines = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self._headers]
         made = dict(self._headers)
-        if int(made.get(b"content-length") or b"0") or b"transfer-encoding" in made:
+        if made.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in made:
             raise BadRequestError("A request that opens a WebSocket has no body")
         if not self._data_path.cors.may_connect(self._headers):
             raise ForbiddenError("Pages of this site may not open a WebSocket here (listen.cors)")
@@ -374,10 +374,10 @@ class WebSocketCycle(ResponseCycle):
             self._frames.send_close(code)
             self._write()
         self._closed = True
-        self.flow.resume_reading()  # what still comes is dropped
         stuck = self.paused
         self._fed = self._frames.close_rcvd is not None
         if not self._unwritable():
+            self.flow.resume_reading()  # what still comes is dropped
             self._complete()
             if stuck:
                 self.transport.abort()  # a close would wait for the client to read
