@@ -15,6 +15,7 @@ from websockets.frames import Opcode
 
 from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from pdproxy.settings.listen import Cors
+from pdproxy.web.slow_readers import SAMPLES
 from pdproxy.web.websocket import MAX_FRAMES, PING
 from pdproxy.wire.realtime import MAX_EVENT
 from tests.fakes.client import Client, bearer, request
@@ -210,7 +211,7 @@ async def test_keys(tmp_path: Path) -> None:
     """A key that names other routes gets a 403, one that names other models an event and the end;
     an engine gets its own key, and no client's.
     """
-    text = "sk-a routes=chat\nsk-b models=other\nsk-c routes=realtime models=tiny"
+    text = "a:sk-a routes=chat\nb:sk-b models=other\nc:sk-c routes=realtime models=tiny"
     auth = {**keys(tmp_path, text), "engine_api_key": "sk-engine"}
     facts = {**LIVE, "api_key": "sk-engine"}
     async with world(0, 1, facts=facts, auth=auth) as w:
@@ -281,7 +282,7 @@ async def test_fragments_without_end() -> None:
         socket = await served(w)
         socket.raw(frame(b"x", last=False))
         most, part = 0, frame(b"x" * 1000, Opcode.CONT, last=False)
-        while socket.closed_with is None and not socket.client.reader.at_eof():
+        while not socket.client.writer.transport.is_closing() and not w.events(RequestEnded):
             socket.raw(part * 50)
             await asyncio.sleep(0)
             most = max(most, held(w))
@@ -301,6 +302,7 @@ async def test_a_flood_of_pings_leaves_turns_to_others() -> None:
         answer = await w.ask("/v1/completions", completion())
         assert answer.status == 200
         assert held(w) < 2 << 20
+        socket.client.close()
 
 
 async def test_bodies_of_all_clients_share_their_space() -> None:
@@ -411,7 +413,7 @@ async def test_a_client_that_never_reads() -> None:
         await until(lambda: any(one.flow.write_paused for one in w.connections))
         await later_turns()
         assert held(w) < 1 << 20
-        for _ in range(13):
+        for _ in range(SAMPLES):
             await clock.reach(1)
         await until(lambda: w.inflight == 0)
         assert passed(w, "client_write")
@@ -503,11 +505,11 @@ async def test_an_engine_that_sends_too_much() -> None:
 async def test_a_key_that_is_taken_away(tmp_path: Path) -> None:
     """1008 behind an event, also before it has an engine; the engine is told."""
     path = tmp_path / "keys"
-    path.write_text("a:sk-a\na:sk-b")
+    path.write_text("a:sk-a\na:sk-b\n")
     async with world(0, 1, facts=LIVE, auth={"api_keys_file": str(path)}) as w:
         sockets = [await opened(w, *KEY), await served(w, *KEY)]
         other = await served(w, *bearer("sk-b"))
-        path.write_text("a:sk-b")
+        path.write_text("a:sk-b\n")
         w.look_at_files()
         for socket in sockets:
             assert (await socket.event())["code"] == "key_revoked"
