@@ -131,6 +131,7 @@ class WebSocketClient:
             return False
         self._frames.receive_data(data)
         for found in self._frames.events_received():
+            assert isinstance(found, Frame)
             if found.opcode is Opcode.TEXT:
                 self._messages.append(bytes(found.data))
             self.pings += found.opcode is Opcode.PING

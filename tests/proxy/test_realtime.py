@@ -130,7 +130,7 @@ async def test_frames_that_come_with_the_handshake(tmp_path: Path) -> None:
 
 async def test_over_tls(ours: Side) -> None:
     """As without."""
-    more = {"adjust": front(ours), "client_tls": ours.trusting()}
+    more: dict[str, Any] = {"adjust": front(ours), "client_tls": ours.trusting()}
     async with world(0, 1, facts=LIVE, **more) as w:
         socket = await served(w)
         socket.send(*UTTERANCE)
@@ -407,7 +407,7 @@ async def test_a_client_that_never_reads() -> None:
     """It holds little of what its engine sends, and is dropped after `deadlines.client_write`."""
     clock = ManualClock()
     async with world(0, 1, facts=LIVE, clock=clock, deadlines={"client_write": 12}) as w:
-        w.decode[0].sim.websocket = writing(1_000_000)
+        w.decode[0].sim.websocket = writing(1000, "word " * 20_000)
         socket = await served(w)
         socket.client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await until(lambda: any(one.flow.write_paused for one in w.connections))
@@ -467,8 +467,8 @@ async def test_an_engine_that_never_reads() -> None:
         socket.send({"type": "x"})
         await socket.event()
         await w.decode[0].sim.freeze()
-        for number in range(40):
-            socket.send(audio(20, number))  # 34 MB in all
+        for number in range(16):
+            socket.send(audio(20, number))  # 14 MB in all
         await until(lambda: all(one.flow.read_paused for one in w.connections))
         await later_turns()
         assert held(w) < 2 << 20
@@ -548,7 +548,7 @@ async def echoing(scope: Any, receive: Any, send: Any) -> None:
         await socket.send_text(await socket.receive_text())
 
 
-def writing(words: int) -> Any:
+def writing(words: int, word: str = "word ") -> Any:
     """An engine that writes so many words behind each event."""
 
     async def write(scope: Any, receive: Any, send: Any) -> None:
@@ -557,7 +557,7 @@ def writing(words: int) -> Any:
         while True:
             await socket.receive_text()
             for _ in range(words):
-                await socket.send_json({"type": "transcription.delta", "delta": "word "})
+                await socket.send_json({"type": "transcription.delta", "delta": word})
                 await asyncio.sleep(0)
             usage = {"prompt_tokens": 0, "completion_tokens": words, "total_tokens": words}
             await socket.send_json({"type": "transcription.done", "text": "", "usage": usage})

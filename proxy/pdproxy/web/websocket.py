@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from websockets.datastructures import Headers as HandshakeHeaders
 from websockets.exceptions import InvalidHeader
-from websockets.frames import Opcode
+from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
 from websockets.protocol import SERVER, Protocol, State
 from websockets.server import ServerProtocol
@@ -227,6 +227,7 @@ class WebSocketCycle(ResponseCycle):
             protocol.receive_data(piece)  # type: ignore[arg-type]  # it adds it to a buffer
             found = protocol.events_received()
             for frame in found:
+                assert isinstance(frame, Frame)  # the others are of handshakes
                 self._found(frame.opcode, bytes(frame.data), is_last=frame.fin)
             self._write()
             if protocol.state is not State.OPEN:
@@ -324,7 +325,7 @@ class WebSocketCycle(ResponseCycle):
         self._pinging = self._data_path.bounds.slow_readers.clock.after(PING, self._ping)
         self._read()
 
-    async def receive(self) -> bytes | None:
+    async def next_message(self) -> bytes | None:
         """See `ClientWebSocket`."""
         self._release()
         if not self._messages:
@@ -349,7 +350,7 @@ class WebSocketCycle(ResponseCycle):
                 self._data_path.body_budget.release(self.client, self._held - left)
                 self._held = left
 
-    async def send(self, message: bytes) -> None:
+    async def send_message(self, message: bytes) -> None:
         """See `ClientWebSocket`."""
         self._send(message)
         if self.paused:
@@ -442,17 +443,21 @@ class _Switched(asyncio.Protocol):
     """The protocol of a connection whose bytes are frames. All but these is the connection's."""
 
     def __init__(self, cycle: WebSocketCycle, connection: GuardedProtocol) -> None:
-        self._connection = connection
-        self.data_received = cycle.feed
-        self.pause_writing = connection.pause_writing
-        self.written_in_pieces = connection.written_in_pieces
-        self._written = cycle.written
+        self._cycle, self._connection = cycle, connection
+
+    def data_received(self, data: bytes) -> None:
+        self._cycle.feed(data)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
 
     def resume_writing(self) -> None:
         self._connection.resume_writing()
-        self._written()
+        self._cycle.written()
+
+    def written_in_pieces(self) -> None:
+        self._connection.written_in_pieces()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection.connection_lost(exc)
-        del self._connection, self.data_received, self.pause_writing, self.written_in_pieces
-        del self._written
+        del self._cycle, self._connection  # they refer to the transport, and that to this

@@ -17,6 +17,8 @@ class SimWebSocket(WebSocketsSansIOProtocol):
 
     busy = True
     """It is never idle."""
+    number = 0
+    """No other connection has this one."""
     wire: Wire
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

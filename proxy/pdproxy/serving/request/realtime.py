@@ -118,7 +118,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
         if not client.begun:
             client.accept([(b"x-request-id", self.request_id.encode())])
             self.status = 101
-            await client.send(session_created(self.request_id, int(time.time())))
+            await client.send_message(session_created(self.request_id, int(time.time())))
         if self._update is None:
             self._update = await self._first_update()
         elif self.model is not None:
@@ -138,13 +138,13 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
         seconds = resources.deadlines.client_body
         try:
             with resources.clock.within(seconds):
-                while (message := await client.receive()) is not None:
+                while (message := await client.next_message()) is not None:
                     try:
                         if is_update(message):
                             return self._checked(message)
-                        await client.send(not_validated())
+                        await client.send_message(not_validated())
                     except InvalidEventError as error:
-                        await client.send(error.answer)
+                        await client.send_message(error.answer)
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
             text = f"No session.update with a model came in {seconds:g} s"
@@ -294,11 +294,11 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
         resources, client = self._service.resources, self.writer
         assert self._update is not None
         await engine.send(self._update)
-        while (message := await client.receive()) is not None:
+        while (message := await client.next_message()) is not None:
             try:
                 await engine.send(self._checked(message) if is_update(message) else message)
             except InvalidEventError as error:
-                await client.send(error.answer)
+                await client.send_message(error.answer)
             self._moved = resources.now()
 
     async def _to_client(self, engine: EngineWebSocket) -> None:
@@ -321,7 +321,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
                 self._deltas = 0
             if kind == ERROR:
                 event = error_without_inside(event, self.status, [*resources.engines.known])
-            await client.send(passed_without_inside(event))
+            await client.send_message(passed_without_inside(event))
             self._moved = resources.now()
 
     # -- the end

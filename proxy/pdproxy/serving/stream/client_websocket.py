@@ -22,7 +22,7 @@ class ClientWebSocket(Protocol):
     def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Answer the handshake with an error."""
 
-    async def receive(self) -> bytes | None:
+    async def next_message(self) -> bytes | None:
         """Return the client's next message, None once it has closed the WebSocket. Only one is read
         ahead.
 
@@ -30,7 +30,7 @@ class ClientWebSocket(Protocol):
             PdproxyError: the client has broken the protocol, or one of its limits.
         """
 
-    async def send(self, message: bytes) -> None:
+    async def send_message(self, message: bytes) -> None:
         """Send a message, and wait until the client can take more. Nothing is sent behind the
         end.
         """
