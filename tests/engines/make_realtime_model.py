@@ -14,7 +14,6 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from transformers.models.qwen3_asr import Qwen3ASRFeatureExtractor, Qwen3ASRProcessor
 
@@ -25,10 +24,10 @@ MARKERS = START, END, PAD = "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"
 
 def main(tiny: Path, out: Path) -> None:
     """Write tokenizer, processor and configuration to `out`."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokenizer.add_tokens([AddedToken(marker, special=True) for marker in MARKERS])
-    for name, marker in zip(("bos", "eos", "token"), MARKERS, strict=True):
-        setattr(tokenizer, f"audio_{name}{'' if name == 'token' else '_token'}", marker)
+    names = "audio_bos_token", "audio_eos_token", "audio_token"
+    tokenizer = AutoTokenizer.from_pretrained(
+        tiny, extra_special_tokens=dict(zip(names, MARKERS, strict=True))
+    )
     vocabulary = tokenizer.get_vocab()
     processor = Qwen3ASRProcessor(
         feature_extractor=Qwen3ASRFeatureExtractor(),
