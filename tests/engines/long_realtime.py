@@ -15,7 +15,7 @@ from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Client
 from tests.fakes.websocket import Event, WebSocketClient, audio, commit, frame, update
 
-from .build import ensure_realtime_model
+from .build import ensure_overlay, ensure_realtime_model
 from .fleet import Fleet
 from .launcher import Launcher
 from .proxy import Proxy
@@ -40,9 +40,10 @@ REFUSED: list[Event] = [
 @pytest.fixture(scope="module")
 def live(launcher: Launcher) -> Iterator[Fleet]:
     """A plain engine with a model of live speech."""
-    hearing = Launcher(
-        dataclasses.replace(launcher.built, model=ensure_realtime_model(launcher.built))
-    )
+    model = ensure_realtime_model(launcher.built)
+    # vLLM's code of audio encoders imports torchvision
+    overlay = ensure_overlay(launcher.built, "vision")
+    hearing = Launcher(dataclasses.replace(launcher.built, model=model), overlay)
     live = Fleet(hearing, flags=FLAGS)
     try:
         live.launch({"live": "plain"})
