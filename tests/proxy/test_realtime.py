@@ -19,7 +19,7 @@ from pdproxy.web.slow_readers import SAMPLES
 from pdproxy.web.websocket import MAX_FRAMES, PING
 from pdproxy.wire.realtime import MAX_EVENT
 from tests.fakes.client import Client, bearer, request
-from tests.fakes.clock import ManualClock, later_turns
+from tests.fakes.clock import ManualClock, later_turns, let_loop_time_pass
 from tests.fakes.pools import PoolOf, pools
 from tests.fakes.tls import Side, front
 from tests.fakes.websocket import (
@@ -291,9 +291,7 @@ async def test_fragments_without_end() -> None:
 
 
 async def test_a_flood_of_pings_leaves_turns_to_others() -> None:
-    """Frames are read in small pieces: others are served meanwhile, and the client that reads no
-    answers is not read any more.
-    """
+    """Others are served meanwhile, and the client that reads no answers is not read any more."""
     async with world(1, 1, facts=LIVE) as w:
         socket = await served(w)
         socket.client.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -371,11 +369,25 @@ async def test_a_client_that_names_no_model() -> None:
 async def test_nothing_goes_on() -> None:
     """After `deadlines.websocket_idle` it ends, whatever pings come."""
     clock = ManualClock()
+    heard: list[str] = []
+
+    async def listening(scope: Any, receive: Any, send: Any) -> None:
+        engine = WebSocket(scope, receive, send)
+        await engine.accept()
+        while True:
+            heard.append(await engine.receive_text())
+            if "say" in heard[-1]:
+                await engine.send_text("{}")
+
     async with world(0, 1, facts=LIVE, clock=clock, deadlines={"websocket_idle": 33}) as w:
+        w.decode[0].sim.websocket = listening
         socket = await served(w)
-        await clock.advance(17)
-        socket.send({"type": "x"})
-        assert (await socket.event())["code"] == "unknown_event"
+        for event in (audio(0.1), {"type": "say"}):
+            await clock.advance(17)
+            before = len(heard)
+            socket.send(event)
+            await until(lambda: len(heard) > before)  # noqa: B023 - awaited in the same turn
+        await socket.event()
         await clock.advance(17)
         socket.raw(frame(b"", Opcode.PING))
         await later_turns()
@@ -476,6 +488,22 @@ async def test_an_engine_that_never_reads() -> None:
         socket.client.reset()
         await w.decode[0].sim.thaw()
         await until(lambda: w.inflight == 0, 40)
+
+
+@pytest.mark.asyncio_loop
+async def test_an_engine_that_answers_no_ping() -> None:
+    """Its machine has no power: 1011 behind a ping, without anything that the client sends."""
+    async with world(0, 1, facts=LIVE) as w:
+        socket = await served(w)
+        socket.send({"type": "x"})
+        await socket.event()
+        await w.decode[0].sim.freeze()
+        for seconds in (PING + 1, PING):
+            let_loop_time_pass(seconds)
+            await later_turns()
+        assert (await socket.event())["type"] == "error"
+        assert await socket.closed() == 1011
+        await w.decode[0].sim.thaw()
 
 
 async def test_an_engine_that_sends_too_much() -> None:
