@@ -159,6 +159,19 @@ def ensure_vision_model(built: Built, overlay: Path) -> Path:
     return folder
 
 
+def ensure_realtime_model(built: Built) -> Path:
+    """Return the folder of a model of live speech, without weights. Raises EnginesUnavailable."""
+    folder, script = built.root / "realtime-model", "make_realtime_model.py"
+    make = built.python, HERE / script, built.model, folder
+    with _locked(built.root):
+        _once(
+            folder,
+            _digest("make_model.py", "chat_template.jinja", script),
+            lambda: _run("the model of live speech can't be made", *make),
+        )
+    return folder
+
+
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """Allow one build at a time; a second caller waits and then finds the stamps."""

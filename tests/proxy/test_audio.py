@@ -444,25 +444,3 @@ async def test_openais_client() -> None:
             )
             assert verbose.duration == 1.0
         await client.close()
-
-
-# -- WebSockets
-
-
-async def test_realtime_says_why_it_is_not_served() -> None:
-    """With a handshake and without one; the connection stays one of HTTP/1.1."""
-    handshake = [
-        ("upgrade", "websocket"),
-        ("connection", "upgrade"),
-        ("sec-websocket-key", "dGhlIHNhbXBsZSBub25jZQ=="),
-        ("sec-websocket-version", "13"),
-    ]
-    async with world(0, 1, facts=SPEECH, auth={"api_keys": ("sk-a",)}) as w:
-        client = await w.client()
-        for headers in (handshake, []):
-            client.send(request("GET", "/v1/realtime", b"", [*KEY, *headers]))
-            answer = await client.answer()
-            assert (answer.status, answer.json["error"]["type"]) == (404, "NotFoundError")
-            assert "WebSockets" in answer.json["error"]["message"]
-        client.close()
-        assert (await w.get("/v1/realtime")).status == 401

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
+from websockets.frames import Opcode
 
 from pdproxy.kit.errors import PdproxyError
 from tests.fakes import garbage, scripts
 from tests.fakes.client import request
 from tests.fakes.garbage import left_to_the_collector
+from tests.fakes.websocket import WebSocketClient, audio, commit, frame, handshake, update
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
@@ -95,6 +97,38 @@ async def invoked(w: World) -> None:
     assert (await w.ask("/invocations", {"input": "x"})).status == 400
 
 
+async def spoken(w: World) -> None:
+    socket = await WebSocketClient.open(await w.client())
+    socket.send(update(), {"type": "session.update"}, commit(), audio(), commit(final=True))
+    await socket.until("transcription.done")
+    socket.close()
+    assert await socket.closed() == 1000
+
+
+async def spoken_and_left(w: World) -> None:
+    socket = await WebSocketClient.open(await w.client())
+    socket.send(update(), commit(), audio())
+    await socket.event()
+    socket.client.close()
+
+
+async def spoken_wrong(w: World) -> None:
+    for sent in (frame(b"", Opcode.BINARY), frame(b"", Opcode.CONT)):
+        socket = await WebSocketClient.open(await w.client())
+        socket.send(update())
+        socket.raw(sent)
+        assert await socket.closed() in (1002, 1003)
+    assert (await w.exchange(handshake([("content-length", "1")]))).status == 400
+
+
+async def not_heard(w: World) -> None:
+    socket = await WebSocketClient.open(await w.client())
+    socket.send(update(), {"type": "x"})
+    await socket.event()
+    await w.decode[0].sim.restart()
+    assert await socket.closed() == 1011
+
+
 async def unread(w: World) -> None:
     w.decode[0].script(scripts.streams(*[EVENT * 500] * 100, then="stall"))
     client = await w.client(receive_buffer=4096)
@@ -120,11 +154,13 @@ async def unread(w: World) -> None:
             unread,
         ),
         *(a_batch, a_whole_batch, a_refused_batch, invoked),
+        *(spoken, spoken_and_left, spoken_wrong, not_heard),
     ],
 )
 def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]]) -> None:
     """All of a request has gone with its last reference."""
-    garbage.check(world(deadlines={"client_write": 1.2}), act, World.quiet, before=streamed)
+    live = world(deadlines={"client_write": 1.2}, facts={"realtime": True})
+    garbage.check(live, act, World.quiet, before=streamed)
 
 
 def test_a_cycle_is_found() -> None:

@@ -108,6 +108,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     ),
     "deadlines.stream_comment": (9.5, _resource("stream_comment"), 9.5),
     "deadlines.continuation": (9.5, _resource("continuation"), 9.5),
+    "deadlines.websocket_idle": (9.5, _resource("websocket_idle"), 9.5),
     "deadlines.client_write": (9.5, lambda p: p.front.bounds.slow_readers.seconds, 9.5),
     "deadlines.abandoned_prefill": (9.5, lambda p: p.custodian.orphans._timeout(), 9.5),  # type: ignore[misc]
     "deadlines.release": (0.5, lambda p: p.custodian.drain_timeout, 10.5),

@@ -19,6 +19,7 @@ from pdproxy.serving.access.tenants import Tenants
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
+from pdproxy.serving.request.realtime import serve_websocket
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.schema import Settings
 from pdproxy.web.app import AnswerMakers
@@ -35,6 +36,7 @@ from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.slow_readers import SlowReaderPolicy
 from pdproxy.web.unread_answers import UnreadAnswers
+from pdproxy.web.websocket import WebSockets
 from pdproxy.web.wrong_keys import WrongKeys
 
 
@@ -150,7 +152,8 @@ class Front:
 
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
-        return protocol_class(self.path, self.settings.listen.root_path)
+        websockets = WebSockets(partial(serve_websocket, self.passthrough), self._session)
+        return protocol_class(self.path, self.settings.listen.root_path, websockets)
 
     @property
     def operation(self) -> Operation:

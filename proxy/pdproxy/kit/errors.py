@@ -59,6 +59,8 @@ class Wait(Enum):
     ENGINE = "engine"  # deadlines.queue
     CANARY = "canary"  # health.canary_timeout
     DNS = "dns"  # dns.timeout
+    WEBSOCKET_IDLE = "websocket_idle"
+    PONG = "pong"  # a WebSocket's client that does not answer a ping
 
 
 class RefusalReason(Enum):

@@ -25,3 +25,7 @@ class OrderedSet(dict[_T, Any]):
     def discard(self, member: _T) -> None:
         """Remove a member, if it is there."""
         self.pop(member, None)
+
+    def remove(self, member: _T) -> None:
+        """Remove a member that is there. Raises KeyError if it is not."""
+        del self[member]

@@ -118,6 +118,11 @@ class Deadlines(Section, frozen=True):
     dropped: its stream holds KV on an engine.
     """
 
+    websocket_idle: AtOnce[Seconds] = 60.0
+    """A WebSocket over which no message goes in either direction for so long is closed: its client
+    holds a place (limits.max_inflight).
+    """
+
     abandoned_prefill: AtOnce[Seconds] = 10.0
     """Grace period for a prefill answer after its client has left or its deadline has passed:
     without the answer, the KV can't be released at once.

@@ -135,6 +135,8 @@ def _add(app: FastAPI, entry: RouteEntry, answers: AnswerMakers) -> None:
 
     async def refused(request: Request) -> Response:
         _authorize(request, answers, entry.path)
+        if entry.kind is RouteKind.WEBSOCKET:
+            raise NotServedError(f"{entry.path} is a WebSocket: the request must open one")
         name = request.path_params.get("response_id")
         if name is None:
             raise NotServedError(f"{entry.path} is not served: {entry.why}")
@@ -145,6 +147,7 @@ def _add(app: FastAPI, entry: RouteEntry, answers: AnswerMakers) -> None:
     endpoint = {
         RouteKind.SPLIT: _not_installed,
         RouteKind.PASSED: passed,
+        RouteKind.WEBSOCKET: refused,
         RouteKind.REFUSED: refused,
     }[entry.kind]
     app.add_api_route(
@@ -156,7 +159,7 @@ def _add(app: FastAPI, entry: RouteEntry, answers: AnswerMakers) -> None:
         openapi_extra=openapi.request_of(entry),
         response_class=Response,
         response_model=None,
-        status_code=404 if entry.kind is RouteKind.REFUSED else 200,
+        status_code=404 if endpoint is refused else 200,
         responses=openapi.answers_of(entry),
     )
 

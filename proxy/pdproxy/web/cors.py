@@ -41,6 +41,18 @@ class CorsHeaders:
                 return self._for(value.decode("latin-1"))
         return _VARY
 
+    def may_connect(self, request_headers: Iterable[Line]) -> bool:
+        """Return whether a WebSocket may be opened: by what is no page, by a page of this server,
+        or by one of a site that is allowed. Browsers ask no server before.
+        """
+        found = dict(request_headers)
+        origin = found.get(b"origin")
+        return (
+            origin is None
+            or origin.partition(b"://")[2] == found.get(b"host")
+            or self._rules.is_allowed_origin(origin.decode("latin-1"))
+        )
+
     def _for(self, origin: str) -> list[Line]:
         rules, found = self._rules, MutableHeaders(Headers(self._rules.simple_headers))
         if rules.is_allowed_origin(origin) and (

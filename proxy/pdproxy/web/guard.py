@@ -136,6 +136,12 @@ class GuardedProtocol(WantedBodiesConnection):
         self._cancel_deadline()
         super().linger()
 
+    def switched(self, behind: bytes) -> bool:
+        """Return whether the request whose head was just read has changed the protocol. `behind`:
+        what has come behind the head.
+        """
+        return False
+
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -154,6 +160,8 @@ class GuardedProtocol(WantedBodiesConnection):
             return
         except httptools.HttpParserUpgrade as stop:
             at = stop.args[0]
+            if self.switched(data[at:]):
+                return
         else:
             if self._discarding or self.transport.is_closing():
                 return

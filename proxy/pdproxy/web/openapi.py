@@ -152,11 +152,14 @@ def listing_answers() -> dict[int | str, Any]:
 
 
 def answers_of(entry: RouteEntry) -> dict[int | str, Any]:
-    """Return the answers of a route that engines serve, or that is refused."""
-    if entry.kind is RouteKind.REFUSED:
+    """Return the answers of a route that engines serve, or that is refused; of a WebSocket's, those
+    to other requests.
+    """
+    if entry.kind in (RouteKind.REFUSED, RouteKind.WEBSOCKET):
+        why = entry.why if entry.kind is RouteKind.REFUSED else "The route is a WebSocket"
         return _errors(
             entry.dialect,
-            {**_OF_CONNECTION, 401: _OF_ENGINES[401], 404: entry.why, 503: _OF_ENGINES[503]},
+            {**_OF_CONNECTION, 401: _OF_ENGINES[401], 404: why, 503: _OF_ENGINES[503]},
         )
     content = {JSON: {"schema": _WHOLE.get(entry.path, _ANY)}}
     if _streams(entry):

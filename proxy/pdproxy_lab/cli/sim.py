@@ -66,6 +66,7 @@ _ENGINE = {
     "enable_cohere_api": "answer /cohere/v2/chat",
     "vision": "see pictures in chats, as a vision-language model",
     "speech": "answer /v1/audio/transcriptions and /v1/audio/translations, as a speech model",
+    "realtime": "serve WebSockets on /v1/realtime, as a model of live speech",
     "enable_tokenizer_info_endpoint": "answer /tokenizer_info",
     "enable_server_load_tracking": "count the requests in flight for /load",
     "runtime_lora": (

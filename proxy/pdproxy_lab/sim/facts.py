@@ -270,6 +270,8 @@ class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A model that also sees pictures in chats."""
     speech: bool = False
     """A model that also writes down audio, on routes of their own."""
+    realtime: bool = False
+    """A model that also writes down audio while it comes, on a WebSocket."""
     enable_tokenizer_info_endpoint: bool = False
     enable_server_load_tracking: bool = False
     runtime_lora: bool = False

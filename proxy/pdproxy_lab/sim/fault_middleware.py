@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -42,6 +43,7 @@ class Host(ProcessControls, Protocol):
     scripts: Scripts
     journal: Journal
     crashes: list[str]
+    websocket: ASGIApp | None
 
     @property
     def faults(self) -> FaultBook:
@@ -58,15 +60,16 @@ class FaultMiddleware:
         self._app, self._host = app, host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request, or one WebSocket, which has no faults."""
+        if scope["type"] == "websocket":
+            self._host.journal.note(Request("GET", scope["path"], _text(scope["headers"]), b"", 0))
+            await (self._host.websocket or self._app)(scope, receive, send)
+            return
         connection: RequestConnection = scope[SCOPE_KEY]
         body = await _read(receive)
         if body is None:
             return
-        headers = [
-            (name.decode("latin-1").lower(), value.decode("latin-1"))
-            for name, value in scope["headers"]
-        ]
+        headers = _text(scope["headers"])
         request = Request(scope["method"], scope["path"], headers, body, connection.number)
         self._host.journal.note(request)
         if request.defect is not None:
@@ -88,6 +91,10 @@ class FaultMiddleware:
             self._host.crashes.append(f"{request.path}: {error!r}")
             handled.ended()
             connection.wire.abort()
+
+
+def _text(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -35,6 +35,7 @@ from pdproxy_lab.sim.script import Scripts
 from pdproxy_lab.sim.storage import Storage
 from pdproxy_lab.sim.transport import SimProtocol, protocol_class
 from pdproxy_lab.sim.watched import WatchedEngine
+from pdproxy_lab.sim.websocket import SimWebSocket
 
 logger = logging.getLogger("pdproxy")
 
@@ -107,6 +108,8 @@ class SimServer:
         """Mistakes in scripts or in the simulator itself."""
         self.defective: deque[str] = deque(maxlen=_DEFECTIVE)
         """The last bodies that it got and that no sender can have meant: as of `Request.defect`."""
+        self.websocket: ASGIApp | None = None
+        """What serves WebSockets in place of the application, None: nothing."""
         self.connections = 0
         """Connections accepted so far."""
         self.life: Life = "down"
@@ -119,7 +122,7 @@ class SimServer:
             log_config=None,
             access_log=False,
             lifespan="off",
-            ws="none",
+            ws=SimWebSocket,
             proxy_headers=False,
             timeout_keep_alive=keep_alive,
         )
@@ -362,8 +365,9 @@ class SimServer:
     def _protocol(self) -> asyncio.Protocol:
         return self._connection(self._config, self._state, {})
 
-    def _open(self) -> list[SimProtocol]:
-        return [one for one in self._state.connections if isinstance(one, SimProtocol)]
+    def _open(self) -> list[SimProtocol | SimWebSocket]:
+        kinds = SimProtocol, SimWebSocket
+        return [one for one in self._state.connections if isinstance(one, kinds)]
 
     def connected(self) -> None:
         """Count a connection."""

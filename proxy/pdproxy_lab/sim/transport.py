@@ -141,6 +141,10 @@ class Wire(asyncio.Transport):
         """Return whether it is closed or about to be."""
         return self._close_held or self._real.is_closing()
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Have another protocol get what comes."""
+        self._real.set_protocol(protocol)
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return what is known of the socket."""
         return self._real.get_extra_info(name, default)

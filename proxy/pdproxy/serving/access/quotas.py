@@ -109,7 +109,7 @@ class Use:
     the buckets.
     """
 
-    __slots__ = ("_account", "_most", "_now", "_own", "_reserved")
+    __slots__ = ("_account", "_most", "_now", "_own", "_reserved", "_spent")
 
     def __init__(self, account: Account, now: Callable[[], float]) -> None:
         self._account = account
@@ -117,6 +117,7 @@ class Use:
         self._reserved = self._most = 0.0
         self._own = 0
         """The most tokens that the request may use by its own size and limit."""
+        self._spent = 0
 
     def reserve(self, prompt: int, most: int | None, answers: int = 1) -> None:
         """Reserve the tokens of a prompt, and the most that may be generated for its answers; None:
@@ -146,6 +147,29 @@ class Use:
         tokens.level -= reserved
         account.reserved += reserved
         self._reserved = reserved
+
+    def spend(self, tokens: int) -> None:
+        """Charge tokens now, of a request without an end in sight: what it reserves grows with what
+        it has used.
+
+        Raises:
+            LimitError: the key's minute has none left.
+        """
+        bucket = self._account.tokens
+        if bucket is None:
+            return
+        self._spent += tokens
+        more = self._spent - self._reserved
+        if more > 0:
+            self._grow(bucket, more)
+            self._account.check_tokens(0.0)
+
+    def _grow(self, bucket: Bucket, more: float) -> None:
+        bucket.fill(self._now())
+        bucket.level -= more
+        self._account.reserved += more
+        self._reserved += more
+        self._own = max(self._own, self._spent)
 
     def end(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> None:
         """End the use. `tokens`: those that the request has used, as far as they were seen.

@@ -12,6 +12,7 @@ from enum import Enum
 from pdproxy.wire.api_errors import Dialect
 
 MODELS = "/v1/models"
+REALTIME = "/v1/realtime"
 _KEY_ROUTES = {
     "/v1/chat/completions": "chat",
     "/cohere/v2/chat": "cohere",
@@ -26,6 +27,7 @@ class RouteKind(Enum):
 
     SPLIT = "split"  # prefill and decode apart: the data path
     PASSED = "passed"  # whole to one engine that serves the model alone
+    WEBSOCKET = "websocket"  # both directions between a client and one engine
     OWN = "own"  # answered by pdproxy
     REFUSED = "refused"  # a 404 that states why it can't work
 
@@ -127,7 +129,7 @@ TABLE: tuple[RouteEntry, ...] = (
     _passed("/v1/systemone", "the same in vLLM's own form"),
     _spoken("/v1/audio/transcriptions", "write down what is said"),
     _spoken("/v1/audio/translations", "the same in English, or in another language"),
-    RouteEntry("/v1/realtime", ("GET",), RouteKind.REFUSED, "WebSockets are not passed on"),
+    RouteEntry(REALTIME, ("GET",), RouteKind.WEBSOCKET, "write down live what is said"),
     _passed("/v1/embeddings", "embed texts"),
     _passed("/pooling", "what a pooling model makes of texts"),
     _passed("/classify", "classify texts"),
@@ -161,7 +163,9 @@ TABLE: tuple[RouteEntry, ...] = (
 ENTRIES = {entry.path: entry for entry in TABLE}
 """The table by path."""
 KEY_ROUTES = frozenset(
-    entry.key_route for entry in TABLE if entry.kind in (RouteKind.SPLIT, RouteKind.PASSED)
+    entry.key_route
+    for entry in TABLE
+    if entry.kind in (RouteKind.SPLIT, RouteKind.PASSED, RouteKind.WEBSOCKET)
 )
 """What lines of keys may name. Each key may list the models that it is good for."""
 

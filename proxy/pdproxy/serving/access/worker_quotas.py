@@ -156,6 +156,11 @@ class _SharedUse(Use):
         super().reserve(prompt, most, answers)
         self._show(self._reserved)
 
+    def _grow(self, bucket: Bucket, more: float) -> None:
+        self._quotas.take_over(self._name, self._account)
+        super()._grow(bucket, more)
+        self._show(more)
+
     def end(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> None:
         """See `Use`."""
         self._quotas.take_over(self._name, self._account)

@@ -39,6 +39,7 @@ from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.serving.request.demand import NO_DEMAND
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
+from pdproxy.serving.stream.client_websocket import ClientWebSocket
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire.errors import retry_headers
@@ -53,7 +54,7 @@ buffer's size.
 """
 STREAM_HEADERS = (STREAM_TYPE, *_AS_IT_COMES)
 
-Writer = TypeVar("Writer", ResponseWriter, AsyncResponseWriter)
+Writer = TypeVar("Writer", ResponseWriter, AsyncResponseWriter, ClientWebSocket)
 Serve = Callable[[], Awaitable[None]]
 
 
@@ -81,6 +82,7 @@ class LiveRequest(ABC, Generic[Writer]):
         "stream",
         "timeout",
         "totals",
+        "use",
         "writer",
     )
 
@@ -106,6 +108,13 @@ class LiveRequest(ABC, Generic[Writer]):
         self.first: float | None = None
         self.status = 0
         self.totals = RequestTotals()
+        self.use: Use | None = None
+        """Its use of its key's limits, None without limits."""
+
+    @property
+    def sent(self) -> bool:
+        """Whether a part of the answer was sent to the client."""
+        return self.first is not None
 
     @abstractmethod
     async def read(self) -> Serve:
@@ -201,7 +210,7 @@ class Lifecycle:
         try:
             if request.writer.ended_by is not None:
                 raise request.writer.ended_by
-            use = self._quotas.enter(request.key)
+            use = request.use = self._quotas.enter(request.key)
             changes = self._keys.changes
             serve = await request.read()
             if use is not None:
@@ -243,9 +252,7 @@ class Lifecycle:
             try:
                 request.add_up()
                 if error is not None:
-                    meter.end(
-                        error, request.demand, sent=request.first is not None, own_limit=own_limit
-                    )
+                    meter.end(error, request.demand, sent=request.sent, own_limit=own_limit)
                 meter.bound(request.demand)
             finally:
                 try:

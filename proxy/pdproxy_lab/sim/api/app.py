@@ -16,11 +16,11 @@ from secrets import token_hex
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Form, Request
+from fastapi import APIRouter, Depends, FastAPI, Form, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy_lab.sim import since
@@ -34,6 +34,7 @@ from pdproxy_lab.sim.api.errors import RefusedRequest, failure, refusal, respons
 from pdproxy_lab.sim.api.invocations import invoke
 from pdproxy_lab.sim.api.messages import CountBody, MessagesBody, count, message
 from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pdproxy_lab.sim.api.realtime import Realtime
 from pdproxy_lab.sim.api.responses import ResponsesBody, respond
 from pdproxy_lab.sim.api.scale_out import DerenderBody, derendered, rendered
 from pdproxy_lab.sim.api.scoring import ScoringBody, score
@@ -104,8 +105,8 @@ class _Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = (
-            scope["type"] == "http"
-            and scope["method"] != "OPTIONS"
+            scope["type"] in ("http", "websocket")
+            and scope.get("method") != "OPTIONS"
             and scope["path"].startswith(_GUARDED)
         )
         if guarded and not self._known(dict(scope["headers"]).get(b"authorization", b"")):
@@ -134,6 +135,8 @@ def create_app(engine: SimEngine, date: Callable[[], str] = _today) -> FastAPI:
         app.router.routes.extend(_scaling_out())
     if engine.facts.speech:
         app.router.routes.extend(_speaking())
+    if engine.facts.realtime:
+        app.router.routes.append(WebSocketRoute("/v1/realtime", _realtime))
     for path in _SCALE_OUT:
         _add(app, path, _disabled, ["POST"])  # behind the routes that are there
     _about(app, engine)
@@ -306,6 +309,10 @@ def _speaking() -> tuple[BaseRoute, ...]:
         return await answered(engine, body, request, speak(engine, body, request))
 
     return tuple(router.routes)
+
+
+async def _realtime(websocket: WebSocket) -> None:
+    await Realtime(websocket.app.state.engine, websocket).serve()
 
 
 def _engine(request: Request) -> SimEngine:
