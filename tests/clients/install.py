@@ -1,15 +1,21 @@
 """The clients, and how they are installed: `python -m tests.clients.install FOLDER` takes the
-newest of each, outside of the project. Node is needed.
+newest of each, outside of the project; with `--tried`, the coding agents alone, in the versions of
+docs/guide/agents.md. Node is needed.
 
 LlamaIndex has an environment of its own, since it may need another openai-python.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.clients.drivers.coding_agents import AGENTS, PAGE
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class Client:
         return [str(at / self.place / "bin" / "python"), *words]
 
 
-AGENTS = ("@openai/codex", "@anthropic-ai/claude-code", "@qwen-code/qwen-code", "opencode-ai")
+_AGENT = re.compile(r"^\| \[(.+?)\]\(#.+?\) \| (\S+) \|", re.MULTILINE)
+"""A row of the page's table: an agent, and its version."""
 PROVIDERS = ("@ai-sdk/openai", "@ai-sdk/anthropic", "@ai-sdk/openai-compatible")
 DRIVERS = (
     Client("openai_python", "py", ("openai",)),
@@ -48,14 +55,21 @@ DRIVERS = (
     Client("instructor_python", "py", ("instructor",)),
     Client("agents_python", "py", ("openai-agents",)),
     Client("pydantic_ai_python", "py", ("pydantic-ai-slim[openai]",)),
-    Client("coding_agents", "js", AGENTS),
+    Client("coding_agents", "js", tuple(package for _, package, _ in AGENTS.values())),
 )
 
 
-def install(at: Path) -> None:
-    """Install all clients below a folder."""
+def tried() -> Client:
+    """Return the coding agents in the versions of the page."""
+    versions = dict(_AGENT.findall(PAGE.read_text()))
+    packages = (f"{package}@{versions[agent]}" for agent, (_, package, _) in AGENTS.items())
+    return Client("coding_agents", "js", tuple(packages))
+
+
+def install(at: Path, clients: Sequence[Client]) -> None:
+    """Install clients below a folder."""
     places: dict[str, list[str]] = {}
-    for client in DRIVERS:
+    for client in clients:
         places.setdefault(client.place, []).extend(client.packages)
     for place, packages in places.items():
         folder = at / place
@@ -73,4 +87,8 @@ def install(at: Path) -> None:
 
 
 if __name__ == "__main__":
-    install(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(description="Install the clients.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tried", action="store_true", help="agents in the page's versions alone")
+    arguments = parser.parse_args()
+    install(arguments.folder.resolve(), [tried()] if arguments.tried else DRIVERS)

@@ -2,8 +2,7 @@
 """Write a model that calls a tool whatever it is asked: `make_writing_model.py TINY_MODEL OUT_DIR`.
 
 The call has one argument of 3 kB. Each of its tokens occurs once, so the next token is a function
-of the last one: attention and layers add nothing but time, and the head has, for each token, the
-embedding of the token before.
+of the last one.
 
 Runs with the engines' own Python, as `make_model.py` does.
 """
@@ -18,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from tokenizers import AddedToken
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 BEGIN, CALL, END_OF_CALL, END = (
     "<tool_call>",
@@ -56,29 +55,46 @@ def main(tiny: Path, out: Path) -> None:
     assert size >= BYTES
     assert len(set(said)) == len(said)
 
-    config = AutoConfig.from_pretrained(tiny)
+    save(tiny, out, tokenizer, dict(itertools.pairwise(said)), num_hidden_layers=LAYERS)
+    (out / "said.json").write_text(
+        json.dumps({"content": tokenizer.decode(written), "tokens": len(said) - 1})
+    )
+
+
+def save(
+    tiny: Path,
+    out: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    follows: dict[int, int],
+    **changes: int,
+) -> None:
+    """Write a model that writes `follows[token]` behind `token`. `changes`: to the config of
+    `tiny`.
+
+    Attention and layers add nothing but time: a token has the vector that the head has for the
+    token that follows.
+    """
+    config = AutoConfig.from_pretrained(tiny, **changes)
     config.vocab_size = len(tokenizer)
-    config.num_hidden_layers = LAYERS
     torch.manual_seed(1234)
     model = LlamaForCausalLM(config).to(torch.float32)
     with torch.no_grad():
         vectors = torch.nn.functional.normalize(
             torch.randn(len(tokenizer), config.hidden_size), dim=1
         )
-        model.model.embed_tokens.weight.copy_(vectors)
+        embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
+        embeddings.copy_(vectors)
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        model.lm_head.weight.zero_()
-        for last, token in itertools.pairwise(said):
-            model.lm_head.weight[token] = LOGIT * vectors[last]
+        head.zero_()
+        for last, token in follows.items():
+            embeddings[last] = vectors[token]
+            head[token] = LOGIT * vectors[token]
     model.config.dtype = torch.float32
     model.save_pretrained(out, safe_serialization=True)
     tokenizer.save_pretrained(out)
     (out / "generation_config.json").write_text((tiny / "generation_config.json").read_text())
-    (out / "said.json").write_text(
-        json.dumps({"content": tokenizer.decode(written), "tokens": len(said) - 1})
-    )
 
 
 if __name__ == "__main__":

@@ -101,24 +101,10 @@ def main(url: str, packages: Path, at: Path, names: list[str]) -> bool:
 
 
 def _run(agent: str, case: str, url: str, packages: Path, at: Path) -> bool:
-    client, package, cases = AGENTS[agent]
+    client, _, cases = AGENTS[agent]
     command, changes = cases[case]
-    version = json.loads((packages / "node_modules" / package / "package.json").read_text())
-    text = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
-    section = next(one for one in text if one.startswith(f"{agent}\n"))
-    for old, new in {ADDRESS: f"{url}/{client}@{version['version']}/{case}", **changes}.items():
-        section = section.replace(old, new)
-    home = at / client
-    for name, content in _FILE.findall(section):
-        path = home / name.removeprefix("~/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    home.mkdir(exist_ok=True)
-    environment = dict(_EXPORT.findall(section)) | {
-        "PATH": f"{packages / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(home),
-        "IS_SANDBOX": "1",  # Claude Code runs commands as root only there
-    }
+    address = f"{url}/{client}@{version(agent, packages)}/{case}"
+    environment = configured(agent, address, packages, at / client, changes)
     done = subprocess.run(
         command,
         cwd=at / "work",
@@ -133,6 +119,35 @@ def _run(agent: str, case: str, url: str, packages: Path, at: Path) -> bool:
     if done.returncode:
         print(done.stderr[-1500:])
     return done.returncode == 0
+
+
+def version(agent: str, packages: Path) -> str:
+    """Return the version of an agent's package."""
+    file = packages / "node_modules" / AGENTS[agent][1] / "package.json"
+    found: str = json.loads(file.read_text())["version"]
+    return found
+
+
+def configured(
+    agent: str, address: str, packages: Path, home: Path, changes: dict[str, str]
+) -> dict[str, str]:
+    """Write an agent's files below `home` as the page has them, with `address` as the proxy's;
+    return the variables to run the agent with.
+    """
+    text = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
+    section = next(one for one in text if one.startswith(f"{agent}\n"))
+    for old, new in {ADDRESS: address, **changes}.items():
+        section = section.replace(old, new)
+    for name, content in _FILE.findall(section):
+        path = home / name.removeprefix("~/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    home.mkdir(parents=True, exist_ok=True)
+    return dict(_EXPORT.findall(section)) | {
+        "PATH": f"{packages / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(home),
+        "IS_SANDBOX": "1",  # Claude Code runs commands as root only there
+    }
 
 
 if __name__ == "__main__":
