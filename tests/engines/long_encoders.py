@@ -162,7 +162,9 @@ async def test_an_aggregated_engine_uses_outputs(seers: Fleet, tmp_path: Path) -
     before = encoded(encoder), encoded(whole)
     for _ in range(10):
         nonce = secrets.token_hex(6)
-        body = {"messages": [asking(nonce, png(nonce, 140, 84), STORY, png(f"{nonce} second"))]}
+        body: dict[str, Any] = {
+            "messages": [asking(nonce, png(nonce, 140, 84), STORY, png(f"{nonce} second"))]
+        }
         body |= {"temperature": 0, "max_tokens": 12}
         plain, other = [await ask(one.url, CHAT, body) for one in (seers.plain, proxy)]
         assert plain.status == 200

@@ -43,7 +43,7 @@ def live(launcher: Launcher) -> Iterator[Fleet]:
     model = ensure_realtime_model(launcher.built)
     # vLLM's code of audio encoders imports torchvision
     overlay = ensure_overlay(launcher.built, "vision")
-    hearing = Launcher(dataclasses.replace(launcher.built, model=model), overlay)
+    hearing = Launcher(dataclasses.replace(launcher.built, model=model), [overlay])
     live = Fleet(hearing, flags=FLAGS)
     try:
         live.launch({"live": "plain"})

@@ -25,8 +25,10 @@ MATCHER = re.compile(r'(pdproxy_[a-z_]+)\{(\w+)=~?"([^"]+)"\}')
 CODE = re.compile(r"`([^`\n]+)`")
 FULL = RequestEnded(
     request_id="r", endpoint="/v1/completions", model="m", outcome="engine", status=502,
-    legs=[LegTimes("p", "d", "n", 0.1, 0.2, 0.3, attempts=1), LegTimes(None, "d", "n", None, 0.2,
-    0.3, attempts=1)],
+    legs=[
+        LegTimes("p", "d", "n", 0.1, 0.2, 0.3, attempts=1, encode_s=0.1, encoders=(("e", 0.1),)),
+        LegTimes(None, "d", "n", None, 0.2, 0.3, attempts=1),
+    ],
     queue_s=0.0, first_s=0.2, total_s=20.0, prompt_tokens=61, completion_tokens=5, gaps=Gaps(),
     error="broken",
     stream=True, client="192.0.2.1", key="file:7", reason="answers",

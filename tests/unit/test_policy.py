@@ -25,9 +25,6 @@ from pdproxy.scheduling.policy import Ask, Best, Policy, PolicyContext, PolicyFa
 from pdproxy.settings import engines
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
-from pdproxy.tokens.ids import from_numbers
-from pdproxy.wire.request import parse
-from pdproxy.wire.route import Route
 
 SPLIT = (Role.PREFILL, Role.DECODE)
 
@@ -323,8 +320,7 @@ def test_a_policy_ranks_and_is_informed() -> None:
     """
     favourite = Favourite("d2")
     made = ledger({Role.DECODE: lambda role: favourite}, "p1", "d1", "d2", "d3")
-    parsed = parse(Route.COMPLETIONS, b'{"model": "m", "prompt": [1, 2]}')
-    ask = Ask("m", 7, 5.0, from_numbers([1, 2]), parsed)
+    ask = Ask("m", 7, 5.0, 2)
     first, second = made.assign(SPLIT, ask), made.assign(SPLIT, ask)
     assert first is not None
     assert second is not None

@@ -65,8 +65,6 @@ class LegTimes(msgspec.Struct):
     prefill: str | None = None
     decode: str | None = None
     why_alone: str | None = None
-    encode_s: float | None = None
-    encoders: tuple[tuple[str, float], ...] = ()
     prefill_s: float | None = None
     first_s: float | None = None
     decode_s: float | None = None
@@ -79,6 +77,8 @@ class LegTimes(msgspec.Struct):
     continued: int = 0
     continued_by: str | None = None
     pause_s: float | None = None
+    encode_s: float | None = None
+    encoders: tuple[tuple[str, float], ...] = ()
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
