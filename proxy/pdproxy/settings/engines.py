@@ -26,7 +26,7 @@ from pdproxy.settings.section import Count, File, Host, Key, Seconds, Section, T
 from pdproxy.settings.tls import EngineTls, refuse_stray_files
 from pdproxy.wire.kv_events import address_of
 
-Role = Literal["encode", "prefill", "decode", "aggregated", "any"]
+Role = Literal["prefill", "decode", "aggregated", "any", "encode"]
 
 PREFIX = re.compile(r"(/(?!\.{1,2}(/|\Z))[A-Za-z0-9._~-]+)+")
 """A path before routes: of segments without escapes, none of which is `.` or `..`."""
