@@ -383,9 +383,7 @@ async def test_cached_tokens_are_ones_own() -> None:
     ) as pair:
 
         async def cached(key: str) -> int:
-            answer = await pair.ask(
-                COMPLETIONS, completion(prompt=TEXT, echo=True), bearer(key)
-            )
+            answer = await pair.ask(COMPLETIONS, completion(prompt=TEXT, echo=True), bearer(key))
             return (answer.json["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
 
         for _ in range(2):
