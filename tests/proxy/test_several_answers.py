@@ -310,3 +310,16 @@ async def test_a_decode_engine_may_never_compute_a_prompt() -> None:
     """With `pools[].alone: never` such requests are served, too: it computes none of theirs."""
     async with pool("nixl", pool_settings={"alone": "never"}) as pair:
         assert (await pair.ask(COMPLETIONS, completion(**SEVERAL))).status == 200
+
+
+async def test_the_loading_is_a_part_of_the_wait_for_the_first_token() -> None:
+    clock, go = ManualClock(), asyncio.Event()
+    async with world(clock=clock) as w:
+        w.decode[0].script(scripts.gate(go, serve))
+        asked = asyncio.create_task(w.ask(COMPLETIONS, completion(**SEVERAL, stream=True)))
+        await w.decode[0].asked()
+        await clock.advance(3)
+        go.set()
+        assert (await asked).status == 200
+        (leg,) = (await w.ended()).legs
+        assert leg.first_s == pytest.approx(3)
