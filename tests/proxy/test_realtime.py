@@ -341,6 +341,34 @@ async def test_it_has_one_place() -> None:
         await until(lambda: w.inflight == 0)
 
 
+async def test_one_without_an_engine_makes_room() -> None:
+    """As any idle connection does; one with an engine stays."""
+    async with world(0, 1, facts=LIVE, limits={"max_connections": 2}) as w:
+        first, idle = await served(w), await opened(w)
+        third = await opened(w)
+        assert (await idle.event())["code"] == "connections"
+        assert await idle.closed() == 1013
+        for socket in (first, third):
+            socket.send(update(), *UTTERANCE)
+            await socket.until("transcription.done")
+            socket.client.close()
+
+
+async def test_behind_another_request() -> None:
+    """A handshake waits for the answer before, and the frames behind it wait, too."""
+    async with world(1, 1, facts=LIVE) as w:
+        client = await w.client()
+        behind = b"".join(frame(json.dumps(one).encode()) for one in (update(), {"type": "x"}))
+        client.post("/v1/completions", completion())
+        client.send(handshake() + behind)
+        assert (await client.answer()).status == 200
+        assert (await client.head()).status == 101
+        socket = WebSocketClient(client)
+        assert [(await socket.event())["type"] for _ in range(2)] == ["session.created", "error"]
+        socket.close()
+        assert await socket.closed() == 1000
+
+
 async def test_tokens_of_a_minute(tmp_path: Path) -> None:
     """They are charged as they come: a key without any left loses its WebSocket."""
     async with world(0, 1, facts=LIVE, auth=keys(tmp_path, "a:sk-a tpm=40")) as w:
