@@ -291,15 +291,21 @@ async def test_fragments_without_end() -> None:
 
 
 async def test_a_flood_of_pings_leaves_turns_to_others() -> None:
-    """Others are served meanwhile, and the client that reads no answers is not read any more."""
+    """Others are served meanwhile, and the client that reads no answers is not read meanwhile."""
     async with world(1, 1, facts=LIVE) as w:
-        socket = await served(w)
-        socket.client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        for _ in range(200):
+        socket = await WebSocketClient.open(await w.client(receive_buffer=4096))
+        socket.send(update())
+        reading: Any = socket.client.writer.transport
+        reading.pause_reading()
+        for _ in range(60):
             socket.raw(frame(b"x" * 125, Opcode.PING) * 1000 + frame(b"{}"))
+        await until(lambda: any(one.flow.write_paused for one in w.connections))
         answer = await w.ask("/v1/completions", completion())
         assert answer.status == 200
         assert held(w) < 2 << 20
+        reading.resume_reading()
+        for _ in range(60):
+            assert (await socket.event())["code"] == "unknown_event"
         socket.client.close()
 
 
@@ -333,6 +339,34 @@ async def test_it_has_one_place() -> None:
         second.client.close()
         await w.ended(2)
         await until(lambda: w.inflight == 0)
+
+
+async def test_one_without_an_engine_makes_room() -> None:
+    """As any idle connection does; one with an engine stays."""
+    async with world(0, 1, facts=LIVE, limits={"max_connections": 2}) as w:
+        first, idle = await served(w), await opened(w)
+        third = await opened(w)
+        assert (await idle.event())["code"] == "connections"
+        assert await idle.closed() == 1013
+        for socket in (first, third):
+            socket.send(update(), *UTTERANCE)
+            await socket.until("transcription.done")
+            socket.client.close()
+
+
+async def test_behind_another_request() -> None:
+    """A handshake waits for the answer before, and the frames behind it wait, too."""
+    async with world(1, 1, facts=LIVE) as w:
+        client = await w.client()
+        behind = b"".join(frame(json.dumps(one).encode()) for one in (update(), {"type": "x"}))
+        client.post("/v1/completions", completion())
+        client.send(handshake() + behind)
+        assert (await client.answer()).status == 200
+        assert (await client.head()).status == 101
+        socket = WebSocketClient(client)
+        assert [(await socket.event())["type"] for _ in range(2)] == ["session.created", "error"]
+        socket.close()
+        assert await socket.closed() == 1000
 
 
 async def test_tokens_of_a_minute(tmp_path: Path) -> None:
@@ -370,28 +404,27 @@ async def test_nothing_goes_on() -> None:
     """After `deadlines.websocket_idle` it ends, whatever pings come."""
     clock = ManualClock()
     heard: list[str] = []
+    engines: list[WebSocket] = []
 
     async def listening(scope: Any, receive: Any, send: Any) -> None:
-        engine = WebSocket(scope, receive, send)
-        await engine.accept()
+        engines.append(WebSocket(scope, receive, send))
+        await engines[0].accept()
         while True:
-            heard.append(await engine.receive_text())
-            if "say" in heard[-1]:
-                await engine.send_text("{}")
+            heard.append(await engines[0].receive_text())
 
     async with world(0, 1, facts=LIVE, clock=clock, deadlines={"websocket_idle": 33}) as w:
         w.decode[0].sim.websocket = listening
         socket = await served(w)
-        for event in (audio(0.1), {"type": "say"}):
-            await clock.advance(17)
-            before = len(heard)
-            socket.send(event)
-            await until(lambda: len(heard) > before)  # noqa: B023 - awaited in the same turn
-        await socket.event()
+        await clock.advance(17)
+        socket.send(audio(0.1))
+        await until(lambda: len(heard) == 2)
+        await clock.advance(17)
+        await engines[0].send_text("{}")
+        assert await socket.event() == {}
         await clock.advance(17)
         socket.raw(frame(b"", Opcode.PING))
         await later_turns()
-        assert socket.closed_with is None
+        assert w.inflight == 1
         await clock.advance(17)
         assert "33 s" in (await socket.event())["error"]
         assert await socket.closed() == 1008
