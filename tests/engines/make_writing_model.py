@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from tokenizers import AddedToken
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 BEGIN, CALL, END_OF_CALL, END = (
     "<tool_call>",
@@ -64,7 +64,7 @@ def main(tiny: Path, out: Path) -> None:
 def save(
     tiny: Path,
     out: Path,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     follows: dict[int, int],
     **changes: int,
 ) -> None:
