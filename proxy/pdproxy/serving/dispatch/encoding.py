@@ -166,16 +166,22 @@ class EncoderStage:
         return [EncodeLeg(request, self, given, is_last=is_last) for given in leases.values()]
 
     async def _run(self, legs: Sequence[EncodeLeg]) -> None:
+        # A task group that is cancelled leaves its request in a reference cycle.
+        tasks: list[asyncio.Task[None]] = []
         try:
             if len(legs) == 1:
                 await legs[0].run()
                 return
-            async with asyncio.TaskGroup() as group:
-                for leg in legs:
-                    group.create_task(leg.run(), name="encode media")
+            loop = asyncio.get_running_loop()
+            tasks += [loop.create_task(leg.run(), name="encode media") for leg in legs]
+            await asyncio.wait(tasks)
         finally:
+            for task in tasks:
+                task.cancel()
             for leg in legs:
                 leg.close()  # one that did not begin has leases, too
+        for task in tasks:
+            task.result()
 
     async def _judge(self) -> None:
         """Look whether engines are lost under the request.
