@@ -70,6 +70,13 @@ def parser_of_options() -> Parser:
             help=f"number of {role} engines (default: 3)",
         )
     parser.add_argument(
+        "--encode",
+        metavar="N",
+        type=typed(reading.whole(0, 32)),
+        default=0,
+        help="number of encoder engines; with some there are pictures (default: 0)",
+    )
+    parser.add_argument(
         "--connector",
         metavar="NAME",
         choices=registry.names(),
@@ -148,6 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         prefill=arguments.prefill,
         decode=arguments.decode,
+        encode=arguments.encode,
         connector=arguments.connector,
         notices=arguments.notices,
         pool=arguments.pool,

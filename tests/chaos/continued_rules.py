@@ -20,6 +20,8 @@ _BY_STOP = frozenset({NotContinued.STOP_PENDING.value})
 """Why nobody goes on with some that have stop strings."""
 _BY_ROUTE = frozenset({NotContinued.ROUTE.value})
 """Why nobody goes on with responses and messages."""
+_BY_MEDIA = frozenset({NotContinued.MEDIA.value})
+"""Why nobody goes on with chats that have pictures."""
 _BY_LETTER = frozenset({NotContinued.REASONING_SEEN.value})
 """Why nobody goes on with some chats of the simulator's engines, which have a parser: at half a
 letter it withholds the text, and no engine says whether that is content.
@@ -63,6 +65,8 @@ def explained(
         )
         if body.path in NAMED:
             allowed |= _BY_ROUTE
+        if "image" in str(body.fields):
+            allowed |= _BY_MEDIA
         if _may_withhold(body):
             allowed |= _BY_LETTER
         if one.reason not in allowed:

@@ -118,7 +118,7 @@ class _Course:
         own = asyncio.current_task()
         world = World(self._options, self._network, self._trace)
         await world.begin()
-        asked = bodies(self._options.seed, MODEL)
+        asked = bodies(self._options.seed, MODEL, pictures=self._options.encode > 0)
         alone, kill = streams(self._options.seed, MODEL, TIMES), killers(MODEL)
         await ask_judge(self._network, world.judge.host, PORT, [*asked, *alone, *kill])
         names, timers = self._names(own), world.proxy.front.clock.timers

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.tasks import Failures
-from pdproxy.observe.events import Event, HandleEnded, RequestEnded
+from pdproxy.observe.events import Event, HandleEnded, MediaEncoded, RequestEnded
 from pdproxy.serving.kv.custody import End
 from pdproxy.transfer.contract import Contract, PushedToDecode
 from pdproxy.upstream.client import EngineClient
@@ -30,6 +30,7 @@ _ATTEMPT = DEADLINES.connect + DEADLINES.prefill + DEADLINES.kv_ready + DEADLINE
 STREAM = (
     DEADLINES.queue
     + DEADLINES.tokenize
+    + DEADLINES.encode
     + LIMITS.attempts * (_ATTEMPT + DEADLINES.retry)
     + (LIMITS.continuations + 1) * DEADLINES.between_tokens
     + LIMITS.continuations * DEADLINES.continuation
@@ -150,8 +151,10 @@ def left_to_leases(contract: Contract, events: Iterable[Event]) -> int:
 
 
 def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
-    """The metrics count what was reported: requests by outcome, and handles that ended."""
-    counts = Counter(type(event).__name__ for event in events)
+    """The metrics count what was reported: requests by outcome, handles that ended, and media."""
+    counts: Counter[str] = Counter()
+    for event in events:
+        counts[type(event).__name__] += event.count if isinstance(event, MediaEncoded) else 1
     sums: Counter[str] = Counter()
     for family in world.proxy.metrics.collect():
         for sample in family.samples:
@@ -159,6 +162,7 @@ def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
     pairs = (
         ("pdproxy_requests_total", "RequestEnded"),
         ("pdproxy_kv_handles_ended_total", "HandleEnded"),
+        ("pdproxy_encoded_media_total", "MediaEncoded"),
     )
     return [
         Finding("books balance", f"{name} is {sums[name]}, events {kind}: {counts[kind]}")

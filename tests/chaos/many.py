@@ -42,6 +42,7 @@ RIGHT = 5
 OTHERS: tuple[Options, ...] = (
     *(Options(seed=3, connector=one) for one in CONNECTORS if one not in _SEEN),
     Options(seed=2, prefill=1, decode=2, pool="any"),
+    Options(seed=4, prefill=2, decode=2, encode=2),
 )
 
 

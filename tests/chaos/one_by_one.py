@@ -65,11 +65,11 @@ class OneByOne:
         """Return an engine that has a part in the request, if others can do the same; None if there
         is none.
         """
-        answering = sum(engine.role != "prefill" for engine in self._world.engines)
+        answering = self._world.answering
         able = [
             engine
             for engine in self._world.engines
             if any(request.path in GENERATES for request in engine.sim.requests)
-            and (engine.role == "prefill" or answering > 1)
+            and (engine.name not in answering or len(answering) > 1)
         ]
         return chance.choice(able) if able else None

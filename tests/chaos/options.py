@@ -17,6 +17,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How long load and faults last."""
     prefill: int = 3
     decode: int = 3
+    encode: int = 0
+    """Encoder engines. With some, every second chat, response and message has pictures."""
     connector: ConnectorName = "nixl"
     """How KV gets from prefill to decode engines."""
     notices: Literal["none", "notifier", "early"] = "none"
@@ -38,7 +40,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Return the command line that repeats the run, with these items only."""
         words = ["python -m tests.chaos", f"--seed {self.seed}", f"--seconds {self.seconds:g}"]
         usual = Options()
-        for name in ("prefill", "decode", "connector", "notices", "pool", "rate", "faults"):
+        for name in (
+            "prefill",
+            "decode",
+            "encode",
+            "connector",
+            "notices",
+            "pool",
+            "rate",
+            "faults",
+        ):
             value = getattr(self, name)
             if value != getattr(usual, name):
                 words.append(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 from tests.chaos.access import Refusals
 from tests.chaos.answers import UNNAMED, Answer, MalformedError, Told, read_answer, told
 from tests.chaos.virtual.network import VirtualNetwork
+from tests.fakes.pictures import asking, png, url
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GENERATES = (COMPLETIONS, CHAT)
@@ -63,10 +65,35 @@ class Body(msgspec.Struct):
         )
 
 
-def bodies(seed: int, model: str) -> list[Body]:
-    """Return the requests of a seed, without their right answers."""
+def bodies(seed: int, model: str, *, pictures: bool = False) -> list[Body]:
+    """Return the requests of a seed, without their right answers. `pictures`: every second one
+    that can have some has.
+    """
     chance = random.Random(f"{seed}/bodies")
-    return [_body(number, chance, model) for number in range(BODIES)]
+    found = [_body(number, chance, model) for number in range(BODIES)]
+    able = [body for body in found if body.path != COMPLETIONS] if pictures else []
+    for number, body in enumerate(able[::2]):
+        _illustrate(body, [png(f"{seed}/{number}/{at}") for at in range(1 + number % 3)])
+    return found
+
+
+def _illustrate(body: Body, pictures: Sequence[bytes]) -> None:
+    """Put pictures behind the text of a body."""
+    if body.path == RESPONSES:
+        parts: list[dict[str, Any]] = [{"type": "input_text", "text": body.fields["input"]}]
+        parts += [{"type": "input_image", "image_url": url(one)} for one in pictures]
+        body.fields["input"] = [{"role": "user", "content": parts}]
+        return
+    (message,) = body.fields["messages"]
+    if body.path == CHAT:
+        body.fields["messages"] = [asking(message["content"], *pictures)]
+        return
+    parts = [{"type": "text", "text": message["content"]}]
+    for one in pictures:
+        data = b64encode(one).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        parts.append({"type": "image", "source": source})
+    body.fields["messages"] = [{"role": "user", "content": parts}]
 
 
 def streams(seed: int, model: str, count: int) -> list[Body]:

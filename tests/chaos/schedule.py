@@ -108,6 +108,9 @@ ANSWERS = {
         ),
     ),
 }
+ANSWERS["V"] = tuple(
+    one for one in ANSWERS["P"] if not one.startswith("lease") and "@handed_over" not in one
+)
 ANSWERS["E"] = tuple(dict.fromkeys((*ANSWERS["P"], *ANSWERS["D"])))
 """Faults of answers, by the first letter of an engine's name: what the simulator calls them."""
 NOTICES = ("late_notice@notice", "late_notice@notice", "lost_notice@notice", "double_notice@notice")

@@ -14,7 +14,15 @@ from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.engines import Facts as EngineFacts
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.transfer import registry
-from pdproxy_lab.sim.facts import ConnectorName, CpuBuffer, LMCacheFacts, MooncakeFacts, SimFacts
+from pdproxy_lab.sim.facts import (
+    ConnectorName,
+    CpuBuffer,
+    ECExtraConfig,
+    ECTransferConfig,
+    LMCacheFacts,
+    MooncakeFacts,
+    SimFacts,
+)
 from pdproxy_lab.sim.mooncake import LONGER_THAN_PREFILL
 from tests.chaos.options import Options
 
@@ -41,7 +49,7 @@ _QUESTION = LEASE + LONGER_THAN_PREFILL + 2.0
 _CHUNK = 32
 """Tokens of LMCache's chunks: less than its own 256, so that most prompts have some."""
 
-PlaceRole = Literal["prefill", "decode", "any", "aggregated"]
+PlaceRole = Literal["encode", "prefill", "decode", "any", "aggregated"]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -62,19 +70,18 @@ class Place(msgspec.Struct, frozen=True):
 
 def places(options: Options) -> list[Place]:
     """Return the engines of a run: P0, P1, ... and D0, D1, ...; or E0, E1, ..., each for any
-    role.
+    role. Encoder engines are V0, V1, ...
     """
+    encode = [Place(f"V{n}", "encode", f"10.0.0.{90 + n}") for n in range(options.encode)]
     if options.pool == "any":
-        return [
-            Place(f"E{n}", "any", f"10.0.0.{10 + n}")
-            for n in range(options.prefill + options.decode)
-        ]
+        count = options.prefill + options.decode
+        return [*(Place(f"E{n}", "any", f"10.0.0.{10 + n}") for n in range(count)), *encode]
     decode = [Place(f"D{n}", "decode", f"10.0.0.{50 + n}") for n in range(options.decode)]
     prefill = [
         Place(f"P{n}", "prefill", f"10.0.0.{10 + n}", decode[n % len(decode)].host)
         for n in range(options.prefill)
     ]
-    return [*prefill, *decode]
+    return [*prefill, *decode, *encode]
 
 
 def unsuitable(options: Options) -> str | None:
@@ -90,6 +97,8 @@ def unsuitable(options: Options) -> str | None:
             f"--pool any: engines of connector {options.connector} have one role; those of "
             f"{', '.join(ANY)} can be any"
         )
+    if options.encode and options.connector != "nixl":
+        return f"--encode {options.encode}: with {options.connector} one engine serves media whole"
     if options.notices != "none" and options.connector != "nixl":
         return f"--notices {options.notices}: only engines of connector nixl have the notifier"
     if options.connector == "cpu" and options.prefill < options.decode:
@@ -107,17 +116,30 @@ def quiet_for(options: Options) -> float:
     return _QUESTION if options.connector == "mooncake" else _QUIET
 
 
-def facts(place: Place, connector: ConnectorName, *, notifies: bool = False) -> SimFacts:
-    """Return how the engine at a place is configured. `notifies`: it has the notifier."""
+def facts(
+    place: Place, connector: ConnectorName, *, notifies: bool = False, outputs: str = ""
+) -> SimFacts:
+    """Return how the engine at a place is configured. `notifies`: it has the notifier; `outputs`:
+    the folder of encoder outputs, "" where no engine has vision.
+    """
     is_posting = connector == "lmcache-mp" and place.role != "decode"
     notify = f"http://{PROXY}:{NOTICES}/api/v1/telemetry" if is_posting else None
     if notifies:
         notify = f"tcp://{PROXY}:{NOTICES}"
     cpu_host = place.host if place.role == "decode" else place.pushes_to
+    ec = None
+    if outputs and place.role not in ("decode", "aggregated"):
+        ec = ECTransferConfig(
+            ec_connector="ECExampleConnector",
+            ec_role="ec_producer" if place.role == "encode" else "ec_consumer",
+            ec_connector_extra_config=ECExtraConfig(shared_storage_path=outputs),
+        )
     return SimFacts(
         role=place.role,
         model=MODEL,
-        connector=connector,
+        connector="none" if place.role == "encode" else connector,
+        vision=bool(outputs),
+        ec_transfer_config=ec,
         hardware=HARDWARE,
         eos_every=0,
         enable_prefix_caching=connector not in ("cpu", "lmcache-mp"),

@@ -67,10 +67,13 @@ def test_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert many.main(["--others", "--seconds", "9", "--faults", "3"]) == 0
     others, _ = asked[1]
     assert kinds.isdisjoint(
-        seen := {(one.connector, one.notices) for one in others if one.pool != "any"}
+        seen := {
+            (one.connector, one.notices) for one in others if one.pool != "any" and not one.encode
+        }
     )
     assert {connector for connector, _ in kinds | seen} == set(CONNECTORS)
     assert {one.pool for one in others} == {"roles", "any"}
+    assert any(one.encode for one in others)
     assert all(
         unsuitable(one) is None and (one.seconds, one.faults) == (9.0, 3.0) for one in others
     )

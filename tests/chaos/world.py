@@ -50,6 +50,7 @@ DEADLINES = Deadlines(
     client_head=5.0,
     client_body=5.0,
     queue=5.0,
+    encode=3.0,
     prefill=5.0,
     kv_ready=2.0,
     first_token=5.0,
@@ -80,10 +81,11 @@ class ChaosEngine:
         connector: ConnectorName,
         storage: Storage | None = None,
         notices: NoticeSender | None = None,
+        outputs: str = "",
     ) -> None:
         self.name, self.role, self.host = place.name, place.role, place.host
         self.sim = SimServer(
-            facts(place, connector, notifies=notices is not None),
+            facts(place, connector, notifies=notices is not None, outputs=outputs),
             host=place.host,
             port=PORT,
             chance=chance,
@@ -119,6 +121,8 @@ class World:
         ports = VirtualPorts(network)
         storage = MemoryStorage() if options.connector in STORED else None
         self._context = _context_of(PROXY)
+        self._outputs = tempfile.TemporaryDirectory(prefix="pdproxy-chaos-")
+        outputs = self._outputs.name if options.encode else ""
         self.engines = [
             ChaosEngine(
                 place,
@@ -127,11 +131,16 @@ class World:
                 options.connector,
                 storage,
                 self._notices(place),
+                outputs,
             )
             for number, place in enumerate(places(options))
         ]
         self.judge = ChaosEngine(
-            Place("judge", "aggregated", JUDGE), ports, options.seed * 100 + 99, "none"
+            Place("judge", "aggregated", JUDGE),
+            ports,
+            options.seed * 100 + 99,
+            "none",
+            outputs=outputs,
         )
         self.nodes = nodes(options)
         self._observer = observer
@@ -144,7 +153,7 @@ class World:
         self._keys = Path(tempfile.mkstemp(prefix="pdproxy-chaos-")[1])
 
     def _notices(self, place: Place) -> NoticeSender | None:
-        if self.options.notices == "none":
+        if self.options.notices == "none" or place.role == "encode":
             return None
         return VirtualNotices(self.network.link(place.host, PROXY), self._noticed, self._context)
 
@@ -189,7 +198,8 @@ class World:
     @property
     def answering(self) -> list[str]:
         """The names of the engines that answer clients."""
-        return [engine.name for engine in self.engines if engine.role != "prefill"]
+        others = ("encode", "prefill")
+        return [engine.name for engine in self.engines if engine.role not in others]
 
     def is_blind(self, engine: ChaosEngine) -> bool:
         """Return whether an engine was found to stand still, and may not be asked whether it works
@@ -257,6 +267,7 @@ class World:
             await engine.run(engine.sim.stop())
         logging.getLogger("pdproxy").removeHandler(self._lines)
         self._keys.unlink()
+        self._outputs.cleanup()
 
 
 def begin_proxy(

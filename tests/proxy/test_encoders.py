@@ -337,3 +337,107 @@ async def test_a_retry_does_not_encode_again(tmp_path: Path) -> None:
         await w.ask(CHAT, chat(A))
         assert len(w.encode[0].requests) == 1
         assert not w.events(ServedAlone) or encoded(w)[2] <= 1
+
+
+async def test_pushed_outputs_are_made_for_each_attempt(tmp_path: Path) -> None:
+    """Also for the same engine: its own outputs of before may be used up, or lost with its run."""
+    async with seeing(tmp_path, connector="mooncake") as w:
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        w.prefill[0].script(scripts.eof)  # on a kept connection: the engine may just have closed it
+        assert (await w.ask(CHAT, chat(B))).status == 200
+        asked = [one.json["ec_transfer_params"]["ec_items"] for one in w.encode[0].requests]
+        assert len({item["transfer_id"] for items in asked for item in items}) == 3
+        assert not w.events(ServedAlone)
+
+
+async def test_a_leg_counts_once(tmp_path: Path) -> None:
+    """However many media it has: one failure of an engine is no reason to leave it out."""
+    async with seeing(tmp_path) as w:
+        w.encode[0].script(scripts.eof)
+        assert (await w.ask(CHAT, chat(*[png(at) for at in range(6)]))).status == 200
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        assert results(w) == {"failed": 6, "encoded": 1}
+
+
+async def test_an_encoder_engine_is_no_prefill_engine_that_has_failed(tmp_path: Path) -> None:
+    """Behind its 5xx and that of one prefill engine, another prefill engine is asked."""
+    async with seeing(tmp_path, prefill=2) as w:
+        w.encode[0].default = w.prefill[0].default = broken(500)
+        for picture in (A, B):
+            assert (await w.ask(CHAT, chat(picture))).status == 200
+        assert w.prefill[0].requests
+        assert not w.events(ServedAlone)
+
+
+async def test_engines_that_hang_cost_some_requests_the_deadline(tmp_path: Path) -> None:
+    """Those that are there when it is over. Then the engines are left out, and one medium at a time
+    shows whether they work again.
+    """
+    clock, count = ManualClock(), 200
+    async with seeing(tmp_path, 2, clock=clock, deadlines={"encode": 7.0}) as w:
+        for one in w.encode:
+            one.default = scripts.stall
+        clients = [await w.client() for _ in range(count)]
+        for client in clients:
+            client.send(request("POST", CHAT, chat(A)))
+        await until(lambda: sum(len(one.requests) for one in w.encode) == count)
+        await clock.reach(7.0)
+        for client in clients:
+            assert (await client.answer()).status == 200
+        assert results(w) == {"late": count}
+        assert (await w.ask(CHAT, chat(B))).status == 200
+        assert results(w) == {"late": count, "no_engine": 1}
+        for one in w.encode:
+            one.default = None
+        await clock.advance(w.proxy.settings.limits.breaker_cooldown + 1)
+        assert (await w.ask(CHAT, chat(png("c"), png("d"), png("e")))).status == 200
+        assert results(w) == {"late": count, "no_engine": 2, "encoded": 2}
+
+
+async def test_many_media_are_few_requests(tmp_path: Path) -> None:
+    """One for each engine, each with a share that is bounded by load."""
+    pictures = [png(at, 28, 28) for at in range(128)]
+    async with seeing(tmp_path, 2) as w:
+        assert (await w.ask(CHAT, chat(*pictures))).status == 200
+        asked = [len(one.json["messages"][0]["content"]) for e in w.encode for one in e.requests]
+        assert (len(asked), sum(asked), results(w)) == (2, 128, {"encoded": 128})
+        assert max(asked) <= 1.25 * 64 + 1
+
+
+def answering(content: bytes) -> Script:
+    """An answer of this content."""
+
+    async def script(reply: Reply) -> None:
+        await reply.whole(content)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"[" * (64 << 20), "more than 262144 bytes"),
+        (
+            json.dumps(
+                {"ec_transfer_params": {str(at): {"item_indices": [at]} for at in range(100_000)}}
+            ).encode(),
+            "more than 262144 bytes",
+        ),
+        (
+            json.dumps(
+                {"ec_transfer_params": {str(at): {"item_indices": [at]} for at in range(5_000)}}
+            ).encode(),
+            "5000 outputs for 1 media",
+        ),
+    ],
+    ids=["64 MiB", "100,000 outputs", "5,000 outputs"],
+)
+async def test_an_answer_that_is_too_large_is_none(
+    tmp_path: Path, content: bytes, why: str
+) -> None:
+    async with seeing(tmp_path) as w:
+        w.encode[0].script(answering(content))
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        assert (results(w), encoded(w)) == ({"failed": 1}, (0, 1, 0, 0))
+        (failed,) = w.events(LegFailed)
+        assert why in failed.error

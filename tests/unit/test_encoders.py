@@ -72,6 +72,8 @@ def test_outputs_are_in_the_order_of_their_media() -> None:
         (b"<html>", "are incomplete"),
         (b"\xff", "are incomplete"),
         (answer(**{"a" * 300: {"item_indices": [0]}}), "a hash of more than 256 characters"),
+        (answer(**{name: {"item_indices": [0]} for name in "abc"}), "3 outputs for 1 media"),
+        (answer(a={"item_indices": [0, 1]}, b={"item_indices": [2]}), "3 places for 1 media"),
     ],
 )
 def test_answers_that_say_nothing_of_outputs(text: bytes, why: str) -> None:

@@ -564,6 +564,16 @@ class Ledger:
         """Whether there are engines that encode media for others, up or not."""
         return bool(self._encoders)
 
+    def poor_encoders(self, now: float) -> list[str]:
+        """Return the URLs of encoder engines that are worse than none: their breaker is open, or
+        one request shows now whether they work again.
+        """
+        return [
+            engine.url
+            for engine in self._encoders
+            if now < engine.open_until or (engine.half_open(now) and engine.trials)
+        ]
+
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
         """End a lease. Closing twice changes nothing. Return whether this took the engine out of
         use.

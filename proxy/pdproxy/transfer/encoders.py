@@ -22,6 +22,8 @@ from pdproxy.wire.route_form import Medium
 PARAMS = "ec_transfer_params"
 _KWARGS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what media become, and so must be the same at both engines."""
+_OUTPUTS = 2
+"""Outputs of one medium at most: a video's, and that of its sound."""
 _MAX_HASH = 256
 """Characters of a hash. vLLM's have 64, and those of a medium with a name of its own have more."""
 
@@ -37,12 +39,10 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class EncodedMedia(msgspec.Struct, frozen=True):
-    """What has become of a prompt's media. `consumer`: the URL of the engine for which they were
-    encoded; `outputs`: in the order of their media; `ids`: of all media, where the contract has
-    some; `missing`: how many media have no output.
+    """What has become of a prompt's media. `outputs`: in the order of their media; `ids`: of all
+    media, where the contract has some; `missing`: how many media have no output.
     """
 
-    consumer: str
     outputs: tuple[Output, ...]
     ids: tuple[str, ...]
     missing: int
@@ -112,7 +112,8 @@ def outputs_in(answer: bytes, count: int) -> list[Output] | str:
     """Return what an encoder engine says of its outputs for `count` media, in the order of these;
     or why its answer can't be used.
 
-    For a video with sound there are two.
+    For a video with sound there are two. The time is as the answer's length: a few milliseconds for
+    256 KiB, whatever it holds.
     """
     try:
         params = _answers.decode(answer).ec_transfer_params
@@ -121,11 +122,17 @@ def outputs_in(answer: bytes, count: int) -> list[Output] | str:
                 "the answer has no ec_transfer_params: is the engine started with an "
                 "--ec-transfer-config of ec_role ec_producer?"
             )
+        most, places = _OUTPUTS * count, 0
+        if len(params) > most:
+            return f"ec_transfer_params have {len(params)} outputs for {count} media"
         found: dict[int, Output] = {}
         for mm_hash, raw in params.items():
             item = _items.decode(raw)
             if len(mm_hash) > _MAX_HASH:
                 return f"ec_transfer_params have a hash of more than {_MAX_HASH} characters"
+            places += len(item.item_indices)
+            if places > most:
+                return f"ec_transfer_params have {places} places for {count} media"
             found |= dict.fromkeys(item.item_indices, Output(mm_hash, raw, item.peer_host))
     except UNREADABLE as error:
         return f"ec_transfer_params are incomplete: {error}"

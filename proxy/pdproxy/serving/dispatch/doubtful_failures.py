@@ -40,13 +40,23 @@ class DoubtfulFailures:
     shown to be the request's.
     """
 
-    __slots__ = ("_answering", "_counted", "_prefilling", "_transfers", "_without_kv", "kv_failed")
+    __slots__ = (
+        "_answering",
+        "_counted",
+        "_encoding",
+        "_prefilling",
+        "_transfers",
+        "_without_kv",
+        "kv_failed",
+    )
 
     def __init__(self) -> None:
         self.kv_failed = False
         """Whether the request's KV was not made, or not moved, at least once."""
         self._counted: list[Lease] = []
         self._transfers: list[FailedTransfer] = []
+        self._encoding: set[str] = set()
+        """The encoder engines that have failed with its media."""
         self._prefilling: set[str] = set()
         """The engines that have failed with the request's prefill."""
         self._answering: set[str] = set()
@@ -70,7 +80,12 @@ class DoubtfulFailures:
     @property
     def engines(self) -> set[str]:
         """The URLs of all engines that have failed."""
-        return self._prefilling | self._answering
+        return self._encoding | self._prefilling | self._answering
+
+    def encode_failed(self, lease: Lease) -> None:
+        """Note an encoder engine that has answered 5xx."""
+        self._encoding.add(lease.engine.url)
+        self._counted.append(lease)
 
     def prefill_failed(self, lease: Lease) -> None:
         """Note a prefill engine that has answered 5xx."""

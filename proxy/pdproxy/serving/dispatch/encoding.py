@@ -26,7 +26,7 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import mint
 from pdproxy.observe.events import DeadlinePassed, MediaEncoded
-from pdproxy.scheduling.leases import GOOD, NEUTRAL, Lease
+from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL, Lease
 from pdproxy.scheduling.ledger_engine import DECODE, ENCODE
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch.attempt import Attempt
@@ -47,9 +47,9 @@ from pdproxy.wire.route_form import Alone, Medium
 
 TRIES = 2
 """Engines that may be asked for one medium."""
-_MAX_ANSWER = 64 << 10
-"""Bytes of an encoder engine's answer for each medium: a few numbers, of a video one for each
-frame.
+_MAX_ANSWER = 256 << 10
+"""Bytes of an encoder engine's answer: some hundred for each medium, and of a video a number for
+each frame. The event loop reads it at once.
 """
 _ENCODE = (ENCODE,)
 _ENCODED, _REFUSED, _FAILED, _LATE, _NO_ENGINE = "encoded", "refused", "failed", "late", "no_engine"
@@ -65,7 +65,7 @@ async def encode_media(
     if consumer.role is DECODE or not resources.ledger.has_encoders:
         return None
     done, contract = request.encoded, resources.encoders
-    if done is None or (contract.pushes and done.consumer != consumer.url):
+    if done is None or contract.pushes:  # what was pushed is of use to one attempt
         began = resources.now()
         try:
             done = await EncoderStage(request, media, consumer.url).run()
@@ -89,7 +89,6 @@ class EncoderStage:
 
     __slots__ = (
         "_address",
-        "_consumer",
         "_encoders",
         "_ids",
         "_media",
@@ -104,7 +103,6 @@ class EncoderStage:
         resources = self._resources = request.resources
         self._request = request
         self._media = media
-        self._consumer = consumer
         pushes = resources.encoders.pushes
         self._address = resources.engines.known[consumer].ec_address if pushes else ""
         """Where the consumer receives outputs, None if that is not known; "" where it reads
@@ -126,12 +124,14 @@ class EncoderStage:
         """
         resources = self._resources
         places = list(range(len(self._media)))
+        every: list[EncodeLeg] = []
         try:
             with resources.clock.within(resources.deadlines.encode):
                 for number in range(TRIES):
                     legs = self._legs(places, is_last=number + 1 == TRIES)
                     if not legs:
                         break
+                    every += legs
                     await self._run(legs)
                     places = [at for at in places if self._results[at] == _FAILED]
                     if not places:
@@ -139,12 +139,16 @@ class EncoderStage:
                     await self._judge()
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.ENCODE.value))
+            for leg in every:
+                leg.late()
+        finally:
+            for leg in every:
+                leg.close()  # one that did not begin has leases, too
         for result, count in Counter(self._results).items():
             resources.observers.notify(MediaEncoded(result, count))
         self._request.tried.encoders = tuple(self._encoders)
         self._outputs.sort(key=lambda one: one[0])
         return EncodedMedia(
-            self._consumer,
             tuple(output for _, output in self._outputs),
             tuple(self._ids),
             sum(result != _ENCODED for result in self._results),
@@ -159,7 +163,10 @@ class EncoderStage:
         for at in places:
             medium = self._media[at]
             ask = Ask(request.parsed.model, medium.size, self._resources.now(), session=medium.key)
-            assignment = ledger.assign(_ENCODE, ask, without=self._without)
+            without = self._without
+            if not self._resources.encoders.pushes:
+                without = (*without, *ledger.poor_encoders(ask.now))
+            assignment = ledger.assign(_ENCODE, ask, without=without)
             if assignment is None:
                 break  # the others get none, either
             lease = assignment.leases[0]
@@ -167,16 +174,19 @@ class EncoderStage:
         return [EncodeLeg(request, self, given, is_last=is_last) for given in leases.values()]
 
     async def _run(self, legs: Sequence[EncodeLeg]) -> None:
+        # A task group that is cancelled leaves its request in a reference cycle.
+        if len(legs) == 1:
+            await legs[0].run()
+            return
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(leg.run(), name="encode media") for leg in legs]
         try:
-            if len(legs) == 1:
-                await legs[0].run()
-                return
-            async with asyncio.TaskGroup() as group:
-                for leg in legs:
-                    group.create_task(leg.run(), name="encode media")
+            await asyncio.wait(tasks)
         finally:
-            for leg in legs:
-                leg.close()  # one that did not begin has leases, too
+            for task in tasks:
+                task.cancel()
+        for task in tasks:
+            task.result()
 
     async def _judge(self) -> None:
         """Look whether engines are lost under the request.
@@ -265,14 +275,13 @@ class EncodeLeg:
         return f"<EncodeLeg {self._url}, {len(self._places)} media>"
 
     async def run(self) -> None:
-        """Have the engine encode the media, and tell the stage what came of it."""
+        """Have the engine encode the media, tell the stage what came of it, and close."""
         resources, request = self._request.resources, self._request
         self.since = resources.now()
         self._engine.open_legs.add(self)
         self._stage.ended(self._places, _LATE)
         try:
-            most = _MAX_ANSWER * (1 + len(self._places))
-            self._pending = await self._engine.client.ask(self._message, max_bytes=most)
+            self._pending = await self._engine.client.ask(self._message, max_bytes=_MAX_ANSWER)
             self._read(await self._pending.answered())
             self._stage.answered(self._url, resources.now() - self.since)
         except EngineError as error:
@@ -280,7 +289,7 @@ class EncodeLeg:
             request.broke(lease, error)
             self._verdict = verdict_of(error)
             if is_doubtful(error):
-                request.in_doubt().prefill_failed(lease)
+                request.in_doubt().encode_failed(lease)
             if not isinstance(error, StaleConnectionError):
                 self._stage.avoid(self._url)
             self._stage.ended(self._places, _FAILED)
@@ -288,8 +297,12 @@ class EncodeLeg:
                 request.headers, self._url, "encode", error, will_retry=not self._is_last
             )
             drop_traceback(error)
-        finally:
-            self.close()
+        self.close()  # one that is cancelled is closed by its stage, which knows why
+
+    def late(self) -> None:
+        """Its deadline is over. One that came second has had only a part of the time."""
+        if not self._is_last:
+            self._verdict = FAILED
 
     def close(self) -> None:
         """End the leg: an engine that is still at work stops. Closing twice changes nothing."""
@@ -301,8 +314,10 @@ class EncodeLeg:
         self._engine.open_legs.remove(self, ended_well=resources.now() if is_good else None)
         if self._pending is not None:
             self._pending.close()
-        for lease in leases:
-            resources.close(lease, self._verdict)
+        first, *others = leases
+        resources.close(first, self._verdict)
+        for lease in others:  # one leg shows one thing of its engine
+            resources.close(lease, NEUTRAL)
 
     def _message(self) -> Message:
         body, path = self._stage.message(self._places)
