@@ -560,10 +560,11 @@ async def test_what_is_no_loss() -> None:
 
         async def script(reply: Reply) -> None:
             if len(gone) == 2:
-                return await reply.serve()
-            gone.append(reply.engine)
-            w.proxy.ledger.mark_draining(reply.engine.url, "rolling restart")
-            reply.engine.stop()
+                await reply.serve()
+            else:
+                gone.append(reply.engine)
+                w.proxy.ledger.mark_draining(reply.engine.url, "rolling restart")
+                reply.engine.stop()
 
         for one in w.aggregated:
             one.default = script

@@ -162,7 +162,7 @@ def test_another_scope_has_other_kv() -> None:
 @pytest.mark.parametrize(
     "limits", [{"min_share": 0.5, "min_tokens": 1}, {"min_share": 0.0, "min_tokens": 32}]
 )
-def test_too_little_in_common_is_left_to_its_own_conversation(limits: dict[str, float]) -> None:
+def test_too_little_in_common_is_left_to_its_own_conversation(limits: dict[str, Any]) -> None:
     shelf = Shelf(**limits)
     shelf.keep("a", *HISTORY)
     assert shelf.take(*HISTORY[:31], *[7] * 50) is None
