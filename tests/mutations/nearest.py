@@ -108,6 +108,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_decode_fails.py",
         "proxy/test_requests_at_fault.py",
         "proxy/test_connectors.py",
+        "proxy/test_turns.py",
     ),
     "serving/dispatch/following": ("proxy/test_continued_not.py", "proxy/test_continued.py"),
     "serving/dispatch/prefill_leg": (

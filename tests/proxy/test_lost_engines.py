@@ -563,10 +563,10 @@ async def test_what_is_no_loss() -> None:
         async def script(reply: Reply) -> None:
             if len(gone) == 2:
                 await reply.serve()
-                return
-            gone.append(reply.engine)
-            w.proxy.ledger.mark_draining(reply.engine.url, "rolling restart")
-            reply.engine.stop()
+            else:
+                gone.append(reply.engine)
+                w.proxy.ledger.mark_draining(reply.engine.url, "rolling restart")
+                reply.engine.stop()
 
         for one in w.aggregated:
             one.default = script
