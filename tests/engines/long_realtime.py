@@ -82,28 +82,30 @@ async def refused(port: int) -> list[Any]:
 
 
 async def said(port: int) -> list[Event]:
-    """What is written of two utterances: of 9 seconds, and of half a second."""
+    """The ends of two utterances, of 9 seconds and of half a second. Their pieces are checked."""
     socket = await opened(port)
     socket.send(update(), commit(), audio(6, 1), audio(3, 2), commit(final=True))
-    found = await socket.until("transcription.done")
+    found = [await socket.until("transcription.done")]
     socket.send(commit(), audio(0.5, 3), commit(final=True))
-    found += await socket.until("transcription.done")
+    found.append(await socket.until("transcription.done"))
     socket.close()
     assert await socket.closed() == 1000
-    return found
+    for *pieces, done in found:  # an engine that is late joins tokens
+        assert "".join(one["delta"] for one in pieces) == done["text"]
+    return [events[-1] for events in found]
 
 
 async def test_events_are_the_engines(live: Fleet, proxy: Proxy) -> None:
-    """Texts, pieces and usage; of several at once the counts, since a batch may decide ties of a
-    model without weights in another way.
+    """Texts and usage; of several at once the usage, since a batch may decide ties of a model
+    without weights in another way.
     """
-    plain = await said(live.plain.port)
-    done = [one for one in plain if one["type"] == "transcription.done"]
+    done = plain = await said(live.plain.port)
     assert [bool(one["text"]) for one in done] == [True, True]
     assert all(one["usage"]["completion_tokens"] for one in done)
     assert await said(proxy.port) == plain
     several = await asyncio.gather(*(said(proxy.port) for _ in range(4)))
-    assert [len(one) for one in several] == [len(plain)] * 4
+    usages = [[one["usage"] for one in ends] for ends in (plain, *several)]
+    assert usages == [usages[0]] * 5
     count = proxy.counters().sum("pdproxy_tokens_total", kind="completion")
     assert count == 5 * sum(one["usage"]["completion_tokens"] for one in done)
 
