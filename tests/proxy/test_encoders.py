@@ -21,7 +21,7 @@ from pdproxy_lab.sim.facts import ECExtraConfig, ECTransferConfig
 from tests.fakes import answers, scripts
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
-from tests.fakes.engine import Reply, Script
+from tests.fakes.engine import Reply, Script, serve
 from tests.fakes.passed import MESSAGES, RESPONSES
 from tests.fakes.pictures import asking, png, url
 from tests.fakes.ports import free_port
@@ -342,9 +342,12 @@ async def test_a_retry_does_not_encode_again(tmp_path: Path) -> None:
 async def test_pushed_outputs_are_made_for_each_attempt(tmp_path: Path) -> None:
     """Also for the same engine: its own outputs of before may be used up, or lost with its run."""
     async with seeing(tmp_path, connector="mooncake") as w:
-        assert (await w.ask(CHAT, chat(A))).status == 200
-        w.prefill[0].script(scripts.eof)  # on a kept connection: the engine may just have closed it
-        assert (await w.ask(CHAT, chat(B))).status == 200
+        client = await w.client()  # of one worker, which keeps its connections
+        client.send(request("POST", CHAT, chat(A)))
+        assert (await client.answer()).status == 200
+        w.prefill[0].script(scripts.eof)  # the engine may just have closed it: it is asked again
+        client.send(request("POST", CHAT, chat(B)))
+        assert (await client.answer()).status == 200
         asked = [one.json["ec_transfer_params"]["ec_items"] for one in w.encode[0].requests]
         assert len({item["transfer_id"] for items in asked for item in items}) == 3
         assert not w.events(ServedAlone)
@@ -388,7 +391,7 @@ async def test_engines_that_hang_cost_some_requests_the_deadline(tmp_path: Path)
         assert (await w.ask(CHAT, chat(B))).status == 200
         assert results(w) == {"late": count, "no_engine": 1}
         for one in w.encode:
-            one.default = None
+            one.default = serve
         await clock.advance(w.proxy.settings.limits.breaker_cooldown + 1)
         assert (await w.ask(CHAT, chat(png("c"), png("d"), png("e")))).status == 200
         assert results(w) == {"late": count, "no_engine": 2, "encoded": 2}
