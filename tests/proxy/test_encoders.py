@@ -4,6 +4,7 @@ do it does itself.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.fleet.membership import SETTINGS
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import DeadlinePassed, LegFailed, RequestEnded, ServedAlone
 from pdproxy.settings.engines import Facts
@@ -21,7 +23,7 @@ from pdproxy_lab.sim.facts import ECExtraConfig, ECTransferConfig
 from tests.fakes import answers, scripts
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
-from tests.fakes.engine import Reply, Script
+from tests.fakes.engine import Reply, Script, serve
 from tests.fakes.passed import MESSAGES, RESPONSES
 from tests.fakes.pictures import asking, png, url
 from tests.fakes.ports import free_port
@@ -342,9 +344,12 @@ async def test_a_retry_does_not_encode_again(tmp_path: Path) -> None:
 async def test_pushed_outputs_are_made_for_each_attempt(tmp_path: Path) -> None:
     """Also for the same engine: its own outputs of before may be used up, or lost with its run."""
     async with seeing(tmp_path, connector="mooncake") as w:
-        assert (await w.ask(CHAT, chat(A))).status == 200
-        w.prefill[0].script(scripts.eof)  # on a kept connection: the engine may just have closed it
-        assert (await w.ask(CHAT, chat(B))).status == 200
+        client = await w.client()  # of one worker, which keeps its connections
+        client.send(request("POST", CHAT, chat(A)))
+        assert (await client.answer()).status == 200
+        w.prefill[0].script(scripts.eof)  # the engine may just have closed it: it is asked again
+        client.send(request("POST", CHAT, chat(B)))
+        assert (await client.answer()).status == 200
         asked = [one.json["ec_transfer_params"]["ec_items"] for one in w.encode[0].requests]
         assert len({item["transfer_id"] for items in asked for item in items}) == 3
         assert not w.events(ServedAlone)
@@ -388,10 +393,30 @@ async def test_engines_that_hang_cost_some_requests_the_deadline(tmp_path: Path)
         assert (await w.ask(CHAT, chat(B))).status == 200
         assert results(w) == {"late": count, "no_engine": 1}
         for one in w.encode:
-            one.default = None
+            one.default = serve
         await clock.advance(w.proxy.settings.limits.breaker_cooldown + 1)
         assert (await w.ask(CHAT, chat(png("c"), png("d"), png("e")))).status == 200
         assert results(w) == {"late": count, "no_engine": 2, "encoded": 2}
+
+
+async def test_a_removed_engine_ends_what_it_has_begun(tmp_path: Path) -> None:
+    """Its legs go on; the next medium goes to another engine."""
+    removed = asyncio.Event()
+    async with seeing(tmp_path, 2) as w:
+        for one in w.encode:
+            one.default = scripts.gate(removed, serve)
+        client = await w.client()
+        client.send(request("POST", CHAT, chat(A)))
+        await until(lambda: any(one.requests for one in w.encode))
+        (asked,) = [one for one in w.encode if one.requests]
+        for worker in w.workers:
+            worker.membership.remove(asked.url, SETTINGS, at_once=True)
+        removed.set()
+        assert (await client.answer()).status == 200
+        assert (await w.ask(CHAT, chat(B))).status == 200
+        assert [one.sim.engine.stats.encoder_inputs for one in w.encode] == [1, 1]
+        assert results(w) == {"encoded": 2}
+        assert len(asked.requests) == 1
 
 
 async def test_many_media_are_few_requests(tmp_path: Path) -> None:

@@ -12,14 +12,17 @@ from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures, FailedT
 
 
 def doubtful(*failed: str) -> DoubtfulFailures:
-    """Failures in order: a prefill engine "p1"; an engine alone, "d1"; or an engine with another
-    one's KV, "p1>d1".
+    """Failures in order: an encoder engine "e1"; a prefill engine "p1"; an engine alone, "d1"; or
+    an engine with another one's KV, "p1>d1".
     """
     made = DoubtfulFailures()
     for number, one in enumerate(failed):
         prefill, _, decode = one.rpartition(">")
-        role = Role.PREFILL if decode[0] == "p" else Role.DECODE
+        role = {"e": Role.ENCODE, "p": Role.PREFILL, "d": Role.DECODE}[decode[0]]
         lease = Lease(LedgerEngine(EngineSpec(decode, role)), role, 0)
+        if role is Role.ENCODE:
+            made.encode_failed(lease)
+            continue
         if role is Role.PREFILL:
             made.prefill_failed(lease)
             continue
@@ -51,6 +54,10 @@ def names(counted: tuple[list[Lease], list[FailedTransfer]]) -> list[str]:
         ("p1>d1 p1>d2", True, "p1>d1 p1>d2", ""),
         ("p1>d1 d1", False, "d1 p1>d1", "d1"),  # it fails without KV, too
         ("p1>d1 d2", True, "d2 p1>d1", ""),
+        ("e1", False, "e1", "e1"),
+        ("e1 e2", False, "e1 e2", ""),  # others encode
+        ("e1 p1", False, "e1 p1", ""),
+        ("e1 p1 p2", True, "e1 p1 p2", ""),
     ],
 )
 def test_what_counts(failed: str, follows: bool, answered: str, unanswered: str) -> None:
