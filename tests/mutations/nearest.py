@@ -30,6 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "web/guard": ("fuzz/test_ingress.py", "proxy/test_http.py", "proxy/test_other_routes_fail.py"),
     "web/operat": ("proxy/test_operator_routes.py", "proxy/test_operation.py"),
     "web/body_budget": ("proxy/test_shares.py",),
+    "web/cycle": ("fuzz/test_ingress.py", "proxy/test_http.py", "proxy/test_shares.py"),
     "web/client_certificates": ("proxy/test_revoked_certificates.py",),
     "web/": (
         "fuzz/test_ingress.py",
@@ -142,7 +143,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_both_legs_lost.py",
     ),
     "serving/stream/event_filter": ("proxy/test_nothing_inside.py", "fuzz/test_streams.py"),
-    "serving/stream/named": ("proxy/test_named_routes.py",),
+    "serving/stream/named": ("proxy/test_named_routes.py", "unit/test_relay.py"),
     "serving/stream/": (
         "fuzz/test_streams.py",
         "proxy/test_slow_readers.py",
