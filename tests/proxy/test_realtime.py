@@ -263,6 +263,16 @@ async def test_the_pool_that_has_the_model() -> None:
         (frame(b"", Opcode.CONT), 1002, ""),
         (b"\xff" * 40, 1002, ""),
     ],
+    ids=[
+        "too large",
+        "too large in parts",
+        "empty parts",
+        "pings",
+        "bytes",
+        "not masked",
+        "a part of nothing",
+        "no frame",
+    ],  # a frame has a random mask
 )
 @pytest.mark.parametrize("late", [False, True])
 async def test_what_no_client_should_send(sent: bytes, code: int, said: str, late: bool) -> None:
