@@ -15,7 +15,7 @@ from tests.unit.test_monitoring_page import PAGE, queries
 TRAFFIC = [
     (COMPLETIONS, completion()),
     (COMPLETIONS, completion(stream=True)),
-    (CHAT, chat(n=2, temperature=1, stream=True)),
+    (CHAT, chat(return_prompt_text=True, stream=True)),
     (CHAT, chat(model="nope")),
     (COMPLETIONS, b"no JSON"),
     ("/tokenize", {"model": "tiny", "prompt": "a b"}),

@@ -220,7 +220,7 @@ WRONG: list[tuple[str, str, object, int, str]] = [
     (
         "POST",
         "/engines",
-        {"url": "http://127.0.0.1:9", "role": "encode"},
+        {"url": "http://127.0.0.1:9", "role": "router"},
         400,
         "role: expected prefill or decode",
     ),
@@ -509,7 +509,7 @@ async def test_answers_are_as_the_document_says() -> None:
         ]["schema"]
         jsonschema.validate(fields(new), {**schemas, **body})
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({"url": new.url, "role": "encode"}, {**schemas, **body})
+            jsonschema.validate({"url": new.url, "role": "router"}, {**schemas, **body})
         page = await api.ask("GET", "/docs")
         assert (page.status, b"/openapi.json" in page.body) == (200, True)
 

@@ -107,7 +107,7 @@ BODIES = {
     "whole": completion(),
     "stream": completion(stream=True),
     "list": completion(prompt=["p" * 40, "q" * 40], stream=True),
-    "alone": completion(n=2, temperature=1, stream=True),
+    "alone": completion(echo=True, stream=True),
 }
 
 

@@ -111,7 +111,7 @@ async def test_a_decode_engines_error_before_its_first_data(path: str, status: i
 async def test_an_engine_that_serves_alone_is_judged_by_its_own_answers(status: int) -> None:
     """No other engine's KV can be the reason."""
     async with world(decode=2, limits=BREAKS) as w:
-        request = completion(n=2, temperature=1)
+        request = completion(echo=True)
         w.decode[1].script(scripts.whole(SAID[status], status))
         answer = await w.ask(COMPLETIONS, request)
         assert answer.status == (400 if status == 400 else 200)

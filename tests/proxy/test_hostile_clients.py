@@ -258,7 +258,7 @@ async def test_an_answer_that_is_never_read() -> None:
             scripts.whole(b'{"usage":{"prompt_tokens":1},"x":"' + b"y" * 20_000_000 + b'"}')
         )
         client = await w.client(receive_buffer=4096)
-        client.post(COMPLETIONS, completion(n=2, temperature=1))
+        client.post(COMPLETIONS, completion(echo=True))
         await until(lambda: w.metric("pdproxy_deadline_total", wait="client_write"), PATIENCE)
         await served_meanwhile(w)
 
@@ -286,7 +286,7 @@ async def test_an_answer_that_is_read_slowly_comes_whole() -> None:
         body = b'{"usage":{"prompt_tokens":1},"x":"' + b"y" * 2_000_000 + b'"}'
         w.decode[0].script(scripts.whole(body))
         client = await w.client(receive_buffer=65536)
-        client.post(COMPLETIONS, completion(n=2, temperature=1))
+        client.post(COMPLETIONS, completion(echo=True))
         answer = await client.head()
         while len(answer.body) < len(body):
             answer.body += await client.reader.read(100_000)

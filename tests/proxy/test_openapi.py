@@ -26,7 +26,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         completion(),
         completion(stream=True),
         completion(prompt=[1, 2, 3]),
-        completion(n=2, temperature=1),
+        completion(echo=True),
     ],
     CHAT: [chat(), chat(stream=True)],
     "/v1/chat/completions/batch": [

@@ -364,7 +364,7 @@ async def test_the_metrics_page() -> None:
     async with world() as w:
         for _ in range(2):
             await w.ask(COMPLETIONS, completion(stream=True))
-            await w.ask(CHAT, chat(n=2, temperature=1, stream=True))
+            await w.ask(CHAT, chat(return_prompt_text=True, stream=True))
         w.proxy.observers.notify(DeadlinePassed(Wait.QUEUE.value))
         await w.quiet()
         for _ in range(3):

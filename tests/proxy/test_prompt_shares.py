@@ -43,7 +43,6 @@ async def ask(w: World, count: int, path: str = COMPLETIONS, body: Any = ECHO) -
     ("path", "body", "reason"),
     [
         (COMPLETIONS, ECHO, "echo"),
-        (COMPLETIONS, completion(n=2, temperature=1), "n"),
         (COMPLETIONS, completion(stream=True, prompt_logprobs=None, echo=True), "echo"),
         (CHAT, chat(return_prompt_text=True), "echo"),
     ],

@@ -14,7 +14,7 @@ from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, TEXT, World, chat, comp
 
 FAKE = {"do_remote_prefill": True, "remote_engine_id": "made-up", "remote_block_ids": [[1]]}
 MARK = "Dear doctor"
-ALONE = {"n": 2, "temperature": 1}
+ALONE = {"echo": True}
 
 
 def legs(w: World) -> list[dict[str, Any]]:

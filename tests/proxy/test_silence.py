@@ -271,7 +271,7 @@ async def test_reasoning_that_the_client_does_not_want() -> None:
 POISON: dict[str, tuple[str, str, dict[str, Any]]] = {
     "decode leg": ("decode", COMPLETIONS, completion(stream=True)),
     "prefill leg": ("prefill", COMPLETIONS, completion(stream=True)),
-    "alone": ("decode", COMPLETIONS, completion(n=2, temperature=1, seed=7)),
+    "alone": ("decode", COMPLETIONS, completion(echo=True)),
     "passed": ("decode", RESPONSES, BODIES[RESPONSES]),
 }
 

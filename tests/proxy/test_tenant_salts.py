@@ -74,9 +74,8 @@ def salts(w: World) -> list[str | None]:
     for journal in journals:
         journal.requests.clear()
         journal.others.clear()
-    return [
-        one.json.get("cache_salt") for one in kept if not one.path.endswith(("tokenize", "render"))
-    ]
+    own = ("tokenize", "render", "count_tokens")
+    return [one.json.get("cache_salt") for one in kept if not one.path.endswith(own)]
 
 
 async def salt(w: World, key: str, path: str = COMPLETIONS, **fields: Any) -> str:

@@ -322,6 +322,7 @@ def test_each_help_of_an_option_stands_alone() -> None:
         "--quiet",
         "--ready",
         "--fault",
+        "--encode",
         "--prefill",
         "--decode",
     )

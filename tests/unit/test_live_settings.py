@@ -90,6 +90,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         lambda p: p.pools[0].resources.tokenizing._deadlines.tokenize,  # type: ignore[union-attr]
         9.5,
     ),
+    "deadlines.encode": (9.5, _resource("encode"), 9.5),
     "deadlines.prefill": (
         9.5,
         lambda p: (p.pools[0].resources.deadlines.prefill, p.stalls.deadlines.prefill),

@@ -375,8 +375,8 @@ def bomb(value: str) -> str:
         (
             NODE % "both",
             (
-                "pools[0].nodes[0].role: expected prefill or decode or aggregated or any, got "
-                '"both" '
+                "pools[0].nodes[0].role: expected prefill or decode or aggregated or any or "
+                'encode, got "both" '
                 "(file F)"
             ),
         ),

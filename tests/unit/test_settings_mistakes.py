@@ -58,7 +58,10 @@ def test_all_mistakes_of_all_sources_at_once(tmp_path: Path) -> None:
         f'listen.port: expected a whole number >= 1 and <= 65535, got "y" {file}',
         f'observe.log_level: expected debug or info or warning or error, got "loud" {file}',
         f"pools[0].tokenize: expected off or auto or always, got true {file}",
-        f"pools[0].nodes[0].role: missing: expected prefill or decode or aggregated or any {file}",
+        (
+            "pools[0].nodes[0].role: missing: expected prefill or decode or aggregated or any or "
+            f"encode {file}"
+        ),
         (
             'deadlines.queue: expected a number > 0 and <= 604800, got "-1" (environment '
             "PDPROXY_DEADLINES__QUEUE)"
@@ -138,7 +141,7 @@ def test_a_mistake_causes_no_others(tmp_path: Path) -> None:
     path = write(tmp_path, NODE % "decod")
     assert mistakes(path, {}, (), (EngineFlag("prefill", "b:1"),)) == [
         (
-            "pools[0].nodes[0].role: expected prefill or decode or aggregated or any, "
+            "pools[0].nodes[0].role: expected prefill or decode or aggregated or any or encode, "
             f'got "decod" (did you mean decode?) (file {path})'
         )
     ]

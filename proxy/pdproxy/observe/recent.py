@@ -261,7 +261,7 @@ def _shown(one: _Kept, age: float) -> RecentRequest:
         completion_tokens=event.completion_tokens,
         prompts=[_prompt(times) for times in event.legs],
         prompt_count=one.prompts,
-        failures=[_failure(at - began, failed) for at, failed in one.failures],
+        failures=[_failure(max(0.0, at - began), failed) for at, failed in one.failures],
     )
 
 

@@ -66,12 +66,14 @@ class EncoderContract:
     `pushes`: an encoder engine writes its outputs to the address of one consumer, which waits for
     them, and never encodes a medium itself. Otherwise the consumer looks for outputs, and encodes
     what it does not find.
+    `compares_versions`: a consumer takes no output of an engine with another version of vLLM.
     """
 
     name: str
     asks: Asks = lambda _ids, _address: None
     tells: Tells = lambda _outputs, _ids: None
     pushes: bool = False
+    compares_versions: bool = False
 
 
 def body(parsed: Parsed, media: Sequence[Medium], params: bytes | None) -> bytes:
@@ -167,7 +169,7 @@ CONTRACTS = {
     one.name: one
     for one in (
         EncoderContract("example"),
-        EncoderContract("cpu", tells=_tells_params),
+        EncoderContract("cpu", tells=_tells_params, compares_versions=True),
         EncoderContract("mooncake", asks=_asks_push, tells=_tells_push, pushes=True),
     )
 }

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 from pdproxy.check.facts import CheckFacts, EngineFacts
 from pdproxy.check.findings import Finding
-
-_COMPARES_VERSIONS = "cpu"
-"""The EC connector whose engines take no output of another version of vLLM."""
+from pdproxy.transfer.encoders import CONTRACTS
 
 
 def outputs(facts: CheckFacts) -> Iterator[Finding]:
@@ -58,7 +56,7 @@ def models(facts: CheckFacts) -> Iterator[Finding]:
 
 def versions(facts: CheckFacts) -> Iterator[Finding]:
     """An encoder engine with another version of vLLM than an engine that uses its outputs."""
-    compares = facts.settings.pool.ec_connector == _COMPARES_VERSIONS
+    compares = CONTRACTS[facts.settings.pool.ec_connector].compares_versions
     for engine in _encoders(facts):
         others = [one for one in _consumers(facts) if one.version != engine.version]
         if not others:
