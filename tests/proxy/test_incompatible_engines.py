@@ -225,3 +225,15 @@ async def test_an_engine_that_does_not_count_is_said_to_be_blind() -> None:
         assert details == [
             f"decode {w.decode[0].url}: its /metrics do not say where prompt tokens come from"
         ]
+
+
+@pytest.mark.parametrize("answer", [b"{}", b'{"input_tokens":"7"}', b"<html>", b"\xff"])
+async def test_an_engine_that_counts_no_messages_is_paired(answer: bytes) -> None:
+    """What it answers says nothing about what it serves."""
+
+    def change(w: World) -> None:
+        w.prefill[0].admin["/v1/messages/count_tokens"] = scripts.whole(answer)
+
+    async with world(before=change) as w:
+        assert (await w.ask(COMPLETIONS, completion())).status == 200
+        assert len(w.prefill[0].requests) == 1

@@ -27,6 +27,7 @@ from pdproxy.kit.errors import (
     Wait,
     no_more_files,
 )
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.text import truncate
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.ids import TokenIds
@@ -202,13 +203,17 @@ class EngineAdmin:
         )
         return tuple(self._read("/tokenize", answer, _Tokens).tokens)
 
-    async def message_tokens(self, url: str, body: Mapping[str, object]) -> int:
-        """Return how many tokens a message has."""
+    async def message_tokens(self, url: str, body: Mapping[str, object]) -> int | None:
+        """Return how many tokens a message has, None if the engine's answer does not say that."""
         path = "/v1/messages/count_tokens"
         answer = await self._request(
             "POST", url, path, msgspec.json.encode(body), max_bytes=MAX_SHORT_ANSWER
         )
-        return self._read(path, answer, _Count).input_tokens
+        try:
+            return self._read(path, answer, _Count).input_tokens
+        except EngineError as error:  # it serves all the same
+            drop_traceback(error)
+            return None
 
     async def token_ids(
         self,

@@ -110,7 +110,7 @@ _ENGINE = {
         "address at which consumers read a producer's encoder outputs, which answers name "
         "(ECCPUConnector)"
     ),
-    "ec_side_channel_port": "its TCP port; 0: any free one",
+    "ec_side_channel_port": "TCP port of that address; 0: any free one",
     "register": "where to register: tcp://HOST:PORT (p2p-nccl, moriio) (default: nowhere)",
     "registered_as": "HTTP address to register, HOST:PORT; empty: where it listens",
     "registration_interval": "seconds between two heartbeats by which it registers",
