@@ -145,7 +145,7 @@ class Evidence:
             return (
                 "different token ids for the same canary prompt: another tokenizer or chat template"
             )
-        if self.counts != other.counts:
+        if self._counts_otherwise(other):
             return "different lengths of the same canary message: other options for /v1/messages"
         return None
 
@@ -155,7 +155,12 @@ class Evidence:
         """
         if not self.models & other.models:
             return True
-        return (self.canary, self.counts) == (other.canary, other.counts)
+        return self.canary == other.canary and not self._counts_otherwise(other)
+
+    def _counts_otherwise(self, other: Evidence) -> bool:
+        """Return whether two engines are known to count the fixed message differently."""
+        pairs = zip(self.counts, other.counts, strict=False)
+        return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 
 def _names(models: frozenset[str]) -> str:
