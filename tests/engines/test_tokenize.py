@@ -101,6 +101,7 @@ def _one_token(body: dict[str, Any]) -> dict[str, Any]:
         "structured_outputs",
         "response_format",
         "max_completion_tokens",
+        "n",  # each choice would have them
     )
     kept = {name: value for name, value in body.items() if name not in dropped}
     return kept | {"max_tokens": 1, "return_token_ids": True}
