@@ -54,7 +54,7 @@ def may_be_too_long(
     known = prompt.tokens if tokens is None else tokens
     if known is not None:
         return known >= longest
-    if prompt.has_media or not parsed.fields.keys().isdisjoint(_TEMPLATED):
+    if prompt.media or not parsed.fields.keys().isdisjoint(_TEMPLATED):
         return True
     # Of messages, more than their content is in the prompt, such as calls of tools: their whole
     # JSON is an upper bound.

@@ -109,7 +109,7 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     fields = decode_fields(parsed, prompt)
     fields["kv_transfer_params"] = raw(given.params)
     same_text = parsed.route is Route.COMPLETIONS and dispatch.ids is None
-    if given.token_ids is not None and not same_text and not prompt.has_media:
+    if given.token_ids is not None and not same_text and not prompt.media:
         with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     peer = dispatch.decode_peer
     return LegRequest(parsed.route, encode(fields), peer.headers if peer is not None else ())

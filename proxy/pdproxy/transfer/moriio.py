@@ -188,7 +188,7 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     peer, _ = _peers(dispatch)
     fields = decode_fields(parsed, prompt)
     params = _to_writers_peer(peer, dispatch) if peer.mode == WRITE else given.params
-    if given.token_ids is not None and not prompt.has_media:
+    if given.token_ids is not None and not prompt.media:
         if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
         else:

@@ -134,7 +134,7 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     if dispatch.answer_ids:
         fields["return_token_ids"] = raw(b"true")
     params = given.params
-    if given.token_ids is not None and not prompt.has_media:  # engines ignore them beside media
+    if given.token_ids is not None and not prompt.media:  # engines ignore them beside media
         if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
             # Never our own ids: a decode engine crashes if its prompt is not the handle's.
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))

@@ -114,7 +114,7 @@ class Parsed(msgspec.Struct, frozen=True):
     @property
     def has_media(self) -> bool:
         """Whether its only prompt has media."""
-        return len(self.prompts) == 1 and self.prompts[0].has_media
+        return len(self.prompts) == 1 and bool(self.prompts[0].media)
 
     @property
     def starts_in_silence(self) -> bool:
@@ -233,7 +233,7 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
         stream = read_field(fields, "stream", _bool_decoder) is True
         wants_usage = not form.has_usage_event or wants_usage_event(fields, stream)
         prompts, alone, is_list = form.read(fields, bounds)
-        has_media = len(prompts) == 1 and prompts[0].has_media
+        has_media = len(prompts) == 1 and prompts[0].media
         if has_media or alone is Alone.NON_TEXT or not MEDIA_KWARGS.isdisjoint(fields):
             check_media(fields, bounds.media)
         unread = 1 if prompts else _unread(route, fields, bounds)

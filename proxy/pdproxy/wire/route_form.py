@@ -99,11 +99,6 @@ class Prompt(msgspec.Struct, frozen=True):
     non_text: bool = False
     media: tuple[Medium, ...] = ()
 
-    @property
-    def has_media(self) -> bool:
-        """Whether it has any."""
-        return bool(self.media)
-
 
 class Reading(NamedTuple):
     """What a body asks for. `prompts`: none if only an engine reads them; `is_list`: the body has a

@@ -252,7 +252,7 @@ class Exchange(PromptRequest):
         capabilities = resources.transfer.contract.capabilities
         if parsed.route not in capabilities.routes or self._needs_rank_header():
             return Alone.ROUTE
-        if prompt.has_media and not capabilities.media:
+        if prompt.media and not capabilities.media:
             return Alone.NON_TEXT
         ledger = resources.ledger
         block_size = None if capabilities.short_prompts else ledger.block_size

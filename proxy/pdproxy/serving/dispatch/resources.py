@@ -140,7 +140,7 @@ class ExchangeResources:
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""
-        if self.tokenizing is None or prompt.has_media:
+        if self.tokenizing is None or prompt.media:
             return None
         if not parsed.route.form.takes_ids and prompt.tokens is None:
             return None
