@@ -201,6 +201,23 @@ async def test_where_nobody_else_encodes(tmp_path: Path) -> None:
         assert not w.aggregated[0].requests
 
 
+async def test_more_outputs_than_media_are_not_pushed(tmp_path: Path) -> None:
+    """A video with sound has two: a decode engine serves the request alone. That is no failure of
+    the encoder engine.
+    """
+
+    async def answer(reply: Reply) -> None:
+        items = {name: {"item_indices": [at]} for at, name in enumerate("ab")}
+        await reply.whole(json.dumps({"ec_transfer_params": items}).encode())
+
+    async with seeing(tmp_path, connector="mooncake") as w:
+        w.encode[0].default = answer
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        assert [event.reason for event in w.events(ServedAlone)] == ["not_encoded"]
+        assert not w.prefill[0].requests
+        assert not w.events(LegFailed)
+
+
 async def test_a_retry_at_another_engine_pushes_there(tmp_path: Path) -> None:
     """Outputs that are pushed are of use to one engine alone."""
     async with seeing(tmp_path, prefill=2, connector="mooncake") as w:

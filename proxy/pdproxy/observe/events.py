@@ -173,7 +173,7 @@ class MediaEncoded(msgspec.Struct, frozen=True):
 
 ENCODED = (
     ("encoded", "an encoder engine has encoded it, or had done so before"),
-    ("refused", "an encoder engine refused it"),
+    ("refused", "an encoder engine refused it, or made two outputs where only one can be pushed"),
     ("failed", "the encoder engines that were asked failed"),
     ("late", "the output was not there in time (deadlines.encode)"),
     ("no_engine", "no encoder engine could be asked"),

@@ -341,6 +341,11 @@ class EncodeLeg:
         if isinstance(outputs, str):
             raise EngineError(f"{self._url} encoded nothing that can be used: {outputs}")
         self._verdict = GOOD
+        if self._request.resources.encoders.pushes and len(outputs) != len(self._places):
+            # A video with sound has two outputs, but the transfer ids are one for each medium. The
+            # engine has not failed.
+            self._stage.ended(self._places, _REFUSED)
+            return
         self._stage.ended(self._places, _ENCODED, outputs)
 
     # -- as an open leg of its engine
