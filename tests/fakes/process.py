@@ -28,7 +28,7 @@ SERVE = textwrap.dedent(
     import sys
     from functools import partial
     from pdproxy.observe import logs
-    from pdproxy.kit import supervisor
+    from pdproxy.workers import supervisor
     from pdproxy.settings.listen import Listen
     from pdproxy.settings.health import Probes
     from pdproxy.settings.keys import Auth
@@ -38,7 +38,7 @@ SERVE = textwrap.dedent(
     port, prefill, decode, log_format, max_bytes, workers, interval, linger = sys.argv[1:]
     supervisor.SupervisorTimes = partial(supervisor.SupervisorTimes, pauses=(0.0,))
     if int(workers) > 1:
-        from pdproxy.app.workers import run
+        from pdproxy.workers.parent import run
     else:
         from pdproxy.app.server import run
     logs.LineWriter = partial(logs.LineWriter, max_bytes=int(max_bytes))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdproxy.app import followed_changes
+from pdproxy.workers import followed_changes
 from tests.fakes.admin import BASE, Api
 from tests.fakes.client import Answer
 from tests.fakes.engine import FakeEngine
@@ -25,9 +25,9 @@ SERVE = textwrap.dedent(
     """
     import sys
     from functools import partial
-    from pdproxy.app import admin_of_all, followed_changes
+    from pdproxy.workers import admin_of_all, followed_changes
     from pdproxy.cli.main import main
-    from pdproxy.kit import supervisor
+    from pdproxy.workers import supervisor
     followed_changes.PATIENCE = admin_of_all.PATIENCE = float(sys.argv[2])
     supervisor.SupervisorTimes = partial(supervisor.SupervisorTimes, pauses=(0.0,))
     sys.exit(main(["serve", "--config", sys.argv[1]]))

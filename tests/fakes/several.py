@@ -16,22 +16,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdproxy.app.changes import ParentChanges
 from pdproxy.app.compose import Proxy
-from pdproxy.app.share import ALONE, Share, SoleProcess, WorkersMemory
-from pdproxy.app.shown import add_up
+from pdproxy.app.share import ALONE, Share, SoleProcess
 from pdproxy.app.sockets import places
 from pdproxy.app.tokens import TRANSFORMERS, Library
-from pdproxy.app.workers import bind_for_engines
 from pdproxy.kit import ids
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.links import Message
-from pdproxy.kit.supervisor import WorkerProcess
-from pdproxy.kit.switchboard import Switchboard
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, Dispatch
+from pdproxy.workers.changes import ParentChanges
+from pdproxy.workers.links import Message
+from pdproxy.workers.parent import bind_for_engines
+from pdproxy.workers.share import WorkerShare, WorkersMemory
+from pdproxy.workers.shown_of_all import add_up
+from pdproxy.workers.supervisor import WorkerProcess
+from pdproxy.workers.switchboard import Switchboard
 
 SCRIPTED = "scripted"
 """A placement that follows a test's script. Each worker would have its own: it runs in one
@@ -58,7 +59,7 @@ class Several:
         self.changes = ParentChanges(self, self._shared.journal)  # type: ignore[arg-type]
         self.shares = [self._share(number, now) for number in range(count)]
 
-    def _share(self, number: int, now: Callable[[], float]) -> Share:
+    def _share(self, number: int, now: Callable[[], float]) -> WorkerShare:
         worker = self.workers[number]
 
         def send(message: Message) -> None:

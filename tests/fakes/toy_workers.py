@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from pdproxy.kit.links import Link, LinkError, Message
-from pdproxy.kit.supervisor import (
+from pdproxy.workers.links import Link, LinkError, Message
+from pdproxy.workers.supervisor import (
     DRAIN,
     END,
     ENDS_WITHIN,
@@ -31,7 +31,7 @@ from pdproxy.kit.supervisor import (
     Supervisor,
     SupervisorTimes,
 )
-from pdproxy.kit.supervisor import WorkerProcess as Process
+from pdproxy.workers.supervisor import WorkerProcess as Process
 
 PR_SET_CHILD_SUBREAPER = 36
 REFUSALS = 3

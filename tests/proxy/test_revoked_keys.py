@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pdproxy.app.admin_of_all import AdminApiOfAll
 from pdproxy.app.revoking import Revoking
 from pdproxy.serving.access.keys import digest
 from pdproxy.web.admin.api import AdminApi
+from pdproxy.workers.admin_of_all import AdminApiOfAll
 from tests.fakes import scripts
 from tests.fakes.admin import BASE, admin
 from tests.fakes.client import Client, bearer, request

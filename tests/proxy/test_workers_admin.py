@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from pdproxy.app.followed_changes import PATIENCE as PATIENCE_OF_CHANGES
 from pdproxy.fleet.entries import engine_id
+from pdproxy.workers.followed_changes import PATIENCE as PATIENCE_OF_CHANGES
 from tests.fakes import answers, scripts
 from tests.fakes.admin import BASE
 from tests.fakes.books import Books

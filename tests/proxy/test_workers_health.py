@@ -22,6 +22,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.schema import Settings
+from pdproxy.workers.share import WorkerShare
 from tests.fakes import answers, scripts, several
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.tokenizer import Shelf
@@ -218,7 +219,7 @@ async def test_a_worker_that_starts_again_knows_what_others_know(
         await w.told()
         old = w.others[1]
         share = old.share.several
-        assert share is not None
+        assert isinstance(share, WorkerShare)
         share._shared.clear(2)
         share.findings.clear()
         again = Proxy.build(old.settings, Shelf(), share=share)
@@ -263,7 +264,7 @@ async def test_what_the_leader_was_never_told_is_told_again(
     async with workers(monkeypatch) as w:
         follower, url = w.others[0], w.decode[0].url
         share = follower.share.several
-        assert share is not None
+        assert isinstance(share, WorkerShare)
         send, share.siblings._send = share.siblings._send, lambda message: None
         follower.ledger.mark_down(url, "connection refused", 0.0)
         await w.told()

@@ -18,7 +18,7 @@ _HEAD = f"""# Metrics
 With [several workers](../guide/workers.md) the page is one for all. `workers` says how their
 numbers become one: `sum`, `most`, `least`, or `mean`, the part of the workers for which it is so.
 """
-import_module("pdproxy.app.server")  # and with it all that counts
+import_module("pdproxy.workers.parent")  # and with it all that counts
 METRICS = declared()
 
 

@@ -6,24 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.app import followed_changes
-from pdproxy.app.changes import (
-    CHANGE,
-    CHANGED,
-    GONE,
-    LOST,
-    MAKE,
-    OUTCOME,
-    UNDO,
-    WAITED,
-    ParentChanges,
-    decode_numbers,
-)
-from pdproxy.app.followed_changes import FollowedChanges
-from pdproxy.app.journal import ChangeJournal, Past
 from pdproxy.kit.errors import BadRequestError
-from pdproxy.kit.links import Message
-from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.observe.events import MemberChanged
 from pdproxy.web.admin.changes import (
     Change,
@@ -35,6 +18,23 @@ from pdproxy.web.admin.changes import (
 )
 from pdproxy.web.admin.errors import ConflictError
 from pdproxy.web.admin.shapes import EngineChanged, LevelShown
+from pdproxy.workers import followed_changes
+from pdproxy.workers.changes import (
+    CHANGE,
+    CHANGED,
+    GONE,
+    LOST,
+    MAKE,
+    OUTCOME,
+    UNDO,
+    WAITED,
+    ParentChanges,
+    decode_numbers,
+)
+from pdproxy.workers.followed_changes import FollowedChanges
+from pdproxy.workers.journal import ChangeJournal, Past
+from pdproxy.workers.links import Message
+from pdproxy.workers.supervisor import WorkerProcess
 
 URL = "http://e:1"
 ADD = Change.of("add", URL, {"url": URL, "role": "decode"})

@@ -12,7 +12,6 @@ import pytest
 from pdproxy.app.drain import longest_drain
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import KvGoneError
-from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.serving.kv.custodian import Custodian
@@ -20,13 +19,14 @@ from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.orphans import PrefillRecord, _Orphan
 from pdproxy.serving.kv.ready import ReadyWaits
 from pdproxy.serving.kv.release import OngoingRelease
-from pdproxy.serving.kv.worker_custodian import WorkerCustodian
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.nixl import NIXL, NixlOptions, nixl
 from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 from pdproxy.wire.notices import Notice, NoticeEvent
+from pdproxy.workers.custodian import WorkerCustodian
+from pdproxy.workers.records import SharedRecords
 from tests.fakes.registry import USUAL_HOSTS
 from tests.sim.raw import turns
 

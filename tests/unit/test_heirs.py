@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pdproxy.kit import heirs
-from pdproxy.kit.heirs import ADOPT, ADOPTED, Heirs, decode
-from pdproxy.kit.links import Message
-from pdproxy.kit.shared_records import SharedRecords
-from pdproxy.kit.supervisor import WorkerProcess
+from pdproxy.workers import heirs
+from pdproxy.workers.heirs import ADOPT, ADOPTED, Heirs, decode
+from pdproxy.workers.links import Message
+from pdproxy.workers.records import SharedRecords
+from pdproxy.workers.supervisor import WorkerProcess
 
 
 class Parent:

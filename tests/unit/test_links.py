@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.kit import links
-from pdproxy.kit.links import Link, LinkError, Message, TooLongError, pair
+from pdproxy.workers import links
+from pdproxy.workers.links import Link, LinkError, Message, TooLongError, pair
 
 
 def _ends() -> tuple[Link, Link]:

@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.app import worker
 from pdproxy.app.signals import Ending, Hangups
-from pdproxy.app.worker import Orders
-from pdproxy.kit import links
-from pdproxy.kit.links import Link, Message, pair
-from pdproxy.kit.supervisor import DRAIN, ENDS_WITHIN
-from pdproxy.kit.switchboard import REPORT
+from pdproxy.workers import links, worker
+from pdproxy.workers.links import Link, Message, pair
+from pdproxy.workers.supervisor import DRAIN, ENDS_WITHIN
+from pdproxy.workers.switchboard import REPORT
+from pdproxy.workers.worker import Orders
 from tests.fakes.world import until
 
 MIB = 1 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdproxy.app.readiness import judged
-from pdproxy.app.shown import together
 from pdproxy.fleet.merged_entries import WorkerView, merged_prompts
 from pdproxy.observe.events import LegTimes
 from pdproxy.observe.prompt_shares import (
@@ -19,6 +18,7 @@ from pdproxy.observe.prompt_shares import (
 )
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.wire.route_form import Alone
+from pdproxy.workers.shown_of_all import together
 
 D = "http://d"
 

@@ -9,13 +9,11 @@ import msgspec
 import pytest
 
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
-from pdproxy.app.share import ALONE, WorkersMemory
+from pdproxy.app.share import ALONE
 from pdproxy.app.sockets import BoundHere, kv_events_places, listener_at, places
 from pdproxy.fleet.kv_sources import PublisherAddress, resolve
 from pdproxy.fleet.worker_kv_sources import WorkerKvEventSources
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.links import Message
-from pdproxy.kit.switchboard import TELL
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
@@ -28,6 +26,9 @@ from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.kv_events import EventPublisher
+from pdproxy.workers.links import Message
+from pdproxy.workers.share import WorkersMemory
+from pdproxy.workers.switchboard import TELL
 from tests.fakes.kv_index import PlainIndex
 from tests.fakes.ports import free_port
 from tests.fakes.registry import registry

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from pdproxy.app.reloading import SettingsSource
-from pdproxy.app.worker import one_workers
 from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Limits, least_buffered_bytes, of_each
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings, of_worker
+from pdproxy.workers.worker import one_workers
 
 SECOND = "nodes: [{url: 'http://x:1', role: aggregated}]"
 ENGINES = (EngineFlag("prefill", "http://p:1"), EngineFlag("decode", "http://d:1"))

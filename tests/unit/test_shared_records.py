@@ -11,7 +11,7 @@ from zlib import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.kit.shared_records import UNIT, SharedRecords
+from pdproxy.workers.records import UNIT, SharedRecords
 
 
 def test_records_are_found_and_cleared() -> None:

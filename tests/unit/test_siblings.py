@@ -11,15 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdproxy.app import siblings
-from pdproxy.app.shown import ShownOfAll, add_up, together
-from pdproxy.app.siblings import Siblings
-from pdproxy.kit import switchboard
-from pdproxy.kit.links import Message
-from pdproxy.kit.supervisor import WorkerProcess
-from pdproxy.kit.switchboard import REPORT, Switchboard
 from pdproxy.observe.snapshot import Snapshot
 from pdproxy.web.operation import OperationState, Readiness
+from pdproxy.workers import siblings, switchboard
+from pdproxy.workers.links import Message
+from pdproxy.workers.shown_of_all import ShownOfAll, add_up, together
+from pdproxy.workers.siblings import LinkedSiblings
+from pdproxy.workers.supervisor import WorkerProcess
+from pdproxy.workers.switchboard import REPORT, Switchboard
 from tests.fakes.world import until
 
 
@@ -33,7 +32,7 @@ class Parent:
         ]
         self.switchboard = Switchboard(self, lambda past, report: past + report)  # type: ignore[arg-type]
         self.all = [
-            Siblings(lambda message, number=number: self.sent(number, message))  # type: ignore[misc]
+            LinkedSiblings(lambda message, number=number: self.sent(number, message))  # type: ignore[misc]
             for number in range(count)
         ]
         self.silent: set[int] = set()
@@ -248,7 +247,7 @@ async def test_no_page_shows_less_than_one_before(
                     await asyncio.sleep(0)
                 dead = chance.choice([number for number in range(3) if number != asked])
                 parent.switchboard.died(dead)
-                parent.all[dead] = Siblings(
+                parent.all[dead] = LinkedSiblings(
                     lambda message, number=dead: parent.sent(number, message)  # type: ignore[misc]
                 )
                 parent.workers[dead].pid, count[dead] = chance.randrange(2**31), 0.0

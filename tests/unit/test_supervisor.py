@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdproxy.kit import links
-from pdproxy.kit.links import Link, Message, pair
-from pdproxy.kit.supervisor import Supervisor, WorkerProcess
+from pdproxy.workers import links
+from pdproxy.workers.links import Link, Message, pair
+from pdproxy.workers.supervisor import Supervisor, WorkerProcess
 from tests.fakes.toy_workers import REFUSALS
 
 PATIENCE = 180.0

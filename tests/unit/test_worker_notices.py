@@ -10,21 +10,22 @@ from collections import Counter
 import pytest
 import zmq
 
-from pdproxy.app.pool_share import PoolMemory, PoolShare
 from pdproxy.app.sockets import AddressToBind, BoundBefore, listener_at
 from pdproxy.app.worker_notices import AT_ONCE, WorkerNotices
 from pdproxy.kit import leading
 from pdproxy.kit.ids import worker_of
 from pdproxy.kit.leading import Leading
-from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.kit.switchboard import ALL, MAX_BEHIND
+from pdproxy.kit.siblings import ALL
 from pdproxy.observe.events import Event, KvNoticed, Observers
 from pdproxy.serving.kv.ready import ReadyWaits
 from pdproxy.settings.errors import SettingsError
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.wire.lmcache_telemetry import notices
 from pdproxy.wire.notices import Notice, NoticeEvent
+from pdproxy.workers.pool_share import PoolMemory, WorkerPoolShare
+from pdproxy.workers.records import SharedRecords
+from pdproxy.workers.switchboard import MAX_BEHIND
 from tests.fakes.clock import ManualClock
 from tests.fakes.world import until
 from tests.sim.raw import turns
@@ -318,7 +319,7 @@ async def test_a_connector_that_is_found_too_late_is_to_be_named() -> None:
     """What it needs had to be bound before the workers began."""
     table = SharedTable(2, 1, leading.MEASURES)
     lead = Leading(0, table.column(0), table.others(0))
-    share = PoolShare(
+    share = WorkerPoolShare(
         PoolMemory(2), 0, 0, SharedRecords(2, 8).area(0), lead, lambda: 0.0, Parent(2).all[0]
     )
     with pytest.raises(

@@ -17,7 +17,7 @@ from pdproxy.fleet.registration import REGISTRATIONS, of_url
 from pdproxy.fleet.worker_registration import ASK_EVERY, MAX_BEATS, MAX_SENDERS, WorkerRegistrations
 from pdproxy.kit.leading import MEASURES, Leading
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.kit.switchboard import ALL
+from pdproxy.kit.siblings import ALL
 from pdproxy.observe.description import Description, Samples
 from pdproxy.observe.events import Event, Observers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions

@@ -18,7 +18,6 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.engine_networks import USUAL
-from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.observe.events import Event, Observers, TurnClaimed, TurnDropped, TurnKept
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.serving.kv import worker_turns
@@ -27,6 +26,7 @@ from pdproxy.serving.kv.turn_messages import is_turn
 from pdproxy.serving.kv.worker_turns import CLAIMS, PATIENCE, SILENT, TOLD_AGAIN, WorkerTurns
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read
+from pdproxy.workers.records import SharedRecords
 from tests.fakes.engine_model import in_virtual_time
 from tests.unit.test_kept_turns import HISTORY, LIMITS, SCOPE, node, params, text
 from tests.unit.test_siblings import Parent

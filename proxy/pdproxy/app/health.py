@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdproxy.app.capacity import Scraped
-from pdproxy.app.pool_share import PoolShare
+from pdproxy.app.share import PoolShare, Share
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -33,7 +33,6 @@ from pdproxy.wire.route import Route
 
 if TYPE_CHECKING:
     from pdproxy.app.process import Process
-    from pdproxy.app.share import Share
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Counted]).decode
@@ -99,11 +98,7 @@ def build_watching(
     lead: Lead = ALWAYS if share is None else share.lead
     others = _Others(share, settings.pool.name)
     audited = engines, ledger, observers
-    auditor = (
-        Auditor(*audited)
-        if own is None
-        else WorkerAuditor(*audited, *own.memory.moved.of(own.number))
-    )
+    auditor = Auditor(*audited) if own is None else WorkerAuditor(*audited, *own.moved)
     scraped = Scraped(auditor, ledger, observers, now)
     derenders = bool(settings.limits.continuations) and settings.continuations.parsed == "auto"
     prober = Prober(
@@ -121,7 +116,7 @@ def build_watching(
         pass_on=others.wish,
     )
     canary = HealthCanary(admin, observers, contract.capabilities.canary_on, settings.health)
-    signs = None if own is None else LifeSigns(*own.memory.signs.of(own.number))
+    signs = None if own is None else LifeSigns(*own.signs)
     stalls = Stalls(
         engines,
         ledger,

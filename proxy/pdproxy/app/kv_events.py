@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdproxy.app.process import Process
-from pdproxy.app.siblings import Siblings
 from pdproxy.app.sockets import AddressToBind, Sockets, kv_events_places
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.kv_sources import KvEventSources
 from pdproxy.fleet.worker_kv_sources import WorkerKvEventSources
+from pdproxy.kit.siblings import Siblings
 from pdproxy.settings.kv import EngineKvEvents
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pdproxy.app.engines import Profiles
-from pdproxy.app.pool_share import PoolShare
+from pdproxy.app.share import PoolShare
 from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.auto.workers import AutoShare
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
@@ -77,7 +77,7 @@ def build_ledger(
             else Ledger([], options)
         )
     else:
-        share = LedgerShare(*own.memory.loads.of(own.number), own.breakers)
+        share = LedgerShare(*own.loads, own.breakers)
         made = own.ledger = (
             WorkerReplicaLedger([], options, share, replicas=count, max_age=max_age)
             if several

@@ -47,7 +47,6 @@ from pdproxy.serving.kv.ended_leases import EndedLeases
 from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.turns import PoolTurns
-from pdproxy.serving.kv.worker_custodian import WorkerCustodian
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
@@ -155,10 +154,7 @@ class PoolParts:
             clock,
             transfer.hosts,
         )
-        if own is None:
-            custodian = Custodian(*custody)
-        else:
-            custodian = own.custodian = WorkerCustodian(*custody, area=own.area, pool=own.at)
+        custodian = Custodian(*custody) if own is None else own.custodian(*custody)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(
@@ -211,7 +207,7 @@ class PoolParts:
                 scraped.capacity = PoolCapacity(*bounded)
             else:
                 assert own.ledger is not None
-                windows = WorkerWindows(*own.memory.windows.of(own.number), own.number)
+                windows = WorkerWindows(*own.windows, own.number)
                 scraped.capacity = own.capacity = WorkerPoolCapacity(
                     *bounded, windows=windows, ledger=own.ledger
                 )

@@ -1,112 +1,56 @@
-"""What several workers share: tables in memory that the parent maps before it forks them.
-
-`WorkersMemory` is made by the parent; `Share` is what one worker does with it: the parts of a proxy
-that differ from those of a process that serves alone.
+"""The parts of a proxy that depend on whether other processes serve with it: what makes the others
+asks a `Share` for them, or `SoleProcess`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import time
 from collections.abc import Callable, Mapping
 from secrets import token_bytes
-from socket import socket
 from typing import Protocol
 
-from pdproxy.app.admin_of_all import AdminApiOfAll
-from pdproxy.app.followed_changes import KINDS, FollowedChanges
-from pdproxy.app.journal import ChangeJournal
-from pdproxy.app.pool_share import PoolMemory, PoolShare
 from pdproxy.app.readiness import ReadinessCheck
-from pdproxy.app.shown import Shown, ShownOfAll
-from pdproxy.app.siblings import Siblings
+from pdproxy.app.shown import Shown
+from pdproxy.app.sockets import Sockets
+from pdproxy.app.worker_capacity import WorkerPoolCapacity
+from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
+from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
-from pdproxy.kit import heirs, leading, shared_places
-from pdproxy.kit.heirs import ADOPT, ADOPTED
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Leading
-from pdproxy.kit.links import Message
+from pdproxy.kit.records import Records
 from pdproxy.kit.shared_places import SharedPlaces
-from pdproxy.kit.shared_records import SharedRecords
-from pdproxy.kit.shared_table import SharedTable
+from pdproxy.kit.shared_table import Column, Others
+from pdproxy.kit.siblings import Siblings
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import counter
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
-from pdproxy.serving.access import worker_quotas
+from pdproxy.scheduling.auto.workers import AutoShare
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.worker_breakers import WorkerBreakers
+from pdproxy.scheduling.worker_ledger import WorkerLedger
 from pdproxy.serving.access.quotas import Quotas
-from pdproxy.serving.access.worker_quotas import WorkerQuotas
-from pdproxy.serving.kv import worker_custodian
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.worker_turns import WorkerTurns
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.worker_admission import WorkerAdmission
 from pdproxy.settings.keys import KeyLimits
+from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Settings
+from pdproxy.transfer.contract import Contract
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
 
-MAX_KEYS = 8192
-"""Names of keys whose use is shared. That of further ones counts in each worker by itself."""
 SECRET_BYTES = 32
-REFRESH_EVERY = 0.25
-"""Seconds between two looks at all that is shared: an engine that drains is looked at without a
-request, and a store that another core saw late is found.
-"""
-UNSHARED = counter(
-    "pdproxy_kv_handles_unshared_total",
-    "handles",
-    "KV handles that had no space in the memory that outlives a worker: if it is killed, their "
-    "KV is left to its own time",
-)
-
-
-class WorkersMemory:
-    """The memory of so many workers, that have so many pools."""
-
-    def __init__(self, workers: int, pools: int = 1) -> None:
-        self.workers = workers
-        self.cache_secret = token_bytes(SECRET_BYTES)
-        """See `SoleProcess`. All workers have the same one."""
-        self.pools = [PoolMemory(workers) for _ in range(pools)]
-        self.lead = SharedTable(workers, 1, leading.MEASURES)
-        self.places = SharedTable(workers, 1, shared_places.MEASURES)
-        self.quotas = SharedTable(workers, MAX_KEYS, worker_quotas.MEASURES, worker_quotas.KEPT)
-        self.custody = SharedRecords(workers, worker_custodian.UNITS)
-        self.journal = ChangeJournal()
-        """Not shared: the parent's own, of which a worker has a copy from its fork."""
-        # Where the system has no such counters, waiting workers look every few milliseconds.
-        self.wakes = (
-            [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)]
-            if hasattr(os, "eventfd")
-            else []
-        )
-
-    def clear(self, number: int) -> None:
-        """Give back what a worker had that has ended."""
-        for table in (self.lead, self.places, self.quotas):
-            table.clear(number)
-        for pool in self.pools:
-            pool.clear(number)
-
-    def listeners(self) -> list[socket]:
-        """Return the sockets to which engines send messages, which are the parent's."""
-        return [listener for pool in self.pools for listener in pool.listeners.values()]
-
-    def of(
-        self,
-        number: int,
-        send: Callable[[Message], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> Share:
-        """Return a worker's part. `send`: sends its parent a message."""
-        return Share(self, number, send, now)
+Part = tuple[Column, Others]
+"""A process's column of a table, and the others' columns."""
 
 
 class Served(Protocol):
-    """What `Share.admin_api` needs of the proxy that it is part of."""
+    """What `admin_api` needs of the proxy that it is part of."""
 
     settings: Settings
     registries: list[EngineRegistry]
@@ -116,6 +60,122 @@ class Served(Protocol):
     @property
     def now(self) -> Callable[[], float]:
         """The clock's seconds."""
+
+
+class Share(Protocol):
+    """What one of `workers` processes shares with the others. `number`: its own."""
+
+    number: int
+    workers: int
+    cache_secret: bytes
+    """See `SoleProcess`. All processes have the same one."""
+    lead: Leading
+    findings: list[Findings]
+    """Those of each pool. Whoever makes one adds it here."""
+    registrations: list[WorkerRegistrations]
+    """Those of each pool whose engines register. Whoever makes one adds it here."""
+    admission: WorkerAdmission | None
+    """Set by whoever makes it."""
+
+    @property
+    def siblings(self) -> Siblings:
+        """The other processes."""
+
+    @property
+    def several(self) -> Share:
+        """Itself: there are several processes."""
+
+    def start(self, tasks: TaskOwner) -> None:
+        """Follow the others, in tasks of this owner."""
+
+    def stop(self) -> None:
+        """Follow them no more."""
+
+    def pool(self, at: int) -> PoolShare:
+        """Return the process's part of the pool with this number."""
+
+    def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
+        """Return what engines answer to questions that one process asks for all. `topic`: of its
+        messages, its own.
+        """
+
+    def places(self) -> SharedPlaces:
+        """Return the places of requests, of all processes."""
+
+    def quotas(
+        self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]
+    ) -> Quotas:
+        """Return the process's limits of keys. The arguments: those of `Quotas`."""
+
+    def shown(
+        self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
+    ) -> Shown:
+        """Return what clients are shown of all processes. The arguments: those of `Shown`."""
+
+    def admin_api(self, service: AdminService, process: Served) -> AdminApi:
+        """Return what the routes of the admin API ask for."""
+
+
+class PoolShare(Protocol):
+    """A process's part of the pool with number `at`. `number`: of the process."""
+
+    number: int
+    at: int
+    ledger: WorkerLedger | None
+    """This and the next two are set by whoever makes them."""
+    capacity: WorkerPoolCapacity | None
+    turns: WorkerTurns | None
+
+    @property
+    def siblings(self) -> Siblings:
+        """The other processes."""
+
+    @property
+    def sockets(self) -> Sockets:
+        """How the pool's sockets are bound to which engines send messages."""
+
+    @property
+    def loads(self) -> Part:
+        """Of the engines' loads."""
+
+    @property
+    def moved(self) -> Part:
+        """Of the KV that was moved."""
+
+    @property
+    def signs(self) -> Part:
+        """Of the engines' signs of life."""
+
+    @property
+    def windows(self) -> Part:
+        """Of what each engine can take."""
+
+    @property
+    def buffers(self) -> Part:
+        """Of what is taken of receive buffers."""
+
+    @property
+    def kept_turns(self) -> Records:
+        """Where records of kept turns are written."""
+
+    def auto(self) -> AutoShare:
+        """Return what the process's placement `auto` shares with the others'."""
+
+    def breakers(self, failures: int, cooldown: float, slow_start: float) -> WorkerBreakers:
+        """Return the breakers of all processes."""
+
+    def custodian(
+        self,
+        contract: Contract,
+        ledger: Ledger,
+        engines: Mapping[str, Engine],
+        deadlines: Deadlines,
+        observers: Observers,
+        now: Callable[[], float],
+        clock: Clock,
+        hosts: HandleHosts,
+    ) -> Custodian:
+        """Return what has custody of this process's KV. The arguments: those of `Custodian`."""
 
 
 class SoleProcess:
@@ -147,152 +207,3 @@ class SoleProcess:
 
 
 ALONE = SoleProcess()
-
-
-class Share:
-    """A worker's part. `number`: of the worker; `send`: sends its parent a message."""
-
-    def __init__(
-        self,
-        shared: WorkersMemory,
-        number: int,
-        send: Callable[[Message], None],
-        now: Callable[[], float],
-    ) -> None:
-        self.number = number
-        self.workers = shared.workers
-        self.cache_secret = shared.cache_secret
-        self._shared = shared
-        self._now = now
-
-        self.siblings = Siblings(send)
-        self.changes = FollowedChanges(send, shared.journal)
-        self._area = shared.custody.area(number)
-        self._pools: list[PoolShare] = []
-        self.lead = Leading(number, *shared.lead.of(number))
-        self.findings: list[Findings] = []
-        """Those of each pool."""
-        self._answers: list[WorkerAnswers] = []
-        self.registrations: list[WorkerRegistrations] = []
-        """Those of each pool whose engines register."""
-        self._shown: ShownOfAll | None = None
-        self._send = send
-        self.admission: WorkerAdmission | None = None
-        """Set by whoever makes it."""
-
-    def __repr__(self) -> str:
-        return f"<Share of worker {self.number}>"
-
-    @property
-    def several(self) -> Share:
-        """Itself: there are several workers."""
-        return self
-
-    def start(self, tasks: TaskOwner) -> None:
-        """Follow the other workers, in tasks of this owner."""
-        self.lead.beat()
-        for findings in self.findings:
-            findings.start(tasks)
-        for answers in self._answers:
-            answers.start(tasks)
-        for registrations in self.registrations:
-            registrations.start(tasks)
-        for pool in self._pools:
-            pool.start()
-        if self.admission is not None:
-            self.admission.start()
-        if self._shown is not None:
-            self._shown.start(tasks)
-        tasks.keep(self._follow, "shared load")
-
-    def stop(self) -> None:
-        """Follow them no more."""
-        self.lead.leave()
-        if self.admission is not None:
-            self.admission.stop()
-        if self._shown is not None:
-            self._shown.report()  # nothing is counted any more
-
-    def received(self, message: Message) -> None:
-        """Process a message of the parent that is not for the process itself."""
-        if message.kind in KINDS:
-            self.changes.received(message)
-        elif message.kind != ADOPT:
-            self.siblings.received(message)
-        elif self._pools:
-            records = heirs.decode(message.body)
-            for pool in self._pools:
-                pool.adopt(records)
-            self._send(Message(ADOPTED, message.number))
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_EVERY)
-            self.lead.beat()
-            self.refresh()
-            if self.admission is not None:
-                self.admission.look()
-
-    def refresh(self) -> None:
-        """Take over the loads of the other workers."""
-        for pool in self._pools:
-            pool.refresh()
-
-    def pool(self, at: int) -> PoolShare:
-        """Return the worker's part of the pool with this number."""
-        pool = PoolShare(
-            self._shared.pools[at], self.number, at, self._area, self.lead, self._now, self.siblings
-        )
-        self._pools.append(pool)
-        return pool
-
-    def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
-        """Return what engines answer to questions that one worker asks for all. `topic`: of its
-        messages, its own.
-        """
-        siblings = self.siblings
-        made = WorkerAnswers(self.lead, lambda body: siblings.tell(topic, body), engines)
-        siblings.hears[topic] = made.received
-        self._answers.append(made)
-        return made
-
-    def places(self) -> SharedPlaces:
-        """Return the places of requests, of all workers."""
-        return SharedPlaces(
-            self.number, *self._shared.places.of(self.number), self._shared.wakes, self._now
-        )
-
-    def quotas(
-        self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]
-    ) -> Quotas:
-        """Return the worker's limits of keys. The arguments: those of `Quotas`."""
-        return WorkerQuotas(limits, now, *self._shared.quotas.of(self.number))
-
-    def shown(
-        self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
-    ) -> Shown:
-        """Return what clients are shown of all workers. The arguments: those of `Shown`."""
-        assert isinstance(admission, WorkerAdmission)
-        metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
-        self._shown = ShownOfAll(
-            admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
-        )
-        return self._shown
-
-    def admin_api(self, service: AdminService, process: Served) -> AdminApi:
-        """Return what the routes of the admin API ask for, and make the changes that it was asked
-        for so far.
-        """
-        settings = process.settings
-        self.changes.start(service, process.registries, settings.observe.log_level)
-        process.observers.add(self.changes)
-        process.readiness.show(self.changes.shortcomings)
-        return AdminApiOfAll(
-            service,
-            self.number,
-            self.siblings,
-            self.changes,
-            self.refresh,
-            lambda: settings.observe.log_level,
-            process.now,
-        )

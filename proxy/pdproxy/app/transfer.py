@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from pdproxy.app.pool_share import PoolShare
+from pdproxy.app.share import PoolShare
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
@@ -61,9 +61,7 @@ def build_transfer(
     return KvTransfer(
         contract if order is None else dataclasses.replace(contract, order=order),
         ReadyWaits(clock, observers, clock.now),
-        ReceiveBuffers(*queue)
-        if own is None
-        else WorkerReceiveBuffers(*queue, *own.memory.buffers.of(own.number)),
+        ReceiveBuffers(*queue) if own is None else WorkerReceiveBuffers(*queue, *own.buffers),
         recomputes=settings.kv_ready.on_timeout == "recompute",
         hosts=HandleHosts(settings.engines.allowed, engines.get),
     )
@@ -128,7 +126,7 @@ def build_turns(
         hosts=hosts,
         number=own.number,
         pool=own.at,
-        area=own.memory.turns.area(own.number),
+        area=own.kept_turns,
         siblings=own.siblings,
     )
     return own.turns

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdproxy.app.siblings import Siblings
 from pdproxy.kit import ids
+from pdproxy.kit.siblings import Siblings
 from pdproxy.observe.events import KvNoticed, Observers
 from pdproxy.wire.notices import Notice
 

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     source = SettingsSource(settings, lambda: settings_from(arguments), files, stamps)
     if settings.listen.workers > 1:
-        from pdproxy.app.workers import run as run_workers
+        from pdproxy.workers.parent import run as run_workers
 
         return run_workers(settings, source)
     from pdproxy.app.server import run as run_server

@@ -31,7 +31,7 @@ from pdproxy.fleet.registration import (
 )
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import STALE, Leading
-from pdproxy.kit.switchboard import ALL
+from pdproxy.kit.siblings import ALL
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger

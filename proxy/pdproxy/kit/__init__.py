@@ -1,3 +1,3 @@
-"""Tools that every package may use: errors, ids, owned tasks, worker processes, the clock. Standard
+"""Tools that every package may use: errors, ids, owned tasks, shared numbers, the clock. Standard
 library only.
 """

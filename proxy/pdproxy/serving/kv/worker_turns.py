@@ -19,8 +19,8 @@ import msgspec
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.shared_records import Area
-from pdproxy.kit.switchboard import ALL
+from pdproxy.kit.records import Records
+from pdproxy.kit.siblings import ALL
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Observers, TurnClaimed
 from pdproxy.scheduling.ledger import Ledger
@@ -76,7 +76,7 @@ TURN_CLAIMS = counter(
 
 
 class OtherWorkers(Protocol):
-    """The other workers. See `app.siblings`."""
+    """The other workers. See `kit.siblings`."""
 
     hears: dict[str, Callable[[bytes], None]]
     is_behind: Callable[[], bool]
@@ -104,7 +104,7 @@ class WorkerTurns(PoolTurns):
         hosts: HandleHosts,
         number: int,
         pool: int,
-        area: Area,
+        area: Records,
         siblings: OtherWorkers,
     ) -> None:
         super().__init__(

@@ -1,5 +1,5 @@
 """What the routes of the admin API ask for: of one process here, of all workers in
-`app.admin_of_all`.
+`workers.admin_of_all`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.app.journal import ChangeJournal
-from pdproxy.kit.links import Message
-from pdproxy.kit.supervisor import Supervisor, WorkerProcess
 from pdproxy.web.admin.changes import (
     Change,
     ChangeOutcome,
@@ -21,6 +18,9 @@ from pdproxy.web.admin.changes import (
     decode_outcome,
     is_accepted,
 )
+from pdproxy.workers.journal import ChangeJournal
+from pdproxy.workers.links import Message
+from pdproxy.workers.supervisor import Supervisor, WorkerProcess
 
 CHANGE, CHANGED, GONE = "change", "changed", "gone"
 """What a worker sends: a change (`number`: its own of it), what came of one (`number`: that of the

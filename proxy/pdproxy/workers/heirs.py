@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.kit.links import Message
-from pdproxy.kit.shared_records import SharedRecords
-from pdproxy.kit.supervisor import Supervisor, WorkerProcess
+from pdproxy.workers.links import Message
+from pdproxy.workers.records import SharedRecords
+from pdproxy.workers.supervisor import Supervisor, WorkerProcess
 
 ADOPT, ADOPTED = "adopt", "adopted"
 """What the parent sends: records (`number`: of the batch, `body`: all of them), and what a worker

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
-from pdproxy.kit.links import Message
-from pdproxy.kit.switchboard import (
+from pdproxy.kit.siblings import SiblingAnswers
+from pdproxy.workers.links import Message
+from pdproxy.workers.switchboard import (
     ANSWER,
     ASK,
     ASKED,
@@ -33,25 +33,6 @@ from pdproxy.kit.switchboard import (
 
 PATIENCE = 1.0
 """Seconds for the answers of all others."""
-
-
-@dataclass(slots=True)
-class SiblingAnswers:
-    """What the others have answered, by their numbers. `silent`: those that did not in time, or
-    have ended meanwhile.
-    """
-
-    of: dict[int, bytes] = field(default_factory=dict)
-    silent: list[int] = field(default_factory=list)
-    last: dict[int, bytes] = field(default_factory=dict)
-    """The last reports of the silent ones, empty where there was none."""
-    complete: bool = True
-    """Whether the parent has answered: without that nothing is known of the others."""
-    past: bytes = b""
-    """What is left of workers that have ended."""
-    restarts: int = 0
-    absent: tuple[int, ...] = ()
-    """Workers that were not asked: they have ended, or begin."""
 
 
 class _Told(msgspec.Struct, array_like=True, frozen=True):
@@ -78,14 +59,8 @@ class _Open:
             self.done.set()
 
 
-class Siblings:
-    """`send` sends the parent a message. `answers`: how this worker answers the others' questions,
-    by their names.
-
-    `answers_about`: the same for questions that say what they are about, behind their name and a
-    space. `hears`: what it does with what others tell, by topic. `is_behind`: whether so much waits
-    to be sent that nothing more is passed on.
-    """
+class LinkedSiblings:
+    """The `Siblings` of a worker. `send` sends the parent a message."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
@@ -105,17 +80,11 @@ class Siblings:
         self._send(message)
 
     def tell(self, topic: str, body: bytes) -> None:
-        """Tell all other workers something: those that listen for this topic. What is told by one
-        worker comes in order.
-        """
+        """See `Siblings`."""
         self._send(Message(TELL, body=_encode_told(_Told(topic, body))))
 
     def pass_on(self, worker: int, topic: str, body: bytes) -> bool:
-        """Tell one worker something, or with `ALL` all of them, this one included, in the order in
-        which all hear it.
-
-        Return whether it was sent. The parent drops it if that worker has ended, or is far behind.
-        """
+        """See `Siblings`."""
         if self.is_behind():
             return False
         self._send(Message(PASS, worker=worker, body=_encode_told(_Told(topic, body))))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdproxy.kit.links import Message
-from pdproxy.kit.supervisor import Supervisor, WorkerProcess
+from pdproxy.kit.siblings import ALL
+from pdproxy.workers.links import Message
+from pdproxy.workers.supervisor import Supervisor, WorkerProcess
 
 ASK, REPLY, REPORT, TELL = "ask", "reply", "report", "tell"
 """What a worker sends: a question (`number`: its own of it), an answer to one (`number`: that of
@@ -29,7 +30,6 @@ PASS, PASSED = "pass", "passed"
 """What a worker sends for one worker (`worker`: which), and what the parent sends to that one. With
 `ALL`: for all of them, who sends it included; all get these messages in the same order.
 """
-ALL = -1
 LATE, LAST = "late", "last"
 """What a worker sends when it waits no longer for answers (`number`: its own of the question), and
 what the parent sends for each worker that has not answered, or that has ended meanwhile (`worker`:

@@ -9,8 +9,6 @@ from itertools import islice
 
 import msgspec
 
-from pdproxy.app.followed_changes import PATIENCE, AskedChange, FollowedChanges
-from pdproxy.app.siblings import Siblings
 from pdproxy.fleet.entries import EngineEntry, PoolEngines
 from pdproxy.fleet.member import UnknownMemberError
 from pdproxy.fleet.merged_entries import WorkerView, merged, merged_entry, merged_prompts
@@ -23,6 +21,8 @@ from pdproxy.web.admin.changes import Change, ChangeOutcome, is_accepted
 from pdproxy.web.admin.errors import NotThereError, UnknownOutcomeError, error_of
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.admin.shapes import EngineChanged, EngineList, LevelShown, RequestList
+from pdproxy.workers.followed_changes import PATIENCE, AskedChange, FollowedChanges
+from pdproxy.workers.siblings import LinkedSiblings
 
 ENGINES, ENGINE, REQUESTS, DECISIONS = "engines", "engine", "requests", "decisions"
 """The questions to the other workers."""
@@ -59,7 +59,7 @@ class AdminApiOfAll(AdminApi):
         self,
         service: AdminService,
         number: int,
-        siblings: Siblings,
+        siblings: LinkedSiblings,
         changes: FollowedChanges,
         refresh: Callable[[], None],
         level: Callable[[], str],

@@ -13,25 +13,25 @@ import logging
 import os
 import socket
 
-from pdproxy.app import worker
 from pdproxy.app.admin import AdminSocket, admin_socket
 from pdproxy.app.begin import cant_listen, run_logged
-from pdproxy.app.changes import ParentChanges
 from pdproxy.app.drain import longest_drain
 from pdproxy.app.listening import Listening
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import GC_THRESHOLDS, fit_files
-from pdproxy.app.share import WorkersMemory
-from pdproxy.app.shown import add_up
 from pdproxy.app.sockets import listener_at, places
-from pdproxy.kit.heirs import ADOPTED, Heirs
-from pdproxy.kit.links import Message
-from pdproxy.kit.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
-from pdproxy.kit.switchboard import Switchboard
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.limits import of_each
 from pdproxy.settings.schema import Settings
+from pdproxy.workers import worker
+from pdproxy.workers.changes import ParentChanges
+from pdproxy.workers.heirs import ADOPTED, Heirs
+from pdproxy.workers.links import Message
+from pdproxy.workers.share import WorkersMemory
+from pdproxy.workers.shown_of_all import add_up
+from pdproxy.workers.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
+from pdproxy.workers.switchboard import Switchboard
 
 logger = logging.getLogger("pdproxy.workers")
 

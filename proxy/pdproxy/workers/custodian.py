@@ -17,7 +17,6 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.ordered_set import OrderedSet
-from pdproxy.kit.shared_records import Area
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.custodian import Custodian
@@ -25,6 +24,7 @@ from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle, LegRequest, no_notices
+from pdproxy.workers.records import Area
 
 logger = logging.getLogger("pdproxy.kv")
 

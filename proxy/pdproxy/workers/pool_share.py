@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from socket import socket
 
-from pdproxy.app.siblings import Siblings
+from pdproxy.app.share import Part
 from pdproxy.app.sockets import BoundBefore
 from pdproxy.app.worker_capacity import WorkerPoolCapacity
 from pdproxy.fleet import life_signs, worker_audit
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.handle_hosts import HandleHosts
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Leading
-from pdproxy.kit.shared_records import Area, SharedRecords
 from pdproxy.kit.shared_table import SharedTable
+from pdproxy.observe.events import Observers
 from pdproxy.scheduling import worker_breakers, worker_ledger, worker_windows
 from pdproxy.scheduling.auto.workers import AutoMemory, AutoShare, WorkerAuto
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.worker_breakers import WorkerBreakers
 from pdproxy.scheduling.worker_ledger import WorkerLedger
 from pdproxy.serving.kv import worker_buffers, worker_turns
+from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turn_messages import is_turn
-from pdproxy.serving.kv.worker_custodian import WorkerCustodian
 from pdproxy.serving.kv.worker_turns import WorkerTurns
+from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.contract import Contract
+from pdproxy.workers.custodian import WorkerCustodian
+from pdproxy.workers.records import Area, SharedRecords
+from pdproxy.workers.siblings import LinkedSiblings
 
 MAX_ENGINES = 4096
 """Engines whose load is shared: as many as a pool can have."""
@@ -59,9 +68,9 @@ class PoolMemory:
             table.clear(number)
 
 
-class PoolShare:
-    """A worker's part of the pool with number `at`. `number`: of the worker; `area`: its own, for
-    the records of all pools.
+class WorkerPoolShare:
+    """A worker's part of the pool with number `at`, a `PoolShare`. `number`: of the worker; `area`:
+    its own, for the records of all pools.
 
     `lead`: who does what is done once; `now`: monotonic seconds; `siblings`: the other workers.
     """
@@ -74,24 +83,30 @@ class PoolShare:
         area: Area,
         lead: Leading,
         now: Callable[[], float],
-        siblings: Siblings,
+        siblings: LinkedSiblings,
     ) -> None:
-        self.memory = memory
         self.number = number
         self.at = at
-        self.area = area
+        self.loads: Part = memory.loads.of(number)
+        self.moved: Part = memory.moved.of(number)
+        self.signs: Part = memory.signs.of(number)
+        self.windows: Part = memory.windows.of(number)
+        self.buffers: Part = memory.buffers.of(number)
+        self.kept_turns = memory.turns.area(number)
+        self._memory = memory
+        self._area = area
         self._lead = lead
         self._now = now
         self.siblings = siblings
         self.sockets = BoundBefore(memory.listeners)
         self.ledger: WorkerLedger | None = None
-        """This and the next three are set by whoever makes them: they follow the other workers."""
-        self.custodian: WorkerCustodian | None = None
+        """This and the next two are set by whoever makes them: they follow the other workers."""
         self.capacity: WorkerPoolCapacity | None = None
         self.turns: WorkerTurns | None = None
+        self._custodian: WorkerCustodian | None = None
 
     def __repr__(self) -> str:
-        return f"<PoolShare of pool {self.at}, worker {self.number}>"
+        return f"<WorkerPoolShare of pool {self.at}, worker {self.number}>"
 
     def start(self) -> None:
         """Follow the other workers."""
@@ -111,17 +126,43 @@ class PoolShare:
         """Become responsible for the KV of a worker that has ended which engines of this pool
         hold.
         """
-        if self.custodian is not None:
-            self.custodian.adopt([record for record in records if not is_turn(record)])
+        if self._custodian is not None:
+            self._custodian.adopt([record for record in records if not is_turn(record)])
         if self.turns is not None:
             self.turns.adopt([record for record in records if is_turn(record)])
 
     def auto(self) -> AutoShare:
-        """Return what the worker's placement `auto` shares with the others'."""
-        return self.memory.auto.of(self.number, lambda: self._lead.leads)
+        """See `PoolShare`."""
+        return self._memory.auto.of(self.number, lambda: self._lead.leads)
 
     def breakers(self, failures: int, cooldown: float, slow_start: float) -> WorkerBreakers:
-        """Return the breakers of all workers."""
+        """See `PoolShare`."""
         return WorkerBreakers(
-            failures, cooldown, slow_start, *self.memory.breakers.of(self.number), self.number
+            failures, cooldown, slow_start, *self._memory.breakers.of(self.number), self.number
         )
+
+    def custodian(
+        self,
+        contract: Contract,
+        ledger: Ledger,
+        engines: Mapping[str, Engine],
+        deadlines: Deadlines,
+        observers: Observers,
+        now: Callable[[], float],
+        clock: Clock,
+        hosts: HandleHosts,
+    ) -> Custodian:
+        """See `PoolShare`."""
+        self._custodian = WorkerCustodian(
+            contract,
+            ledger,
+            engines,
+            deadlines,
+            observers,
+            now,
+            clock,
+            hosts,
+            area=self._area,
+            pool=self.at,
+        )
+        return self._custodian

@@ -11,24 +11,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdproxy.app.changes import (
-    CHANGE,
-    CHANGED,
-    GONE,
-    LOST,
-    MAKE,
-    OUTCOME,
-    UNDO,
-    WAITED,
-    decode_numbers,
-)
-from pdproxy.app.journal import ChangeJournal, Past
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.frames import frames
-from pdproxy.kit.links import Message
 from pdproxy.observe.events import Event, MemberChanged
 from pdproxy.web.admin.changes import (
     Change,
@@ -41,6 +28,19 @@ from pdproxy.web.admin.changes import (
 )
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.admin.shapes import EngineChanged
+from pdproxy.workers.changes import (
+    CHANGE,
+    CHANGED,
+    GONE,
+    LOST,
+    MAKE,
+    OUTCOME,
+    UNDO,
+    WAITED,
+    decode_numbers,
+)
+from pdproxy.workers.journal import ChangeJournal, Past
+from pdproxy.workers.links import Message
 
 logger = logging.getLogger("pdproxy.admin")
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
-from pdproxy.kit.forked import die_with_parent, flush_output
 from pdproxy.kit.frames import frames
-from pdproxy.kit.links import EndedError, Link, LinkError, Message, TooLongError, pair
+from pdproxy.workers.forked import die_with_parent, flush_output
+from pdproxy.workers.links import EndedError, Link, LinkError, Message, TooLongError, pair
 
 logger = logging.getLogger("pdproxy.workers")
 

@@ -27,13 +27,16 @@ from pdproxy.app.first_probes import first_probes
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.server import follow, serve
-from pdproxy.app.share import WorkersMemory
 from pdproxy.app.signals import Ending, Hangups
-from pdproxy.kit.forked import flush_output
 from pdproxy.kit.frames import frames
 from pdproxy.kit.ids import name_worker
-from pdproxy.kit.links import Link, LinkError, Message, TooLongError
-from pdproxy.kit.supervisor import (
+from pdproxy.observe.logs import Log
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Settings, of_worker
+from pdproxy.workers.forked import flush_output
+from pdproxy.workers.links import Link, LinkError, Message, TooLongError
+from pdproxy.workers.share import WorkersMemory
+from pdproxy.workers.supervisor import (
     DRAIN,
     END,
     ENDS_WITHIN,
@@ -44,10 +47,7 @@ from pdproxy.kit.supervisor import (
     REFUSED,
     RELOAD,
 )
-from pdproxy.kit.switchboard import REPORT
-from pdproxy.observe.logs import Log
-from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Settings, of_worker
+from pdproxy.workers.switchboard import REPORT
 
 logger = logging.getLogger("pdproxy.workers")
 

@@ -1,0 +1,249 @@
+"""What several workers share: tables in memory that the parent maps before it forks them.
+
+`WorkersMemory` is made by the parent; `WorkerShare` is what one worker does with it: the parts of a
+proxy that differ from those of a process that serves alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from secrets import token_bytes
+from socket import socket
+
+from pdproxy.app.share import SECRET_BYTES, Served
+from pdproxy.app.shown import Shown
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.findings import Findings
+from pdproxy.fleet.worker_answers import WorkerAnswers
+from pdproxy.fleet.worker_registration import WorkerRegistrations
+from pdproxy.kit import leading, shared_places
+from pdproxy.kit.leading import Leading
+from pdproxy.kit.shared_places import SharedPlaces
+from pdproxy.kit.shared_table import SharedTable
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import counter
+from pdproxy.observe.metrics import Metrics
+from pdproxy.serving.access import worker_quotas
+from pdproxy.serving.access.quotas import Quotas
+from pdproxy.serving.access.worker_quotas import WorkerQuotas
+from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.worker_admission import WorkerAdmission
+from pdproxy.settings.keys import KeyLimits
+from pdproxy.web.admin.api import AdminApi
+from pdproxy.web.admin.service import AdminService
+from pdproxy.web.operation import Readiness
+from pdproxy.workers import custodian, heirs
+from pdproxy.workers.admin_of_all import AdminApiOfAll
+from pdproxy.workers.followed_changes import KINDS, FollowedChanges
+from pdproxy.workers.heirs import ADOPT, ADOPTED
+from pdproxy.workers.journal import ChangeJournal
+from pdproxy.workers.links import Message
+from pdproxy.workers.pool_share import PoolMemory, WorkerPoolShare
+from pdproxy.workers.records import SharedRecords
+from pdproxy.workers.shown_of_all import ShownOfAll
+from pdproxy.workers.siblings import LinkedSiblings
+
+MAX_KEYS = 8192
+"""Names of keys whose use is shared. That of further ones counts in each worker by itself."""
+REFRESH_EVERY = 0.25
+"""Seconds between two looks at all that is shared: an engine that drains is looked at without a
+request, and a store that another core saw late is found.
+"""
+UNSHARED = counter(
+    "pdproxy_kv_handles_unshared_total",
+    "handles",
+    "KV handles that had no space in the memory that outlives a worker: if it is killed, their "
+    "KV is left to its own time",
+)
+
+
+class WorkersMemory:
+    """The memory of so many workers, that have so many pools."""
+
+    def __init__(self, workers: int, pools: int = 1) -> None:
+        self.workers = workers
+        self.cache_secret = token_bytes(SECRET_BYTES)
+        """See `SoleProcess`. All workers have the same one."""
+        self.pools = [PoolMemory(workers) for _ in range(pools)]
+        self.lead = SharedTable(workers, 1, leading.MEASURES)
+        self.places = SharedTable(workers, 1, shared_places.MEASURES)
+        self.quotas = SharedTable(workers, MAX_KEYS, worker_quotas.MEASURES, worker_quotas.KEPT)
+        self.custody = SharedRecords(workers, custodian.UNITS)
+        self.journal = ChangeJournal()
+        """Not shared: the parent's own, of which a worker has a copy from its fork."""
+        # Where the system has no such counters, waiting workers look every few milliseconds.
+        self.wakes = (
+            [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)]
+            if hasattr(os, "eventfd")
+            else []
+        )
+
+    def clear(self, number: int) -> None:
+        """Give back what a worker had that has ended."""
+        for table in (self.lead, self.places, self.quotas):
+            table.clear(number)
+        for pool in self.pools:
+            pool.clear(number)
+
+    def listeners(self) -> list[socket]:
+        """Return the sockets to which engines send messages, which are the parent's."""
+        return [listener for pool in self.pools for listener in pool.listeners.values()]
+
+    def of(
+        self,
+        number: int,
+        send: Callable[[Message], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> WorkerShare:
+        """Return a worker's part. `send`: sends its parent a message."""
+        return WorkerShare(self, number, send, now)
+
+
+class WorkerShare:
+    """A worker's part, a `Share`. `number`: of the worker; `send`: sends its parent a message."""
+
+    def __init__(
+        self,
+        shared: WorkersMemory,
+        number: int,
+        send: Callable[[Message], None],
+        now: Callable[[], float],
+    ) -> None:
+        self.number = number
+        self.workers = shared.workers
+        self.cache_secret = shared.cache_secret
+        self._shared = shared
+        self._now = now
+
+        self.siblings = LinkedSiblings(send)
+        self.changes = FollowedChanges(send, shared.journal)
+        self._area = shared.custody.area(number)
+        self._pools: list[WorkerPoolShare] = []
+        self.lead = Leading(number, *shared.lead.of(number))
+        self.findings: list[Findings] = []
+        """Those of each pool."""
+        self._answers: list[WorkerAnswers] = []
+        self.registrations: list[WorkerRegistrations] = []
+        """Those of each pool whose engines register."""
+        self._shown: ShownOfAll | None = None
+        self._send = send
+        self.admission: WorkerAdmission | None = None
+        """Set by whoever makes it."""
+
+    def __repr__(self) -> str:
+        return f"<WorkerShare of worker {self.number}>"
+
+    @property
+    def several(self) -> WorkerShare:
+        """See `Share`."""
+        return self
+
+    def start(self, tasks: TaskOwner) -> None:
+        """See `Share`."""
+        self.lead.beat()
+        for findings in self.findings:
+            findings.start(tasks)
+        for answers in self._answers:
+            answers.start(tasks)
+        for registrations in self.registrations:
+            registrations.start(tasks)
+        for pool in self._pools:
+            pool.start()
+        if self.admission is not None:
+            self.admission.start()
+        if self._shown is not None:
+            self._shown.start(tasks)
+        tasks.keep(self._follow, "shared load")
+
+    def stop(self) -> None:
+        """See `Share`."""
+        self.lead.leave()
+        if self.admission is not None:
+            self.admission.stop()
+        if self._shown is not None:
+            self._shown.report()  # nothing is counted any more
+
+    def received(self, message: Message) -> None:
+        """Process a message of the parent that is not for the process itself."""
+        if message.kind in KINDS:
+            self.changes.received(message)
+        elif message.kind != ADOPT:
+            self.siblings.received(message)
+        elif self._pools:
+            records = heirs.decode(message.body)
+            for pool in self._pools:
+                pool.adopt(records)
+            self._send(Message(ADOPTED, message.number))
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_EVERY)
+            self.lead.beat()
+            self.refresh()
+            if self.admission is not None:
+                self.admission.look()
+
+    def refresh(self) -> None:
+        """Take over the loads of the other workers."""
+        for pool in self._pools:
+            pool.refresh()
+
+    def pool(self, at: int) -> WorkerPoolShare:
+        """See `Share`."""
+        pool = WorkerPoolShare(
+            self._shared.pools[at], self.number, at, self._area, self.lead, self._now, self.siblings
+        )
+        self._pools.append(pool)
+        return pool
+
+    def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
+        """See `Share`."""
+        siblings = self.siblings
+        made = WorkerAnswers(self.lead, lambda body: siblings.tell(topic, body), engines)
+        siblings.hears[topic] = made.received
+        self._answers.append(made)
+        return made
+
+    def places(self) -> SharedPlaces:
+        """See `Share`."""
+        return SharedPlaces(
+            self.number, *self._shared.places.of(self.number), self._shared.wakes, self._now
+        )
+
+    def quotas(
+        self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]
+    ) -> Quotas:
+        """See `Share`."""
+        return WorkerQuotas(limits, now, *self._shared.quotas.of(self.number))
+
+    def shown(
+        self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
+    ) -> Shown:
+        """See `Share`."""
+        assert isinstance(admission, WorkerAdmission)
+        metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
+        self._shown = ShownOfAll(
+            admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
+        )
+        return self._shown
+
+    def admin_api(self, service: AdminService, process: Served) -> AdminApi:
+        """Return what the routes of the admin API ask for, and make the changes that it was asked
+        for so far.
+        """
+        settings = process.settings
+        self.changes.start(service, process.registries, settings.observe.log_level)
+        process.observers.add(self.changes)
+        process.readiness.show(self.changes.shortcomings)
+        return AdminApiOfAll(
+            service,
+            self.number,
+            self.siblings,
+            self.changes,
+            self.refresh,
+            lambda: settings.observe.log_level,
+            process.now,
+        )
