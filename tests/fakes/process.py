@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from pdproxy.workers.scheduler_process import PROCESS_NAME
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, exchange, request
 from tests.fakes.engine import FakeEngine
@@ -68,11 +69,23 @@ class Served:
 
     def workers(self) -> list[int]:
         """The process ids of its workers, in no order."""
+        return [pid for pid, name in self._children() if name != PROCESS_NAME]
+
+    def scheduler(self) -> int | None:
+        """The process id of its scheduler process, None if there is none at present."""
+        return next((pid for pid, name in self._children() if name == PROCESS_NAME), None)
+
+    def _children(self) -> list[tuple[int, str]]:
+        """Its processes that have taken a name, and the names."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        found = []
+        for pid in map(int, children.split()):
+            with contextlib.suppress(OSError):  # it has ended
+                found.append((pid, Path(f"/proc/{pid}/comm").read_text().rstrip("\n")))
+        return [(pid, name) for pid, name in found if name.startswith("pdproxy-")]
 
     def connected(self, port: int | None, *, is_theirs: bool) -> list[int]:
-        """The workers with open connections where the port is theirs, or that of the other side."""
+        """The processes with open connections where the port is theirs, or the other side's."""
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         end = 1 if is_theirs else 2
         links = {
@@ -88,12 +101,10 @@ class Served:
                     found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
             return found
 
-        return [pid for pid in self.workers() if links & of(pid)]
+        return [pid for pid, _ in self._children() if links & of(pid)]
 
     def serves_client(self) -> int:
-        """The worker that has the only client's connection. All may have some to engines: one of
-        them probes.
-        """
+        """The worker that has the only client's connection."""
         (found,) = self.connected(self.port, is_theirs=True)
         return found
 

@@ -43,17 +43,19 @@ WORKERS = int(os.environ.get("PDPROXY_TEST_WORKERS", "1"))
 
 
 class Several:
-    """What the workers share, and the parent's part of passing questions on."""
+    """What the workers share, and the parent's part of passing questions on. The first of them
+    leads: there is no scheduler process.
+    """
 
     def __init__(
         self, count: int, now: Callable[[], float], settings: Settings | None = None
     ) -> None:
-        self.restarts = 0
+        self.restarts = self.restarts_for_all = 0
         self.workers = [
             WorkerProcess(number, pid=number + 1, ready=True) for number in range(count)
         ]
         self._switchboard = Switchboard(self, add_up)  # type: ignore[arg-type]
-        self._shared = WorkersMemory(count)
+        self._shared = WorkersMemory(count, 0, serves=True)
         if settings is not None:
             bind_for_engines(settings, self._shared)
         self.changes = ParentChanges(self, self._shared.journal)  # type: ignore[arg-type]

@@ -76,6 +76,13 @@ def work(mode: str, number: int, end: socket.socket) -> int:
         return 5
     if mode == "fails":
         raise ValueError("a secret")
+    serves = Path(sys.argv[2]) / "serves"
+    if mode == "workers_refuse" and number < 2:
+        while not serves.exists():
+            time.sleep(0.005)
+        end.setblocking(True)
+        link.send(Message(REFUSED, body=b"deadlines.total: too short"))
+        return 2
     again = Path(sys.argv[2]) / f"{number}"
     first = not again.exists()
     again.touch()
@@ -86,6 +93,7 @@ def work(mode: str, number: int, end: socket.socket) -> int:
     if mode == "leaves":
         say(f"child {subprocess.Popen(['sleep', '0.2']).pid}")
     link.send(Message(READY))
+    serves.touch()
     end_at = float("inf")
     while time.monotonic() < end_at:
         time.sleep(0.005)
@@ -131,14 +139,26 @@ def main() -> int:
     # as process 1 of a container: it becomes the parent of its workers' children when these die
     if mode == "leaves":
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    times = SupervisorTimes(ping=0.02, silent=0.6, first=30.0, pauses=(0.0, 0.05, 0.1), at_once=0.3)
-    supervisor = Supervisor(2, lambda number, end: work(mode, number, end), Watcher, 0.5, times)
+    times = SupervisorTimes(
+        ping=0.02,
+        silent=0.6,
+        first=30.0,
+        pauses=(0.0, 0.05, 0.1),
+        longest_for_all=0.07,
+        at_once=0.3,
+    )
+    for_all = "one for all" if mode in ("for_all", "workers_refuse") else None
+    supervisor = Supervisor(
+        2, lambda number, end: work(mode, number, end), Watcher, 0.5, times, for_all=for_all
+    )
     try:
         return supervisor.run()
     except RefusedError as error:
         say(f"refused {error}")
         return 3
     finally:
+        if for_all is not None:
+            say(f"restarts for all {supervisor.restarts_for_all}")
         say(f"restarts {supervisor.restarts}")
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

@@ -125,6 +125,8 @@ async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) 
             assert new.url not in states((await run.ask("GET", "/engines")).json)
         for _ in range(8):
             assert (await proxy.ask("POST", COMPLETIONS, completion())).text == TEXT
+        lines = (tmp_path / "log").read_text()
+        assert lines.count("the admin API listens on") == 2, "the scheduler process does not"
 
 
 async def test_workers_that_start_again_have_all_changes(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ class Run:
         return [sim.engine.kv_events.ranks[0].counts["replays"] for sim in self.sims]
 
     async def heard(self, replays: int) -> None:
-        """Wait until both workers serve and have the events of all engines, each of which was asked
-        for so many replays.
+        """Wait until both workers serve, and they and the scheduler process have the events of all
+        engines, each of which was asked for so many replays.
         """
         async with asyncio.timeout(PATIENCE):
             while (
@@ -95,7 +95,8 @@ class Run:
             ]
         except FileNotFoundError:
             return True  # a worker has just closed a file
-        return any(asking) or any(one != set(self.served.workers()) for one in listening)
+        every = {*self.served.workers(), self.served.scheduler()}
+        return any(asking) or any(one != every for one in listening)
 
     async def taken(self) -> bool:
         """Whether each message was counted once, of all that engines have published."""
@@ -153,7 +154,7 @@ async def running(tmp_path: Path, events: int | None = None) -> AsyncIterator[Ru
                     except OSError:
                         assert process.returncode is None, (tmp_path / "log").read_text()
                     await asyncio.sleep(0.05)
-            await run.heard(2)
+            await run.heard(3)
             yield run
             process.terminate()
             assert await process.wait() == 0
@@ -171,17 +172,17 @@ def _port(endpoint: str | None) -> int:
 async def test_what_engines_have_cached_is_known_to_all_workers_and_their_successors(
     tmp_path: Path,
 ) -> None:
-    """Each worker reads the events by itself: whoever leads and is killed, the other goes on. Its
+    """Each process reads the events by itself: where a worker is killed, the other goes on. Its
     successor asks for a replay.
     """
     async with running(tmp_path) as run:
         at = [await run.ask(number) for number in range(2)]
-        await run.heard(2)
-        pid = min(run.served.workers())  # the one that has served longest, so that it leads
+        await run.heard(3)
+        pid = run.served.workers()[0]
         os.kill(pid, signal.SIGKILL)
         await until(partial(run.replaced, pid), PATIENCE)
         at.append(await run.ask(2))
-        await run.heard(3)
+        await run.heard(4)
         assert [await run.ask(number % 3) for number in range(12)] == [
             at[number % 3] for number in range(12)
         ]
@@ -206,7 +207,7 @@ async def test_engines_that_connect_to_one_worker_are_known_to_all(tmp_path: Pat
         os.kill(pid, signal.SIGKILL)
         await until(partial(run.replaced, pid), PATIENCE)
         at.append(await run.ask(2))
-        await run.heard(3)
+        await run.heard(4)
         assert [await run.ask(number % 3) for number in range(12)] == [
             at[number % 3] for number in range(12)
         ]

@@ -17,6 +17,7 @@ import pytest
 
 from pdproxy.app.compose import Proxy
 from pdproxy.fleet import findings
+from pdproxy.fleet.engine import AuditAccount
 from pdproxy.observe.events import Event, NodeChanged
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import LedgerEngine
@@ -63,14 +64,6 @@ def count_probes(w: World) -> dict[str, int]:
     return asked
 
 
-async def _ends(w: World) -> None:
-    """The worker that leads ends, and the others see that."""
-    w.proxy.share.several.lead.leave()  # type: ignore[union-attr]
-    for other in w.others:
-        other.share.several.lead.beat()  # type: ignore[union-attr]
-    await w.told()
-
-
 async def test_one_worker_probes_and_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of models, versions and KV blocks come from one probe; a follower asks nothing, also
     when it wants a probe.
@@ -111,21 +104,6 @@ async def test_each_change_is_logged_by_one_worker(monkeypatch: pytest.MonkeyPat
         assert [(one.node, one.up, one.reason) for one in told] == 2 * [
             (change.node, False, change.reason)
         ]
-
-
-async def test_the_next_worker_probes_when_the_leader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its next look, all engines at once; what it finds holds for all."""
-    async with workers(monkeypatch) as w:
-        asked = count_probes(w)
-        await _ends(w)
-        assert [leads(one) for one in w.workers] == [False, True, False]
-        await until(lambda: all(count == 1 for count in asked.values()))
-        w.decode[0].stop()
-        second = w.others[0]
-        await second.prober.probe(second.engines[w.decode[0].url], scrape=True)
-        await w.told()
-        assert None not in why_down(w, w.decode[0])
-        assert len(why_down(w, w.decode[0])) == 1
 
 
 async def test_an_engine_that_refuses_a_connection_is_down_for_all(
@@ -192,21 +170,6 @@ async def test_two_workers_find_different_things_at_once(monkeypatch: pytest.Mon
         assert why_down(w, w.decode[0]) == {"of the leader"}
 
 
-async def test_two_leaders_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was stopped goes on and still believes to lead: what it sends is old, and is not
-    taken for news.
-    """
-    async with workers(monkeypatch) as w:
-        url = w.decode[0].url
-        await _ends(w)
-        w.proxy.share.several.lead._turn.set()  # type: ignore[union-attr]
-        w.others[0].ledger.mark_down(url, "found meanwhile", 0.0)
-        w.proxy.pools[0].watching.findings._post(url)  # type: ignore[union-attr]
-        await w.told()
-        await w.told()
-        assert why_down(w, w.decode[0]) == {"found meanwhile"}
-
-
 async def test_a_worker_that_starts_again_knows_what_others_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -232,6 +195,33 @@ async def test_a_worker_that_starts_again_knows_what_others_know(
             assert w.decode[1].url in seen[w.prefill[1].url].ejected
             assert set(asked.values()) == {0}
             assert not share.lead.leads
+        finally:
+            await again.stop()
+
+
+async def test_who_leads_in_place_of_a_dead_one_goes_on_with_the_audit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what the others have heard last. KV of legs that go on would be missing from a new
+    account.
+    """
+    async with workers(monkeypatch) as w:
+        url = w.decode[0].url
+        for other in w.others:
+            other.engines[url].audit.account = AuditAccount(1.0, 2.0, 3.0, settled=64)
+            other.pools[0].watching.auditor._bases[url] = 16  # type: ignore[attr-defined]
+        share = w.proxy.share.several
+        assert isinstance(share, WorkerShare)
+        share._shared.clear(0)
+        share.findings.clear()
+        share.succeeds = True
+        again = Proxy.build(w.proxy.settings, Shelf(), share=share)
+        share.start(again.tasks)
+        try:
+            await until(lambda: again.engines[url].audit.account is not None)
+            assert again.engines[url].audit.account == AuditAccount(1.0, 2.0, 3.0, settled=64)
+            assert again.pools[0].watching.auditor.base(url) == 16  # type: ignore[attr-defined]
+            assert again.engines[url].in_ledger.probed
         finally:
             await again.stop()
 

@@ -1,5 +1,5 @@
 """kill -9 of a worker with streams, by chance: the others don't notice, its KV is released, its
-load counts no more.
+load counts no more; and of the scheduler process, which nobody notices.
 """
 
 # PDPROXY_TEST_KILLS: how many times, 50 in `.ci/full`.
@@ -108,6 +108,38 @@ async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
             assert broken > 0
             assert freed > 0
             assert await proxy.metric("pdproxy_worker_restarts_total") == KILLS
+            assert not proxy.books.unknown
+            proxy.process.send_signal(signal.SIGTERM)
+            assert await proxy.process.wait() == 0
+
+
+@pytest.mark.timeout(120 + 20 * KILLS)
+async def test_a_killed_scheduler_breaks_nothing(tmp_path: Path) -> None:
+    """Whatever streams are at: all are whole, none waits for its successor, and no KV is left."""
+    chance = random.Random(int(os.environ.get("PDPROXY_TEST_SEED", "7")))
+    with (tmp_path / "log").open("wb") as log:
+        async with served(log, workers=2, facts={"lease": LEASE}, interval=0.2) as proxy:
+            for number in range(KILLS):
+                go = asyncio.Event()
+                _scripted(proxy, go, chance)
+                streams = [asyncio.create_task(_stream(proxy.port)) for _ in range(STREAMS)]
+                await asyncio.sleep(chance.random() * chance.choice([0.1, 1.0]))
+                killed = proxy.scheduler()
+                assert killed is not None
+                os.kill(killed, signal.SIGKILL)
+                if number % 2:  # else all that goes on does so without one
+                    await until(lambda: proxy.scheduler() not in (None, killed), PATIENCE)  # noqa: B023
+                go.set()
+                done = [one for one in await asyncio.gather(*streams) if one is not None]
+                assert [one.status for one in done] == [200] * STREAMS
+                assert all(one.ended and one.body.endswith(answers.DONE) for one in done)
+                await until(lambda: not proxy.books.held(), PATIENCE)
+                assert await _load(proxy) == 0
+                async with asyncio.timeout(PATIENCE):
+                    while await proxy.metric("pdproxy_scheduler") != 1:
+                        await asyncio.sleep(0.02)
+            assert await proxy.metric("pdproxy_scheduler_restarts_total") == KILLS
+            assert await proxy.metric("pdproxy_worker_restarts_total") == 0
             assert not proxy.books.unknown
             proxy.process.send_signal(signal.SIGTERM)
             assert await proxy.process.wait() == 0

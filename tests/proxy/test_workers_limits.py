@@ -125,9 +125,7 @@ async def test_tokens_per_engine_are_one_number_for_all(monkeypatch: pytest.Monk
 
 
 async def test_what_one_has_learned_holds_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the requests of all; once for each report; and a worker that begins to lead goes on from
-    there.
-    """
+    """By the requests of all; once for each report."""
     async with workers(monkeypatch, limits={"engine_requests": "auto"}) as w:
         go = asyncio.Event()
         for engine in w.decode:
@@ -143,11 +141,6 @@ async def test_what_one_has_learned_holds_for_all(monkeypatch: pytest.MonkeyPatc
         )
         late = await posted(w, 1)
         await until(lambda: w.waiting == 1)
-        w.proxy.share.several.lead.leave()  # type: ignore[union-attr]
-        for other in w.others:
-            other.share.several.lead.beat()  # type: ignore[union-attr]
-        await w.told()
-        assert places(w) == [4] * COUNT
         for index in (0, 1):
             report(w, index, 0.0)
         await w.told()

@@ -13,14 +13,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdproxy.app.compose import Proxy
 from pdproxy.app.worker_prefixes import SEND_EVERY, SharingPrefixes
 from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
+from pdproxy.workers.share import WorkerShare
 from tests.fakes import several
 from tests.fakes.books import Books
 from tests.fakes.engine import FakeEngine
 from tests.fakes.process import PATIENCE
 from tests.fakes.served_workers import nodes, serving
+from tests.fakes.tokenizer import Shelf
 from tests.fakes.world import COMPLETIONS, PROMPT, completion, until, world
 
 
@@ -100,6 +103,31 @@ async def test_a_worker_that_starts_gets_what_the_leader_knows(
         await late.catch_up()
         assert {url: late.knowledge.part(url, 0) for url in w.proxy.engines} == before  # type: ignore[attr-defined]
         assert any(part.keys for part in before.values())
+
+
+async def test_who_leads_in_place_of_a_dead_one_gets_what_workers_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a worker that starts behind it would get nothing."""
+    monkeypatch.setattr(several, "WORKERS", 2)
+    async with world(prefill=2, adjust=by_prefix, leaves=True) as w:
+        share, known = w.proxy.share.several, w.others[0].prefixes
+        assert isinstance(share, WorkerShare)
+        assert known is not None
+        assert (await w.ask(COMPLETIONS, completion(prompt=4 * PROMPT))).status == 200
+        await until(lambda: len(known.knowledge.routing))
+        share._shared.clear(0)
+        share.findings.clear()
+        share.succeeds = True
+        again = Proxy.build(w.proxy.settings, Shelf(), share=share)
+        share.start(again.tasks)
+        try:
+            assert again.prefixes is not None
+            assert again.prefixes.catch_up is not None
+            await again.prefixes.catch_up()
+            assert len(again.prefixes.knowledge.routing) == len(known.knowledge.routing)
+        finally:
+            await again.stop()
 
 
 def _successor_knows(log: Path, pid: int) -> bool:

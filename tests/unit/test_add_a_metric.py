@@ -130,8 +130,8 @@ def test_a_declaration_is_all_that_a_metric_needs(changed: dict[str, str], tmp_p
 
 
 def test_several_workers_show_it_by_its_rule(changed: dict[str, str], tmp_path: Path) -> None:
-    """The proxy as it is served, with two workers: each has eaten one, and has a ripe one of the
-    same age.
+    """The proxy as it is served, with two workers and the scheduler process: each has eaten one,
+    and has a ripe one of the same age.
     """
     port = free_port()
     flags = [
@@ -151,7 +151,9 @@ def test_several_workers_show_it_by_its_rule(changed: dict[str, str], tmp_path: 
         )
     try:
         until, page = time.monotonic() + 100, ""
-        while "\npdproxy_workers 2.0\n" not in page:
+        while not all(
+            f"\n{one}\n" in page for one in ("pdproxy_workers 2.0", "pdproxy_scheduler 1.0")
+        ):
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < until, page
             time.sleep(0.1)
@@ -166,10 +168,10 @@ def test_several_workers_show_it_by_its_rule(changed: dict[str, str], tmp_path: 
         process.terminate()
         process.wait(30)
     found = samples(page)
-    assert (found["bananas_eaten_total whole"], found["bananas_eaten_total part"]) == (2.0, 0.0)
-    assert (found["banana_seconds_count"], found["banana_seconds_sum"]) == (2.0, 3.0)
+    assert (found["bananas_eaten_total whole"], found["bananas_eaten_total part"]) == (3.0, 0.0)
+    assert (found["banana_seconds_count"], found["banana_seconds_sum"]) == (3.0, 4.5)
     assert found["banana_age_seconds"] == 7.0
-    assert found["bananas"] == 6.0, "the least of each worker's pools, and the sum of both workers"
+    assert found["bananas"] == 9.0, "the least of each process's pools, and the sum of all three"
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,14 @@ def test_without_a_worker_they_wait() -> None:
     assert repr(parent.heirs) == "<Heirs: 0 records left>"
 
 
+def test_the_process_that_works_for_all_is_no_heir() -> None:
+    parent = Parent(3)
+    parent.workers[0].is_for_all = True
+    parent.records.area(1).put(b"a")
+    parent.died(1)
+    assert parent.sent == [(2, 1, [b"a"])]
+
+
 def test_an_heir_that_dies_leaves_them_once() -> None:
     """Whether or not it had taken them: what it had taken is also among its own."""
     parent = Parent(3)

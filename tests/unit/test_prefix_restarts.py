@@ -24,16 +24,6 @@ from tests.unit.test_prefix_worker_knowledge import (
 )
 
 
-class Lead:
-    """Whether this worker leads."""
-
-    def __init__(self, *, leads: bool = False) -> None:
-        self.leads = leads
-
-    async def turn(self) -> None:
-        """Not asked here."""
-
-
 def sharing(known: WorkerKnowledge, told: list[bytes] | None = None) -> SharingPrefixes:
     return SharingPrefixes(known, (told if told is not None else []).append, lambda: 10.0)
 
@@ -49,7 +39,7 @@ def asks(leader: SharingPrefixes) -> Callable[[str], Awaitable[bytes | None]]:
 
 
 async def caught_up(late: WorkerKnowledge, leader: WorkerKnowledge) -> None:
-    await sharing(late).catch_up(Lead(), asks(sharing(leader)), lambda: True)
+    await sharing(late).catch_up(asks(sharing(leader)), lambda: True)
 
 
 def order(known: WorkerKnowledge) -> dict[str, list[int]]:
@@ -134,7 +124,7 @@ async def test_what_is_sent_meanwhile_counts_as_later() -> None:
             assert len(told) == 1
         return await ask(about)
 
-    await takes.catch_up(Lead(), busy, lambda: True)
+    await takes.catch_up(busy, lambda: True)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     newest = order(late)["a1"]
@@ -154,15 +144,15 @@ async def test_an_engine_that_starts_again_meanwhile_has_an_empty_cache() -> Non
             late.restarted("a1")
         return await ask(about)
 
-    await sharing(late).catch_up(Lead(), busy, lambda: True)
+    await sharing(late).catch_up(busy, lambda: True)
     assert order(late)["a1"] == []
     late.remove("a1")
     await caught_up(late, leader)
     assert late.place_of("a1") is None, "an engine that is not there yet"
 
 
-async def test_the_leader_ends_or_is_this_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks again until someone leads; if that is the worker itself, nobody knows more."""
+async def test_the_leader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks again until someone answers."""
     monkeypatch.setattr(worker_prefixes, "AGAIN", 0.0)
     leader, late = knowledge(), knowledge()
     leader.routed(beginning([1, 2, 3]), "a1", 1.0)
@@ -178,17 +168,9 @@ async def test_the_leader_ends_or_is_this_worker(monkeypatch: pytest.MonkeyPatch
         ready += 1
         return ready > 2
 
-    await sharing(late).catch_up(Lead(), ask, probed)
+    await sharing(late).catch_up(ask, probed)
     assert order(late)["a1"] == [1, 2, 3]
     assert (asked, ready) == (6, 3)
-    lead, other = Lead(), knowledge()
-
-    async def nobody(about: str) -> bytes | None:
-        lead.leads = True
-        return None
-
-    await sharing(other).catch_up(lead, nobody, lambda: True)
-    assert order(other)["a1"] == []
 
 
 async def test_who_does_not_answer_holds_up_nothing_for_ever(
@@ -208,7 +190,7 @@ async def test_who_does_not_answer_holds_up_nothing_for_ever(
         await asyncio.sleep(3600)
         return None
 
-    await takes.catch_up(Lead(), ask, lambda: True)
+    await takes.catch_up(ask, lambda: True)
     await asyncio.sleep(0)
     assert order(late)["a1"] == [1, 2]
 

@@ -204,7 +204,7 @@ async def test_workers_take_connections_of_one_socket_per_rank() -> None:
     own = KvEvents(enabled=True, host="127.0.0.1", port=free_port())
     made = settings(own, ranks=2)
     engines, _ = registry()
-    shared = WorkersMemory(2)
+    shared = WorkersMemory(2, 0, serves=True)
     for place in kv_events_places(made):
         shared.pools[0].listeners[place.key] = listener_at(place)
     workers = [shared.of(number, lambda message: sent.append(message)) for number in range(2)]

@@ -15,7 +15,7 @@ from pdproxy.observe.snapshot import Snapshot
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.workers import siblings, switchboard
 from pdproxy.workers.links import Message
-from pdproxy.workers.shown_of_all import ShownOfAll, add_up, together
+from pdproxy.workers.shown_of_all import ShownOfAll, add_up, of_scheduler, together
 from pdproxy.workers.siblings import LinkedSiblings
 from pdproxy.workers.supervisor import WorkerProcess
 from pdproxy.workers.switchboard import REPORT, Switchboard
@@ -25,14 +25,14 @@ from tests.fakes.world import until
 class Parent:
     """A supervisor without processes: messages pass at once."""
 
-    def __init__(self, count: int) -> None:
-        self.restarts = 4
+    def __init__(self, count: int, scheduler: int | None = None) -> None:
+        self.restarts, self.restarts_for_all = 4, 2
         self.workers = [
             WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)
         ]
         self.switchboard = Switchboard(self, lambda past, report: past + report)  # type: ignore[arg-type]
         self.all = [
-            LinkedSiblings(lambda message, number=number: self.sent(number, message))  # type: ignore[misc]
+            LinkedSiblings(lambda message, number=number: self.sent(number, message), scheduler)  # type: ignore[misc]
             for number in range(count)
         ]
         self.silent: set[int] = set()
@@ -56,7 +56,8 @@ async def test_all_others_are_asked_at_once() -> None:
     first, second = await asyncio.gather(parent.all[1].ask("name"), parent.all[1].ask("name"))
     assert first is second
     assert first.of == {0: b"I am 0", 2: b"I am 2"}
-    assert (first.silent, first.past, first.restarts) == ([], b"", 4)
+    assert (first.silent, first.past) == ([], b"")
+    assert (first.restarts, first.scheduler_restarts) == (4, 2)
     assert sorted(asked) == [0, 2]
     await parent.all[1].ask("name")
     assert sorted(asked) == [0, 0, 2, 2]
@@ -276,6 +277,41 @@ async def test_workers_that_do_not_serve_are_named() -> None:
     assert found == Readiness(
         OperationState.DEGRADED, None, ["worker 2 does not serve: it has ended, or begins"]
     )
+
+
+async def test_the_scheduler_is_no_worker() -> None:
+    """It can't make the whole not ready, and its numbers are no part of the workers' mean; but it
+    is named where something is wrong with it. Who lists what workers have leaves it out.
+    """
+    parent = Parent(3, scheduler=2)
+    shown = [_counted(parent, number, [float(number + 1)] * 3) for number in range(3)]
+    page = (await shown[0].metrics()).decode()
+    assert "pdproxy_scheduler 1.0" in page
+    assert "pdproxy_scheduler_restarts_total 2.0" in page
+    for one in parent.all:
+        one.answers["name"] = lambda: b"here"
+    assert (await parent.all[0].ask_workers("name")).of == {1: b"here"}
+    assert (await parent.all[0].ask("name")).of == {1: b"here", 2: b"here"}
+    parent.workers[2].ready = False
+    assert "pdproxy_scheduler 0.0" in (await shown[0].metrics()).decode()
+    assert (await shown[0].readiness()).details == [
+        "the scheduler does not serve: it has ended, or begins"
+    ]
+    no, yes = OperationState.NOT_READY, OperationState.OK
+    found = together({0: _ready(no, "a"), 1: _ready(no, "a"), 2: _ready(yes)}, (), 2)
+    assert found == Readiness(no, "no engine", ["a"])
+    found = together({0: _ready(yes, "b"), 1: _ready(yes, "b"), 2: _ready(no, "c")}, (), 2)
+    assert found == Readiness(
+        OperationState.DEGRADED, None, ["the scheduler: no engine", "b", "the scheduler: c"]
+    )
+
+
+def test_what_the_scheduler_shows_is_no_part_of_the_workers() -> None:
+    """Its counts are: probes are its own."""
+    names = "pdproxy_workers", "pdproxy_node_up", "pdproxy_state", "pdproxy_worker_restarts_total"
+    own = of_scheduler(Snapshot({name: {(): 1.0} for name in names}, {}))
+    assert own.values == {"pdproxy_worker_restarts_total": {(): 1.0}, "pdproxy_scheduler": {(): 1}}
+    assert own.workers == 0
 
 
 def test_all_are_ready_together() -> None:

@@ -200,6 +200,32 @@ async def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
         _gone(pids)
 
 
+async def test_one_process_for_all_begins_first_and_ends_last(tmp_path: Path) -> None:
+    """It is started again as a worker is, but after a short pause at most, and counted apart."""
+    async with toy("for_all", tmp_path) as process:
+        for times in range(1, 5):
+            await process.until(
+                lambda lines, times=times: (  # type: ignore[misc]
+                    sum(line.startswith("ready 2") for line in lines) == times
+                )
+            )
+            os.kill(process._ready(process.lines)[2], signal.SIGKILL)
+        await process.until(lambda lines: sum(line.startswith("ready 2") for line in lines) == 5)
+        await process.until(lambda lines: len(process._ready(lines)) == 3)
+        assert await process.drained() == 0
+        assert process.lines[0] == "starts 2"
+        waited = [line for line in process.lines if line.startswith("waits 2")]
+        assert waited == ["waits 2 0", "waits 2 0.05", "waits 2 0.07", "waits 2 0.07"]
+        assert process.lines[-3:] == ["died 2", "restarts for all 4", "restarts 0"]
+
+
+async def test_workers_that_refuse_end_the_process_for_all(tmp_path: Path) -> None:
+    """It serves already, but no worker does: the settings can't be used."""
+    async with toy("workers_refuse", tmp_path) as process:
+        assert await process.ended() == 3
+        assert "refused deadlines.total: too short" in process.lines
+
+
 async def test_settings_that_cant_be_used_end_all(tmp_path: Path) -> None:
     """With the reason, and without a restart."""
     async with toy("refuses", tmp_path) as process:

@@ -36,7 +36,6 @@ class Judging:
         self.bus = Bus(COUNT)
         self.shared: list[WorkerAnswers] = []
         self.workers = [self._worker(number) for number in range(COUNT)]
-        self.bus.beat()
 
     def _worker(self, number: int) -> Engines:
         made = Engines()
@@ -44,7 +43,7 @@ class Judging:
         made.threads = ThreadPoolExecutor(1)
         shared = WorkerAnswers(self.bus.leads[number], self.bus.tell(number), made.registry)
         self.bus.receivers[number] = shared.received
-        self.shared.append(shared)
+        self.shared[number : number + 1] = [shared]
         made.canaries = WorkerCanaries(
             made.registry,
             made,  # type: ignore[arg-type]
@@ -103,19 +102,27 @@ async def test_one_worker_asks_and_all_judge() -> None:
     judging.close()
 
 
-async def test_who_begins_to_lead_asks_only_what_nobody_knows() -> None:
-    """The leader ends between two engines; and a follower that has not judged yet needs no
-    question.
+async def test_who_leads_in_place_of_a_dead_one_asks_again_and_is_told_what_was_refuted() -> None:
+    """By the others: also a worker that starts behind it trusts no tokenizer that a request has
+    refuted.
     """
     judging = Judging()
     judging.up(P)
-    await judging.look(0)
-    judging.bus.ends(0)
-    judging.up(D)
-    assert judging.workers[1].canaries._wake.is_set()
-    await judging.look(1, 2)
-    assert judging.trusted()[1:] == [True, True]
-    assert judging.asked() == [[P], [D], []]
+    await judging.look()
+    judging.workers[1].canaries.refuted(P, "tiny", Route.CHAT, "they differ")
+    judging.bus.pass_on()
+    for number in (0, 2):
+        judging.workers[number].threads.shutdown()
+        judging.workers[number] = judging._worker(number)
+        judging.workers[number].up(P)
+        await judging.look(number)
+    judging.lack(2)
+    await asyncio.sleep(0)
+    judging.bus.pass_on()
+    await judging.look()
+    assert judging.trusted() == [False] * COUNT
+    assert all(worker.canaries.trusted("tiny", Route.COMPLETIONS) for worker in judging.workers)
+    assert judging.asked() == [[P], [], []]
     judging.close()
 
 
@@ -224,7 +231,6 @@ class Asking:
         self.bus = Bus(COUNT)
         self.shared: list[WorkerAnswers] = []
         self.stands = [self._stand(number) for number in range(COUNT)]
-        self.bus.beat()
 
     def _stand(self, number: int) -> Stand:
         def make(stand: Stand) -> WorkerBootstraps:
@@ -285,7 +291,6 @@ async def test_one_worker_asks_a_bootstrap_server_for_all() -> None:
 
 
 async def test_only_the_worker_that_leads_runs_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that begins to lead asks at once."""
     monkeypatch.setattr("pdproxy.fleet.bootstrap.SOON", 3600.0)
     asking, tasks = Asking(), TaskOwner("test")
     for stand in asking.stands:
@@ -295,10 +300,6 @@ async def test_only_the_worker_that_leads_runs_questions(monkeypatch: pytest.Mon
     for _ in range(5):
         await asyncio.sleep(0)
     assert [len(stand.asked) for stand in asking.stands] == [1, 0, 0]
-    asking.bus.ends(0)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert [len(stand.asked) for stand in asking.stands] == [1, 1, 0]
     await tasks.settle(0)
 
 

@@ -26,7 +26,7 @@ from pdproxy.fleet.worker_kv_sources import (
     WorkerKvEventSources,
 )
 from pdproxy.kit.errors import EngineError
-from pdproxy.kit.leading import STALE
+from pdproxy.kit.siblings import STALE
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions

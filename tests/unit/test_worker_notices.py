@@ -12,10 +12,8 @@ import zmq
 
 from pdproxy.app.sockets import AddressToBind, BoundBefore, listener_at
 from pdproxy.app.worker_notices import AT_ONCE, WorkerNotices
-from pdproxy.kit import leading
 from pdproxy.kit.ids import worker_of
-from pdproxy.kit.leading import Leading
-from pdproxy.kit.shared_table import SharedTable
+from pdproxy.kit.leading import NEVER
 from pdproxy.kit.siblings import ALL
 from pdproxy.observe.events import Event, KvNoticed, Observers
 from pdproxy.serving.kv.ready import ReadyWaits
@@ -317,10 +315,8 @@ async def test_connections_wait_while_no_worker_is_there() -> None:
 
 async def test_a_connector_that_is_found_too_late_is_to_be_named() -> None:
     """What it needs had to be bound before the workers began."""
-    table = SharedTable(2, 1, leading.MEASURES)
-    lead = Leading(0, table.column(0), table.others(0))
     share = WorkerPoolShare(
-        PoolMemory(2), 0, 0, SharedRecords(2, 8).area(0), lead, lambda: 0.0, Parent(2).all[0]
+        PoolMemory(2), 0, 0, SharedRecords(2, 8).area(0), NEVER, lambda: 0.0, Parent(2).all[0]
     )
     with pytest.raises(
         SettingsError,

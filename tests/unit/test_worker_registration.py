@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -15,8 +14,6 @@ from pdproxy.fleet import worker_registration
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import REGISTRATIONS, of_url
 from pdproxy.fleet.worker_registration import ASK_EVERY, MAX_BEATS, MAX_SENDERS, WorkerRegistrations
-from pdproxy.kit.leading import MEASURES, Leading
-from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.siblings import ALL
 from pdproxy.observe.description import Description, Samples
 from pdproxy.observe.events import Event, Observers
@@ -31,19 +28,17 @@ from tests.unit.test_registration import TIMEOUT, D, P, beat
 class _Lead:
     """A lead that the test gives and takes."""
 
-    leads = False
-
-    def beat(self) -> None:
-        pass
+    def __init__(self, *, leads: bool) -> None:
+        self.leads = leads
 
 
 class Worker:
     """One worker, and what it has not read yet."""
 
-    def __init__(self, stage: Stage, number: int) -> None:
+    def __init__(self, stage: Stage, number: int, *, succeeds: bool = False) -> None:
         self.stage = stage
         self.number = number
-        self.lead: Any = _Lead() if stage.table is None else stage.leading(number)
+        self.lead = _Lead(leads=number == 0)
         self.results: Counter[str] = Counter()
         self.inbox: list[bytes] = []
         self.failures: list[Exception] = []
@@ -59,6 +54,7 @@ class Worker:
             timeout=TIMEOUT,
             number=number,
             lead=self.lead,  # type: ignore[arg-type]
+            succeeds=succeeds,
             pass_on=self.pass_on,
             failed=self.failures.append,
         )
@@ -109,29 +105,16 @@ class Worker:
 class Stage:
     """Workers, and a parent that puts their messages in one order. Number 0 leads until the test
     says otherwise.
-
-    With `leading` they find out who leads, as in production.
     """
 
-    def __init__(self, count: int = 3, *, leading: bool = False) -> None:
+    def __init__(self, count: int = 3) -> None:
         self.clock = ManualClock()
-        self.table = SharedTable(count, 1, MEASURES) if leading else None
         self.passed = 0
         self.workers: list[Worker] = []
         self.workers += [Worker(self, number) for number in range(count)]
-        if not leading:
-            self.workers[0].lead.leads = True
         for one in self.workers:
-            one.lead.beat()
             one.known.look()
         self.settle()
-
-    def leading(self, number: int) -> Any:
-        assert self.table is not None
-        others = self.table.others(number)
-        return Leading(
-            number, self.table.column(number), others, lambda: int(self.clock.now() * 1e9)
-        )
 
     def settle(self) -> None:
         """Have everybody read what has come, and what comes of that."""
@@ -147,20 +130,12 @@ class Stage:
             seconds -= step
             for one in self.workers:
                 if not one.is_stopped:
-                    one.lead.beat()
                     one.known.look()
             self.settle()
 
     def restart(self, number: int) -> Worker:
-        """Kill a worker and start its successor, which has not asked yet. The next one leads, if it
-        led.
-        """
-        if self.table is not None:
-            self.table.clear(number)
-        elif self.workers[number].lead.leads:
-            self.workers[(number + 1) % len(self.workers)].lead.leads = True
-        self.workers[number] = Worker(self, number)
-        self.workers[number].lead.beat()
+        """Kill a worker and start its successor, which has not asked yet."""
+        self.workers[number] = Worker(self, number, succeeds=True)
         return self.workers[number]
 
     def results(self) -> Counter[str]:
@@ -299,7 +274,7 @@ async def test_what_comes_behind_the_question_is_taken_behind_the_answer() -> No
 
 
 async def test_a_leader_that_ends_before_it_answers() -> None:
-    """It is asked again: by the next one. Without any other the worker begins with nothing."""
+    """It is asked again, or who leads in its place."""
     stage = Stage()
     stage.workers[0].known.receive(beat(), b"1", "10.0.0.1")
     stage.settle()
@@ -312,13 +287,24 @@ async def test_a_leader_that_ends_before_it_answers() -> None:
     await stage.wait(ASK_EVERY)
     assert one.known.complete
     assert one.wrong() is None
-    for worker in stage.workers[:2]:
-        worker.is_stopped, worker.lead.leads = True, False
-    one = stage.restart(2)
-    one.lead.leads = True
-    one.known.look()
-    assert one.known.complete
-    assert one.wrong() == "has not registered"
+
+
+async def test_who_leads_in_place_of_a_dead_one_learns_what_others_know() -> None:
+    """And what has come behind its question; where nobody answers, it begins with nothing."""
+    stage = Stage()
+    stage.workers[1].known.receive(beat(), b"1", "10.0.0.1")
+    stage.settle()
+    for is_alone in (False, True):
+        for one in stage.workers[1:]:
+            one.is_stopped = is_alone
+        one = stage.restart(0)
+        one.known.look()
+        one.known.receive(beat(D, "D"), b"2", "10.0.0.2")
+        assert not one.known.complete
+        stage.settle()
+        await stage.wait(ASK_EVERY)
+        assert one.known.complete
+        assert (one.wrong(), one.wrong(D)) == ("has not registered" if is_alone else None, None)
 
 
 async def test_an_engine_that_is_added_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +414,7 @@ async def test_all_know_the_same_whatever_happens(seed: int) -> None:
     anybody else.
     """
     chance = random.Random(seed)
-    stage = Stage(leading=True)
+    stage = Stage()
     beats = [
         (beat(), "10.0.0.1"),
         (beat(zmq="10.0.0.1:9"), "10.0.0.1"),

@@ -148,12 +148,15 @@ class AdminServer:
                 self.serving = False
 
 
-def serve_admin(proxy: Proxy, at: AdminSocket | None, log: Log) -> AdminServer | None:
+def serve_admin(
+    proxy: Proxy, at: AdminSocket | None, log: Log, *, listens: bool = True
+) -> AdminServer | None:
     """Serve the admin API of a proxy that was started for as long as that runs. Without a socket
-    there is none.
+    there is none. `listens` False: only other processes have this one make changes.
     """
     if at is None:
         return None
     server = AdminServer(proxy, at, log)
-    proxy.tasks.keep(server.run, "admin API")
+    if listens:
+        proxy.tasks.keep(server.run, "admin API")
     return server

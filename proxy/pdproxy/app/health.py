@@ -181,6 +181,7 @@ def _findings(
         process.observers,
         process.now,
         probe,
+        succeeds=share.succeeds,
     )
     found.is_behind = lambda: siblings.is_behind()
     siblings.hears[topic] = found.received

@@ -37,11 +37,14 @@ class Noticing:
     process: Process
 
     def start(self) -> None:
-        """Bind the socket, if engines send or post notices to it.
+        """Bind the socket, if engines send or post notices to it, and this process serves.
 
         Raises:
             SettingsError: it can't be bound.
         """
+        share = self.process.share.several
+        if share is not None and not share.serves:
+            return
         if self.over_zmq:
             self.sockets.bind(self.socket, self.place)
             logger.info("KV-ready notices are expected on %s", self.socket.address)

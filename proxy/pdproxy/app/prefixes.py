@@ -298,8 +298,8 @@ def _share(
     share: Share,
     pool: str,
 ) -> None:
-    """Have workers tell each other what they send to engines, and the one that leads what it knows
-    to one that starts.
+    """Have workers tell each other what they send to engines, and the process that leads what it
+    knows to one that starts. To one that leads in place of a dead one, all others do.
     """
     siblings, topic, question = (
         share.siblings,
@@ -314,16 +314,20 @@ def _share(
     siblings.answers_about[question] = lambda about: (
         sharing.answer(about) if share.lead.leads else b""
     )
+    of_all = f"all-{question}"
+    siblings.answers_about[of_all] = sharing.answer
+    asked = of_all if share.lead.leads else question
 
     async def ask(about: str) -> bytes | None:
-        answers = await siblings.ask(f"{question} {about}")
-        # of one: the others do not lead
+        answers = await siblings.ask(f"{asked} {about}")
+        # of any of them: what they know is the same but for what was told last
         return next((answer for answer in answers.of.values() if answer), None)
 
     def probed() -> bool:
         return all(engine.in_ledger.probed for engine in engines.values())
 
-    prefixes.catch_up = lambda: sharing.catch_up(share.lead, ask, probed)
+    others_know = share.succeeds or not share.lead.leads
+    prefixes.catch_up = lambda: sharing.catch_up(ask if others_know else None, probed)
 
 
 def build_prefixes(

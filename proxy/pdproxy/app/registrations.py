@@ -27,13 +27,16 @@ class Registering:
     socket: RegistrationSocket
     place: AddressToBind
     sockets: Sockets
+    listens: bool
 
     def start(self) -> None:
-        """Bind the socket.
+        """Bind the socket, where this process serves.
 
         Raises:
             SettingsError: it can't be bound.
         """
+        if not self.listens:
+            return
         self.sockets.bind(self.socket, self.place)
         logger.info("engines are expected to register on %s", self.socket.address)
 
@@ -76,10 +79,12 @@ def build_registrations(
             checked=hosts.of_peers,
             number=share.number,
             lead=share.lead,
+            succeeds=share.succeeds,
             pass_on=lambda worker, body: siblings.pass_on(worker, topic, body),
             failed=failed,
         )
         siblings.hears[topic] = known.received
         share.registrations.append(known)
     socket = RegistrationSocket(known.receive, known.unreadable, failed)
-    return Registering(known, socket, registration_place(settings), sockets)
+    listens = share is None or share.serves
+    return Registering(known, socket, registration_place(settings), sockets, listens)

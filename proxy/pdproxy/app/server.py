@@ -244,14 +244,14 @@ def _place(proxy: Proxy, listener: socket.socket) -> str:
 
 async def serve(
     settings: Settings,
-    listener: socket.socket,
+    listener: socket.socket | None,
     ending: Ending,
     log: Log | None = None,
     started: Callable[[Proxy], Awaitable[None] | None] = lambda _: None,
     share: Share | SoleProcess = ALONE,
 ) -> int:
     """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no
-    signals. `log`: see `Proxy.build`.
+    signals. `listener` None: no clients are served. `log`: see `Proxy.build`.
 
     `started`: called once with the proxy, before it gets requests. What it returns is awaited;
     connections wait meanwhile. `share`: what this worker shares with others.
@@ -270,19 +270,22 @@ async def serve(
     proxy.sources.start()
     if (waits := started(proxy)) is not None:
         await waits
-    own_warnings = (*proxy.credentials.warnings(), *proxy.front.warnings())
-    for warning in (*own_warnings, *salt_warnings(settings, proxy.cache_salts)):
-        logger.warning("%s", warning)
-    logger.info("pdproxy %s listens on %s", __version__, _place(proxy, listener))
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
+    if listener is not None:
+        own_warnings = (*proxy.credentials.warnings(), *proxy.front.warnings())
+        for warning in (*own_warnings, *salt_warnings(settings, proxy.cache_salts)):
+            logger.warning("%s", warning)
+        logger.info("pdproxy %s listens on %s", __version__, _place(proxy, listener))
+    listeners = [] if listener is None else [listener]
+    serving = asyncio.create_task(server.serve(sockets=listeners), name="server")
     end_requested = asyncio.create_task(ending.requested.wait(), name="ending")
     at_once = asyncio.create_task(ending.at_once.wait(), name="at once")
     await asyncio.wait({serving, end_requested}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         proxy.leave(server.server_state.connections)
-        logger.info(
-            "not ready any more: serving new requests for up to %g s", settings.listen.linger
-        )
+        if listener is not None:
+            logger.info(
+                "not ready any more: serving new requests for up to %g s", settings.listen.linger
+            )
         lingering = asyncio.create_task(ending.lingered(settings.listen.linger), name="linger")
         await asyncio.wait({serving, lingering, at_once}, return_when=asyncio.FIRST_COMPLETED)
         lingering.cancel()

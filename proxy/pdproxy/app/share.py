@@ -19,7 +19,7 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.leading import Leading
+from pdproxy.kit.leading import Lead
 from pdproxy.kit.records import Records
 from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.kit.shared_table import Column, Others
@@ -69,13 +69,20 @@ class Share(Protocol):
     workers: int
     cache_secret: bytes
     """See `SoleProcess`. All processes have the same one."""
-    lead: Leading
+    serves: bool
+    """Whether it serves clients. If not, no engine sends it notices, and none registers at it."""
+    succeeds: bool
+    """Whether another process has had its number before: the others may know what that one knew."""
     findings: list[Findings]
     """Those of each pool. Whoever makes one adds it here."""
     registrations: list[WorkerRegistrations]
     """Those of each pool whose engines register. Whoever makes one adds it here."""
     admission: WorkerAdmission | None
     """Set by whoever makes it."""
+
+    @property
+    def lead(self) -> Lead:
+        """Whether this process does what is done once for all."""
 
     @property
     def siblings(self) -> Siblings:

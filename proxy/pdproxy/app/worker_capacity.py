@@ -17,7 +17,7 @@ class WorkerPoolCapacity(PoolCapacity):
     """The `PoolCapacity` of one of several workers. `ledger`: its own, which knows the others'
     loads.
 
-    The worker that probes learns from what engines report; any of them learns from a refusal.
+    The process that probes learns from what engines report; any of them learns from a refusal.
     """
 
     def __init__(

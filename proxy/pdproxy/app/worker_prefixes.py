@@ -1,9 +1,9 @@
 """Wiring of what workers tell each other of engines' prefix caches: when it is sent, and how it is
 taken in small steps.
 
-A worker that starts asks the one that leads for what it knows, one part after the other. What is
-sent meanwhile, by others or by itself, waits until that was taken in: so it counts as used later,
-and engines' least recently used blocks go first here, too.
+A worker that starts asks the process that leads for what it knows, one part after the other. What
+is sent meanwhile, by others or by itself, waits until that was taken in: so it counts as used
+later, and engines' least recently used blocks go first here, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from pdproxy.kit.leading import Lead
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS
 from pdproxy.scheduling.prefix.worker_knowledge import (
     SentPrompt,
@@ -35,9 +34,7 @@ MAX_QUEUED = 512 << 10
 PATIENCE = 10.0
 """Seconds for all that another worker knows. Then a worker goes on with what it has got."""
 AGAIN = 0.1
-"""Seconds until a worker looks again whether engines were probed, or whether any worker leads."""
-_NOTHING = encode([])
-"""No engines, and no keys of one."""
+"""Seconds until a worker looks again whether engines were probed, or whether anybody answers."""
 
 logger = logging.getLogger("pdproxy.workers")
 _decode_urls = msgspec.msgpack.Decoder(list[str]).decode
@@ -135,21 +132,23 @@ class SharingPrefixes:
         return encode(self._knowledge.part(url, int(number)))
 
     async def catch_up(
-        self, lead: Lead, ask: Callable[[str], Awaitable[bytes | None]], ready: Callable[[], bool]
+        self, ask: Callable[[str], Awaitable[bytes | None]] | None, ready: Callable[[], bool]
     ) -> None:
-        """Take in what the worker that leads knows. `ask` returns its answer, None if none leads;
-        `ready`: engines were probed.
+        """Take in what others know. `ask` returns their answer, None if there is none; None: they
+        know nothing more. `ready`: engines were probed.
 
         How much an engine holds is known once it was probed.
         """
+        if ask is None:
+            return
         self._waits = True
         try:
             async with asyncio.timeout(PATIENCE):
                 while not ready():  # noqa: ASYNC110 - engines have no common signal, and this lasts milliseconds
                     await asyncio.sleep(AGAIN)
-                urls = _decode_urls(await self._asked(lead, ask, ""))
+                urls = _decode_urls(await self._asked(ask, ""))
                 for url in urls:
-                    await self._restore(url, lead, ask)
+                    await self._restore(url, ask)
                 if urls:
                     logger.info(
                         "knows what another worker knew of the prefix caches of %d engines",
@@ -164,12 +163,10 @@ class SharingPrefixes:
             self._waits = False
             self._go_on()
 
-    async def _restore(
-        self, url: str, lead: Lead, ask: Callable[[str], Awaitable[bytes | None]]
-    ) -> None:
+    async def _restore(self, url: str, ask: Callable[[str], Awaitable[bytes | None]]) -> None:
         place, parts, of_ids = self._knowledge.place_of(url), list[list[int]](), False
         while place is not None:
-            part = decode_part(await self._asked(lead, ask, f"{len(parts)} {url}"))
+            part = decode_part(await self._asked(ask, f"{len(parts)} {url}"))
             keys, of_ids = array("q", part.keys).tolist(), part.of_ids or of_ids
             if not keys:
                 break
@@ -181,12 +178,8 @@ class SharingPrefixes:
                 self._knowledge.restore(url, keys[begin : begin + AT_ONCE], of_ids=of_ids)
                 await asyncio.sleep(0)
 
-    async def _asked(
-        self, lead: Lead, ask: Callable[[str], Awaitable[bytes | None]], about: str
-    ) -> bytes:
-        """Return what the worker that leads answers; of one that leads itself, nothing."""
-        while not lead.leads:
-            if (answer := await ask(about)) is not None:
-                return answer
-            await asyncio.sleep(AGAIN)  # the one that led has ended
-        return _NOTHING
+    @staticmethod
+    async def _asked(ask: Callable[[str], Awaitable[bytes | None]], about: str) -> bytes:
+        while (answer := await ask(about)) is None:  # noqa: ASYNC110 - who would answer has ended
+            await asyncio.sleep(AGAIN)
+        return answer

@@ -1,12 +1,13 @@
 """What one worker has found of an engine's health, for all workers: whole states, each with a
 version.
 
-One worker leads (`kit.leading`): it probes, and sends each engine's state when it has read its
-metrics, when anything has changed, when a worker asks, and when it begins to lead. Any worker whose
-own leg shows something (an engine refuses connections, stands still, counts another prompt length)
-sends the state, too, with the next version. Lower versions are old; of equal ones the leader's
-counts. It sends the state again behind each one that it took, so all end with the leader's. A
-worker that starts knows nothing, and asks until each of its engines is known.
+One process leads (`kit.leading`): it probes, and sends each engine's state when it has read its
+metrics, when anything has changed, and when a worker asks. Any worker whose own leg shows something
+(an engine refuses connections, stands still, counts another prompt length) sends the state, too,
+with the next version. Lower versions are old; of equal ones the leader's counts. It sends the state
+again behind each one that it took, so all end with the leader's. A worker that starts knows
+nothing, and asks until each of its engines is known. One that leads in place of a dead one asks all
+others once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pdproxy.fleet.engine import AuditAccount, Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.fleet.worker_audit import WorkerAuditor
-from pdproxy.kit.leading import Leading
+from pdproxy.kit.leading import Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger_engine import Evidence
@@ -41,8 +42,8 @@ class HealthFinding(msgspec.Struct, array_like=True):
     """An engine's state. `down`, `stalled`, `excluded`: why, None if it is not. `left_out`: see
     `Outliers.left_out`.
 
-    `ejected`: engines with which it is not paired. Of the leader: `scrape`, its last metrics, and
-    the audit's `account`, `base` and `blind`.
+    `ejected`: engines with which it is not paired. Of the leader, as it has sent them last:
+    `scrape`, the engine's metrics, and the audit's `account`, `base` and `blind`.
     """
 
     url: str
@@ -83,12 +84,12 @@ class Reported(Protocol):
 
 class Findings:
     """The findings of one pool. `tell` sends a message to all other workers. A watcher of the
-    registry.
+    registry. `succeeds`: whether this process takes the place of a dead one.
     """
 
     def __init__(
         self,
-        lead: Leading,
+        lead: Lead,
         tell: Callable[[bytes], None],
         engines: EngineRegistry,
         ledger: WorkerLedger,
@@ -99,6 +100,8 @@ class Findings:
         observers: Observers,
         now: Callable[[], float],
         probe: Callable[[Engine], None],
+        *,
+        succeeds: bool = False,
     ) -> None:
         self._lead = lead
         self._tell = tell
@@ -111,6 +114,9 @@ class Findings:
         self._observers = observers
         self._now = now
         self._probe = probe
+        self._succeeds = succeeds
+        self._lacks: set[str] = set()
+        """Engines whose audit is to be gone on with, if another process knows it."""
         self._started = False
         self._versions: dict[str, int] = {}
         self._scrapes: dict[str, Scrape] = {}
@@ -122,7 +128,6 @@ class Findings:
         enough.
         """
         ledger.tell = self._found
-        lead.begins.append(self._begins)
         engines.watch(self)
 
     def __repr__(self) -> str:
@@ -133,11 +138,15 @@ class Findings:
         event loop.
         """
         self._started = True
+        if self._lead.leads:
+            self._go_on_with(list(self._engines))
         tasks.keep(self._ask, "findings")
 
     def added(self, engine: Engine) -> None:
         """Ask for what is known of an engine."""
-        if self._started and not self._lead.leads:
+        if self._started and self._lead.leads:
+            self._go_on_with([engine.url])
+        elif self._started:
             self._send(unknown=[engine.url])
 
     def removed(self, engine: Engine) -> None:
@@ -147,6 +156,7 @@ class Findings:
             self._versions.pop(url, None)
         for known in (self._scrapes, self._wished, self._due):
             known.pop(url, None)
+        self._lacks.discard(url)
 
     def scraped(self, engine: Engine, scrape: Scrape) -> None:
         """Send what the probe of the leader has found, changed or not."""
@@ -162,17 +172,20 @@ class Findings:
 
     # -- sending
 
+    def _go_on_with(self, urls: list[str]) -> None:
+        """Ask what the process knew that led before: the legs of workers go on, and so must the
+        audit.
+        """
+        if self._succeeds and urls:
+            self._lacks.update(urls)
+            self._send(unknown=urls)
+
     async def _ask(self) -> None:
         while True:
             unknown = [url for url, engine in self._engines.items() if not engine.in_ledger.probed]
             if unknown and not self._lead.leads:
                 self._send(unknown=unknown)
             await asyncio.sleep(ASK_EVERY)
-
-    def _begins(self) -> None:
-        """This worker leads from now on: what it knows holds for all."""
-        for url in self._engines:
-            self._post(url)
 
     def _found(self, url: str) -> None:
         """Something of an engine's health was noted by this worker itself."""
@@ -189,6 +202,9 @@ class Findings:
             asyncio.get_running_loop().call_later(AGAIN, self._send_due)
             return
         urls, self._due = list(self._due), {}
+        self._send_known(urls)
+
+    def _send_known(self, urls: Iterable[str]) -> None:
         known = [
             engine
             for url in urls
@@ -209,13 +225,12 @@ class Findings:
             self._outliers.left_out(url),
             sorted(ledger_engine.ejected),
         )
-        if self._lead.leads:
-            made.scrape = self._scrapes.get(url)
-            made.account, made.base, made.blind = (
-                engine.audit.account,
-                self._auditor.base(url),
-                engine.audit.blind,
-            )
+        made.scrape = self._scrapes.get(url)
+        made.account, made.base, made.blind = (
+            engine.audit.account,
+            self._auditor.base(url),
+            engine.audit.blind,
+        )
         return made
 
     def _send(
@@ -235,11 +250,16 @@ class Findings:
             engine = self._engines.get(finding.url)
             if engine is None:
                 continue
+            if finding.url in self._lacks and finding.account is not None:
+                self._lacks.discard(finding.url)
+                self._auditor.follow(engine, finding.account, finding.base, blind=finding.blind)
             if self._counts(finding, leaders=told.leads):
                 self._take(engine, finding, leaders=told.leads)
             elif told.leads and finding.version < self._versions.get(finding.url, 0):
                 self._post(finding.url)  # the leader does not know yet, or was never told
-        if self._lead.leads:
+        if told.leads:  # at once: what it finds itself comes behind its question
+            self._send_known(told.unknown)
+        elif self._lead.leads:
             self._answer(told.unknown, told.wanted)
 
     def _answer(self, unknown: Iterable[str], wanted: Iterable[str]) -> None:

@@ -2,10 +2,10 @@
 others.
 
 Owns, for one kind of question, the last answer of each engine's present run. A worker that has none
-asks the others again and again, and the one that leads (`kit.leading`) sends what it has. All keep
-what they have heard: whoever leads next goes on. An answer counts only for the run that gave it,
-which its start time shows. What any worker finds of an engine by itself, its notes, goes to all,
-too.
+asks the others again and again, and the process that leads (`kit.leading`) sends what it has. One
+that leads in place of a dead one asks the engines again. An answer counts only for the run that
+gave it, which its start time shows. What any worker finds of an engine by itself, its notes, goes
+to all, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.kit.leading import Leading
+from pdproxy.kit.leading import Lead
 from pdproxy.kit.tasks import TaskOwner
 
 ASK_EVERY = 1.0
@@ -51,9 +51,7 @@ class WorkerAnswers:
     of engines.
     """
 
-    def __init__(
-        self, lead: Leading, tell: Callable[[bytes], None], engines: EngineRegistry
-    ) -> None:
+    def __init__(self, lead: Lead, tell: Callable[[bytes], None], engines: EngineRegistry) -> None:
         self.lead = lead
         self._tell = tell
         self._engines = engines
@@ -63,11 +61,10 @@ class WorkerAnswers:
         """Called when an engine's answer has come from another worker."""
         self.noted: Callable[[Engine, bytes], None] = lambda engine, note: None
         """Called with what another worker has noted of an engine."""
+        self.replaced: Callable[[Engine, bytes], None] = lambda engine, before: None
+        """Called with what was kept of an engine, when another answer was kept in its place."""
         self.lacking: Callable[[], Collection[str]] = tuple
         """Returns the engines whose answers are needed here."""
-        self.begins: Callable[[], None] = lambda: None
-        """Called when this worker begins to lead."""
-        lead.begins.append(lambda: self.begins())
         engines.watch(self)
 
     def __repr__(self) -> str:
@@ -118,7 +115,10 @@ class WorkerAnswers:
         told = _decode(body)
         for said in told.answers:
             if (engine := self._of_run(said)) is not None:
+                before = self.of(engine)
                 self.keep(engine, said.body)
+                if before is not None:
+                    self.replaced(engine, before)
                 self.taken(engine)
         for said in told.notes:
             if (engine := self._of_run(said)) is not None:

@@ -63,7 +63,6 @@ class WorkerBootstraps(Bootstraps):
         shared.taken = self._taken
         shared.noted = lambda engine, note: super(WorkerBootstraps, self)._stuck(engine)
         shared.lacking = self._lacking
-        shared.begins = self._begins
 
     def _lacking(self) -> list[str]:
         return [
@@ -71,11 +70,6 @@ class WorkerBootstraps(Bootstraps):
             for engine, known in self._known.items()
             if engine.in_ledger.up and known.run != engine.in_ledger.run_number
         ]
-
-    def _begins(self) -> None:
-        """This worker leads from now on: it asks all servers at once."""
-        for known in self._known.values():
-            known.wake.set()
 
     def _stuck(self, engine: Engine) -> None:
         super()._stuck(engine)

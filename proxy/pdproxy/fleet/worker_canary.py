@@ -67,8 +67,8 @@ class WorkerCanaries(Canaries):
         self._shared = shared
         shared.taken = lambda engine: self._wake.set()
         shared.noted = self._noted
+        shared.replaced = self._replaced
         shared.lacking = self._lacking
-        shared.begins = self._wake.set
 
     def _lacking(self) -> list[str]:
         return [
@@ -89,7 +89,7 @@ class WorkerCanaries(Canaries):
         return known
 
     async def _answers(self, engine: Engine) -> CanaryAnswers | None:
-        """See `Canaries`. Only the worker that leads asks the engine, and only what no worker has
+        """See `Canaries`. Only the process that leads asks the engine, and only what no worker has
         asked before.
         """
         if (known := self._known(engine)) is not None:
@@ -128,6 +128,17 @@ class WorkerCanaries(Canaries):
         refuted = _decode_refuted(note)
         self._keep(engine, refuted)
         super()._distrust(engine, refuted.model, refuted.route, refuted.why)
+
+    def _replaced(self, engine: Engine, before: bytes) -> None:
+        """Tell the leader what requests have shown: one that leads in place of a dead one does not
+        know it.
+        """
+        kept = self._shared.of(engine)
+        known = [] if kept is None else _decode(kept).refuted
+        for refuted in _decode(before).refuted:
+            if refuted not in known:
+                self._keep(engine, refuted)
+                self._shared.note(engine, _encode(refuted))
 
     def _keep(self, engine: Engine, refuted: _Refuted) -> None:
         kept = self._shared.of(engine)

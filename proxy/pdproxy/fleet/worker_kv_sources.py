@@ -42,7 +42,8 @@ from pdproxy.fleet.kv_source import COOLDOWN, KvEventReader, SourceParts
 from pdproxy.fleet.kv_sources import Key, KvEventSources
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.engine_networks import USUAL, EngineNetworks
-from pdproxy.kit.leading import STALE, Lead
+from pdproxy.kit.leading import Lead
+from pdproxy.kit.siblings import STALE
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.settings.kv import EngineKvEvents, KvEvents

@@ -3,11 +3,11 @@ order.
 
 An engine's heartbeats come to any worker. It passes them on to all, itself included, and all take
 them in one order. Who owns a registration depends on that order alone. That an engine is silent is
-such a message, too: the worker that leads sends it, with the number of heartbeats behind which it
+such a message, too: the process that leads sends it, with the number of heartbeats behind which it
 holds. Otherwise two workers whose timers are a moment apart could believe different senders for as
 long as both send. A worker that begins, or that was stopped, asks in the same order; the leader
 answers with all that it knew at the question, and what has come behind the question is taken after
-that.
+that. A process that leads in place of a dead one is answered by all others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pdproxy.fleet.registration import (
     cancel,
 )
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.leading import STALE, Leading
-from pdproxy.kit.siblings import ALL
+from pdproxy.kit.leading import Lead
+from pdproxy.kit.siblings import ALL, STALE
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -80,7 +80,10 @@ class _Known(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Told(msgspec.Struct, array_like=True, frozen=True):
-    """A message. `asks`: the name of a question; `answers`: to which one `known` is the answer."""
+    """A message. `asks`: the name of a question; `answers`: to which one `known` is the answer.
+
+    `leads`: whether the sender of a question does. `begins`: it leads, and nobody has answered it.
+    """
 
     sender: int
     beat: _Beat | None = None
@@ -88,6 +91,8 @@ class _Told(msgspec.Struct, array_like=True, frozen=True):
     asks: bytes = b""
     answers: bytes = b""
     known: list[_Known] = []
+    leads: bool = False
+    begins: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -96,7 +101,7 @@ _decode = msgspec.msgpack.Decoder(_Told).decode
 
 class WorkerRegistrations(Registrations):
     """The registrations of one pool in worker `number`. `pass_on`: sends a message to one worker,
-    or to `ALL` in one order.
+    or to `ALL` in one order. `succeeds`: whether another process had that number before.
 
     `failed`: what is called if a heartbeat can't be processed.
     """
@@ -112,13 +117,15 @@ class WorkerRegistrations(Registrations):
         timeout: float,
         checked: CheckPeers = lambda peers, _: peers,
         number: int,
-        lead: Leading,
+        lead: Lead,
+        succeeds: bool = False,
         pass_on: Callable[[int, bytes], bool],
         failed: Callable[[Exception], None],
     ) -> None:
         self._failed = failed
         self._number = number
         self._lead = lead
+        self._succeeds = succeeds
         self._pass_on = pass_on
         self._process = os.urandom(8)
         """Part of the names of this process's connections: elsewhere a stranger's could have the
@@ -211,11 +218,16 @@ class WorkerRegistrations(Registrations):
             self._ask()
 
     def _ask(self) -> None:
-        if self._lead.leads:  # nobody knows more
-            self.complete, self._question, self._kept = True, b"", None
+        leads = self._lead.leads
+        if leads and (self._question or not self._succeeds):  # nobody has answered, or knows more
+            kept, self._kept, self._question, self.complete = self._kept or [], None, b"", True
+            for one in kept:
+                self._heard(one)
+            if self._succeeds:  # who knows more than it, and was late, is to know the same
+                self._tell(ALL, _Told(self._number, begins=True))
             return
         self._question, self._kept = os.urandom(8), None
-        self._tell(ALL, _Told(self._number, asks=self._question))
+        self._tell(ALL, _Told(self._number, asks=self._question, leads=leads))
 
     def _answer(self, told: _Told) -> None:
         known = []
@@ -255,10 +267,14 @@ class WorkerRegistrations(Registrations):
     def received(self, body: bytes) -> None:
         """Take a message of a worker, perhaps of this one."""
         told = _decode(body)
-        if told.asks:
+        if told.begins:
+            if not self._lead.leads:
+                self.complete = False
+                self._ask()
+        elif told.asks:
             if told.asks == self._question:
                 self._kept = []
-            elif self._lead.leads and self.complete and told.sender != self._number:
+            elif self.complete and told.sender != self._number and (self._lead.leads or told.leads):
                 self._answer(told)
         elif told.answers:
             if told.answers == self._question:

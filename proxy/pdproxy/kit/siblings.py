@@ -8,6 +8,8 @@ from typing import Protocol
 
 ALL = -1
 """Whom something is passed on to: all processes, who sends it included."""
+STALE = 2.0
+"""Seconds for which a process may stand still. Behind more it may have missed what others told."""
 
 
 @dataclass(slots=True)
@@ -25,8 +27,9 @@ class SiblingAnswers:
     past: bytes = b""
     """What is left of workers that have ended."""
     restarts: int = 0
+    scheduler_restarts: int = 0
     absent: tuple[int, ...] = ()
-    """Workers that were not asked: they have ended, or begin."""
+    """Processes that were not asked: they have ended, or begin."""
 
 
 class Siblings(Protocol):

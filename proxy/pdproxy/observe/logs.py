@@ -74,6 +74,10 @@ class Log:
         """Name a worker in all lines from now on."""
         self._formatter.show_always({"worker": number})
 
+    def name_process(self, name: str) -> None:
+        """Name a process that is no worker in all lines from now on."""
+        self._formatter.show_always({"process": name})
+
     @property
     def dropped(self) -> int:
         """How many lines were dropped."""

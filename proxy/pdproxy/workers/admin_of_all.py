@@ -81,7 +81,7 @@ class AdminApiOfAll(AdminApi):
 
     async def engines(self, *, pairs: bool = True, of: PoolEngines | None = None) -> EngineList:
         """See `AdminApi`."""
-        answers = await self._siblings.ask(ENGINES)
+        answers = await self._siblings.ask_workers(ENGINES)
         self._refresh()
         own = await super().engines(pairs=pairs, of=of)
         views = {number: _view(answer) for number, answer in answers.of.items()}
@@ -108,7 +108,7 @@ class AdminApiOfAll(AdminApi):
 
     async def engine(self, name: str) -> EngineEntry:
         """See `AdminApi`."""
-        answers = await self._siblings.ask(f"{ENGINE} {name}")
+        answers = await self._siblings.ask_workers(f"{ENGINE} {name}")
         self._refresh()
         found: dict[int, EngineEntry | None] = {}
         refusal: NotThereError | None = None
@@ -121,8 +121,9 @@ class AdminApiOfAll(AdminApi):
         if there:
             return merged_entry(dict(there))
         if answers.silent:
+            silent = _silent(self._siblings.named, answers.silent)
             raise UnknownOutcomeError(
-                f"{_silent(answers.silent)}: it is not known whether {truncate(name)} is there"
+                f"{silent}: it is not known whether {truncate(name)} is there"
             )
         assert refusal is not None
         raise refusal
@@ -145,13 +146,13 @@ class AdminApiOfAll(AdminApi):
         if change.kind == "log_level":
             change = msgspec.structs.replace(change, engine="", instead_of=self._level())
         asked = await self._changes.ask(change)
-        return _together(change, self._number, asked)
+        return _together(change, self._number, asked, self._siblings.named)
 
     # -- requests
 
     async def decisions(self) -> bytes:
         """See `AdminApi`. Those of a worker that does not answer are missing."""
-        answers = await self._siblings.ask(DECISIONS)
+        answers = await self._siblings.ask_workers(DECISIONS)
         kept = [self.service.decisions(), *map(_decisions, answers.of.values())]
         return page_of(together(kept, self._now(), KEPT * len(self.service.pools)))
 
@@ -160,7 +161,9 @@ class AdminApiOfAll(AdminApi):
     ) -> RequestList:
         """See `AdminApi`."""
         wanted = _Filter(limit, request_id, outcome)
-        answers = await self._siblings.ask(f"{REQUESTS} {msgspec.json.encode(wanted).decode()}")
+        answers = await self._siblings.ask_workers(
+            f"{REQUESTS} {msgspec.json.encode(wanted).decode()}"
+        )
         own = self.service.recent.shown(limit, request_id=request_id, outcome=outcome)
         now = self._now()
         running = [one for one in own if one.ended_s is None]
@@ -186,9 +189,11 @@ class AdminApiOfAll(AdminApi):
 
 
 def _together(
-    change: Change, own: int, asked: AskedChange
+    change: Change, own: int, asked: AskedChange, named: Callable[[int], str]
 ) -> tuple[int, EngineChanged | LevelShown]:
-    """Return the answer of all workers. Raises what they have refused it with."""
+    """Return the answer of all workers. Raises what they have refused it with. `named`: how they
+    are called.
+    """
     outcomes = asked.outcomes
     if own not in outcomes:
         raise UnknownOutcomeError(
@@ -202,16 +207,15 @@ def _together(
             return first.answer()
         raise error_of(
             first.status,
-            f"worker {number} refuses it, and no other keeps it: {first.message}",
+            f"{named(number)} refuses it, and no other keeps it: {first.message}",
             first.owner,
         )
     # It may be gone in some of them already, and be new there.
     again = (one for one in accepted.values() if one.result == "serving_again")
     status, found = next(again, _first(own, accepted)[1]).answer()
     if asked.silent and isinstance(found, EngineChanged):
-        late = (
-            f"{_silent(asked.silent)}, and makes the change when it goes on, or its successor does"
-        )
+        silent = _silent(named, asked.silent)
+        late = f"{silent}, and makes the change when it goes on, or its successor does"
         found = msgspec.structs.replace(found, note=f"{found.note}; {late}")
     return status, found
 
@@ -221,7 +225,6 @@ def _first(own: int, outcomes: dict[int, ChangeOutcome]) -> tuple[int, ChangeOut
     return number, outcomes[number]
 
 
-def _silent(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return f"worker {numbers[0]} has not answered"
-    return f"workers {', '.join(map(str, numbers))} have not answered"
+def _silent(named: Callable[[int], str], numbers: list[int]) -> str:
+    names = ", ".join(map(named, numbers))
+    return f"{names} {'has' if len(numbers) == 1 else 'have'} not answered"

@@ -54,7 +54,9 @@ class Heirs:
         """
         while self._left:
             heir = min(
-                (one for one in self._supervisor.workers if one.ready), key=self._has, default=None
+                (one for one in self._supervisor.workers if one.ready and not one.is_for_all),
+                key=self._has,
+                default=None,
             )
             if heir is None:
                 return

@@ -1,4 +1,5 @@
-"""Several workers that serve as one: their listening sockets, what they share, and the supervisor.
+"""Several workers that serve as one: their listening sockets, what they share, and the supervisor
+of them and of the scheduler process.
 
 Owns the order of the start: all sockets are bound and all memory is mapped before the first worker
 is forked. The sockets stay open here, so that connections that wait in a dead worker's queue are
@@ -24,12 +25,13 @@ from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.limits import of_each
 from pdproxy.settings.schema import Settings
-from pdproxy.workers import worker
+from pdproxy.workers import scheduler_process, worker
 from pdproxy.workers.changes import ParentChanges
 from pdproxy.workers.heirs import ADOPTED, Heirs
 from pdproxy.workers.links import Message
 from pdproxy.workers.share import WorkersMemory
 from pdproxy.workers.shown_of_all import add_up
+from pdproxy.workers.siblings import SCHEDULER
 from pdproxy.workers.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
 from pdproxy.workers.switchboard import Switchboard
 
@@ -68,7 +70,7 @@ def _listen_and_supervise(
     except OSError as error:
         return cant_listen(settings, log, error)
     _warn_of_memory(settings)
-    shared = WorkersMemory(count, len(settings.pools))
+    shared = WorkersMemory(count + 1, count, len(settings.pools))
     try:
         bind_for_engines(settings, shared)
     except SettingsError:
@@ -80,7 +82,8 @@ def _listen_and_supervise(
 
     def work(number: int, end: socket.socket) -> int:
         listening.keep_only(number)
-        log.name_worker(number)
+        if number == shared.scheduler:
+            return scheduler_process.work(settings, source, log, end, shared, admin)
         return worker.work(
             settings, source, listening.sockets[number], log, end, shared, number, admin
         )
@@ -89,7 +92,8 @@ def _listen_and_supervise(
         return Parent(shared, supervisor, listening)
 
     drain = longest_drain(settings.deadlines)
-    supervisor = Supervisor(count, work, parent, drain, lingers=settings.listen.linger)
+    lingers = settings.listen.linger
+    supervisor = Supervisor(count, work, parent, drain, lingers=lingers, for_all=SCHEDULER)
     try:
         return supervisor.run()
     except RefusedError as error:
@@ -136,12 +140,14 @@ class Parent(Watcher):
 
     def starts(self, number: int) -> None:
         """See `Watcher`."""
-        self._listening.bind_again(number)
+        self._shared.starts[number] += 1
+        if number != self._shared.scheduler:
+            self._listening.bind_again(number)
 
     def waits(self, number: int, seconds: float) -> None:
         """See `Watcher`."""
         # connections would wait, perhaps for ever: the system gives new ones to the others
-        if seconds > LONGEST_WAIT:
+        if seconds > LONGEST_WAIT and number != self._shared.scheduler:
             self._listening.sockets[number].close()
 
     def died(self, number: int) -> None:

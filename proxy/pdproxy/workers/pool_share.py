@@ -12,7 +12,7 @@ from pdproxy.fleet import life_signs, worker_audit
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.leading import Leading
+from pdproxy.kit.leading import Lead
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling import worker_breakers, worker_ledger, worker_windows
@@ -72,7 +72,7 @@ class WorkerPoolShare:
     """A worker's part of the pool with number `at`, a `PoolShare`. `number`: of the worker; `area`:
     its own, for the records of all pools.
 
-    `lead`: who does what is done once; `now`: monotonic seconds; `siblings`: the other workers.
+    `lead`: whether it does what is done once; `now`: monotonic seconds; `siblings`: the others.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WorkerPoolShare:
         number: int,
         at: int,
         area: Area,
-        lead: Leading,
+        lead: Lead,
         now: Callable[[], float],
         siblings: LinkedSiblings,
     ) -> None:

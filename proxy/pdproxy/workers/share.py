@@ -19,8 +19,8 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
 from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
-from pdproxy.kit import leading, shared_places
-from pdproxy.kit.leading import Leading
+from pdproxy.kit import shared_places
+from pdproxy.kit.leading import ALWAYS, NEVER, Lead
 from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
@@ -61,29 +61,36 @@ UNSHARED = counter(
 
 
 class WorkersMemory:
-    """The memory of so many workers, that have so many pools."""
+    """The memory of so many processes, that have so many pools. `scheduler`: the number of the one
+    that leads; `serves`: whether it serves clients, too.
+    """
 
-    def __init__(self, workers: int, pools: int = 1) -> None:
-        self.workers = workers
+    def __init__(
+        self, processes: int, scheduler: int, pools: int = 1, *, serves: bool = False
+    ) -> None:
+        self.scheduler_serves = serves
+        self.processes = processes
+        self.scheduler = scheduler
+        self.starts = [0] * processes
+        """How often each was started. Not shared: a process has a copy from its fork."""
         self.cache_secret = token_bytes(SECRET_BYTES)
         """See `SoleProcess`. All workers have the same one."""
-        self.pools = [PoolMemory(workers) for _ in range(pools)]
-        self.lead = SharedTable(workers, 1, leading.MEASURES)
-        self.places = SharedTable(workers, 1, shared_places.MEASURES)
-        self.quotas = SharedTable(workers, MAX_KEYS, worker_quotas.MEASURES, worker_quotas.KEPT)
-        self.custody = SharedRecords(workers, custodian.UNITS)
+        self.pools = [PoolMemory(processes) for _ in range(pools)]
+        self.places = SharedTable(processes, 1, shared_places.MEASURES)
+        self.quotas = SharedTable(processes, MAX_KEYS, worker_quotas.MEASURES, worker_quotas.KEPT)
+        self.custody = SharedRecords(processes, custodian.UNITS)
         self.journal = ChangeJournal()
         """Not shared: the parent's own, of which a worker has a copy from its fork."""
         # Where the system has no such counters, waiting workers look every few milliseconds.
         self.wakes = (
-            [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)]
+            [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(processes)]
             if hasattr(os, "eventfd")
             else []
         )
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        for table in (self.lead, self.places, self.quotas):
+        for table in (self.places, self.quotas):
             table.clear(number)
         for pool in self.pools:
             pool.clear(number)
@@ -113,16 +120,18 @@ class WorkerShare:
         now: Callable[[], float],
     ) -> None:
         self.number = number
-        self.workers = shared.workers
+        self.workers = shared.processes
         self.cache_secret = shared.cache_secret
         self._shared = shared
         self._now = now
 
-        self.siblings = LinkedSiblings(send)
+        self.siblings = LinkedSiblings(send, shared.scheduler)
         self.changes = FollowedChanges(send, shared.journal)
         self._area = shared.custody.area(number)
         self._pools: list[WorkerPoolShare] = []
-        self.lead = Leading(number, *shared.lead.of(number))
+        self.lead: Lead = ALWAYS if number == shared.scheduler else NEVER
+        self.serves = number != shared.scheduler or shared.scheduler_serves
+        self.succeeds = shared.starts[number] > 1
         self.findings: list[Findings] = []
         """Those of each pool."""
         self._answers: list[WorkerAnswers] = []
@@ -143,7 +152,6 @@ class WorkerShare:
 
     def start(self, tasks: TaskOwner) -> None:
         """See `Share`."""
-        self.lead.beat()
         for findings in self.findings:
             findings.start(tasks)
         for answers in self._answers:
@@ -160,7 +168,6 @@ class WorkerShare:
 
     def stop(self) -> None:
         """See `Share`."""
-        self.lead.leave()
         if self.admission is not None:
             self.admission.stop()
         if self._shown is not None:
@@ -181,7 +188,6 @@ class WorkerShare:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_EVERY)
-            self.lead.beat()
             self.refresh()
             if self.admission is not None:
                 self.admission.look()

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
+from pdproxy.app.gauges import WORKERS
 from pdproxy.app.readiness import MAX_DETAILS, judged
 from pdproxy.app.shown import Shown
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import MergeRule, counter
+from pdproxy.observe.description import MergeRule, counter, described, gauge
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.prompt_shares import PromptShare
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
 from pdproxy.serving.request.admission import Admission
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.workers.links import Message
+from pdproxy.workers.siblings import SCHEDULER as SCHEDULER_NAME
 from pdproxy.workers.siblings import LinkedSiblings
 from pdproxy.workers.switchboard import REPORT
 
@@ -31,6 +33,20 @@ RESTARTS = counter(
     "starts",
     "How often a worker was started again, because it had ended or was killed",
     workers=MergeRule.MOST,
+)
+SCHEDULER_RESTARTS = counter(
+    "pdproxy_scheduler_restarts_total",
+    "starts",
+    "How often the scheduler process of several workers was started again, because it had ended or "
+    "was killed",
+    workers=MergeRule.MOST,
+)
+SCHEDULER = gauge(
+    "pdproxy_scheduler",
+    "processes",
+    "Scheduler processes whose numbers are on this page, 1 with several workers. 0: it is being "
+    "started, or does not answer",
+    workers=MergeRule.SUM,
 )
 
 
@@ -52,6 +68,7 @@ class ShownOfAll(Shown):
         self._siblings = siblings
         self._number = number
         self._everywhere = everywhere
+        self._is_scheduler = number == siblings.scheduler
         siblings.answers["metrics"] = lambda: encode(self._told())
         siblings.answers["ready"] = lambda: _encode_ready(self._own_readiness())
 
@@ -66,13 +83,14 @@ class ShownOfAll(Shown):
         answers = await self._siblings.ask("ready")
         found = {self._number: self._own_readiness()}
         found |= {number: _decode_ready(answer) for number, answer in answers.of.items()}
-        silent = [f"worker {number} does not answer" for number in answers.silent]
+        named = self._siblings.named
+        silent = [f"{named(number)} does not answer" for number in answers.silent]
         silent += [
-            f"worker {number} does not serve: it has ended, or begins" for number in answers.absent
+            f"{named(number)} does not serve: it has ended, or begins" for number in answers.absent
         ]
         if not answers.complete:
             silent.append("the supervisor does not answer")
-        return judged(together(found, silent))
+        return judged(together(found, silent, self._siblings.scheduler))
 
     async def metrics(self) -> bytes:
         """See `Shown`. What was counted never decreases: of a worker that does not answer it is
@@ -91,7 +109,9 @@ class ShownOfAll(Shown):
             decode(one).without_gone(here) for one in (*answers.last.values(), answers.past) if one
         ]
         page = merged([*here, *gone])
+        page.values.setdefault(SCHEDULER.name, {(): 0})
         page.values[RESTARTS.name] = {(): answers.restarts}
+        page.values[SCHEDULER_RESTARTS.name] = {(): answers.scheduler_restarts}
         return page_of(page)
 
     def start(self, tasks: TaskOwner) -> None:
@@ -118,7 +138,7 @@ class ShownOfAll(Shown):
     def _snapshot(self) -> Snapshot:
         found = self._own_metrics.snapshot()
         found.process = of_process()
-        return found
+        return of_scheduler(found) if self._is_scheduler else found
 
 
 def add_up(past: bytes, report: bytes) -> bytes:
@@ -126,38 +146,60 @@ def add_up(past: bytes, report: bytes) -> bytes:
     return encode(merged([*([decode(past)] if past else []), decode(report)]))
 
 
-def together(found: dict[int, Readiness], silent: Sequence[str] = ()) -> Readiness:
+def of_scheduler(found: Snapshot) -> Snapshot:
+    """Return what the scheduler process shows: what it has done, and no part of the workers."""
+    values = {
+        name: series
+        for name, series in found.values.items()
+        if (one := described(name)) is None or one.workers is not MergeRule.MEAN
+    }
+    values.pop(WORKERS.name, None)
+    values[SCHEDULER.name] = {(): 1}
+    return msgspec.structs.replace(found, values=values, workers=0)
+
+
+def together(
+    found: dict[int, Readiness], silent: Sequence[str] = (), scheduler: int | None = None
+) -> Readiness:
     """Return the answer of all workers: ready if all are, not ready if none is, else degraded.
 
     What only some of them say is shown with their numbers. `silent`: sentences on those that have
-    not answered.
+    not answered. `scheduler`: the number of the scheduler process, which can't make the whole not
+    ready: workers serve without it.
     """
+    workers = {number: one for number, one in found.items() if number != scheduler}
     states = [one.state for one in found.values()]
     prompts: dict[str, PromptShare] = {}
     for one in found.values():
         for pool, served in one.prompts.items():
             prompts[pool] = served.combined(prompts.get(pool, PromptShare()))
+    details = _details(found, workers)
     reasons = {number: one.reason for number, one in found.items() if one.reason is not None}
-    if len(reasons) == len(found):
-        reason = next(iter(reasons.values()))
-        return Readiness(OperationState.NOT_READY, reason, _details(found), prompts)
+    if reasons.keys() >= workers.keys():
+        reason = reasons[next(iter(workers))]
+        return Readiness(OperationState.NOT_READY, reason, details, prompts)
     details = [
         *silent,
-        *(f"worker {number}: {reason}" for number, reason in reasons.items()),
-        *_details(found),
+        *(f"{_name(number, workers)}: {reason}" for number, reason in reasons.items()),
+        *details,
     ]
     is_ok = not silent and all(state is OperationState.OK for state in states)
     state = OperationState.OK if is_ok else OperationState.DEGRADED
     return Readiness(state, None, details[:MAX_DETAILS], prompts)
 
 
-def _details(found: dict[int, Readiness]) -> list[str]:
-    counts = Counter(detail for one in found.values() for detail in dict.fromkeys(one.details))
+def _details(found: dict[int, Readiness], workers: dict[int, Readiness]) -> list[str]:
+    counts = Counter(detail for one in workers.values() for detail in dict.fromkeys(one.details))
     shown: dict[str, None] = {}
     for number, one in found.items():
         for detail in one.details:
-            shown[detail if counts[detail] == len(found) else f"worker {number}: {detail}"] = None
+            is_of_all = counts[detail] == len(workers)
+            shown[detail if is_of_all else f"{_name(number, workers)}: {detail}"] = None
     return list(shown)
+
+
+def _name(number: int, workers: Collection[int]) -> str:
+    return f"worker {number}" if number in workers else SCHEDULER_NAME
 
 
 class _Ready(msgspec.Struct, array_like=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -33,6 +34,8 @@ from pdproxy.workers.switchboard import (
 
 PATIENCE = 1.0
 """Seconds for the answers of all others."""
+SCHEDULER = "the scheduler"
+"""What operators are told of the scheduler process as."""
 
 
 class _Told(msgspec.Struct, array_like=True, frozen=True):
@@ -60,10 +63,13 @@ class _Open:
 
 
 class LinkedSiblings:
-    """The `Siblings` of a worker. `send` sends the parent a message."""
+    """The `Siblings` of a worker. `send` sends the parent a message; `scheduler`: the number of the
+    scheduler process.
+    """
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[Message], None], scheduler: int | None = None) -> None:
         self._send = send
+        self.scheduler = scheduler
         self.answers: dict[str, Callable[[], bytes]] = {}
         self.answers_about: dict[str, Callable[[str], bytes]] = {}
         self.hears: dict[str, Callable[[bytes], None]] = {}
@@ -74,6 +80,20 @@ class LinkedSiblings:
 
     def __repr__(self) -> str:
         return f"<Siblings: {len(self._open)} questions>"
+
+    def named(self, number: int) -> str:
+        """Return how operators are told of a process."""
+        return SCHEDULER if number == self.scheduler else f"worker {number}"
+
+    async def ask_workers(self, question: str) -> SiblingAnswers:
+        """Do as `ask`, without the scheduler process: it serves no requests."""
+        found = await self.ask(question)
+        number = self.scheduler
+        return replace(
+            found,
+            of={key: one for key, one in found.of.items() if key != number},
+            silent=[one for one in found.silent if one != number],
+        )
 
     def send(self, message: Message) -> None:
         """Send the parent a message."""
@@ -132,11 +152,9 @@ class LinkedSiblings:
             return  # it came too late
         if message.kind == ASKED:
             asked = decode_asked(message.body)
-            one.asked, one.found.restarts, one.found.absent = (
-                set(asked.workers),
-                asked.restarts,
-                asked.absent,
-            )
+            one.asked = set(asked.workers)
+            one.found.restarts, one.found.absent = asked.restarts, asked.absent
+            one.found.scheduler_restarts = asked.scheduler_restarts
         elif message.kind == PAST:
             one.found.past = message.body
         elif message.kind == ANSWER:

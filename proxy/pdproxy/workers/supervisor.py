@@ -1,5 +1,5 @@
-"""A parent process that keeps several workers running. It has no event loop and does no work of its
-own.
+"""A parent process that keeps several workers running, and one process that works for all of them.
+It has no event loop and does no work of its own.
 
 Owns the worker processes, their links, and the order of their end. A worker is forked from the
 parent while nothing runs there: no event loop, no connection, no lock that somebody holds. It
@@ -9,6 +9,9 @@ kills the workers.
 
 The first SIGTERM has all workers leave: they serve for some seconds, then drain. A second signal,
 or SIGINT, has them drain now; a SIGINT after that ends them at once. SIGHUP is passed on.
+
+The process that works for all workers is kept as they are. It is started before them, and asked to
+end when they have ended.
 """
 
 from __future__ import annotations
@@ -49,14 +52,16 @@ class SupervisorTimes:
     `first`: the same for its start.
 
     `pauses`: before the first, second, ... start again within a short time, the last one for all
-    later ones; a worker that has run for `well` seconds begins anew. `at_once`: for the workers to
-    end when they must not drain.
+    later ones; a worker that has run for `well` seconds begins anew. `longest_for_all`: the longest
+    pause of the process that works for all. `at_once`: for the workers to end when they must not
+    drain.
     """
 
     ping: float = 1.0
     silent: float = 20.0
     first: float = 120.0
     pauses: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+    longest_for_all: float = 1.0
     well: float = 60.0
     at_once: float = 3.0
 
@@ -66,6 +71,10 @@ class WorkerProcess:
     """One worker: its present process, or when the next one is due."""
 
     number: int
+    name: str = ""
+    """As lines of the log name it."""
+    is_for_all: bool = False
+    """Whether it is the process that works for all workers."""
     pid: int | None = None
     link: Link | None = None
     ready: bool = False
@@ -77,6 +86,8 @@ class WorkerProcess:
     deaths: int = 0
     """How often it has ended since it was last well."""
     due: float = 0.0
+    is_ending: bool = False
+    """Whether it was asked to end behind the others."""
     refused: bytes | None = field(default=None, repr=False)
 
 
@@ -107,7 +118,8 @@ class RefusedError(Exception):
 
 class Supervisor:
     """So many workers. `work(number, socket)` runs in a worker's process, and returns its exit
-    code.
+    code. `for_all`: the name of the process that works for all of them, None if there is none; its
+    number is behind theirs.
 
     `ends_within`: seconds for a drain until a worker is killed; its own may last longer. `lingers`:
     those that it serves before.
@@ -121,11 +133,18 @@ class Supervisor:
         ends_within: float,
         times: SupervisorTimes | None = None,
         lingers: float = 0.0,
+        for_all: str | None = None,
     ) -> None:
-        self.workers = [WorkerProcess(number) for number in range(count)]
-        """Read only."""
+        self.workers = [WorkerProcess(number, f"worker {number}") for number in range(count)]
+        """With the process that works for all of them. Read only."""
+        self._for_all: WorkerProcess | None = None
+        if for_all is not None:
+            self._for_all = WorkerProcess(count, for_all, is_for_all=True)
+            self.workers.append(self._for_all)
         self.restarts = 0
         """How often a worker was started again."""
+        self.restarts_for_all = 0
+        """The same of the process that works for all."""
         self._work = work
         self._ends_within = ends_within
         self._lingers, self._lingers_until, self._times = lingers, 0.0, times or SupervisorTimes()
@@ -154,11 +173,12 @@ class Supervisor:
         """
         with self._signalled():
             try:
-                for worker in self.workers:
+                for worker in sorted(self.workers, key=lambda one: not one.is_for_all):
                     self._start(worker)
                 while self._end_by is None or any(one.pid is not None for one in self.workers):
                     self._wait()
                     self._reap()
+                    self._end_last()
                     self._look()
             finally:
                 self._kill_all()
@@ -173,7 +193,7 @@ class Supervisor:
         try:
             worker.link.send(message)
         except TooLongError as error:
-            logger.error("worker %d is not sent %s", worker.number, error)  # noqa: TRY400
+            logger.error("%s is not sent %s", worker.name, error)  # noqa: TRY400
         except EndedError:
             # that it has ended is noticed next; a process that has closed its end is found by pings
             pass
@@ -199,14 +219,14 @@ class Supervisor:
             end.close()
             raise
         if pid == 0:
-            self._run_worker(worker.number, parents, end, parent)
+            self._run_worker(worker, parents, end, parent)
         end.close()
         worker.pid, worker.link, worker.ready = pid, Link(parents), False
         worker.since = worker.heard = time.monotonic()
         worker.refused = None
 
     def _run_worker(
-        self, number: int, parents: socket.socket, end: socket.socket, parent: int
+        self, worker: WorkerProcess, parents: socket.socket, end: socket.socket, parent: int
     ) -> None:
         """Be the worker. Does not return."""
         code = 1
@@ -222,9 +242,9 @@ class Supervisor:
             for other in self.workers:
                 if other.link is not None:
                     other.link.close()
-            code = self._work(number, end)
+            code = self._work(worker.number, end)
         except BaseException as error:
-            logger.critical("worker %d failed: %s", number, frames(error))
+            logger.critical("%s failed: %s", worker.name, frames(error))
         finally:
             flush_output()
             os._exit(code)
@@ -260,8 +280,8 @@ class Supervisor:
             if worker.refused is not None:
                 raise RefusedError(worker.refused.decode())
             logger.error(
-                "worker %d (process %s) %s before any worker served: giving up",
-                worker.number,
+                "%s (process %s) %s before any worker served: giving up",
+                worker.name,
                 pid,
                 how,
             )
@@ -273,8 +293,8 @@ class Supervisor:
         pause = self._put_off(worker)
         why = "" if worker.refused is None else f": {worker.refused.decode()}"
         logger.error(
-            "worker %d (process %s) %s, and starts again in %g s%s",
-            worker.number,
+            "%s (process %s) %s, and starts again in %g s%s",
+            worker.name,
             pid,
             how,
             pause,
@@ -285,6 +305,8 @@ class Supervisor:
         """Return in how many seconds a worker starts again: it has failed once more."""
         pauses = self._times.pauses
         pause = pauses[min(worker.deaths, len(pauses) - 1)]
+        if worker.is_for_all:
+            pause = min(pause, self._times.longest_for_all)
         worker.deaths += 1
         worker.due = time.monotonic() + pause
         self._watcher.waits(worker.number, pause)
@@ -292,7 +314,7 @@ class Supervisor:
 
     def _kill(self, worker: WorkerProcess, why: str) -> None:
         if worker.pid is not None:
-            logger.error("worker %d (process %d) is killed: %s", worker.number, worker.pid, why)
+            logger.error("%s (process %d) is killed: %s", worker.name, worker.pid, why)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
 
@@ -362,13 +384,13 @@ class Supervisor:
         if number == signal.SIGHUP:
             self._tell(RELOAD)
         elif self._end_by is None:
-            logger.info("shutting down %d workers", len(self.workers))
+            logger.info("shutting down %d workers", sum(not one.is_for_all for one in self.workers))
             self._lingers_until = now + (self._lingers if number == signal.SIGTERM else 0.0)
-            self._tell(LEAVE if self._lingers_until > now else DRAIN)
+            self._tell_workers(LEAVE if self._lingers_until > now else DRAIN)
             self._end(self._lingers_until - now + self._ends_within)
         elif now < self._lingers_until:
             self._lingers_until = now
-            self._tell(DRAIN)
+            self._tell_workers(DRAIN)
         elif number == signal.SIGINT and not self._at_once:
             self._at_once = True
             self._tell(END)
@@ -378,8 +400,23 @@ class Supervisor:
         for worker in self.workers:
             self.send(worker, Message(kind))
 
+    def _tell_workers(self, kind: str) -> None:
+        for worker in self.workers:
+            if not worker.is_for_all:
+                self.send(worker, Message(kind))
+
     def _end(self, seconds: float) -> None:
         self._end_by = time.monotonic() + seconds
+
+    def _end_last(self) -> None:
+        """Have the process that works for all end, once all workers have ended."""
+        last = self._for_all
+        if self._end_by is None or last is None or last.pid is None or last.is_ending:
+            return
+        if all(one.pid is None for one in self.workers if one is not last):
+            last.is_ending = True
+            self.send(last, Message(DRAIN))
+            self._end_by = max(self._end_by, time.monotonic() + self._times.at_once)
 
     def _read(self, worker: WorkerProcess) -> None:
         if worker.link is None:
@@ -396,7 +433,8 @@ class Supervisor:
         for message in messages:
             worker.heard = time.monotonic()
             if message.kind == READY:
-                worker.ready = self._any_ready = True
+                worker.ready = True
+                self._any_ready = self._any_ready or not worker.is_for_all
                 self._watcher.ready(worker)
             elif message.kind == REFUSED:
                 worker.refused = message.body
@@ -441,10 +479,13 @@ class Supervisor:
                 except OSError as error:  # the others serve on
                     pause = self._put_off(worker)
                     logger.error(  # noqa: TRY400
-                        "worker %d can't be started, tried again in %g s: %s",
-                        worker.number,
+                        "%s can't be started, tried again in %g s: %s",
+                        worker.name,
                         pause,
                         error,
                     )
                 else:
-                    self.restarts += 1
+                    if worker.is_for_all:
+                        self.restarts_for_all += 1
+                    else:
+                        self.restarts += 1

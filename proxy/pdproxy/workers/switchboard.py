@@ -44,13 +44,14 @@ MAX_OPEN = 256
 
 
 class AskedWorkers(msgspec.Struct, array_like=True, frozen=True):
-    """Whom a question went to, how often workers were started again, and which do not serve: they
-    have ended, or begin.
+    """Whom a question went to, how often workers and the scheduler were started again, and which of
+    them do not serve: they have ended, or begin.
     """
 
     workers: tuple[int, ...]
     restarts: int
     absent: tuple[int, ...] = ()
+    scheduler_restarts: int = 0
 
 
 @dataclass(slots=True)
@@ -136,7 +137,12 @@ class Switchboard:
         absent = tuple(
             one.number for one in self._supervisor.workers if not one.ready and one is not worker
         )
-        asked = AskedWorkers(tuple(one.number for one in others), self._supervisor.restarts, absent)
+        asked = AskedWorkers(
+            tuple(one.number for one in others),
+            self._supervisor.restarts,
+            absent,
+            self._supervisor.restarts_for_all,
+        )
         if self._past:  # first: with `ASKED` a worker without others has all that it waits for
             self._supervisor.send(worker, Message(PAST, message.number, body=self._past))
         self._supervisor.send(worker, Message(ASKED, message.number, body=encode_asked(asked)))

@@ -33,7 +33,7 @@ from pdproxy.kit.ids import name_worker
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings, of_worker
-from pdproxy.workers.forked import flush_output
+from pdproxy.workers.forked import flush_output, name_process
 from pdproxy.workers.links import Link, LinkError, Message, TooLongError
 from pdproxy.workers.share import WorkersMemory
 from pdproxy.workers.supervisor import (
@@ -164,13 +164,34 @@ def work(
     end: socket.socket,
     shared: WorkersMemory,
     number: int,
-    admin: AdminSocket | None = None,
+    admin: AdminSocket | None,
 ) -> int:
     """Serve until the supervisor asks for the end. Return the exit code. `end`: of the link to the
     supervisor.
 
     `shared`: what all workers share; `number`: that of this one; `admin`: where all of them serve
     the admin API.
+    """
+    name_process(f"pdproxy-{number}")
+    log.name_worker(number)
+    try:
+        return run(settings, source, listener, log, end, shared, number, admin)
+    finally:
+        listener.close()
+
+
+def run(
+    settings: Settings,
+    source: SettingsSource | None,
+    listener: socket.socket | None,
+    log: Log,
+    end: socket.socket,
+    shared: WorkersMemory,
+    number: int,
+    admin: AdminSocket | None,
+) -> int:
+    """Run this process, a worker or the scheduler process. The arguments: those of `work`.
+    `listener`: None for no clients.
     """
     uncaught.install()
     name_worker(number)
@@ -196,7 +217,6 @@ def work(
         link.send(Message(REFUSED, body="\n".join(error.mistakes).encode()))
         return 2
     finally:
-        listener.close()
         log.close()
 
 
@@ -212,12 +232,12 @@ def one_workers(source: SettingsSource, workers: int) -> SettingsSource:
 async def _serve(
     settings: Settings,
     source: SettingsSource | None,
-    listener: socket.socket,
+    listener: socket.socket | None,
     log: Log,
     end: socket.socket,
     shared: WorkersMemory,
     number: int,
-    admin: AdminSocket | None = None,
+    admin: AdminSocket | None,
 ) -> int:
     asyncio.get_running_loop().set_exception_handler(uncaught.log_failure)
     ending, hangups = Ending(), Hangups()
@@ -225,9 +245,10 @@ async def _serve(
     share = shared.of(number, orders.send)
     orders.then = share.received
     share.siblings.is_behind = lambda: orders.is_behind
-    # It may go to the whole group: then a second one skips nothing here, since the supervisor sends
-    # `DRAIN`.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.requested.set)
+    if listener is not None:
+        # It may go to the whole group: then a second one skips nothing here, since the supervisor
+        # sends `DRAIN`.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.requested.set)
     asked_early = asyncio.Event()
     if source is not None and source.paths:
         hangups.then = asked_early.set
@@ -243,7 +264,7 @@ async def _serve(
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
-        serve_admin(proxy, admin, log)
+        serve_admin(proxy, admin, log, listens=listener is not None)
         for pool in proxy.pools:  # those that have come since the start of the first worker
             pool.membership.have_served()
         # A successor takes over connections that wait: they must not be refused because it has not

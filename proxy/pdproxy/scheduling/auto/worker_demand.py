@@ -67,7 +67,7 @@ class _Counts:
 
 class WorkerMeter(DemandMeter):
     """The `DemandMeter` of one of several workers, for the models of this `name`. It also tells
-    what the leading worker has decided.
+    what the leading process has decided.
     """
 
     __slots__ = ("_all", "_number", "_shared", "share")
@@ -105,7 +105,7 @@ class WorkerMeter(DemandMeter):
             self._outputs += more[5]
 
     def _follow(self, rows: list[tuple[float, ...]]) -> bool:
-        """Take over the newest decision of the leading worker. Return whether it is another one."""
+        """Take over the newest decision of who leads. Return whether it is another one."""
         before = self._number, self.share
         self._number, self.share = max(
             [before, *((row[_COUNTS], row[_COUNTS + 1]) for row in rows)]

@@ -3,7 +3,7 @@ share. Pure.
 
 The loads of engines are those of all workers (`worker_loads`), read before each decision. Demand
 and lengths of answers are exchanged several times per second (`worker_demand`). Which engines are
-kept for prefill is decided by the worker that leads. How wrong predictions were is each worker's
+kept for prefill is decided by the process that leads. How wrong predictions were is each worker's
 own: a metric alone.
 """
 
@@ -159,7 +159,7 @@ class WorkerAuto(Auto):
         return super()._as_least_load(view, candidates)
 
     def _kept_changed(self, load: PredictedLoad) -> None:
-        """The leading worker keeps an engine for prefill, or does not any more."""
+        """The leading process keeps an engine for prefill, or does not any more."""
         for group in self._groups.values():
             group.kept.changes += 1
 
