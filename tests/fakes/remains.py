@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from pdproxy.observe.recent import Recent
-from pdproxy.serving.dispatch.decisions import Decisions
+from pdproxy.scheduling.decisions import Decisions
 from pdproxy.settings.schema import Settings
 from tests.fakes.received import Connection
 

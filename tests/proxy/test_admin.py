@@ -558,5 +558,5 @@ def test_addresses() -> None:
 async def test_world_without_it_keeps_no_decisions() -> None:
     """Nobody could read them."""
     async with world() as w:
-        assert w.proxy.service.resources.decisions is None
+        assert w.proxy.pools[0].decisions is None
         assert (await w.get("/decisions")).status == 404

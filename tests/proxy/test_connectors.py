@@ -277,7 +277,7 @@ async def test_room_in_the_receive_buffer_is_waited_for() -> None:
         bodies = [completion(prompt=f"{number} {TEXT}") for number in range(8)]
         answers = await asyncio.gather(*(pair.ask(COMPLETIONS, body) for body in bodies))
         assert [answer.status for answer in answers] == [200] * 8
-        await until(lambda: set(pair.world.proxy.transfer.buffers.taken.values()) == {0})
+        await until(lambda: set(pair.world.proxy.buffers.taken.values()) == {0})
         assert pair.loaded > 0
 
 
@@ -348,7 +348,7 @@ async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> No
         ended = await pair.world.ended()
         assert ended.outcome == "client_left"
         assert not asked.over, "P was at work when its client left"
-        buffers = [one.transfer.buffers for one in pair.world.workers]
+        buffers = [one.buffers for one in pair.world.workers]
         assert any(any(one.taken.values()) for one in buffers), (
             "what is still pushed has its place in the buffer"
         )
@@ -470,7 +470,7 @@ async def test_nobody_waits_for_room_that_would_not_help() -> None:
     """No engine serves the model: an engine says so at once, however full the buffers are."""
     room = {"pd_buffer_size": 131_072 * 32 * 12, "kv_bytes_per_token": 131_072}
     async with pool("lmcache-pd", lmcache=room) as pair:
-        pair.world.proxy.transfer.buffers.take(pair.d.url, 12)
+        pair.world.proxy.buffers.take(pair.d.url, 12)
         ids = list(range(5, 5 + 32 * 4))
         answer = await asyncio.wait_for(
             pair.ask(COMPLETIONS, completion(prompt=ids, model="nobody")), 20

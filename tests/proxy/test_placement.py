@@ -13,8 +13,8 @@ import pytest
 
 from pdproxy.observe.events import Decided
 from pdproxy.observe.logs import access_fields
+from pdproxy.scheduling.decisions import KEPT
 from pdproxy.scheduling.slo import Slo
-from pdproxy.serving.dispatch.decisions import KEPT
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from tests.fakes import scripts
 from tests.fakes.admin import admin
@@ -33,7 +33,7 @@ def _placement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def decisions(w: World) -> list[dict[str, Any]]:
     """The record of decisions, the newest first."""
-    kept = w.proxy.service.resources.decisions
+    kept = w.proxy.pools[0].decisions
     assert kept is not None
     found: list[dict[str, Any]] = json.loads(kept.page())["decisions"]
     return found
@@ -197,7 +197,7 @@ async def test_prompts_that_are_split_wait_for_space_and_others_do_not() -> None
     chosen = {"policy": PoolPolicy(placement=NAME)}
     async with pool("lmcache-pd", lmcache=ROOM, pool_settings=chosen) as pair:
         w = pair.world
-        placement, buffers = scripted(w), w.proxy.transfer.buffers
+        placement, buffers = scripted(w), w.proxy.buffers
         pair.p.engine.freeze()
         asking = [
             asyncio.create_task(pair.ask(COMPLETIONS, completion(prompt=f"{n} {THREE_CHUNKS}")))
@@ -402,7 +402,7 @@ async def test_the_last_decisions_are_kept() -> None:
             "tokens": 40,
             "values": {"ttft": 0.1, "worst": None},
         }
-        kept = w.proxy.service.resources.decisions
+        kept = w.proxy.pools[0].decisions
         assert kept is not None
         for _ in range(2 * KEPT):
             kept.add(kept.last[-1])

@@ -8,13 +8,13 @@ import asyncio
 
 import pytest
 
+from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.worker_buffers import MEASURES, WorkerReceiveBuffers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger_engine import EngineSpec, Role
-from pdproxy.serving.kv.buffers import ReceiveBuffers
-from pdproxy.serving.kv.worker_buffers import MEASURES, WorkerReceiveBuffers
 from pdproxy.settings.limits import Deadlines
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client

@@ -82,7 +82,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.read_body": (9.5, lambda p: p.bodies._deadlines.read_body, 9.5),
     "deadlines.queue": (
         9.5,
-        lambda p: (p.admission._timeout, p.transfer.buffers._deadlines.queue),
+        lambda p: (p.admission._timeout, p.buffers._deadlines.queue),
         (9.5, 9.5),
     ),
     "deadlines.tokenize": (

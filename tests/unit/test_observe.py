@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.app.prefixes import PREFIX_BLOCKS, PREFIX_SHARED_AGE
+from pdproxy.deciding.local_scheduler import DECISIONS, MAX_REASONS
 from pdproxy.fleet.audit import KV_MISSING
 from pdproxy.fleet.bootstrap import BOOTSTRAP_QUERIES
 from pdproxy.kit.errors import Wait
@@ -45,7 +46,6 @@ from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormat
 from pdproxy.observe.logs import ACCESS_FIELDS, LogObserver, access_fields, access_values
 from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_TENANTS, Metrics
 from pdproxy.observe.requests import OUTCOMES
-from pdproxy.serving.dispatch.attempt import DECISIONS, MAX_REASONS
 from pdproxy.serving.kv.ready import MAX_RANKS
 
 

@@ -3,8 +3,6 @@
 import msgspec
 import pytest
 
-from pdproxy.scheduling.leases import Assignment, Lease
-from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import keys
 from pdproxy.scheduling.prefix.block_index import BlockIndex
@@ -15,13 +13,13 @@ from pdproxy.scheduling.prefix.knowledge import (
     TEXT,
     FedIndex,
     Knowledge,
-    Prediction,
 )
+from pdproxy.scheduling.prefix.prediction import Prediction
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, beginning_of
 from pdproxy.scheduling.prefix.refreshing import GAP, MOST, REFUSALS, Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
-from pdproxy.serving.dispatch.prefixes import PrefixQuestions, reporting
+from pdproxy.serving.dispatch.prefixes import reporting
 from pdproxy.tokens.ids import from_numbers
 from pdproxy.wire.request import parse
 from pdproxy.wire.route import Route
@@ -283,20 +281,14 @@ def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
     world.stored(prompt(1)[:32])
     world.served(prompt(1), 96)
     world.later()
-    split = ((OTHER, Role.PREFILL), (FED, Role.DECODE))
-    leases = tuple(
-        Lease(LedgerEngine(EngineSpec(url, role), run_number=0), role, 0) for url, role in split
-    )
-    prefixes = PrefixQuestions(world.knowledge, lambda: world.now)
-    made = prefixes.routed(world.begin(prompt(1)), Assignment(leases))
+    made = world.knowledge.sent(world.begin(prompt(1)), [OTHER, FED], world.now)
     assert [(one.url, one.scored, one.refreshes) for one in made] == [
         (OTHER, True, False),
         (FED, False, False),
     ]
     assert world.knowledge.refreshing.asked == 0
-    (alone,) = prefixes.routed(world.begin(prompt(1)), Assignment(leases[1:]))
+    (alone,) = world.knowledge.sent(world.begin(prompt(1)), [FED], world.now)
     assert (alone.scored, alone.refreshes) == (True, True)
-    prefixes.stop()
 
 
 def test_refreshing_is_bounded():

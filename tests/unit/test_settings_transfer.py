@@ -230,7 +230,7 @@ def test_what_may_always_be_tokenized() -> None:
 
 
 def _legs(settings: Settings, ids: TokenIds | None) -> list[bytes]:
-    contract = build_transfer(settings, registry()[0], Clock(), Observers([]), None).contract
+    contract = build_transfer(settings, registry()[0], Clock(), Observers([])).contract
     parsed = parse(Route.COMPLETIONS, b'{"prompt":"hello"}')
     (prompt,) = parsed.prompts
     dispatch = Dispatch(ids=ids)

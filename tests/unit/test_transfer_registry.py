@@ -93,7 +93,7 @@ def yaml(folder: Path, connector: str, **more: object) -> Path:
 def contract(settings: Settings) -> Contract:
     """What a proxy with these settings would run."""
     engines, _ = engine_registry()
-    return build_transfer(settings, engines, Clock(), Observers([]), None).contract
+    return build_transfer(settings, engines, Clock(), Observers([])).contract
 
 
 @pytest.mark.usefixtures("teleport")

@@ -18,7 +18,7 @@ from pdproxy.fleet.entries import EngineEntries, PoolEngines
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.observe.logs import Log, set_level
 from pdproxy.observe.recent import Recent
-from pdproxy.serving.dispatch.decisions import KeptDecisions
+from pdproxy.scheduling.decisions import KeptDecisions
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import AdminPlace, place_of
 from pdproxy.settings.schema import Settings

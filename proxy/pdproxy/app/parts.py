@@ -17,6 +17,7 @@ from pdproxy.app.process import Process
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.registrations import Registering
 from pdproxy.app.tokens import Tokens
+from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.membership import Membership
@@ -189,6 +190,10 @@ class Parts(Process):
     @property
     def transfer(self) -> KvTransfer:
         return self.pools[0].transfer
+
+    @property
+    def buffers(self) -> ReceiveBuffers:
+        return self.pools[0].buffers
 
     @property
     def custodian(self) -> Custodian:

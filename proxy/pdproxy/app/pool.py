@@ -24,8 +24,10 @@ from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
 from pdproxy.app.sockets import BoundHere
 from pdproxy.app.tokens import Tokens, build_tokens
-from pdproxy.app.transfer import build_transfer, build_transfers, build_turns
+from pdproxy.app.transfer import build_buffers, build_transfer, build_transfers, build_turns
 from pdproxy.app.worker_capacity import WorkerPoolCapacity
+from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
@@ -34,12 +36,12 @@ from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.works import Works
 from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShares
+from pdproxy.scheduling.decisions import Decisions
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.scheduling.worker_windows import WorkerWindows
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.dispatch.comebacks import Comebacks
-from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
@@ -78,6 +80,7 @@ class PoolParts:
     watching: Watching
     bootstraps: Bootstraps
     transfer: KvTransfer
+    buffers: ReceiveBuffers
     custodian: Custodian
     turns: PoolTurns | None
     notices: Noticing
@@ -138,7 +141,8 @@ class PoolParts:
             networks=networks,
             budget=process.answer_budget,
         )
-        transfer = build_transfer(settings, engines, clock, observers, own)
+        transfer = build_transfer(settings, engines, clock, observers)
+        buffers = build_buffers(settings, engines, clock, observers, own)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, own)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
         bootstraps = build_bootstraps(
@@ -227,8 +231,9 @@ class PoolParts:
         )
         comebacks = Comebacks(ledger, clock, observers, limits)
         is_alive = partial(admin.answers, path="/health")
+        scheduler = LocalScheduler(ledger, outliers, buffers, observers, now, decisions, knowledge)
         lost = EnginesLost(
-            ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits
+            scheduler, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits
         )
         observers.add(lost)
         shares = PromptShares(now, lambda url: ledger.works_beside_idle(url, now()))
@@ -237,7 +242,8 @@ class PoolParts:
         resources = ExchangeResources(
             transfer=transfer,
             encoders=CONTRACTS[settings.pool.ec_connector],
-            ledger=ledger,
+            scheduler=scheduler,
+            states=ledger,
             engines=engines,
             custodian=custodian,
             deadlines=deadlines,
@@ -250,7 +256,6 @@ class PoolParts:
             retries=process.retries,
             comebacks=comebacks,
             lost=lost,
-            outliers=outliers,
             transfers=transfers,
             down_watch=DownWatch(engines, clock, lambda: deadlines.between_tokens),
             works=works.on_all,
@@ -260,7 +265,6 @@ class PoolParts:
             shares=shares,
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
-            decisions=decisions,
             prefixes=prefixes.of_requests if prefixes is not None else None,
             records=continuing.records if continuing is not None else None,
             detokenizing=continuing.detokenizing if continuing is not None else None,
@@ -319,6 +323,7 @@ class PoolParts:
             watching=watching,
             bootstraps=bootstraps,
             transfer=transfer,
+            buffers=buffers,
             custodian=custodian,
             turns=turns,
             notices=notices,

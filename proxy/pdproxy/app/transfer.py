@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pdproxy.app.share import PoolShare
+from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.worker_buffers import WorkerReceiveBuffers
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
@@ -16,11 +18,9 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.resources import KvTransfer
-from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.kept_turns import TurnLimits
 from pdproxy.serving.kv.ready import ReadyWaits
 from pdproxy.serving.kv.turns import PoolTurns
-from pdproxy.serving.kv.worker_buffers import WorkerReceiveBuffers
 from pdproxy.serving.kv.worker_turns import WorkerTurns
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.kv import LMCache
@@ -37,15 +37,9 @@ logger = logging.getLogger("pdproxy.kv")
 
 
 def build_transfer(
-    settings: Settings,
-    engines: EngineRegistry,
-    clock: Clock,
-    observers: Observers,
-    own: PoolShare | None,
+    settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers
 ) -> KvTransfer:
-    """Return how KV gets from one engine to another under these settings. `own`: see
-    `build_ledger`.
-    """
+    """Return how KV gets from one engine to another under these settings."""
     pool = settings.pool
     contract = entry_of(pool.connector).contract(settings)
     order = pool.dispatch
@@ -57,14 +51,28 @@ def build_transfer(
         # Two engines that are full of blocks which wait for the other one's KV would have none to
         # make that KV in.
         order = "sequential"
-    queue = engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines
     return KvTransfer(
         contract if order is None else dataclasses.replace(contract, order=order),
         ReadyWaits(clock, observers, clock.now),
-        ReceiveBuffers(*queue) if own is None else WorkerReceiveBuffers(*queue, *own.buffers),
         recomputes=settings.kv_ready.on_timeout == "recompute",
         hosts=HandleHosts(settings.engines.allowed, engines.get),
     )
+
+
+def build_buffers(
+    settings: Settings,
+    engines: EngineRegistry,
+    clock: Clock,
+    observers: Observers,
+    own: PoolShare | None,
+) -> ReceiveBuffers:
+    """Return what counts the space in decode engines' receive buffers. `own`: see
+    `build_ledger`.
+    """
+    queue = engines, settings.pool.lmcache.chunk_size, clock, observers, settings.deadlines
+    if own is None:
+        return ReceiveBuffers(*queue)
+    return WorkerReceiveBuffers(*queue, *own.buffers)
 
 
 def build_transfers(pool: str, ledger: Ledger, process: Process) -> Transfers:

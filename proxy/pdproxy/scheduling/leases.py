@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Protocol
 
 import msgspec
 
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
+from pdproxy.scheduling.prefix.prediction import Prediction
 
 
 class Verdict(Enum):
@@ -45,17 +47,27 @@ class Lease(msgspec.Struct, eq=False):
     since: float = 0.0
 
 
-class Assignment(msgspec.Struct, frozen=True, eq=False):
+class Space(Protocol):
+    """Space for a prompt's KV in a decode engine's receive buffer."""
+
+    def release(self) -> None:
+        """Release the space. Calling it again changes nothing."""
+
+
+class Assignment(msgspec.Struct, eq=False):
     """The leases that serve one request, the one that answers last. `reason`: why these, empty
     where nothing was decided.
 
     `values`: what the decision was based on, for those who ask for it; None where nothing was
-    computed.
+    computed. `space`: what was taken for the prompt's KV, None where nothing has to be.
+    `predictions`: what the engines are expected to find in their caches.
     """
 
     leases: tuple[Lease, ...]
     reason: str = ""
     values: Mapping[str, float] | None = None
+    space: Space | None = None
+    predictions: Sequence[Prediction] = ()
 
     def __getitem__(self, role: Role) -> Lease:
         """Return the lease of a role.

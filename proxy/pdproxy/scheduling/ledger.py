@@ -1,8 +1,8 @@
 """The ledger: all engines of a pool and their load. It chooses the engines for each request.
 
-Owns every `LedgerEngine` and every open `Lease`. Choosing and leasing are one synchronous step, so
-that two requests can't both see the same free engine. A lease is closed once. Only this changes the
-breaker, and reduces the load, of its engine.
+Owns every open `Lease`, and is the only writer of what is known of engines (`engine_states`).
+Choosing and leasing are one synchronous step, so that two requests can't both see the same free
+engine. A lease is closed once. Only this changes the breaker, and reduces the load, of its engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pdproxy.scheduling.breakers import Breakers
 from pdproxy.scheduling.choice import Choice, spared
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
+from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger_engine import (
     DECODE,
@@ -26,7 +27,6 @@ from pdproxy.scheduling.ledger_engine import (
     Evidence,
     LedgerEngine,
     Role,
-    in_common,
 )
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import Policies
@@ -65,7 +65,7 @@ class LedgerOptions:
     windows: bool = False
 
 
-class Ledger:
+class Ledger(EngineStates):
     """All engines of one pool. `breakers` makes the breakers."""
 
     def __init__(
@@ -76,25 +76,19 @@ class Ledger:
         breakers: Callable[[int, float, float], Breakers] = Breakers,
     ) -> None:
         failures, cooldown = options.breaker_failures, options.breaker_cooldown
-        self._alone = tuple(options.alone)
-        self.alone_up_to: int | None = None
-        """How many tokens a prompt may have that an engine of role decode serves whole; None: any
-        number.
-        """
+        super().__init__(options.alone)
         self.runs = RunNumbers()
         self.transfers = TransferFaults(failures, cooldown)
         """Between which engines KV does not move. Written only here; read by those who show it."""
         self.when_forgiven: Callable[[TransferFault], None] = lambda _: None
         """Called with each fault that is over because its engine was removed or started again."""
-        self._engines = {spec.url: self._engine(spec) for spec in specs}
-        self._starting = True
-        """Until every engine has been probed once. Engines that are added later don't count."""
+        self._engines.update({spec.url: self._engine(spec) for spec in specs})
         self.placement = options.placement
         """Read only."""
         self._ranking = Policies(options.chance, options.cached)
         self._policies, self._interested = self._ranking.by_role, self._ranking.by_uses
-        self.needs_details = self._ranking.use(options.policies) or self.placement is not None
-        """Whether anything here reads the details of an `Ask`. Read only."""
+        self.has_placement = self.placement is not None
+        self.needs_details = self._ranking.use(options.policies) or self.has_placement
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
         self.breakers = breakers(failures, cooldown, options.slow_start)
@@ -102,27 +96,8 @@ class Ledger:
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
         self.releasing = ReleaserChoice(self._engines, self._eligibility, self.breakers)
-        self._encoders: list[LedgerEngine] = []
-        """Those that encode media for others."""
-        self._alone_roles: list[Role] = []
-        """The roles of `_alone` with an engine that is up."""
-        self.block_size: int | None = None
-        """The smallest KV block of any engine in tokens, None while unknown. Read only."""
-        self.caching = False
-        """Whether a prompt that comes again finds its KV at each engine that decodes for others.
-        Read only.
-        """
-        self.template_tokens = 0
-        """The largest number of tokens that an engine's chat template adds to one message. Read
-        only.
-        """
-        self.adapters: frozenset[str] = frozenset()
-        """The LoRA adapters among the engines' models. Read only."""
         self._windows = self._has_places = options.windows
         """The second: whether any engine's requests are bounded, by a window or by its places."""
-        self._when_lost: Callable[[str], None] = lambda _: None
-        self._when_up: Callable[[str, bool], None] = lambda _, __: None
-        self._when_changed: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         busy = ", ".join(
@@ -131,33 +106,12 @@ class Ledger:
         )
         return f"<Ledger {busy}>"
 
-    @property
-    def engines(self) -> tuple[LedgerEngine, ...]:
-        """All engines, in the order of the settings. Read only."""
-        return tuple(self._engines.values())
-
     def use_policies(self, policies: Mapping[Role, PolicyFactory]) -> None:
         """Have other policies rank engines from now on."""
-        self.needs_details = self._ranking.use(policies) or self.placement is not None
+        self.needs_details = self._ranking.use(policies) or self.has_placement
         self._changed()
 
     # -- what probes and audits report
-
-    def when_lost(self, then: Callable[[str], None]) -> None:
-        """Call `then(url)` when the present run of an engine is over, or seems to be: it went down,
-        or was started again.
-        """
-        self._when_lost = then
-
-    def when_up(self, then: Callable[[str, bool], None]) -> None:
-        """Call `then(url, restarted)` when an engine's run is up: the first one since it was added,
-        or another one.
-        """
-        self._when_up = then
-
-    def when_changed(self, then: Callable[[], None]) -> None:
-        """Call `then()` when other engines may serve requests than before."""
-        self._when_changed.append(then)
 
     def mark_up(self, url: str, evidence: Evidence) -> bool:
         """Note that an engine answered its probe. Return whether it is new: first seen, restarted
@@ -352,14 +306,6 @@ class Ledger:
             DECODE in engine.uses and prefill_and_decode(p, engine) is None for engine in others
         )
         return more_prefills, more_decodes
-
-    def other_decodes(self, url: str) -> list[str]:
-        """Return the URLs of all decode engines but one."""
-        return [
-            engine.url
-            for engine in self._engines.values()
-            if DECODE in engine.uses and engine.url != url
-        ]
 
     def kv_not_made(self, prefill: str, now: float) -> TransferFault | None:
         """Note that a prefill engine gave no KV that can be used, and no error. Return the fault
@@ -559,11 +505,6 @@ class Ledger:
         if self.placement is not None and not lease.closed:
             self.placement.began(lease, now)
 
-    @property
-    def has_encoders(self) -> bool:
-        """Whether there are engines that encode media for others, up or not."""
-        return bool(self._encoders)
-
     def poor_encoders(self, now: float) -> list[str]:
         """Return the URLs of encoder engines that are worse than none: their breaker is open, or
         one request shows now whether they work again.
@@ -634,34 +575,12 @@ class Ledger:
         if self.transfers.faults and self.transfers.taken(engines[0].url, engines[-1].url, now):
             self._changed()
 
-    def serves_alone(self, model: str | None, *, spares_decode: bool) -> bool:
-        """Return whether any engine can serve a request for a model whole. `spares_decode`: not
-        those of role decode.
-        """
-        return any(
-            engine.available
-            and not engine.uses.isdisjoint(self._alone)
-            and not (spares_decode and engine.role is DECODE)
-            and (model is None or engine.serves(model))
-            for engine in self._engines.values()
-        )
-
     def _spares_decode(self, ask: Ask) -> bool:
         """Return whether no engine of role decode would serve a prompt whole, as far as its size is
         known.
         """
         tokens = ask.prompt_bytes // _BYTES_PER_TOKEN if ask.tokens is None else ask.tokens
         return self.alone_up_to is not None and tokens > self.alone_up_to
-
-    def lists(self, model: str, without: Collection[str]) -> bool:
-        """Return whether an engine outside of `without` that can answer clients lists a model."""
-        return any(
-            engine.available
-            and engine.serves(model)
-            and not engine.for_others
-            and engine.url not in without
-            for engine in self._engines.values()
-        )
 
     def _open(self, engine: LedgerEngine, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
         engine.requests += 1
@@ -682,47 +601,15 @@ class Ledger:
         self._choice.changed()
         self._not_paired = None
         engines = self._engines.values()
-        self._encoders = [engine for engine in engines if engine.role is ENCODE]
         if self.placement is not None:
             others = [engine for engine in engines if engine.role is not ENCODE]
             self.placement.engines_changed(others)
         self._has_places = self._windows or any(
             engine.spec.places is not None for engine in engines
         )
-        self._starting = self._starting and not (
-            engines and all(engine.probed for engine in engines)
-        )
-        self._alone_roles = [
-            role for role in self._alone if any(role in n.uses and n.available for n in engines)
-        ]
-        self.block_size, self.adapters, self.template_tokens, self.caching = in_common(engines)
-        for then in self._when_changed:
-            then()
+        super()._changed()
 
     # -- what an operator asks
-
-    def not_ready(self) -> str | None:
-        """Return why no request could be served, None if one could."""
-        alone = [role for role in self._alone if role is not DECODE or self.alone_up_to != 0]
-        return readiness.not_ready(self.engines, starting=self._starting, alone=alone)
-
-    def why_degraded(self, now: float) -> str | None:
-        """Return why no prompt can be split although the pool has prefill engines, None if one can
-        be.
-        """
-        why = readiness.why_degraded(self.engines, now)
-        return (
-            why
-            if why is None or self.alone_up_to is None
-            else f"{why}, if the pool's setting `alone` allows it"
-        )
-
-    def decodes(self, model: str | None) -> bool:
-        """Return whether an engine of role decode is up that serves a model."""
-        return any(
-            n.role is DECODE and n.available and (model is None or n.serves(model))
-            for n in self._engines.values()
-        )
 
     def works_beside_idle(self, url: str, now: float) -> bool:
         """Return whether an engine is for decode, while one for prefill that is in use has no
@@ -737,10 +624,6 @@ class Ledger:
                 for one in self._engines.values()
             )
         )
-
-    def may_return(self, model: str | None) -> bool:
-        """Return whether a request could be served, if the engines moved again that stand still."""
-        return readiness.may_return(self.engines, model, alone=self._alone)
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""

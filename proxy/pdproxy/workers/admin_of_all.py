@@ -15,7 +15,7 @@ from pdproxy.fleet.merged_entries import WorkerView, merged, merged_entry, merge
 from pdproxy.kit.text import truncate
 from pdproxy.observe import recent
 from pdproxy.observe.recent import RecentRequest
-from pdproxy.serving.dispatch.decisions import KEPT, KeptDecisions, page_of, together
+from pdproxy.scheduling.decisions import KEPT, KeptDecisions, page_of, together
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.changes import Change, ChangeOutcome, is_accepted
 from pdproxy.web.admin.errors import NotThereError, UnknownOutcomeError, error_of

@@ -18,7 +18,7 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.observe.events import Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
@@ -133,7 +133,7 @@ class WorkerCustodian(Custodian):
     def __init__(
         self,
         contract: Contract,
-        ledger: Ledger,
+        states: EngineStates,
         engines: Mapping[str, Engine],
         deadlines: Deadlines,
         observers: Observers,
@@ -144,7 +144,7 @@ class WorkerCustodian(Custodian):
         area: Area,
         pool: int = 0,
     ) -> None:
-        super().__init__(contract, ledger, engines, deadlines, observers, now, clock, hosts)
+        super().__init__(contract, states, engines, deadlines, observers, now, clock, hosts)
         awaits_notices = (
             contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
         )

@@ -8,6 +8,7 @@ from socket import socket
 from pdproxy.app.share import Part
 from pdproxy.app.sockets import BoundBefore
 from pdproxy.app.worker_capacity import WorkerPoolCapacity
+from pdproxy.deciding import worker_buffers
 from pdproxy.fleet import life_signs, worker_audit
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.handle_hosts import HandleHosts
@@ -20,7 +21,7 @@ from pdproxy.scheduling.auto.workers import AutoMemory, AutoShare, WorkerAuto
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.worker_breakers import WorkerBreakers
 from pdproxy.scheduling.worker_ledger import WorkerLedger
-from pdproxy.serving.kv import worker_buffers, worker_turns
+from pdproxy.serving.kv import worker_turns
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turn_messages import is_turn
 from pdproxy.serving.kv.worker_turns import WorkerTurns

@@ -16,7 +16,7 @@ from typing import Any
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.scheduling.prefix.matches import Matches
-from pdproxy.scheduling.prefix.prediction import PredictionScore, cached_tokens
+from pdproxy.scheduling.prefix.prediction import Prediction, PredictionScore, cached_tokens
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, TOKEN_TEXT, PromptBeginning
 from pdproxy.scheduling.prefix.reading import GPU, BlockHash
 from pdproxy.scheduling.prefix.refreshing import Refreshing
@@ -48,22 +48,6 @@ class _Engine:
     block_size: int
     drops_last: bool = False
     one_off: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Prediction:
-    """What an engine is expected to find of a prompt in its cache, in tokens. `refreshes`: the
-    request asks it for a report.
-
-    `scored`: whether the engine's answer shows how right it was.
-    """
-
-    url: str
-    tokens: int
-    basis: str
-    beginning: PromptBeginning
-    scored: bool
-    refreshes: bool = False
 
 
 @dataclass(slots=True)
@@ -221,6 +205,18 @@ class Knowledge:
             self.routing.forget(self._engines[url].place)
 
     # -- requests
+
+    def sent(self, beginning: PromptBeginning, urls: Sequence[str], now: float) -> list[Prediction]:
+        """Note that a prompt is sent to engines, the first of which computes it. Return what is
+        expected of them.
+        """
+        made = [
+            # A decode engine that gets the KV from another one says nothing of its own cache, and
+            # is asked nothing.
+            self.routed(beginning, url, now, reports=number == 0)
+            for number, url in enumerate(urls)
+        ]
+        return [one for one in made if one is not None]
 
     def routed(
         self, beginning: PromptBeginning, url: str, now: float, *, reports: bool = True

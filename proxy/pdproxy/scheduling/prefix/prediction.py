@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdproxy.scheduling.prefix.prompts import PromptBeginning
+
 
 def cached_tokens(matched: int, prompt: int, block_size: int, *, drops_last: bool = False) -> int:
     """Return how many of a prompt's tokens an engine will not compute. All in tokens.
@@ -23,6 +25,22 @@ def cached_tokens(matched: int, prompt: int, block_size: int, *, drops_last: boo
     if drops_last:
         cached -= block_size
     return max(cached, 0)
+
+
+@dataclass(slots=True, eq=False)
+class Prediction:
+    """What an engine is expected to find of a prompt in its cache, in tokens. `refreshes`: the
+    request asks it for a report.
+
+    `scored`: whether the engine's answer shows how right it was.
+    """
+
+    url: str
+    tokens: int
+    basis: str
+    beginning: PromptBeginning
+    scored: bool
+    refreshes: bool = False
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdproxy.scheduling.prefix.knowledge import Knowledge, Prediction
+from pdproxy.scheduling.prefix.knowledge import Knowledge
+from pdproxy.scheduling.prefix.prediction import Prediction
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, PromptBeginning
 
 KEPT_PARTS = 16

@@ -1,32 +1,24 @@
-"""The engines that are leased for one attempt, how they are leased, and what is taken for them.
+"""The engines that are leased for one attempt, what the scheduler is asked for them, and what is
+taken for them.
 
 Owns the leases, a name for the prefill leg, space, notices and custody, until a leg, a custody or
-the custodian takes them over. Each attempt is closed once, whatever its outcome. `begin` leases one
-engine or a pair; `begin_placed`, as the pool's placement chooses.
+the custodian takes them over. Each attempt is closed once, whatever its outcome.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import msgspec
 from msgspec import structs
 
-from pdproxy.kit.errors import EngineTimeoutError, TooLateError, Wait
+from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
-from pdproxy.observe.description import Label, counter
-from pdproxy.observe.events import Decided
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policy import Ask
-from pdproxy.scheduling.prefix.knowledge import Prediction
-from pdproxy.serving.dispatch.decisions import LATE, REFUSED, SPLIT, WHOLE, Decision
 from pdproxy.serving.dispatch.prefixes import of_engine, reporting
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import CannotSplit, Failed
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.dispatch.whole_prompts import known_tokens, spares_decode
-from pdproxy.serving.kv.buffers import BufferSpace
 from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.ready import ExpectedNotices
@@ -37,8 +29,6 @@ from pdproxy.wire.engine import Usage
 from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Parsed, limit_of
 from pdproxy.wire.route_form import Alone
-
-_NO_PREDICTIONS: tuple[Prediction, ...] = ()
 
 
 class Attempt:
@@ -65,7 +55,6 @@ class Attempt:
         resources: ExchangeResources,
         request: PromptRequest,
         assignment: Assignment,
-        space: BufferSpace | None = None,
     ) -> None:
         """Make one, with what the contract needs for its engines."""
         self._resources = resources
@@ -83,8 +72,8 @@ class Attempt:
         seconds of the clock; 0: it was not.
         """
         self._unused = list(assignment.leases)
-        self._space = space
-        self._predictions = _NO_PREDICTIONS
+        self._space = assignment.space
+        self._predictions = assignment.predictions
         self._expected: ExpectedNotices | None = None
         self._expected_is_custodys = False
         if len(self._unused) > 1:
@@ -119,7 +108,7 @@ class Attempt:
         """
         self._unused.append(lease)
         self.loading_since = since
-        self._predictions = _NO_PREDICTIONS  # they are of the cache before
+        self._predictions = ()  # they are of the cache before
 
     # -- the legs' id, and notices
 
@@ -188,12 +177,6 @@ class Attempt:
 
     # -- what engines have in their caches
 
-    def expect_cached(self, request: PromptRequest) -> None:
-        """Note what is expected of the engines' caches. The prompt is about to be sent to them."""
-        prefixes = self._resources.prefixes
-        if prefixes is not None and request.beginning is not None:
-            self._predictions = prefixes.routed(request.beginning, self.assignment)
-
     def parsed_for(self, url: str, parsed: Parsed) -> Parsed:
         """Return the request as the engine gets it that computes the prompt: it may be told where
         encoded media are, and asked to report what it reuses from its cache.
@@ -214,17 +197,16 @@ class Attempt:
         for it; it is added no more.
         """
         found = of_engine(self._predictions, url)
-        if found is None or not found.refreshes or self._resources.prefixes is None:
+        if found is None or not found.refreshes:
             return False
-        self._resources.prefixes.knowledge.refreshing.refuses(url)
+        self._resources.scheduler.refuses_reports(url)
         return True
 
     def cached(self, url: str, usage: Usage | None) -> None:
         """Compare what was expected of an engine's cache with what its own answer says."""
         found = of_engine(self._predictions, url) if self._predictions else None
         if found is not None and usage is not None and usage.prompt_tokens_details is not None:
-            assert self._resources.prefixes is not None
-            self._resources.prefixes.answered(
+            self._resources.scheduler.cached(
                 found, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
             )
 
@@ -268,206 +250,26 @@ class Attempt:
             self.custody.release()  # whatever has not ended by now
 
 
-PAIR = (Role.PREFILL, Role.DECODE)
-"""The roles that a split prompt needs an engine of. The last one answers the client."""
 MAX_USER = 256
 """Bytes of a body's `user` that name a session. What follows makes no other session."""
-CHOICES = (
-    ("whole", "one engine serves the request"),
-    ("split", "a prefill and a decode engine share the work"),
-    ("refused", "503: no engine can serve it in time (policy.refuse_late)"),
-)
-MAX_REASONS = 32
-"""How many reasons are labels. Further ones are counted as "other": a placement has a few."""
-DECISIONS = counter(
-    "pdproxy_decisions_total",
-    "decisions",
-    "Decisions of the pool's placement (policy.placement); a request has one for each attempt",
-    Label("choice", CHOICES),
-    Label(
-        "reason",
-        text="the placement's reason, one of a few words of its own; or late",
-        most=MAX_REASONS,
-    ),
-    of=Decided,
-)
-
-
-def begin(
-    resources: ExchangeResources,
-    request: PromptRequest,
-    why_alone: Alone | None,
-    without: Sequence[str],
-    avoid: Sequence[str],
-) -> Attempt | None:
-    """Lease a pair of engines; or one, if `why_alone` says why it must serve the prompt alone.
-
-    `without` are URLs of engines that must not get the prompt: one that serves alone is taken from
-    them only if there are no others. Those of `avoid` are used if no others can serve the prompt in
-    this way. Return None if there are no engines for it.
-    """
-    if why_alone is not None:
-        return _alone(resources, request, why_alone, without, avoid)
-    if avoid:
-        assignment = _assigned(resources, request, without, avoid)
-    else:
-        assignment = resources.ledger.assign(PAIR, _ask(resources, request), without=without)
-    return None if assignment is None else Attempt(resources, request, assignment)
-
-
-async def begin_with_space(
-    resources: ExchangeResources,
-    request: PromptRequest,
-    without: Sequence[str],
-    avoid: Sequence[str],
-) -> Attempt | None:
-    """As `begin` for a pair, where receive buffers are bounded: wait until the decode engine has
-    space for the prompt's KV.
-
-    Raises:
-        OverloadedError: no decode engine had space in time.
-    """
-
-    def choose(excluded: Sequence[str]) -> Assignment | None:
-        return _assigned(resources, request, excluded, avoid)
-
-    return await _with_space(resources, request, choose, without)
-
-
-async def begin_placed(
-    resources: ExchangeResources,
-    request: PromptRequest,
-    must_be_whole: Alone | None,
-    without: Sequence[str],
-    avoid: Sequence[str],
-) -> Attempt | None:
-    """Lease the engines that the pool's placement chooses, those of `without` only if there are no
-    others.
-
-    `must_be_whole`: why the request can't be split, None if it can. Where receive buffers are
-    bounded, a prompt that is split waits as for `begin_with_space`.
-
-    Raises:
-        TooLateError: no engine can serve it in time, and such requests are refused.
-        OverloadedError: no decode engine had space in time.
-    """
-    split = must_be_whole is None
-
-    def choose(excluded: Sequence[str]) -> Assignment | None:
-        ask, ledger = (
-            _ask(resources, request, spares=spares_decode(resources, request, must_be_whole)),
-            resources.ledger,
-        )
-        placed = ledger.place(ask, split=split, without=excluded, avoid=avoid)
-        if placed is None and ledger.is_placeable(ask, split=split, without=excluded):
-            _decided(resources, Decision(ask.now, _id(request), REFUSED, LATE, tokens=ask.tokens))
-            raise TooLateError("no engine can serve this request in time now")
-        return placed
-
-    placed = choose(without)
-    if placed is not None and len(placed.leases) > 1 and resources.transfer.buffers.bounded:
-        # It waits behind other prompts, and is placed when its turn comes. What one engine serves
-        # whole does not wait for them.
-        _give_up(resources, placed)
-        attempt = await _with_space(resources, request, choose, without)
-    else:
-        attempt = None if placed is None else Attempt(resources, request, placed)
-    if attempt is not None:
-        leases, assignment = attempt.assignment.leases, attempt.assignment
-        decision = Decision(
-            resources.now(),
-            _id(request),
-            WHOLE if len(leases) == 1 else SPLIT,
-            assignment.reason,
-            tuple([lease.engine.url for lease in leases]),
-            None if must_be_whole is None else must_be_whole.value,
-            known_tokens(request),
-            assignment.values,
-        )
-        _decided(resources, decision)
-    return attempt
-
-
-async def _with_space(
-    resources: ExchangeResources,
-    request: PromptRequest,
-    choose: Callable[[Sequence[str]], Assignment | None],
-    without: Sequence[str],
-) -> Attempt | None:
-    buffers, ids = resources.transfer.buffers, request.ids
-    count = 0 if ids is None else buffers.chunks(ids.count)
-    space: BufferSpace | None = None
-
-    def choose_with_space(full: tuple[str, ...]) -> Assignment | None:
-        nonlocal space
-        chosen = choose((*without, *full))
-        if chosen is not None and len(chosen.leases) > 1:
-            url = chosen.leases[-1].engine.url
-            if url in full:  # a placement falls back to engines that are excluded
-                _give_up(resources, chosen)
-                return None
-            space = buffers.take(url, count)
-        return chosen
-
-    def possible() -> bool:
-        chosen = choose(without)
-        if chosen is not None:
-            _give_up(resources, chosen)
-        return chosen is not None
-
-    assignment = await buffers.wait_for_space(count, choose_with_space, possible)
-    return None if assignment is None else Attempt(resources, request, assignment, space)
-
-
-def _assigned(
-    resources: ExchangeResources,
-    request: PromptRequest,
-    without: Sequence[str],
-    avoid: Sequence[str],
-) -> Assignment | None:
-    ask, ledger = _ask(resources, request), resources.ledger
-    assignment = ledger.assign(PAIR, ask, without=(*without, *avoid)) if avoid else None
-    return assignment or ledger.assign(PAIR, ask, without=without)
-
-
-def _give_up(resources: ExchangeResources, assignment: Assignment) -> None:
-    for lease in assignment.leases:
-        resources.close(lease, Verdict.NEUTRAL)
-
-
-def _alone(
-    resources: ExchangeResources,
-    request: PromptRequest,
-    why: Alone,
-    without: Sequence[str],
-    avoid: Sequence[str],
-) -> Attempt | None:
-    ledger = resources.ledger
-    spares = spares_decode(resources, request, why)
-    ask = _ask(resources, request, request.parsed.body_bytes, spares=spares)
-    lease = ledger.assign_alone(ask, without=(*without, *avoid)) if avoid else None
-    # An engine that failed is better than no answer.
-    lease = lease or ledger.assign_alone(ask, without=without) or ledger.assign_alone(ask)
-    return None if lease is None else Attempt(resources, request, Assignment((lease,)))
-
-
 # -- what the scheduler is asked
 
 
-def _ask(
-    resources: ExchangeResources,
-    request: PromptRequest,
-    size: int | None = None,
-    *,
-    spares: bool = False,
-) -> Ask:
-    """`size`: the prompt's bytes as prefill load, None: of its text."""
-    parsed, prompt = request.parsed, request.prompt
-    if size is None:
-        size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
+def ask_of(resources: ExchangeResources, request: PromptRequest, why_alone: Alone | None) -> Ask:
+    """Return what the scheduler is asked for one attempt. `why_alone`: why the prompt can't be
+    split, None if it can.
+    """
+    parsed, prompt, states = request.parsed, request.prompt, resources.states
+    is_alone, spares = why_alone is not None, False
+    if states.has_placement or is_alone:
+        spares = spares_decode(resources, request, why_alone)
+    # as prefill load: a placement compares texts; what one engine serves anyway is a whole body
+    size = parsed.body_bytes
+    if prompt is not None and (states.has_placement or not is_alone):
+        size = prompt.text_bytes or size
     tokens = None if request.ids is None else request.ids.count
     ask = Ask(parsed.model, size, resources.now(), tokens, spares)
-    return _detailed(ask, request) if resources.ledger.needs_details else ask
+    return _detailed(ask, request) if states.needs_details else ask
 
 
 def _detailed(ask: Ask, request: PromptRequest) -> Ask:
@@ -490,16 +292,6 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
     )
 
 
-def _id(request: PromptRequest) -> str:
-    return request.headers.request_id
-
-
-def _decided(resources: ExchangeResources, decision: Decision) -> None:
-    resources.observers.notify(Decided(decision.choice, decision.reason))
-    if resources.decisions is not None:
-        resources.decisions.add(decision)
-
-
 def why_not_split(resources: ExchangeResources, request: PromptRequest) -> Alone | None:
     """Return why a prompt can't be split, as far as its token ids show; None if nothing is against
     it.
@@ -509,8 +301,4 @@ def why_not_split(resources: ExchangeResources, request: PromptRequest) -> Alone
         return Alone.NO_TOKENS
     if ids.count < transfer.contract.min_tokens(request.parsed):
         return Alone.SHORT_PROMPT
-    return (
-        Alone.KV_BUFFER
-        if transfer.buffers.bounded and not transfer.buffers.fits(ids.count)
-        else None
-    )
+    return None if resources.scheduler.fits(ids.count) else Alone.KV_BUFFER

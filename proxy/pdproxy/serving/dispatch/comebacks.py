@@ -14,7 +14,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.description import MergeRule, gauge
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.settings.limits import Limits
 
 WAITING_FOR_ENGINES = gauge(
@@ -29,13 +29,15 @@ WAITING_FOR_ENGINES = gauge(
 class Comebacks:
     """All such requests of one pool."""
 
-    def __init__(self, ledger: Ledger, clock: Clock, observers: Observers, limits: Limits) -> None:
-        self._ledger = ledger
+    def __init__(
+        self, states: EngineStates, clock: Clock, observers: Observers, limits: Limits
+    ) -> None:
+        self._states = states
         self._clock = clock
         self._observers = observers
         self._limits = limits
         self._waiting: dict[asyncio.Future[None], None] = {}
-        ledger.when_changed(self._changed)
+        states.when_changed(self._changed)
         observers.show(WAITING_FOR_ENGINES, lambda: [((), self.waiting)])
 
     def __repr__(self) -> str:
@@ -51,7 +53,7 @@ class Comebacks:
         too many wait.
         """
         most = min(self._limits.max_queue, self._limits.max_inflight // 2)
-        if not self._ledger.may_return(model) or self.waiting >= most:
+        if not self._states.may_return(model) or self.waiting >= most:
             return False
         changed = asyncio.get_running_loop().create_future()
         self._waiting[changed] = None

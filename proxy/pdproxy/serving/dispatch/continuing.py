@@ -266,7 +266,7 @@ def _others(resources: ExchangeResources, model: str | None, failed: str) -> boo
         and engine.usable(now)
         and not engine.for_others
         and (model is None or engine.serves(model))
-        for engine in resources.ledger.engines
+        for engine in resources.states.engines
     )
 
 
@@ -289,7 +289,7 @@ def _limit(
     """
     lengths = [
         engine.evidence.max_model_len
-        for engine in resources.ledger.engines
+        for engine in resources.states.engines
         if engine.evidence is not None and (kept.model is None or engine.serves(kept.model))
     ]
     longest = min((length for length in lengths if length is not None), default=None)

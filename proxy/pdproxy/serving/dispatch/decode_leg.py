@@ -237,8 +237,8 @@ class DecodeLeg:
             tried.first_s = first_at - asked_at
             if request.doubtful is not None:
                 request.answered_well()
-            if self._lease.trial or resources.ledger.placement is not None:
-                resources.ledger.began(self._lease, first_at)
+            if self._lease.trial or resources.states.has_placement:
+                resources.scheduler.began(self._lease, first_at)
             open_legs.flowing += 1
             beside = open_legs.flowing
             if custody is not None:

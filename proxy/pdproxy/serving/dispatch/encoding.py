@@ -27,7 +27,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import mint
 from pdproxy.observe.events import DeadlinePassed, MediaEncoded
 from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL, Lease
-from pdproxy.scheduling.ledger_engine import DECODE, ENCODE
+from pdproxy.scheduling.ledger_engine import DECODE
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import (
@@ -51,7 +51,6 @@ _MAX_ANSWER = 256 << 10
 """Bytes of an encoder engine's answer: some hundred for each medium, and of a video a number for
 each frame. The event loop reads it at once.
 """
-_ENCODE = (ENCODE,)
 _ENCODED, _REFUSED, _FAILED, _LATE, _NO_ENGINE = "encoded", "refused", "failed", "late", "no_engine"
 
 
@@ -62,7 +61,7 @@ async def encode_media(
     engines of the attempt can't serve the prompt, None if they can.
     """
     resources, consumer = request.resources, attempt.assignment.leases[0].engine
-    if consumer.role is DECODE or not resources.ledger.has_encoders:
+    if consumer.role is DECODE or not resources.states.has_encoders:
         return None
     done, contract = request.encoded, resources.encoders
     if done is None or contract.pushes:  # what was pushed is of use to one attempt
@@ -128,7 +127,7 @@ class EncoderStage:
         try:
             with resources.clock.within(resources.deadlines.encode):
                 for number in range(TRIES):
-                    legs = self._legs(places, is_last=number + 1 == TRIES)
+                    legs = await self._legs(places, is_last=number + 1 == TRIES)
                     if not legs:
                         break
                     every += legs
@@ -154,22 +153,18 @@ class EncoderStage:
             sum(result != _ENCODED for result in self._results),
         )
 
-    def _legs(self, places: Sequence[int], *, is_last: bool) -> list[EncodeLeg]:
+    async def _legs(self, places: Sequence[int], *, is_last: bool) -> list[EncodeLeg]:
         """Lease an engine for each of some media, and return a leg for each engine."""
         if self._address is None:
             return []
-        request, ledger = self._request, self._resources.ledger
+        request, resources = self._request, self._resources
+        model, now = request.parsed.model, resources.now()
+        media = [self._media[at] for at in places]
+        asks = [Ask(model, one.size, now, session=one.key) for one in media]
+        proven = not resources.encoders.pushes
+        found = await resources.scheduler.choose_encoders(asks, self._without, proven=proven)
         leases: dict[str, list[tuple[int, Lease]]] = {}
-        for at in places:
-            medium = self._media[at]
-            ask = Ask(request.parsed.model, medium.size, self._resources.now(), session=medium.key)
-            without = self._without
-            if not self._resources.encoders.pushes:
-                without = (*without, *ledger.poor_encoders(ask.now))
-            assignment = ledger.assign(_ENCODE, ask, without=without)
-            if assignment is None:
-                break  # the others get none, either
-            lease = assignment.leases[0]
+        for at, lease in zip(places, found, strict=False):
             leases.setdefault(lease.engine.url, []).append((at, lease))
         return [EncodeLeg(request, self, given, is_last=is_last) for given in leases.values()]
 

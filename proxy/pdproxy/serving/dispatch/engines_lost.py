@@ -41,8 +41,8 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import Label, MergeRule, Samples, counter, gauge
 from pdproxy.observe.events import EngineLost, Event, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
+from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.dispatch.abandoned import UNDER_WAY, AbandonedRequest, AbandonedRequests
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.few_first import FewFirst, Permit
@@ -123,7 +123,7 @@ class EnginesLost:
 
     def __init__(
         self,
-        ledger: Ledger,
+        scheduler: Scheduler,
         engines: EngineRegistry,
         is_alive: Callable[[str], Awaitable[bool]],
         observers: Observers,
@@ -140,7 +140,7 @@ class EnginesLost:
         self._fingerprint = keyed()
         self._numbers = count()
         self._detector = LossDetector(
-            ledger, engines, is_alive, observers, tasks, clock, now, self._count_abandoned
+            scheduler, engines, is_alive, observers, tasks, clock, now, self._count_abandoned
         )
         self._abandoned = AbandonedRequests()
         self._fingerprints: Suspects[Fingerprint] = Suspects()

@@ -24,15 +24,10 @@ from collections.abc import Callable
 from pdproxy.kit.errors import EngineRefusedError, EnginesLostError, StandstillError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone, StreamContinued
+from pdproxy.scheduling.decisions import decided, spelled
+from pdproxy.scheduling.scheduler import ANY, Constraints
 from pdproxy.scheduling.split import why_alone
-from pdproxy.serving.dispatch.attempt import (
-    Attempt,
-    begin,
-    begin_placed,
-    begin_with_space,
-    why_not_split,
-)
-from pdproxy.serving.dispatch.decisions import decided, spelled
+from pdproxy.serving.dispatch.attempt import Attempt, ask_of, why_not_split
 from pdproxy.serving.dispatch.encoding import encode_media
 from pdproxy.serving.dispatch.failure_class import is_doubtful
 from pdproxy.serving.dispatch.following import Following, Streams
@@ -254,14 +249,14 @@ class Exchange(PromptRequest):
             return Alone.ROUTE
         if prompt.media and not capabilities.media:
             return Alone.NON_TEXT
-        ledger = resources.ledger
-        block_size = None if capabilities.short_prompts else ledger.block_size
+        states = resources.states
+        block_size = None if capabilities.short_prompts else states.block_size
         return why_alone(
             parsed,
             prompt,
             block_size=block_size,
-            template_tokens=ledger.template_tokens,
-            several=capabilities.caches_loaded and ledger.caching and resources.turns is None,
+            template_tokens=states.template_tokens,
+            several=capabilities.caches_loaded and states.caching and resources.turns is None,
         )
 
     def _needs_rank_header(self) -> bool:
@@ -289,24 +284,29 @@ class Exchange(PromptRequest):
     async def _try(self) -> Outcome:
         """Lease engines and run their legs, until there is an outcome."""
         resources, why_alone = self.resources, self._alone
-        transfer, ledger = resources.transfer, resources.ledger
+        transfer, states = resources.transfer, resources.states
         without, avoid, forbidden = self._without, self._avoid, _NONE
         if self.headers.lost:
             forbidden = resources.lost.forbidden(self.headers)
             without = (*without, *forbidden)
         if self._keep is not None:
-            avoid = (*avoid, *ledger.other_decodes(self._keep))
-        if ledger.placement is not None:
-            attempt = await begin_placed(resources, self, why_alone, without, avoid)
-            if attempt is not None and attempt.prefill_url is None:
-                why_alone = why_alone or Alone.DECIDED
-        elif why_alone is None and transfer.buffers.bounded:
-            attempt = await begin_with_space(resources, self, without, avoid)
-        else:
-            attempt = begin(resources, self, why_alone, without, avoid)
-        if attempt is None:
+            avoid = (*avoid, *states.other_decodes(self._keep))
+        constraints = ANY
+        if why_alone is not None or without or avoid or self.ids is not None:
+            constraints = Constraints(
+                None if why_alone is None else why_alone.value,
+                without,
+                avoid,
+                0 if self.ids is None else self.ids.count,
+            )
+        ask = ask_of(resources, self, why_alone)
+        assignment = await resources.scheduler.choose(self.headers.request_id, ask, constraints)
+        if assignment is None:
             error = None if self._alone is None else refusal(resources, self, self._alone)
             return NoEngines() if error is None else Failed(error)
+        attempt = Attempt(resources, self, assignment)
+        if why_alone is None and states.has_placement and attempt.prefill_url is None:
+            why_alone = Alone.DECIDED
         if forbidden and any(lease.engine.url in forbidden for lease in attempt.assignment.leases):
             attempt.close()
             return Failed(resources.lost.protects())
@@ -338,8 +338,6 @@ class Exchange(PromptRequest):
             self.tried = decided(self.tried, assignment)
         if self.stalled:
             self.suspect(assignment)
-        if self.beginning is not None:
-            attempt.expect_cached(self)
         if why is not None and why_alone is not self._served_alone:
             self.resources.observers.notify(ServedAlone(why))
         self._served_alone = why_alone
@@ -400,7 +398,7 @@ class Exchange(PromptRequest):
         most, continues = resources.limits.attempts, resources.records is not None
         is_alone = self._alone is not None
         spares = spares_decode(resources, self, Alone.KV_FAILED)
-        whole = resources.ledger.serves_alone(self.parsed.model, spares_decode=spares)
+        whole = resources.states.serves_alone(self.parsed.model, spares_decode=spares)
         follows = self._note_doubt(outcome)
         progress = Progress(
             self._number,
@@ -473,11 +471,11 @@ class Exchange(PromptRequest):
         """Note that an engine has lost a model. Return whether another one that was not asked lists
         it, and can answer.
         """
-        ledger, model = self.resources.ledger, self.parsed.model
+        resources, model = self.resources, self.parsed.model
         if model is None:
             return False
-        ledger.lost_model(refused.url, model)
-        return ledger.lists(model, (*self._without, refused.url))
+        resources.scheduler.lost_model(refused.url, model)
+        return resources.states.lists(model, (*self._without, refused.url))
 
     def _phase_of(self, url: str) -> str:
         return "prefill" if self.tried.prefill == url else "decode"

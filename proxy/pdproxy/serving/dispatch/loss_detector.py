@@ -16,8 +16,8 @@ from pdproxy.kit.expiring import Expiring
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import LedgerEngine
+from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.dispatch.loss import Loss
 
 TOGETHER = 10.0
@@ -39,7 +39,7 @@ class LossDetector:
 
     def __init__(
         self,
-        ledger: Ledger,
+        scheduler: Scheduler,
         engines: EngineRegistry,
         is_alive: Callable[[str], Awaitable[bool]],
         observers: Observers,
@@ -48,7 +48,7 @@ class LossDetector:
         now: Callable[[], float],
         lost: Callable[[Loss], None],
     ) -> None:
-        self._ledger = ledger
+        self._scheduler = scheduler
         self._engines = engines
         self._is_alive = is_alive
         self._observers = observers
@@ -123,7 +123,7 @@ class LossDetector:
         others = (one.in_ledger for one in self._engines.values() if one is not engine)
         if not any(other.role is ledger_engine.role and other.available for other in others):
             return  # it may be back in a moment: requests try it as ever
-        if self._ledger.mark_down(ledger_engine.url, _GONE, self._now()):
+        if self._scheduler.found_gone(ledger_engine.url, _GONE, self._now()):
             self._observers.notify(
                 NodeChanged(
                     ledger_engine.url,

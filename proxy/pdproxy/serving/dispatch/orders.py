@@ -129,7 +129,7 @@ def _prefill_alone_may_refuse(request: PromptRequest, attempt: Attempt) -> bool:
     assert request.prompt is not None
     tokens = None if request.ids is None else request.ids.count
     return may_be_too_long(
-        request.parsed, request.prompt, tokens, longest, request.resources.ledger.template_tokens
+        request.parsed, request.prompt, tokens, longest, request.resources.states.template_tokens
     )
 
 

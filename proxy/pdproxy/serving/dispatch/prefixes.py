@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from msgspec import structs
 
-from pdproxy.scheduling.leases import Assignment
-from pdproxy.scheduling.prefix.knowledge import Knowledge, Prediction
+from pdproxy.scheduling.prefix.knowledge import Knowledge
+from pdproxy.scheduling.prefix.prediction import Prediction
 from pdproxy.scheduling.prefix.prompts import PromptBeginning, beginning_of
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import UNREADABLE
@@ -80,22 +80,6 @@ class PrefixQuestions:
 
     def _over(self, _: asyncio.Future[bool]) -> None:
         self._waiting -= 1
-
-    def routed(self, beginning: PromptBeginning, assignment: Assignment) -> tuple[Prediction, ...]:
-        """Note that a prompt is sent to engines. Return what is expected of their caches."""
-        now, first = self._now(), assignment.leases[0]
-        made = [
-            # A decode engine that gets the KV from another one says nothing of its own cache, and
-            # is asked nothing.
-            self.knowledge.routed(beginning, lease.engine.url, now, reports=lease is first)
-            for lease in assignment.leases
-        ]
-        return tuple(one for one in made if one is not None)
-
-    def answered(self, prediction: Prediction, reported: int | None, prompt: int) -> None:
-        """Compare what was expected with what an engine says of its cache, None: nothing."""
-        if reported is not None:
-            self.knowledge.answered(prediction, reported, prompt)
 
     def stop(self) -> None:
         """End the thread."""

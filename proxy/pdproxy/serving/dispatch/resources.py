@@ -17,14 +17,13 @@ from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, RefusalReason, Wait
 from pdproxy.kit.ids import mint
-from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
+from pdproxy.observe.events import DeadlinePassed, LegFailed, Observers
 from pdproxy.observe.prompt_shares import PromptShares
-from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.ledger_engine import PREFILL, LedgerEngine
-from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.engine_states import EngineStates
+from pdproxy.scheduling.leases import GOOD, Lease, Verdict
+from pdproxy.scheduling.ledger_engine import PREFILL
+from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.dispatch.comebacks import Comebacks
-from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures, FailedTransfer
@@ -35,7 +34,6 @@ from pdproxy.serving.dispatch.prefixes import PrefixQuestions
 from pdproxy.serving.dispatch.record import ContinuationRecords
 from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
-from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.ready import ReadyWaits
@@ -67,7 +65,6 @@ class KvTransfer:
 
     contract: Contract
     ready: ReadyWaits
-    buffers: ReceiveBuffers
     recomputes: bool
     hosts: HandleHosts
 
@@ -78,7 +75,8 @@ class ExchangeResources:
 
     transfer: KvTransfer
     encoders: EncoderContract
-    ledger: Ledger
+    scheduler: Scheduler
+    states: EngineStates
     engines: EngineRegistry
     custodian: Custodian
     deadlines: Deadlines
@@ -91,7 +89,6 @@ class ExchangeResources:
     retries: RetryBudget
     comebacks: Comebacks
     lost: EnginesLost
-    outliers: Outliers
     transfers: Transfers
     down_watch: DownWatch
     works: Callable[[str, str], Awaitable[bool]]
@@ -113,7 +110,6 @@ class ExchangeResources:
     turns: PoolTurns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
     named_templates: NamedTemplates = field(default_factory=NamedTemplates)
-    decisions: Decisions | None = None
     prefixes: PrefixQuestions | None = None
     """None where nothing asks what engines have in their caches."""
     records: ContinuationRecords | None = None
@@ -154,30 +150,41 @@ class ExchangeResources:
     def close(
         self, lease: Lease, verdict: Verdict, relay: Relay | None = None, beside: int = 0
     ) -> None:
-        """End a lease. Report it if this takes the engine out of use.
-
-        `relay`: that of the answer, if the engine has answered; `beside`: how many streams it made
-        at the same time.
+        """End a lease. `relay`: that of the answer, if the engine has answered; `beside`: how many
+        streams it made at the same time.
         """
-        engine, tokens, now, ledger = lease.engine, None, self.now(), self.ledger
-        if (failed := verdict is FAILED) or verdict is GOOD:
-            pace = None if failed else self._pace(lease, relay, now)
-            seconds = None
-            if lease.role is PREFILL:
-                seconds, beside = now - lease.since, engine.requests
-            self.outliers.ended(
-                engine.url,
-                lease.role,
-                now,
-                failed=failed,
-                pace=pace,
-                seconds=seconds,
-                beside=beside,
-            )
-        if relay is not None and ledger.placement is not None:
-            tokens = _made_tokens(relay)
-        if ledger.close(lease, verdict, now, tokens):
-            self._out_of_use(engine)
+        now, pace = self.now(), None
+        if self.states.has_placement:
+            # It loads engines unevenly: it may keep one for prefill, and send it answers that will
+            # be late anyway. So nothing is compared.
+            tokens = None if relay is None else _made_tokens(relay)
+            self.scheduler.close(lease, verdict, now, tokens=tokens, beside=beside)
+            return
+        if verdict is GOOD:
+            pace = self._pace(lease, relay, now)
+        self.scheduler.close(lease, verdict, now, pace=pace, beside=beside)
+
+    def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
+        """Return the seconds that an engine took for a prompt byte, or for an event; None where
+        they can't be compared.
+
+        Where requests go by what engines have in their caches, one gets the cached prompts and
+        another one the new ones.
+        """
+        if lease.role is PREFILL:
+            comparable = lease.prompt_bytes and not self.states.needs_details
+            return (now - lease.since) / lease.prompt_bytes if comparable else None
+        if relay is None or relay.fast_path.events < _MIN_EVENTS:
+            return None
+        return relay.fast_path.total / (relay.fast_path.events - 1)
+
+    def kv_took(self, prefill: str, decode: str, seconds: float) -> None:
+        """Count the time of a stream's KV phase, where engines may be compared by it: as of
+        `_pace`.
+        """
+        states = self.states
+        if not states.has_placement and not states.needs_details:
+            self.scheduler.kv_took(prefill, decode, self.now(), seconds)
 
     def count(self, failed: Iterable[Lease], transfers: Iterable[FailedTransfer]) -> None:
         """Count failures of legs that are over: only now it is known that they are the engines'."""
@@ -185,9 +192,7 @@ class ExchangeResources:
         for one in transfers:
             self.transfers.failed(one.prefill, one.decode, first=one.first, at=one.at)
         for lease in failed:
-            self.outliers.ended(lease.engine.url, lease.role, now, failed=True)
-            if self.ledger.failed(lease, now):
-                self._out_of_use(lease.engine)
+            self.scheduler.failed(lease, now)
 
     def unanswered(self, doubtful: DoubtfulFailures) -> None:
         """Count such failures of a request that has ended with the last of them; or note that they
@@ -215,46 +220,11 @@ class ExchangeResources:
             ]
         )
 
-    def _out_of_use(self, engine: LedgerEngine) -> None:
-        reason, state = engine.down_because, "down"
-        if reason is None:
-            reason, state = (
-                f"failed {engine.failures} times in a row: its breaker is open",
-                "excluded",
-            )
-        self.observers.notify(
-            NodeChanged(engine.url, engine.role.value, up=False, reason=reason, state=state)
-        )
-
-    def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
-        """Return the seconds that an engine took for a prompt byte, or for an event; None where
-        they can't be compared.
-
-        A placement loads engines unevenly: it may keep one for prefill, and send it answers that
-        will be late anyway. And where requests go by what engines have in their caches, one gets
-        the cached prompts and another one the new ones.
-        """
-        if self.ledger.placement is not None:
-            return None
-        if lease.role is PREFILL:
-            comparable = lease.prompt_bytes and not self.ledger.needs_details
-            return (now - lease.since) / lease.prompt_bytes if comparable else None
-        if relay is None or relay.fast_path.events < _MIN_EVENTS:
-            return None
-        return relay.fast_path.total / (relay.fast_path.events - 1)
-
     def suspected(self) -> tuple[str, ...]:
         """Return the engines that have a request under which another one has stood still, perhaps
         because of it.
         """
         return tuple([url for url, engine in self.engines.items() if engine.open_legs.suspects])
-
-    def kv_took(self, prefill: str, decode: str, seconds: float) -> None:
-        """Count the time of a stream's KV phase, where engines may be compared by it: as of
-        `_pace`.
-        """
-        if self.ledger.placement is None and not self.ledger.needs_details:
-            self.outliers.loaded(prefill, decode, self.now(), seconds)
 
     async def retry_slot(self, headers: LegHeaders) -> RetrySlot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free

@@ -23,7 +23,7 @@ def spares_decode(resources: ExchangeResources, request: PromptRequest, why: Alo
     """Return whether no engine of role decode may serve a prompt whole. `why`: it can't be split,
     None if it can.
     """
-    most = resources.ledger.alone_up_to
+    most = resources.states.alone_up_to
     return most is not None and why not in _ALWAYS and _tokens(request) > most
 
 
@@ -33,10 +33,10 @@ def refusal(
     """Return the error of a prompt that a decode engine could serve whole, and may not; None: that
     is not what it lacks.
     """
-    ledger = resources.ledger
-    if not spares_decode(resources, request, why) or not ledger.decodes(request.parsed.model):
+    states = resources.states
+    if not spares_decode(resources, request, why) or not states.decodes(request.parsed.model):
         return None
-    most = f"up to {ledger.alone_up_to} tokens" if ledger.alone_up_to else "never"
+    most = f"up to {states.alone_up_to} tokens" if states.alone_up_to else "never"
     text = (
         f"this prompt can't be split now ({why.value}), and a decode engine may not serve it "
         f"whole: pools[].alone is {most}"

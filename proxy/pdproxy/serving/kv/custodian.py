@@ -19,7 +19,7 @@ from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import NODE, Label, MergeRule, counter, gauge, histogram
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.serving.kv.custody import Custody, CustodyState, End
 from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
 from pdproxy.serving.kv.release import Contacts, OngoingRelease, ReleaseResources, release_for
@@ -118,7 +118,7 @@ class Custodian:
     def __init__(
         self,
         contract: Contract,
-        ledger: Ledger,
+        states: EngineStates,
         engines: Mapping[str, Engine],
         deadlines: Deadlines,
         observers: Observers,
@@ -148,7 +148,7 @@ class Custodian:
         self.contacts = Contacts(engines)
         self.stuck = StuckKv(engines, contract.holder)
         resources = ReleaseResources(
-            ledger, engines, deadlines, observers, now, clock, self.contacts
+            states, engines, deadlines, observers, now, clock, self.contacts
         )
         holds = release_for(contract.holder, resources)
         self._release = holds

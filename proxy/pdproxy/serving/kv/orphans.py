@@ -19,7 +19,7 @@ from pdproxy.kit.errors import EngineError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, Observers
-from pdproxy.serving.kv.buffers import BufferSpace
+from pdproxy.scheduling.leases import Space
 from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Pending
@@ -69,7 +69,7 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     id: str | None = None
     run: int | None = None
     expected: ExpectedNotices | None = None
-    space: BufferSpace | None = None
+    space: Space | None = None
     promised: Promised | None = None
 
     def nothing_kept(self, why: str) -> None:

@@ -30,7 +30,7 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import mint
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import (
@@ -122,7 +122,7 @@ class Contacts:
 class ReleaseResources:
     """What releasing works with."""
 
-    ledger: Ledger
+    states: EngineStates
     engines: Mapping[str, Engine]
     deadlines: Deadlines
     observers: Observers
@@ -240,7 +240,7 @@ class ReleaseByRefusal(Release):
         timeout = resources.deadlines.release
         for number in range(_MAX_TRIES):
             await self._before_try(number)
-            engine = resources.ledger.releasing.through(
+            engine = resources.states.releasing.through(
                 kept.prefill, kept.model, resources.now(), prefer_not=kept.decode
             )
             if engine is None:

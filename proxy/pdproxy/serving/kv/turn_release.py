@@ -25,7 +25,7 @@ from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import DeadlinePassed, Observers, TurnReleased
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.serving.kv.kept_turns import TurnRecord
 from pdproxy.serving.kv.release import FIRST_CONTACT, Contacts
 from pdproxy.settings.limits import Deadlines
@@ -61,7 +61,7 @@ class TurnReleases:
     def __init__(
         self,
         rules: TurnRules,
-        ledger: Ledger,
+        states: EngineStates,
         engines: Mapping[str, Engine],
         deadlines: Deadlines,
         observers: Observers,
@@ -70,7 +70,7 @@ class TurnReleases:
     ) -> None:
         self._rules = rules
         self._most = max(LEAST_WAITING, max_kept)
-        self._ledger = ledger
+        self._states = states
         self._engines = engines
         self._deadlines = deadlines
         self._observers = observers
@@ -129,7 +129,7 @@ class TurnReleases:
         engine = self._engines.get(record.decode)
         if engine is None or engine.in_ledger.run_number != record.decode_run:
             return True  # the run that held the blocks is over
-        readers = self._ledger.releasing.readers_of(engine.in_ledger, record.model, self._now())
+        readers = self._states.releasing.readers_of(engine.in_ledger, record.model, self._now())
         if not readers:
             return False
         decode = record.decode_run

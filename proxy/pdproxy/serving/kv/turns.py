@@ -15,7 +15,7 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.description import NODE, Label, MergeRule, counter, gauge
 from pdproxy.observe.events import Observers, TurnDropped, TurnKept, TurnReused
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.serving.kv.kept_turns import KeptTurn, KeptTurns, Reuse, TurnLimits, TurnRecord
 from pdproxy.serving.kv.open_turns import OpenTurns
@@ -159,7 +159,7 @@ class PoolTurns:
         self,
         rules: TurnRules,
         limits: TurnLimits,
-        ledger: Ledger,
+        states: EngineStates,
         engines: EngineRegistry,
         deadlines: Deadlines,
         observers: Observers,
@@ -178,7 +178,7 @@ class PoolTurns:
         self._engines = engines
         self.speeds = PrefillSpeeds()
         self.releases = TurnReleases(
-            rules, ledger, engines.known, deadlines, observers, clock.now, limits.count
+            rules, states, engines.known, deadlines, observers, clock.now, limits.count
         )
         self.kept = KeptTurns(rules, limits, engines, self._dropped, clock.now)
         self.open = OpenTurns(

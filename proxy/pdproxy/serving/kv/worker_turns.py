@@ -23,7 +23,7 @@ from pdproxy.kit.records import Records
 from pdproxy.kit.siblings import ALL
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Observers, TurnClaimed
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.serving.kv.kept_turns import KeptTurn, Reuse, TurnLimits, TurnRecord
 from pdproxy.serving.kv.turn_messages import (
@@ -94,7 +94,7 @@ class WorkerTurns(PoolTurns):
         self,
         rules: TurnRules,
         limits: TurnLimits,
-        ledger: Ledger,
+        states: EngineStates,
         engines: EngineRegistry,
         deadlines: Deadlines,
         observers: Observers,
@@ -110,7 +110,7 @@ class WorkerTurns(PoolTurns):
         super().__init__(
             rules,
             limits,
-            ledger,
+            states,
             engines,
             deadlines,
             observers,

@@ -377,12 +377,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 resources.now(),
                 session=session_within(incoming.salt, incoming.session),
             )
-            assign = resources.ledger.assign_alone
             forbidden = resources.lost.forbidden(leg_headers)
-            lease = (
-                assign(ask, without=without.union(avoid, forbidden)) if avoid or forbidden else None
-            )
-            lease = lease or assign(ask, without=without.union(forbidden)) or assign(ask)
+            lease = await resources.scheduler.choose_one(ask, (*without, *forbidden), avoid)
             if lease is not None and lease.engine.url in forbidden:
                 resources.close(lease, Verdict.NEUTRAL)
                 raise resources.lost.protects()
@@ -560,9 +556,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             why = "no response is stored to be fetched later"
             raise BadRequestError(f"`background` is not supported: {why}", param="background")
         if body.model is not None and is_unknown_model(answer):
-            ledger = self._service.resources.ledger
-            ledger.lost_model(url, body.model)
-            if ledger.lists(body.model, (*without, url)):
+            resources.scheduler.lost_model(url, body.model)
+            if resources.states.lists(body.model, (*without, url)):
                 text = f"{url} does not have the model any more"
                 raise _ModelRefusedError(text, status=answer.status, body=b"")
         if self.writer.begun:

@@ -206,8 +206,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
         until = resources.now() + resources.deadlines.queue
         while True:
             ask = Ask(self._known, 0, resources.now(), session=self._session)
-            assign = resources.ledger.assign_alone
-            lease = (assign(ask, without=without) if without else None) or assign(ask)
+            lease = await resources.scheduler.choose_one(ask, tuple(without))
             if lease is None:
                 if not await resources.comebacks.wait(self._known, until):
                     raise OverloadedError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdproxy.fleet.entries import EngineEntry, PoolEngines
-from pdproxy.serving.dispatch.decisions import page_of
+from pdproxy.scheduling.decisions import page_of
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.shapes import EngineChanged, EngineList, LevelShown, RequestList
 

@@ -17,7 +17,7 @@ from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.observe.recent import Recent
-from pdproxy.serving.dispatch.decisions import KeptDecisions
+from pdproxy.scheduling.decisions import KeptDecisions
 from pdproxy.settings.conform import conform
 from pdproxy.settings.engines import ConfiguredEngine, both_schemes, engine_url
 from pdproxy.settings.errors import SettingsError, did_you_mean, quote

@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+from pdproxy.deciding.buffers import BufferSpace, ReceiveBuffers
 from pdproxy.fleet.engine import Engine, ReceiveBuffer
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.shared_table import Column, Others, key_of
 from pdproxy.observe.events import Observers
-from pdproxy.serving.kv.buffers import BufferSpace, ReceiveBuffers
 from pdproxy.settings.limits import Deadlines
 
 MEASURES = 1

@@ -1,0 +1,1 @@
+"""What decides which engines serve a request: the other side of `scheduling.scheduler`."""

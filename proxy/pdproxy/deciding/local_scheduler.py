@@ -1,0 +1,289 @@
+"""The scheduler of one pool, for requests of the same process.
+
+Owns no state: engines and leases are the ledger's. Between a choice and its leases there is no
+`await`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec import structs
+
+from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.kit.errors import TooLateError
+from pdproxy.observe.description import Label, counter
+from pdproxy.observe.events import Decided, NodeChanged, Observers
+from pdproxy.scheduling.decisions import LATE, REFUSED, SPLIT, WHOLE, Decision, Decisions
+from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL, Assignment, Lease, Verdict
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger_engine import ENCODE, PREFILL, LedgerEngine, Role
+from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.prefix.knowledge import Knowledge
+from pdproxy.scheduling.prefix.prediction import Prediction
+from pdproxy.scheduling.scheduler import ANY, Constraints
+
+PAIR = (Role.PREFILL, Role.DECODE)
+"""The roles that a split prompt needs an engine of. The last one answers the client."""
+_ENCODERS = (ENCODE,)
+CHOICES = (
+    ("whole", "one engine serves the request"),
+    ("split", "a prefill and a decode engine share the work"),
+    ("refused", "503: no engine can serve it in time (policy.refuse_late)"),
+)
+MAX_REASONS = 32
+"""How many reasons are labels. Further ones are counted as "other": a placement has a few."""
+DECISIONS = counter(
+    "pdproxy_decisions_total",
+    "decisions",
+    "Decisions of the pool's placement (policy.placement); a request has one for each attempt",
+    Label("choice", CHOICES),
+    Label(
+        "reason",
+        text="the placement's reason, one of a few words of its own; or late",
+        most=MAX_REASONS,
+    ),
+    of=Decided,
+)
+
+
+class LocalScheduler:
+    """A `scheduling.scheduler.Scheduler` that is called. `decisions`: where they are kept, None
+    where nobody is shown them. `knowledge`: of engines' caches, None where nothing asks for it.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        outliers: Outliers,
+        buffers: ReceiveBuffers,
+        observers: Observers,
+        now: Callable[[], float],
+        decisions: Decisions | None,
+        knowledge: Knowledge | None,
+    ) -> None:
+        self._ledger = ledger
+        self._outliers = outliers
+        self._buffers = buffers
+        self._observers = observers
+        self._now = now
+        self._decisions = decisions
+        self._knowledge = knowledge
+
+    def __repr__(self) -> str:
+        return f"<LocalScheduler {self._ledger!r}>"
+
+    # -- choosing
+
+    async def choose(
+        self, request_id: str, ask: Ask, constraints: Constraints = ANY
+    ) -> Assignment | None:
+        """See `Scheduler`."""
+        if self._ledger.has_placement:
+            chosen = await self._placed(request_id, ask, constraints)
+        elif constraints.must_be_whole is not None:
+            lease = self._one(ask, constraints.without, constraints.avoid)
+            chosen = None if lease is None else Assignment((lease,))
+        elif self._buffers.bounded:
+            chosen = await self._with_space(ask, constraints, self._pair)
+        else:
+            chosen = self._pair(ask, constraints.without, constraints.avoid)
+        if chosen is not None and ask.beginning is not None and self._knowledge is not None:
+            urls = [lease.engine.url for lease in chosen.leases]
+            chosen.predictions = self._knowledge.sent(ask.beginning, urls, self._now())
+        return chosen
+
+    def _pair(self, ask: Ask, without: Sequence[str], avoid: Sequence[str]) -> Assignment | None:
+        """Lease a prefill and a decode engine."""
+        ledger = self._ledger
+        if avoid and (found := ledger.assign(PAIR, ask, without=(*without, *avoid))) is not None:
+            return found
+        return ledger.assign(PAIR, ask, without=without)
+
+    async def choose_one(
+        self, ask: Ask, without: Sequence[str] = (), avoid: Sequence[str] = ()
+    ) -> Lease | None:
+        """See `Scheduler`."""
+        return self._one(ask, without, avoid)
+
+    def _one(self, ask: Ask, without: Sequence[str], avoid: Sequence[str]) -> Lease | None:
+        assign = self._ledger.assign_alone
+        lease = assign(ask, without=(*without, *avoid)) if avoid else None
+        # An engine that failed is better than no answer.
+        return lease or assign(ask, without=without) or (assign(ask) if without else None)
+
+    async def choose_encoders(
+        self, asks: Sequence[Ask], without: Sequence[str], *, proven: bool
+    ) -> list[Lease]:
+        """See `Scheduler`."""
+        leases: list[Lease] = []
+        for ask in asks:
+            poor = self._ledger.poor_encoders(ask.now) if proven else ()
+            assignment = self._ledger.assign(_ENCODERS, ask, without=(*without, *poor))
+            if assignment is None:
+                break  # the others get none, either
+            leases += assignment.leases
+        return leases
+
+    def fits(self, tokens: int) -> bool:
+        """See `Scheduler`."""
+        return not self._buffers.bounded or self._buffers.fits(tokens)
+
+    # -- as the pool's placement chooses
+
+    async def _placed(
+        self, request_id: str, ask: Ask, constraints: Constraints
+    ) -> Assignment | None:
+        """Lease the engines that the placement chooses. Raises as `choose`."""
+        ledger, split = self._ledger, constraints.must_be_whole is None
+
+        def place(ask: Ask, without: Sequence[str], avoid: Sequence[str]) -> Assignment | None:
+            placed = ledger.place(ask, split=split, without=without, avoid=avoid)
+            if placed is None and ledger.is_placeable(ask, split=split, without=without):
+                self._decided(Decision(ask.now, request_id, REFUSED, LATE, tokens=ask.tokens))
+                raise TooLateError("no engine can serve this request in time now")
+            return placed
+
+        placed = place(ask, constraints.without, constraints.avoid)
+        if placed is not None and len(placed.leases) > 1 and self._buffers.bounded:
+            # It waits behind other prompts, and is placed when its turn comes. What one engine
+            # serves whole does not wait for them.
+            self._give_up(placed)
+            placed = await self._with_space(ask, constraints, place)
+        if placed is not None:
+            urls = tuple([lease.engine.url for lease in placed.leases])
+            decision = Decision(
+                self._now(),
+                request_id,
+                WHOLE if len(urls) == 1 else SPLIT,
+                placed.reason,
+                urls,
+                constraints.must_be_whole,
+                ask.tokens,
+                placed.values,
+            )
+            self._decided(decision)
+        return placed
+
+    def _decided(self, decision: Decision) -> None:
+        self._observers.notify(Decided(decision.choice, decision.reason))
+        if self._decisions is not None:
+            self._decisions.add(decision)
+
+    # -- where receive buffers are bounded
+
+    async def _with_space(
+        self,
+        ask: Ask,
+        constraints: Constraints,
+        choose: Callable[[Ask, Sequence[str], Sequence[str]], Assignment | None],
+    ) -> Assignment | None:
+        """Lease what `choose` leases. Wait until the decode engine has space for the prompt's KV.
+
+        Raises:
+            OverloadedError: no decode engine had space in time.
+        """
+        buffers, count = self._buffers, self._buffers.chunks(constraints.kv_tokens)
+        without, avoid = constraints.without, constraints.avoid
+
+        def chosen_now(excluded: Sequence[str]) -> Assignment | None:
+            return choose(structs.replace(ask, now=self._now()), excluded, avoid)
+
+        def choose_with_space(full: tuple[str, ...]) -> Assignment | None:
+            chosen = chosen_now((*without, *full))
+            if chosen is not None and len(chosen.leases) > 1:
+                url = chosen.leases[-1].engine.url
+                if url in full:  # a placement falls back to engines that are excluded
+                    self._give_up(chosen)
+                    return None
+                chosen.space = buffers.take(url, count)
+            return chosen
+
+        def possible() -> bool:
+            chosen = chosen_now(without)
+            if chosen is not None:
+                self._give_up(chosen)
+            return chosen is not None
+
+        return await buffers.wait_for_space(count, choose_with_space, possible)
+
+    def _give_up(self, assignment: Assignment) -> None:
+        now = self._now()
+        for lease in assignment.leases:
+            self.close(lease, NEUTRAL, now)
+
+    # -- what engines have in their caches
+
+    def cached(self, prediction: Prediction, reported: int | None, prompt: int) -> None:
+        """See `Scheduler`."""
+        if reported is not None and self._knowledge is not None:
+            self._knowledge.answered(prediction, reported, prompt)
+
+    def refuses_reports(self, url: str) -> None:
+        """See `Scheduler`."""
+        if self._knowledge is not None:
+            self._knowledge.refreshing.refuses(url)
+
+    # -- what legs show
+
+    def began(self, lease: Lease, at: float) -> None:
+        """See `Scheduler`."""
+        self._ledger.began(lease, at)
+
+    def close(
+        self,
+        lease: Lease,
+        verdict: Verdict,
+        at: float,
+        *,
+        pace: float | None = None,
+        tokens: int | None = None,
+        beside: int = 0,
+    ) -> None:
+        """See `Scheduler`."""
+        engine = lease.engine
+        if (failed := verdict is FAILED) or verdict is GOOD:
+            seconds = None
+            if lease.role is PREFILL:
+                seconds, beside = at - lease.since, engine.requests
+            self._outliers.ended(
+                engine.url,
+                lease.role,
+                at,
+                failed=failed,
+                pace=None if failed else pace,
+                seconds=seconds,
+                beside=beside,
+            )
+        if self._ledger.close(lease, verdict, at, tokens):
+            self._out_of_use(engine)
+
+    def failed(self, lease: Lease, at: float) -> None:
+        """See `Scheduler`."""
+        self._outliers.ended(lease.engine.url, lease.role, at, failed=True)
+        if self._ledger.failed(lease, at):
+            self._out_of_use(lease.engine)
+
+    def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
+        """See `Scheduler`."""
+        self._outliers.loaded(prefill, decode, at, seconds)
+
+    def lost_model(self, url: str, model: str) -> None:
+        """See `Scheduler`."""
+        self._ledger.lost_model(url, model)
+
+    def found_gone(self, url: str, why: str, at: float) -> bool:
+        """See `Scheduler`."""
+        return self._ledger.mark_down(url, why, at)
+
+    def _out_of_use(self, engine: LedgerEngine) -> None:
+        reason, state = engine.down_because, "down"
+        if reason is None:
+            reason, state = (
+                f"failed {engine.failures} times in a row: its breaker is open",
+                "excluded",
+            )
+        self._observers.notify(
+            NodeChanged(engine.url, engine.role.value, up=False, reason=reason, state=state)
+        )
