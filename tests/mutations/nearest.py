@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-DATA_PATH = ("web", "upstream", "serving", "scheduling", "transfer", "wire")
+DATA_PATH = ("web", "upstream", "serving", "deciding", "scheduling", "transfer", "wire")
 """The packages through which requests, answers and handles go."""
 LEFT_OUT = (
     "web/admin/",
@@ -92,6 +92,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_decode_fails.py",
         "proxy/test_client_leaves.py",
     ),
+    "deciding/local_scheduler": ("proxy/test_placement.py", "proxy/test_decode_fails.py"),
+    "deciding/": ("unit/test_kv_buffers.py", "proxy/test_connectors.py"),
     "serving/dispatch/attempt": (
         "proxy/test_decode_fails.py",
         "proxy/test_client_leaves.py",

@@ -3,6 +3,8 @@
 import msgspec
 import pytest
 
+from pdproxy.scheduling.leases import Lease
+from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import keys
 from pdproxy.scheduling.prefix.block_index import BlockIndex
@@ -281,14 +283,21 @@ def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
     world.stored(prompt(1)[:32])
     world.served(prompt(1), 96)
     world.later()
-    made = world.knowledge.sent(world.begin(prompt(1)), [OTHER, FED], world.now)
-    assert [(one.url, one.scored, one.refreshes) for one in made] == [
-        (OTHER, True, False),
-        (FED, False, False),
+    split = ((OTHER, Role.PREFILL), (FED, Role.DECODE))
+    leases = [
+        Lease(LedgerEngine(EngineSpec(url, role), run_number=0), role, 0) for url, role in split
+    ]
+    world.knowledge.sent(world.begin(prompt(1)), leases, world.now)
+    made = [(lease.prediction, lease.reports) for lease in leases]
+    assert [(one and (one.url, one.scored), reports) for one, reports in made] == [
+        ((OTHER, True), False),
+        ((FED, False), False),
     ]
     assert world.knowledge.refreshing.asked == 0
-    (alone,) = world.knowledge.sent(world.begin(prompt(1)), [FED], world.now)
-    assert (alone.scored, alone.refreshes) == (True, True)
+    world.knowledge.sent(world.begin(prompt(1)), leases[1:], world.now)
+    alone = leases[1]
+    assert alone.prediction is not None
+    assert (alone.prediction.scored, alone.reports) == (True, True)
 
 
 def test_refreshing_is_bounded():

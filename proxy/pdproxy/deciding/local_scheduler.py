@@ -21,7 +21,6 @@ from pdproxy.scheduling.ledger_engine import ENCODE, PREFILL, LedgerEngine, Role
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.knowledge import Knowledge
-from pdproxy.scheduling.prefix.prediction import Prediction
 from pdproxy.scheduling.scheduler import ANY, Constraints
 
 PAIR = (Role.PREFILL, Role.DECODE)
@@ -90,8 +89,7 @@ class LocalScheduler:
         else:
             chosen = self._pair(ask, constraints.without, constraints.avoid)
         if chosen is not None and ask.beginning is not None and self._knowledge is not None:
-            urls = [lease.engine.url for lease in chosen.leases]
-            chosen.predictions = self._knowledge.sent(ask.beginning, urls, self._now())
+            self._knowledge.sent(ask.beginning, chosen.leases, self._now())
         return chosen
 
     def _pair(self, ask: Ask, without: Sequence[str], avoid: Sequence[str]) -> Assignment | None:
@@ -215,10 +213,10 @@ class LocalScheduler:
 
     # -- what engines have in their caches
 
-    def cached(self, prediction: Prediction, reported: int | None, prompt: int) -> None:
+    def cached(self, lease: Lease, reported: int, prompt: int) -> None:
         """See `Scheduler`."""
-        if reported is not None and self._knowledge is not None:
-            self._knowledge.answered(prediction, reported, prompt)
+        if lease.prediction is not None and self._knowledge is not None:
+            self._knowledge.answered(lease.prediction, reported, prompt)
 
     def refuses_reports(self, url: str) -> None:
         """See `Scheduler`."""
@@ -273,9 +271,10 @@ class LocalScheduler:
         """See `Scheduler`."""
         self._ledger.lost_model(url, model)
 
-    def found_gone(self, url: str, why: str, at: float) -> bool:
+    def found_gone(self, url: str, why: str, at: float) -> None:
         """See `Scheduler`."""
-        return self._ledger.mark_down(url, why, at)
+        if self._ledger.mark_down(url, why, at):
+            self._out_of_use(self._ledger.of(url))
 
     def _out_of_use(self, engine: LedgerEngine) -> None:
         reason, state = engine.down_because, "down"

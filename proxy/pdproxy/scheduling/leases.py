@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Protocol
 
@@ -35,7 +35,8 @@ class Lease(msgspec.Struct, eq=False):
     `role`: what the engine does for this request, never `ANY`. `prompt_bytes` is 0 where the leg
     gets the prompt's KV from another engine. `trial`: the number of the engine's trials that it
     belongs to, 0 if it is none; `proved`: whether the engine has passed it. `since`: when it was
-    opened, in monotonic seconds.
+    opened, in monotonic seconds. `prediction`: what the engine should find in its cache, None where
+    nothing is expected; `reports`: whether the engine is asked to report what it finds.
     """
 
     engine: LedgerEngine
@@ -45,6 +46,8 @@ class Lease(msgspec.Struct, eq=False):
     trial: int = 0
     proved: bool = False
     since: float = 0.0
+    prediction: Prediction | None = None
+    reports: bool = False
 
 
 class Space(Protocol):
@@ -60,14 +63,12 @@ class Assignment(msgspec.Struct, eq=False):
 
     `values`: what the decision was based on, for those who ask for it; None where nothing was
     computed. `space`: what was taken for the prompt's KV, None where nothing has to be.
-    `predictions`: what the engines are expected to find in their caches.
     """
 
     leases: tuple[Lease, ...]
     reason: str = ""
     values: Mapping[str, float] | None = None
     space: Space | None = None
-    predictions: Sequence[Prediction] = ()
 
     def __getitem__(self, role: Role) -> Lease:
         """Return the lease of a role.

@@ -14,7 +14,6 @@ import msgspec
 
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.policy import Ask
-from pdproxy.scheduling.prefix.prediction import Prediction
 
 
 class Constraints(msgspec.Struct, frozen=True):
@@ -103,9 +102,9 @@ class Scheduler(Protocol):
     def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
         """Note how long a stream waited for its KV, once both engines had what they need."""
 
-    def cached(self, prediction: Prediction, reported: int | None, prompt: int) -> None:
-        """Note what an engine says of its cache. `reported`: the tokens that it has found there,
-        None: it says nothing. `prompt`: the prompt's tokens.
+    def cached(self, lease: Lease, reported: int, prompt: int) -> None:
+        """Note how many tokens an engine says that it has found in its cache, before its lease is
+        closed. `prompt`: the prompt's tokens.
         """
 
     def refuses_reports(self, url: str) -> None:
@@ -114,5 +113,5 @@ class Scheduler(Protocol):
     def lost_model(self, url: str, model: str) -> None:
         """Note that an engine has refused a model that it does not have."""
 
-    def found_gone(self, url: str, why: str, at: float) -> bool:
-        """Note that an engine is not there any more. Return whether it was in use."""
+    def found_gone(self, url: str, why: str, at: float) -> None:
+        """Note that an engine is not there any more."""

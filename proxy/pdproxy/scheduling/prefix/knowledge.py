@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.scheduling.prefix.matches import Matches
@@ -206,17 +207,15 @@ class Knowledge:
 
     # -- requests
 
-    def sent(self, beginning: PromptBeginning, urls: Sequence[str], now: float) -> list[Prediction]:
-        """Note that a prompt is sent to engines, the first of which computes it. Return what is
-        expected of them.
+    def sent(self, beginning: PromptBeginning, leases: Sequence[Lease], now: float) -> None:
+        """Note that a prompt is sent to engines, the first of which computes it, and with their
+        leases what is expected there.
         """
-        made = [
+        for lease in leases:
             # A decode engine that gets the KV from another one says nothing of its own cache, and
             # is asked nothing.
-            self.routed(beginning, url, now, reports=number == 0)
-            for number, url in enumerate(urls)
-        ]
-        return [one for one in made if one is not None]
+            found = self.routed(beginning, lease.engine.url, now, reports=lease is leases[0])
+            lease.prediction, lease.reports = found, found is not None and found.refreshes
 
     def routed(
         self, beginning: PromptBeginning, url: str, now: float, *, reports: bool = True

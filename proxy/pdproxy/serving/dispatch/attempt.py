@@ -14,7 +14,7 @@ from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.policy import Ask
-from pdproxy.serving.dispatch.prefixes import of_engine, reporting
+from pdproxy.serving.dispatch.prefixes import reporting
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import CannotSplit, Failed
 from pdproxy.serving.dispatch.resources import ExchangeResources
@@ -35,9 +35,9 @@ class Attempt:
     """One attempt. `assignment` holds the leased engines: the last one answers the client."""
 
     __slots__ = (
+        "_compares_caches",
         "_expected",
         "_expected_is_custodys",
-        "_predictions",
         "_resources",
         "_space",
         "_unused",
@@ -73,7 +73,7 @@ class Attempt:
         """
         self._unused = list(assignment.leases)
         self._space = assignment.space
-        self._predictions = assignment.predictions
+        self._compares_caches = assignment.leases[0].prediction is not None
         self._expected: ExpectedNotices | None = None
         self._expected_is_custodys = False
         if len(self._unused) > 1:
@@ -108,7 +108,7 @@ class Attempt:
         """
         self._unused.append(lease)
         self.loading_since = since
-        self._predictions = ()  # they are of the cache before
+        self._compares_caches = False  # what was expected was of the cache before
 
     # -- the legs' id, and notices
 
@@ -184,31 +184,28 @@ class Attempt:
         if self.told is not None and url == self.assignment.leases[0].engine.url:
             fields = parsed.fields | {PARAMS: msgspec.Raw(self.told)}
             parsed = structs.replace(parsed, fields=fields)
-        if (
-            self._predictions
-            and (found := of_engine(self._predictions, url)) is not None
-            and found.refreshes
-        ):
-            return reporting(parsed)
-        return parsed
+        return reporting(parsed) if self._is_to_report(url) else parsed
+
+    def _is_to_report(self, url: str) -> bool:
+        """Return whether an engine is asked to report what it reuses from its cache."""
+        computes = self.assignment.leases[0]
+        return computes.reports and computes.engine.url == url and self._compares_caches
 
     def added_is_refused(self, url: str) -> bool:
         """Note a 400 of an engine. Return whether it may be due to what was added to the request
         for it; it is added no more.
         """
-        found = of_engine(self._predictions, url)
-        if found is None or not found.refreshes:
-            return False
-        self._resources.scheduler.refuses_reports(url)
-        return True
+        if found := self._is_to_report(url):
+            self._resources.scheduler.refuses_reports(url)
+        return found
 
-    def cached(self, url: str, usage: Usage | None) -> None:
+    def cached(self, lease: Lease, usage: Usage | None) -> None:
         """Compare what was expected of an engine's cache with what its own answer says."""
-        found = of_engine(self._predictions, url) if self._predictions else None
-        if found is not None and usage is not None and usage.prompt_tokens_details is not None:
-            self._resources.scheduler.cached(
-                found, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
-            )
+        if not self._compares_caches or usage is None or usage.prompt_tokens_details is None:
+            return
+        found = usage.prompt_tokens_details.cached_tokens
+        if found is not None:
+            self._resources.scheduler.cached(lease, found, usage.prompt_tokens)
 
     # -- custody
 

@@ -15,7 +15,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.expiring import Expiring
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import NodeChanged, Observers
+from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.dispatch.loss import Loss
@@ -123,13 +123,4 @@ class LossDetector:
         others = (one.in_ledger for one in self._engines.values() if one is not engine)
         if not any(other.role is ledger_engine.role and other.available for other in others):
             return  # it may be back in a moment: requests try it as ever
-        if self._scheduler.found_gone(ledger_engine.url, _GONE, self._now()):
-            self._observers.notify(
-                NodeChanged(
-                    ledger_engine.url,
-                    ledger_engine.role.value,
-                    up=False,
-                    reason=_GONE,
-                    state="down",
-                )
-            )
+        self._scheduler.found_gone(ledger_engine.url, _GONE, self._now())

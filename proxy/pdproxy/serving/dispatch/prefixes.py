@@ -7,14 +7,13 @@ Owns the thread that makes the keys of long prompts, and the number of prompts t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 from msgspec import structs
 
 from pdproxy.scheduling.prefix.knowledge import Knowledge
-from pdproxy.scheduling.prefix.prediction import Prediction
 from pdproxy.scheduling.prefix.prompts import PromptBeginning, beginning_of
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import UNREADABLE
@@ -84,11 +83,6 @@ class PrefixQuestions:
     def stop(self) -> None:
         """End the thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def of_engine(predictions: Iterable[Prediction], url: str) -> Prediction | None:
-    """Return what is expected of one engine."""
-    return next((one for one in predictions if one.url == url), None)
 
 
 def reporting(parsed: Parsed) -> Parsed:
