@@ -75,6 +75,11 @@ class LocalScheduler:
 
     # -- choosing
 
+    @property
+    def waits(self) -> bool:
+        """Whether a choice may have to wait."""
+        return self._buffers.bounded
+
     async def choose(
         self, request_id: str, ask: Ask, constraints: Constraints = ANY
     ) -> Assignment | None:
@@ -273,8 +278,9 @@ class LocalScheduler:
 
     def found_gone(self, url: str, why: str, at: float) -> None:
         """See `Scheduler`."""
-        if self._ledger.mark_down(url, why, at):
-            self._out_of_use(self._ledger.of(url))
+        engine = self._ledger.get(url)
+        if engine is not None and self._ledger.mark_down(url, why, at):
+            self._out_of_use(engine)
 
     def _out_of_use(self, engine: LedgerEngine) -> None:
         reason, state = engine.down_because, "down"

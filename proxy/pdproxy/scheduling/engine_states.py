@@ -59,13 +59,9 @@ class EngineStates:
         """All engines, in the order of the settings. Read only."""
         return tuple(self._engines.values())
 
-    def of(self, url: str) -> LedgerEngine:
-        """Return an engine.
-
-        Raises:
-            KeyError: there is none of this URL.
-        """
-        return self._engines[url]
+    def get(self, url: str) -> LedgerEngine | None:
+        """Return an engine, None if there is none of this URL."""
+        return self._engines.get(url)
 
     def when_lost(self, then: Callable[[str], None]) -> None:
         """Call `then(url)` when the present run of an engine is over, or seems to be: it went down,

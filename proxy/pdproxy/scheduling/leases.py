@@ -35,8 +35,8 @@ class Lease(msgspec.Struct, eq=False):
     `role`: what the engine does for this request, never `ANY`. `prompt_bytes` is 0 where the leg
     gets the prompt's KV from another engine. `trial`: the number of the engine's trials that it
     belongs to, 0 if it is none; `proved`: whether the engine has passed it. `since`: when it was
-    opened, in monotonic seconds. `prediction`: what the engine should find in its cache, None where
-    nothing is expected; `reports`: whether the engine is asked to report what it finds.
+    opened, in monotonic seconds. `expected`: whether anything is known of what the engine finds in
+    its cache, as `prediction` says; `reports`: whether the engine is asked to report it.
     """
 
     engine: LedgerEngine
@@ -47,6 +47,7 @@ class Lease(msgspec.Struct, eq=False):
     proved: bool = False
     since: float = 0.0
     prediction: Prediction | None = None
+    expected: bool = False
     reports: bool = False
 
 

@@ -496,6 +496,13 @@ class Ledger(EngineStates):
             None if engine is None else self._open(engine, Role.AGGREGATED, ask.prompt_bytes, ask)
         )
 
+    def restore(self, url: str, role: Role, prompt_bytes: int, since: float) -> Lease | None:
+        """Open a lease as one that an earlier ledger had given. None: there is no such engine."""
+        engine = self._engines.get(url)
+        if engine is None:
+            return None
+        return self._open(engine, role, prompt_bytes, Ask(None, prompt_bytes, since))
+
     def began(self, lease: Lease, now: float) -> None:
         """Note that the engine that answers has made its first token: for trials, and for the
         placement.

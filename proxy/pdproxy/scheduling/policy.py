@@ -18,7 +18,7 @@ from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.slo import Slo
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(msgspec.Struct, frozen=True, array_like=True):
     """What a request asks of the scheduler. Made for each choice, and not kept.
 
     `model`: None matches every engine. `prompt_bytes`: the prompt's size, as prefill load. `now`:

@@ -16,7 +16,7 @@ from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 
 
-class Constraints(msgspec.Struct, frozen=True):
+class Constraints(msgspec.Struct, frozen=True, array_like=True):
     """What the engines of one attempt must be.
 
     `must_be_whole`: why one engine must serve the request; None: a prefill and a decode engine may

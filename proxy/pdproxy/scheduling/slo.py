@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Slo(msgspec.Struct, frozen=True):
+class Slo(msgspec.Struct, frozen=True, array_like=True):
     """Upper bounds in seconds, None where there is none. A placement tries to keep them; nothing is
     promised.
 

@@ -215,7 +215,8 @@ class Knowledge:
             # A decode engine that gets the KV from another one says nothing of its own cache, and
             # is asked nothing.
             found = self.routed(beginning, lease.engine.url, now, reports=lease is leases[0])
-            lease.prediction, lease.reports = found, found is not None and found.refreshes
+            lease.prediction, lease.expected = found, found is not None
+            lease.reports = found is not None and found.refreshes
 
     def routed(
         self, beginning: PromptBeginning, url: str, now: float, *, reports: bool = True

@@ -73,7 +73,7 @@ class Attempt:
         """
         self._unused = list(assignment.leases)
         self._space = assignment.space
-        self._compares_caches = assignment.leases[0].prediction is not None
+        self._compares_caches = assignment.leases[0].expected
         self._expected: ExpectedNotices | None = None
         self._expected_is_custodys = False
         if len(self._unused) > 1:

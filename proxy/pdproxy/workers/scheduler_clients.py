@@ -1,0 +1,382 @@
+"""The scheduler process's side of the links to workers: it chooses for them, and is told what their
+legs show.
+
+Owns the leases of each worker, by their numbers, and the choices that wait. When a worker has
+ended, all of them are ended: they show nothing of their engines. A worker that sends what is no
+item, or more than any worker can have open, is not listened to any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from pdproxy.deciding.local_scheduler import LocalScheduler
+from pdproxy.kit.errors import OverloadedError
+from pdproxy.scheduling.leases import NEUTRAL, Assignment, Lease, Space
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger_engine import Role
+from pdproxy.workers.links import Link, LinkError, Message
+from pdproxy.workers.scheduler_link import ITEMS, MAX_UNSENT
+from pdproxy.workers.scheduler_messages import (
+    VERDICTS,
+    Began,
+    Choice,
+    Choose,
+    ChooseOne,
+    Chosen,
+    Closed,
+    Failed,
+    FoundGone,
+    FromScheduler,
+    FromWorker,
+    Held,
+    Holds,
+    KvTook,
+    Leased,
+    LostModel,
+    RefusesReports,
+    SpaceFree,
+    Unwanted,
+    decode_of_worker,
+    encode_items,
+    refused,
+)
+
+logger = logging.getLogger("pdproxy.workers")
+
+MAX_OPEN = 1 << 16
+"""Leases and choices that one worker may have open."""
+AT_ONCE = 64
+"""Items of one worker that are done before others have their turn."""
+EXPECTED = 0.25
+"""Seconds for which a scheduler process that was started again waits for what workers have."""
+
+
+class ChoosesFor:
+    """What one pool's choices need: its scheduler, its ledger, and what takes space again."""
+
+    def __init__(
+        self,
+        scheduler: LocalScheduler,
+        ledger: Ledger,
+        take_space: Callable[[str, int], Space],
+        now: Callable[[], float],
+    ) -> None:
+        self.scheduler = scheduler
+        self.ledger = ledger
+        self.take_space = take_space
+        self.now = now
+
+
+class SchedulerClient:
+    """One worker. `end`: of a pair of sockets; `pools`: those of the proxy, in their order.
+
+    `lost`: called when nothing more comes from it. `may_choose`: set once all workers have said
+    what they have.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        pools: Sequence[ChoosesFor],
+        may_choose: asyncio.Event,
+        lost: Callable[[SchedulerClient], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._link = Link(end)
+        self._pools = pools
+        self._may_choose = may_choose
+        self._lost = lost
+        self._leases: dict[int, tuple[ChoosesFor, Lease]] = {}
+        self._spaces: dict[int, Space] = {}
+        self._choosing: dict[int, asyncio.Task[None]] = {}
+        self._held_back: list[FromWorker] = []
+        """Items that came behind `AT_ONCE` others."""
+        self._answers: list[FromScheduler] = []
+        self._is_over = False
+        self.has_said = False
+        """Whether it has said what it has."""
+        self._do: dict[type, Callable[[Any], None]] = {
+            Unwanted: self._unwanted,
+            Began: self._began,
+            Closed: self._closed,
+            Failed: self._failed,
+            KvTook: self._kv_took,
+            RefusesReports: self._refuses_reports,
+            LostModel: self._lost_model,
+            FoundGone: self._found_gone,
+            SpaceFree: self._space_free,
+            Holds: self._holds,
+        }
+        self._loop.add_reader(self._link.fileno(), self._read)
+
+    def __repr__(self) -> str:
+        return f"<SchedulerClient {len(self._leases)} leases, {len(self._choosing)} choices wait>"
+
+    @property
+    def leases(self) -> int:
+        """How many leases the worker has."""
+        return len(self._leases)
+
+    # -- the link
+
+    def _read(self) -> None:
+        try:
+            for message in self._link.read():
+                self._held_back += decode_of_worker(message.body)
+        except LinkError as error:
+            self._end(error)
+            return
+        except msgspec.MsgspecError as error:
+            self._end(LinkError(str(error)))
+            return
+        self._work()
+        if self._held_back and not self._is_over:
+            # nothing more is read before these are done
+            self._loop.remove_reader(self._link.fileno())
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Do more of what was held back."""
+        if not self._is_over:
+            self._work()
+        if self._is_over:
+            return
+        if self._held_back:
+            self._loop.call_soon(self._go_on)
+        else:
+            self._loop.add_reader(self._link.fileno(), self._read)
+
+    def _work(self) -> None:
+        items, self._held_back = self._held_back[:AT_ONCE], self._held_back[AT_ONCE:]
+        try:
+            for item in items:
+                self._received(item)
+        except LinkError as error:
+            self._end(error)
+            return
+        self._flush()
+
+    def _received(self, item: FromWorker) -> None:
+        do = self._do.get(type(item))
+        if do is not None:
+            do(item)
+        else:
+            self._choose(item)  # type: ignore[arg-type]
+        if len(self._leases) + len(self._choosing) > MAX_OPEN:
+            raise LinkError(f"a worker has more than {MAX_OPEN} leases")
+
+    def _answer(self, answer: FromScheduler) -> None:
+        if not self._answers:
+            self._loop.call_soon(self._flush)
+        self._answers.append(answer)
+
+    def _flush(self) -> None:
+        if self._is_over or not self._answers:
+            return
+        answers, self._answers = self._answers, []
+        try:
+            self._link.send(Message(ITEMS, body=encode_items(answers)))
+            if self._link.unsent > MAX_UNSENT:
+                raise LinkError(f"{self._link.unsent} bytes are not read")
+            if self._link.unsent:
+                self._loop.add_writer(self._link.fileno(), self._write)
+        except LinkError as error:
+            self._end(error)
+
+    def _write(self) -> None:
+        try:
+            self._link.flush()
+            if not self._link.unsent:
+                self._loop.remove_writer(self._link.fileno())
+        except LinkError as error:
+            self._end(error)
+
+    def _end(self, error: LinkError) -> None:
+        """The worker has ended, or is not listened to any more."""
+        if not self._is_over:
+            logger.info("a worker asks for no more engines: %s", error)
+            self.close()
+            self._lost(self)
+
+    def close(self) -> None:
+        """End all that the worker has."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._loop.remove_reader(self._link.fileno())
+        self._loop.remove_writer(self._link.fileno())
+        self._link.close()
+        for task in self._choosing.values():
+            task.cancel()
+        for number in list(self._leases):
+            self._give_up(number)
+        for space in self._spaces.values():
+            space.release()
+        self._spaces.clear()
+
+    # -- choices
+
+    def _choose(self, item: Choice) -> None:
+        if not 0 <= item.pool < len(self._pools):
+            raise LinkError(f"there is no pool {item.pool}")
+        pool = self._pools[item.pool]
+        if self._may_choose.is_set() and not pool.scheduler.waits:
+            try:
+                self._choice(item, pool).send(
+                    None
+                )  # without a task, which would cost more than the choice
+            except StopIteration:
+                return
+            except OverloadedError as error:
+                self._answer(refused(item.number, error))
+                return
+        task = self._loop.create_task(self._wait(item, pool), name="choose")
+        self._choosing[item.number] = task
+        task.add_done_callback(partial(self._over, item.number))
+
+    def _over(self, number: int, _: asyncio.Task[None]) -> None:
+        self._choosing.pop(number, None)
+
+    async def _wait(self, item: Choice, pool: ChoosesFor) -> None:
+        await self._may_choose.wait()
+        try:
+            await self._choice(item, pool)
+        except OverloadedError as error:
+            self._answer(refused(item.number, error))
+
+    async def _choice(self, item: Choice, pool: ChoosesFor) -> None:
+        """Choose, and answer. Raises OverloadedError."""
+        scheduler = pool.scheduler
+        if isinstance(item, Choose):
+            found = await scheduler.choose(item.request_id, item.ask, item.constraints)
+            if found is None:
+                self._answer(Chosen(item.number, []))
+                return
+            if found.space is not None:
+                self._spaces[item.number + len(found.leases) - 1] = found.space
+            self._leased(item.number, pool, found.leases, found)
+        elif isinstance(item, ChooseOne):
+            one = await scheduler.choose_one(item.ask, item.without, item.avoid)
+            self._leased(item.number, pool, [] if one is None else [one])
+        else:
+            leases = await scheduler.choose_encoders(item.asks, item.without, proven=item.proven)
+            self._leased(item.number, pool, leases)
+
+    def _leased(
+        self,
+        number: int,
+        pool: ChoosesFor,
+        leases: Sequence[Lease],
+        found: Assignment | None = None,
+    ) -> None:
+        for at, lease in enumerate(leases, number):
+            self._leases[at] = pool, lease
+        told = [
+            Leased(
+                one.engine.url,
+                one.role.value,
+                one.prompt_bytes,
+                one.since,
+                one.trial,
+                one.expected,
+                one.reports,
+            )
+            for one in leases
+        ]
+        if found is None:
+            self._answer(Chosen(number, told))
+        else:
+            has_space = found.space is not None
+            self._answer(Chosen(number, told, found.reason, found.values, has_space))
+
+    def _unwanted(self, item: Unwanted) -> None:
+        task = self._choosing.pop(item.number, None)
+        if task is not None:
+            task.cancel()
+        for number in range(item.number, item.number + min(item.most, MAX_OPEN)):
+            self._give_up(number)
+            if (space := self._spaces.pop(number, None)) is not None:
+                space.release()
+
+    def _give_up(self, number: int) -> None:
+        found = self._leases.pop(number, None)
+        if found is not None:
+            pool, lease = found
+            pool.scheduler.close(lease, NEUTRAL, pool.now())
+
+    # -- what legs show
+
+    def _began(self, item: Began) -> None:
+        if (found := self._leases.get(item.lease)) is not None:
+            found[0].scheduler.began(found[1], item.at)
+
+    def _closed(self, item: Closed) -> None:
+        found = self._leases.pop(item.lease, None)
+        if found is None:
+            return  # of a scheduler process that was before
+        if not 0 <= item.verdict < len(VERDICTS):
+            raise LinkError(f"there is no verdict {item.verdict}")
+        pool, lease = found
+        if item.reported is not None:
+            pool.scheduler.cached(lease, item.reported, item.prompt)
+        pool.scheduler.close(
+            lease,
+            VERDICTS[item.verdict],
+            item.at,
+            pace=item.pace,
+            tokens=item.tokens,
+            beside=item.beside,
+        )
+
+    def _space_free(self, item: SpaceFree) -> None:
+        if (space := self._spaces.pop(item.lease, None)) is not None:
+            space.release()
+
+    def _failed(self, item: Failed) -> None:
+        pool = self._pool(item.pool)
+        engine = pool.ledger.get(item.url)
+        if engine is not None:
+            lease = Lease(engine, Role(item.role), 0, closed=True, trial=item.trial)
+            pool.scheduler.failed(lease, item.at)
+
+    def _kv_took(self, item: KvTook) -> None:
+        scheduler = self._pool(item.pool).scheduler
+        scheduler.kv_took(item.prefill, item.decode, item.at, item.seconds)
+
+    def _refuses_reports(self, item: RefusesReports) -> None:
+        self._pool(item.pool).scheduler.refuses_reports(item.url)
+
+    def _lost_model(self, item: LostModel) -> None:
+        self._pool(item.pool).scheduler.lost_model(item.url, item.model)
+
+    def _found_gone(self, item: FoundGone) -> None:
+        self._pool(item.pool).scheduler.found_gone(item.url, item.why, item.at)
+
+    def _pool(self, number: int) -> ChoosesFor:
+        if not 0 <= number < len(self._pools):
+            raise LinkError(f"there is no pool {number}")
+        return self._pools[number]
+
+    # -- what it has of a scheduler process that was before
+
+    def _holds(self, item: Holds) -> None:
+        for held in item.leases:
+            self._restore(held)
+        self.has_said = True
+
+    def _restore(self, held: Held) -> None:
+        pool = self._pool(held.pool)
+        lease = pool.ledger.restore(held.url, Role(held.role), held.prompt_bytes, held.since)
+        if lease is None:
+            return  # its engine was removed
+        self._leases[held.number] = pool, lease
+        if held.space:
+            self._spaces[held.number] = pool.take_space(held.url, held.space)

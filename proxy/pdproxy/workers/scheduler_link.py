@@ -1,0 +1,247 @@
+"""A worker's link to the scheduler process: choices that wait for their answers, and what the
+scheduler is told.
+
+Owns the questions that are open, and the leases of this worker. What is sent within one turn of the
+event loop is one message. While there is no scheduler process, questions wait for the next one for
+a short time, and what it is to be told waits, too; the first thing that it is told is which leases
+this worker has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from pdproxy.kit.errors import OverloadedError, RefusalReason
+from pdproxy.scheduling.leases import Lease
+from pdproxy.workers.links import Link, LinkError, Message
+from pdproxy.workers.scheduler_messages import (
+    Choice,
+    Chosen,
+    Closed,
+    FromScheduler,
+    FromWorker,
+    Held,
+    Holds,
+    Refused,
+    Unwanted,
+    decode_of_scheduler,
+    encode_items,
+    error_of,
+)
+
+logger = logging.getLogger("pdproxy.workers")
+
+ITEMS = "items"
+"""The kind of a message with items."""
+PATIENCE = 2.0
+"""Seconds for which a question waits for a scheduler process that is started again."""
+MAX_UNSENT = 1 << 20
+"""Bytes that the scheduler process has not read: behind more, no question is added."""
+TRIES = 2
+"""How many scheduler processes are sent one question: one that ends them must not end more."""
+
+
+class HeldLease(Lease):
+    """A lease of this worker, with its number and its pool's. `reported`, `prompt`: what its engine
+    says of its cache. `space`: tokens whose KV has space at its engine, 0: none was taken, or it is
+    free again.
+    """
+
+    number: int = 0
+    pool: int = 0
+    reported: int | None = None
+    prompt: int = 0
+    space: int = 0
+
+
+class _Question(msgspec.Struct, eq=False):
+    """`most`: how many leases it may get; `tries`: how many scheduler processes were sent it."""
+
+    item: Choice
+    most: int
+    answer: asyncio.Future[Chosen]
+    tries: int = 0
+
+
+class SchedulerLink:
+    """One per worker. `connect` gives it each scheduler process. Lives in one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._items: list[FromWorker] = []
+        """What is sent at the end of this turn; or, without a link, to the next process."""
+        self._next = 0
+        self._open: dict[int, _Question] = {}
+        self.leases: dict[int, HeldLease] = {}
+        """The leases of this worker, by their numbers."""
+        self._patience: asyncio.TimerHandle | None = None
+        self._is_hopeless = False
+        """Whether the next scheduler process did not come in time."""
+        self.lost: Callable[[], None] = lambda: None
+        """Called when the scheduler process has ended."""
+
+    def __repr__(self) -> str:
+        state = "no scheduler" if self._link is None else "connected"
+        return f"<SchedulerLink {state}, {len(self._open)} questions, {len(self.leases)} leases>"
+
+    # -- the process at the other end
+
+    def connect(self, end: socket.socket) -> None:
+        """Use a scheduler process from now on. `end`: of a pair of sockets."""
+        self._drop_link()
+        self._link = Link(end)
+        self._loop.add_reader(self._link.fileno(), self._read)
+        self._is_hopeless = False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        held = [
+            Held(
+                one.number,
+                one.pool,
+                one.engine.url,
+                one.role.value,
+                one.prompt_bytes,
+                one.since,
+                one.space,
+            )
+            for one in self.leases.values()
+        ]
+        again: list[FromWorker] = []
+        for number, question in list(self._open.items()):
+            if question.tries < TRIES:
+                question.tries += 1
+                again.append(question.item)
+            else:
+                self._refuse(number, "its engines could not be chosen")
+        self._items = [Holds(held), *again]
+        self._flush()
+
+    def close(self) -> None:
+        """Close the link, and refuse what waits."""
+        self._drop_link()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._give_up()
+
+    def _drop_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            self._loop.remove_reader(link.fileno())
+            self._loop.remove_writer(link.fileno())
+            link.close()
+
+    def _gone(self, error: LinkError) -> None:
+        logger.warning("the scheduler process is gone: %s", error)
+        self._drop_link()
+        # What was to be said was about leases, and the next process is told which are left.
+        self._items = []
+        if self._patience is None:
+            self._patience = self._loop.call_later(PATIENCE, self._give_up)
+        self.lost()
+
+    def _give_up(self) -> None:
+        self._is_hopeless, self._patience = True, None
+        for number in list(self._open):
+            self._refuse(number, "there is no scheduler process")
+
+    def _refuse(self, number: int, why: str) -> None:
+        question = self._open.pop(number)
+        if not question.answer.done():
+            question.answer.set_exception(_no_scheduler(why))
+
+    # -- asking and telling
+
+    def numbers(self, most: int) -> int:
+        """Return the number of a new choice, which may get so many leases."""
+        number = self._next
+        self._next += most
+        return number
+
+    async def ask(self, item: Choice, most: int) -> Chosen:
+        """Return what is chosen. Whoever is cancelled here gets no leases.
+
+        Raises:
+            OverloadedError: it is refused, or there is no scheduler process.
+        """
+        if self._is_hopeless or (self._link is not None and self._link.unsent > MAX_UNSENT):
+            raise _no_scheduler("the scheduler process does not answer")
+        answer: asyncio.Future[Chosen] = self._loop.create_future()
+        question = self._open[item.number] = _Question(item, most, answer)
+        if self._link is not None:
+            question.tries = 1
+            self.tell(item)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            # the answer may have come in this turn, or be on its way
+            self._open.pop(item.number, None)
+            self.tell(Unwanted(item.number, most))
+            raise
+
+    def tell(self, item: FromWorker) -> None:
+        """Tell the scheduler process something, in the order of these calls."""
+        if self._link is None:
+            return  # the next one is told what is left
+        if not self._items:
+            self._loop.call_soon(self._flush)
+        self._items.append(item)
+
+    def end(self, lease: HeldLease, closed: Closed) -> None:
+        """End a lease of this worker."""
+        if self.leases.pop(lease.number, None) is not None:
+            self.tell(closed)
+
+    def _flush(self) -> None:
+        if self._link is None or not self._items:
+            return
+        items, self._items = self._items, []
+        try:
+            self._link.send(Message(ITEMS, body=encode_items(items)))
+            if self._link.unsent:
+                self._loop.add_writer(self._link.fileno(), self._write)
+        except LinkError as error:
+            self._gone(error)
+
+    def _write(self) -> None:
+        assert self._link is not None
+        try:
+            self._link.flush()
+            if not self._link.unsent:
+                self._loop.remove_writer(self._link.fileno())
+        except LinkError as error:
+            self._gone(error)
+
+    # -- what comes
+
+    def _read(self) -> None:
+        assert self._link is not None
+        try:
+            for message in self._link.read():
+                for item in decode_of_scheduler(message.body):
+                    self._received(item)
+        except LinkError as error:
+            self._gone(error)
+        except msgspec.MsgspecError as error:
+            self._gone(LinkError(str(error)))
+
+    def _received(self, item: FromScheduler) -> None:
+        question = self._open.pop(item.number, None)
+        if question is None or question.answer.done():
+            return  # its asker has gone, and has said so
+        if isinstance(item, Refused):
+            question.answer.set_exception(error_of(item))
+        else:
+            question.answer.set_result(item)
+
+
+def _no_scheduler(why: str) -> OverloadedError:
+    return OverloadedError(
+        f"no engine can be chosen now: {why}", RefusalReason.NO_ENGINE, retry_after=PATIENCE
+    )

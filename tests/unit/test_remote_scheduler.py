@@ -1,0 +1,427 @@
+"""Choosing engines by message: as by a call, whatever ends on either side, and whenever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.local_scheduler import LocalScheduler
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import OverloadedError, RefusalReason, TooLateError
+from pdproxy.observe.events import NodeChanged, Observers
+from pdproxy.scheduling.leases import Assignment, Space, Verdict
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
+from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.scheduler import ANY, Constraints
+from pdproxy.settings.health import OutlierSettings
+from pdproxy.settings.limits import Deadlines
+from pdproxy.workers import links, scheduler_clients, scheduler_link
+from pdproxy.workers.remote_scheduler import RemoteScheduler
+from pdproxy.workers.scheduler_clients import ChoosesFor, SchedulerClient
+from pdproxy.workers.scheduler_link import HeldLease, SchedulerLink
+from pdproxy.workers.scheduler_messages import error_of, refused
+from tests.fakes.recorder import Recorder
+from tests.fakes.registry import registry, unused_client
+
+P, D, D2, E = "http://p:1", "http://d:1", "http://d:2", "http://e:1"
+ROLES = {P: Role.PREFILL, D: Role.DECODE, D2: Role.DECODE, E: Role.ENCODE}
+ASK = Ask("m", 100, 1.0, 25)
+
+
+def fleet(*, chunks: int | None = None) -> tuple[EngineRegistry, Ledger]:
+    """Engines that are up. `chunks`: of KV that each decode engine's receive buffer takes."""
+    engines, ledger = registry()
+    for url, role in ROLES.items():
+        capacity = chunks if role is Role.DECODE else None
+        engines.add(EngineSpec(url, role), unused_client(url), buffer_capacity=capacity)
+        ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))
+    return engines, ledger
+
+
+class Deciding:
+    """A scheduler process, with its own fleet."""
+
+    def __init__(self, *, chunks: int | None = None, restarted: bool = False) -> None:
+        self.engines, self.ledger = fleet(chunks=chunks)
+        self.recorder = Recorder()
+        observers, clock = Observers([self.recorder]), Clock()
+        self.buffers = ReceiveBuffers(self.engines, 16, clock, observers, Deadlines())
+        self.outliers = Outliers(OutlierSettings())
+        self.scheduler = LocalScheduler(
+            self.ledger, self.outliers, self.buffers, observers, clock.now, None, None
+        )
+        self.may_choose = asyncio.Event()
+        if not restarted:
+            self.may_choose.set()
+        self.clients: list[SchedulerClient] = []
+        self.lost: list[SchedulerClient] = []
+
+    def connect(self, link: SchedulerLink) -> SchedulerClient:
+        """Connect a worker."""
+        mine, its = links.pair()
+        pool = ChoosesFor(self.scheduler, self.ledger, self.take_space, lambda: 2.0)
+        client = SchedulerClient(mine, [pool], self.may_choose, self.lost.append)
+        self.clients.append(client)
+        link.connect(its)
+        return client
+
+    def take_space(self, url: str, tokens: int) -> Space:
+        return self.buffers.take(url, self.buffers.chunks(tokens))
+
+    def loads(self) -> dict[str, int]:
+        """The open leases of each engine that has any."""
+        return {one.url: one.requests for one in self.ledger.engines if one.requests}
+
+    def spaces(self) -> int:
+        """The chunks that are taken."""
+        return sum(self.buffers.taken.values())
+
+
+class Worker:
+    """A worker with its own view of the same fleet."""
+
+    def __init__(self) -> None:
+        self.engines, _ = fleet()
+        self.link = SchedulerLink()
+        self.scheduler = RemoteScheduler(
+            self.link, 0, self.engines, lambda tokens: tokens < 100, lambda: 2.0
+        )
+
+    async def pair(self, name: str = "id", constraints: Constraints = ANY) -> Assignment:
+        """A prefill and a decode engine."""
+        chosen = await self.scheduler.choose(name, ASK, constraints)
+        assert chosen is not None
+        return chosen
+
+
+async def settled() -> None:
+    """Let all that was sent arrive."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def both():
+    s, w = Deciding(), Worker()
+    s.connect(w.link)
+    yield s, w
+    w.link.close()
+    for client in s.clients:
+        client.close()
+
+
+def urls(leases) -> list[str]:
+    return [lease.engine.url for lease in leases]
+
+
+# -- as by a call
+
+
+async def test_a_pair_is_leased_and_closed(both) -> None:
+    s, w = both
+    chosen = await w.pair()
+    _, d = urls(chosen.leases)
+    assert [lease.role for lease in chosen.leases] == [Role.PREFILL, Role.DECODE]
+    assert chosen.leases[0].prompt_bytes == 100
+    assert chosen.leases[0].engine is w.engines.known[P].in_ledger
+    assert s.loads() == {P: 1, d: 1}
+    for lease in chosen.leases:
+        for _ in range(2):  # the second time changes nothing
+            w.scheduler.close(lease, Verdict.GOOD, 3.0, pace=0.5, tokens=7)
+    await settled()
+    assert (s.loads(), s.clients[0].leases, w.link.leases) == ({}, 0, {})
+    counted = {one.url: (one.good, one.timed) for one in s.outliers.counted(3.0)}
+    assert counted == {P: (1, 1), d: (1, 1)}
+
+
+async def test_what_constrains_a_choice_counts(both) -> None:
+    s, w = both
+    chosen = await w.pair("id", Constraints(without=(D,)))
+    assert urls(chosen.leases) == [P, D2]
+    whole = await w.pair("id", Constraints("short_prompt", avoid=(D2,)))
+    assert urls(whole.leases) == [D]
+    assert await w.scheduler.choose("id", ASK, Constraints(without=(P,))) is None
+    one = await w.scheduler.choose_one(ASK, without=(D,))
+    assert one is not None
+    assert one.engine.url == D2
+    media = await w.scheduler.choose_encoders([ASK, ASK], (), proven=False)
+    assert urls(media) == [E, E]
+    assert await w.scheduler.choose_encoders([ASK], (E,), proven=False) == []
+    assert s.loads() == {P: 1, D: 1, D2: 2, E: 2}
+    assert s.clients[0].leases == len(w.link.leases) == 6
+
+
+async def test_what_legs_show_is_told(both) -> None:
+    """Failures open the breaker; what is told behind the end of a lease counts, too."""
+    s, w = both
+    for _ in range(2):
+        lease = await w.scheduler.choose_one(ASK, without=(D2,))
+        assert lease is not None
+        w.scheduler.close(lease, Verdict.FAILED, 3.0)
+    w.scheduler.failed(lease, 3.0)
+    w.scheduler.lost_model(D2, "m")
+    w.scheduler.found_gone(P, "it is gone", 3.0)
+    w.scheduler.kv_took(P, D2, 3.0, 0.5)
+    await settled()
+    down = [(one.node, one.state) for one in s.recorder.of(NodeChanged) if not one.up]
+    assert down == [(D, "excluded"), (P, "down")]
+    assert not s.ledger.get(D2).serves("m")
+    assert [one.partner for one in s.outliers.counted(3.0) if one.url == D2] == [P]
+
+
+async def test_an_engine_that_the_worker_does_not_know_yet_gets_nothing(both) -> None:
+    s, w = both
+    w.engines.known.pop(D)
+    assert await w.scheduler.choose_one(ASK, without=(D2,)) is None
+    await settled()
+    assert (s.loads(), w.link.leases) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "error", [TooLateError("late"), OverloadedError("full", RefusalReason.CAPACITY, retry_after=2)]
+)
+def test_a_refusal_arrives_as_it_is(error: OverloadedError) -> None:
+    got = error_of(refused(1, error))
+    assert (type(got), got.message, got.reason, got.retry_after) == (
+        type(error),
+        error.message,
+        error.reason,
+        error.retry_after,
+    )
+
+
+async def test_space_is_waited_for_and_released() -> None:
+    s, w = Deciding(chunks=2), Worker()
+    s.connect(w.link)
+    ask = Constraints(without=(D2,), kv_tokens=32)
+    first = await w.pair("a", ask)
+    assert first.space is not None
+    waits = asyncio.create_task(w.pair("b", ask))
+    gone = asyncio.create_task(w.pair("c", ask))
+    await settled()
+    assert not waits.done()
+    gone.cancel()
+    for _ in range(2):  # the second time changes nothing
+        first.space.release()
+    assert urls((await waits).leases) == [P, D]
+    await settled()
+    assert (s.spaces(), s.loads()) == (2, {P: 2, D: 2})
+    w.link.close()
+    await settled()
+    assert (s.spaces(), s.loads(), len(s.lost)) == (0, {}, 1)
+
+
+# -- whatever ends, and whenever
+
+
+class Steps:
+    """Ends something behind so many turns of the event loop."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self._end = end
+
+    def behind(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self.behind, turns - 1)
+        else:
+            self._end()
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+@pytest.mark.parametrize("turns", range(12))
+async def test_who_leaves_at_any_moment_leaves_nothing(turns: int, chunks: int | None) -> None:
+    """Before the question is sent, before it is read, before its answer is read, behind it."""
+    s, w = Deciding(chunks=chunks), Worker()
+    client = s.connect(w.link)
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: w.scheduler.choose("id", ASK, Constraints(kv_tokens=16)),
+        lambda: w.scheduler.choose_one(ASK),
+        lambda: w.scheduler.choose_encoders([ASK, ASK, ASK], (), proven=True),
+    ]
+    for call in calls:
+        asking = asyncio.ensure_future(call())
+        Steps(asking.cancel).behind(turns)
+        await asyncio.wait([asking])
+        if not asking.cancelled():
+            found = asking.result()
+            if isinstance(found, Assignment) and found.space is not None:
+                found.space.release()
+            for lease in found if isinstance(found, list) else getattr(found, "leases", [found]):
+                w.scheduler.close(lease, Verdict.NEUTRAL, 2.0)
+        await settled()
+        assert (s.loads(), s.spaces()) == ({}, 0)
+        assert (client.leases, w.link.leases, w.link._open) == (0, {}, {})
+    w.link.close()
+    client.close()
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_worker_that_ends_at_any_moment_leaves_nothing(turns: int) -> None:
+    s, w = Deciding(), Worker()
+    s.connect(w.link)
+    asking = [asyncio.ensure_future(w.scheduler.choose("id", ASK)) for _ in range(3)]
+    Steps(w.link._drop_link).behind(turns)
+    await settled()
+    assert (s.loads(), s.lost) == ({}, s.clients)
+    for one in asking:
+        one.cancel()
+    w.link.close()
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_scheduler_that_ends_at_any_moment_loses_no_request(turns: int) -> None:
+    """The next one is told what the worker has, and is asked what was not answered."""
+    s, w = Deciding(), Worker()
+    client = s.connect(w.link)
+    held = await w.pair("held")
+    asking = [asyncio.ensure_future(w.pair(f"{n}")) for n in range(3)]
+    Steps(client.close).behind(turns)
+    await settled()
+    w.scheduler.close(held.leases[0], Verdict.GOOD, 3.0)
+    after = Deciding(restarted=True)
+    after.connect(w.link)
+    await settled()
+    assert after.clients[0].has_said
+    after.may_choose.set()
+    found = await asyncio.gather(*asking)
+    assert all(urls(one.leases)[0] == P for one in found)
+    assert sum(after.loads().values()) == 1 + 2 * 3
+    assert after.clients[0].leases == len(w.link.leases) == 7
+    for one in [held, *found]:
+        for lease in one.leases:
+            w.scheduler.close(lease, Verdict.GOOD, 4.0)
+    await settled()
+    assert (after.loads(), after.clients[0].leases, w.link.leases) == ({}, 0, {})
+    w.link.close()
+
+
+async def test_space_is_known_to_the_next_scheduler() -> None:
+    s, w = Deciding(chunks=2), Worker()
+    client = s.connect(w.link)
+    held = await w.pair("a", Constraints(without=(D2,), kv_tokens=32))
+    assert held.space is not None
+    client.close()
+    after = Deciding(chunks=2)
+    await settled()
+    after.connect(w.link)
+    await settled()
+    assert after.spaces() == 2
+    held.space.release()
+    await settled()
+    assert after.spaces() == 0
+    w.link.close()
+
+
+async def test_a_question_that_ends_schedulers_ends_two_at_most() -> None:
+    w = Worker()
+    asking = asyncio.ensure_future(w.scheduler.choose("id", ASK))
+    for _ in range(scheduler_link.TRIES):
+        s = Deciding(restarted=True)
+        client = s.connect(w.link)
+        await settled()
+        assert not asking.done()
+        client.close()
+        await settled()
+    s.connect(w.link)
+    with pytest.raises(OverloadedError, match="could not be chosen"):
+        await asking
+    w.link.close()
+
+
+async def test_nobody_waits_long_for_a_scheduler(monkeypatch) -> None:
+    """Behind that time each question is refused at once, until there is one."""
+    monkeypatch.setattr(scheduler_link, "PATIENCE", 0.0)
+    s, w = Deciding(), Worker()
+    client = s.connect(w.link)
+    s.may_choose.clear()
+    asking = asyncio.ensure_future(w.scheduler.choose("id", ASK))
+    await settled()
+    client.close()
+    with pytest.raises(OverloadedError, match="no scheduler process"):
+        await asking
+    with pytest.raises(OverloadedError, match="does not answer"):
+        await w.scheduler.choose("id", ASK)
+    Deciding().connect(w.link)
+    assert urls((await w.pair()).leases)[0] == P
+    w.link.close()
+
+
+# -- hostile workers
+
+
+async def test_a_worker_that_takes_too_much_is_not_listened_to(both, monkeypatch) -> None:
+    s, w = both
+    monkeypatch.setattr(scheduler_clients, "MAX_OPEN", 10)
+    with pytest.raises(OverloadedError):
+        await asyncio.gather(*[w.scheduler.choose("id", ASK) for _ in range(20)], w_closed(w))
+    assert (s.loads(), s.lost) == ({}, s.clients)
+
+
+async def w_closed(w: Worker) -> None:
+    """Refuse what waits once the link is gone: nobody gives it another one."""
+    while w.link._link is not None:
+        await asyncio.sleep(0)
+    w.link.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"\x91\xc1", b"\x91\x92\x63\x01", b"\x91\x95\x00\x01\x09"])
+async def test_a_worker_that_sends_nonsense_is_not_listened_to(both, body: bytes) -> None:
+    s, w = both
+    await w.scheduler.choose("id", ASK)
+    w.link._link.send(links.Message(scheduler_link.ITEMS, body=body))
+    await settled()
+    assert (s.loads(), s.lost) == ({}, s.clients)
+
+
+async def test_a_worker_that_does_not_read_is_not_listened_to(both, monkeypatch) -> None:
+    s, w = both
+    monkeypatch.setattr(scheduler_clients, "MAX_UNSENT", 1000)
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(w.link._link.fileno())
+    asking = [
+        asyncio.ensure_future(w.scheduler.choose("id", ASK, Constraints(without=(P,))))
+        for _ in range(30000)
+    ]
+    while not s.lost:
+        await asyncio.sleep(0)
+    assert s.loads() == {}
+    for one in asking:
+        one.cancel()
+
+
+async def test_many_items_of_one_worker_let_others_have_their_turn(both) -> None:
+    s, w = both
+    other = Worker()
+    s.connect(other.link)
+    many = [asyncio.ensure_future(w.scheduler.choose("id", ASK)) for _ in range(1000)]
+    await asyncio.sleep(0)
+    await other.scheduler.choose("id", ASK)
+    assert sum(one.done() for one in many) < len(many)
+    await asyncio.gather(*many)
+    other.link.close()
+
+
+async def test_a_busy_scheduler_process_gets_no_more_questions(both, monkeypatch) -> None:
+    _, w = both
+    monkeypatch.setattr(scheduler_link, "MAX_UNSENT", -1)
+    with pytest.raises(OverloadedError, match="does not answer"):
+        await w.scheduler.choose("id", ASK)
+
+
+async def test_a_lease_is_none_of_two_requests(both) -> None:
+    """Numbers are never used twice on a link."""
+    _, w = both
+    seen: set[int] = set()
+    for _ in range(5):
+        chosen = await w.pair()
+        for one in chosen.leases:
+            assert isinstance(one, HeldLease)
+            assert one.number not in seen
+            seen.add(one.number)
+        w.scheduler.close(chosen.leases[0], Verdict.GOOD, 3.0)
