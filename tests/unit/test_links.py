@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,57 @@ def test_messages_come_whole_and_in_order(bodies: list[bytes]) -> None:
     assert other.read() == []
     one.close()
     other.close()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 300_000)), max_size=30), st.booleans())
+def test_each_socket_comes_with_its_message(sent: list[tuple[bool, int]], waits: bool) -> None:
+    """Also where many messages wait until the other process reads."""
+    one, other = _ends()
+    names, found = [], []
+
+    def take() -> None:
+        for message in other.read():
+            name = None
+            if message.has_socket:
+                with other.taken() as got:
+                    name = got.getsockname()
+            found.append((len(message.body), name))
+
+    for has_socket, size in sent:
+        message, name = Message("kind", body=bytes(size)), None
+        if has_socket:
+            own = socket.socket(socket.AF_INET)
+            own.bind(("127.0.0.1", 0))
+            name = own.getsockname()
+            one.give(message, own)
+            assert not waits or own.fileno() == -1 or one.unsent
+        else:
+            one.send(message)
+        names.append((size, name))
+        if not waits:
+            take()
+    while len(found) < len(sent):
+        take()
+        one.flush()
+    assert found == names
+    with pytest.raises(LinkError):
+        other.taken()
+    one.close()
+    other.close()
+
+
+def test_a_socket_that_can_not_be_given_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MAX_MESSAGE", 100)
+    one, other = _ends()
+    for body in (bytes(101), b""):
+        own, rest = pair()
+        if not body:
+            other.close()
+        with pytest.raises(LinkError if not body else TooLongError):
+            one.give(Message("kind", body=body), own)
+        assert own.fileno() == -1
+        rest.close()
+    one.close()
 
 
 def test_a_large_message_comes_in_parts() -> None:

@@ -62,7 +62,7 @@ class Scheduler(Protocol):
 
     async def choose_encoders(
         self, asks: Sequence[Ask], without: Sequence[str], *, proven: bool
-    ) -> list[Lease]:
+    ) -> Sequence[Lease]:
         """Lease an encoder engine for each of some media. The result is shorter than `asks` if
         there are none for the rest.
 
