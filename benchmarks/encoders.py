@@ -8,9 +8,8 @@ MODEL is a folder; `tests/engines/make_vision_model.py` makes a tiny one. Runs w
 has vLLM, NIXL, and the needs of pdproxy and its tests. Both sides are asked the chats of
 `tests/engines/long_media.py`, with new pictures each time, `--requests` of them for each number of
 `--clients`. Printed are answers that differ, and what the engines have counted. The exit code is 1
-if an answer differs, if a picture of a split chat was not encoded by exactly one encoder engine and
-loaded by the prefill engine, or if a decode engine computed a part of a prompt. `--out` gets the
-table and the logs.
+if an answer differs, if a prefill or decode engine encoded a picture or did not load an output, or
+if a decode engine computed a part of a prompt. `--out` gets the table and the logs.
 
 `--lost`: at the end an encoder engine is killed behind its answer, before a prefill engine is asked
 with that answer, and the time of this request is printed; then requests go on without the killed
@@ -79,7 +78,7 @@ LOGGING = {
     },
 }
 """Only vLLM's debug log says which outputs have moved."""
-EC = {
+EC: dict[str, tuple[str, dict[str, Any]]] = {
     "cpu": ("ECCPUConnector", {"ec_enable_nixl": True, "ec_cpu_bytes": 64 << 20}),
     "example": ("ECExampleConnector", {}),
 }
@@ -233,18 +232,21 @@ async def increases(stage: Stage, before: dict[str, int]) -> dict[str, int]:
 
 
 def is_good(rows: dict[str, int], connector: str) -> bool:
-    """Whether each picture was encoded once, by an encoder engine, and all KV was moved."""
+    """Whether encoder engines have encoded all pictures, and all KV was moved.
+
+    Two encoder engines may encode one picture: when it comes twice in a chat, or again later.
+    """
     pictures = rows["pictures encoded by plain engines"]
+    made = rows["pictures encoded by encode engines"]
     wanted = {
-        "pictures encoded by encode engines": pictures,
         "pictures encoded by prefill engines": 0,
         "pictures encoded by decode engines": 0,
         MOVED: rows[PROMPT],
         COMPUTED: 0,
     }
     if connector == "cpu":
-        wanted |= dict.fromkeys((SAVES, READS, LOADS), pictures)
-    return pictures > 0 and rows | wanted == rows
+        wanted |= {SAVES: made, READS: pictures, LOADS: pictures}
+    return made >= pictures > 0 and rows | wanted == rows
 
 
 async def lose_an_encoder(stage: Stage) -> list[str]:

@@ -101,7 +101,7 @@ class Facts(Section, frozen=True):
     """
 
     ec_address: Text | None = None
-    """host:port at which an engine receives what encoder engines push (encoders.connector
+    """host:port at which an engine receives what encoder engines push (ec_connector
     mooncake): ec_ip and ec_port of its --ec-transfer-config.
     """
 

@@ -173,4 +173,4 @@ CONTRACTS = {
         EncoderContract("mooncake", asks=_asks_push, tells=_tells_push, pushes=True),
     )
 }
-"""By their names in the settings (`pools[].encoders.connector`)."""
+"""By their names in the settings (`pools[].ec_connector`)."""
