@@ -51,6 +51,7 @@ async def seeing(
     connector: str = "example",
     clock: Clock | None = None,
     deadlines: dict[str, float] | None = None,
+    limits: dict[str, Any] | None = None,
     is_plain: bool = False,
 ) -> AsyncIterator[World]:
     """A world with encoder engines. All engines see; all but decode engines take part in the
@@ -97,6 +98,7 @@ async def seeing(
         adjust=adjust,
         clock=clock,
         deadlines={"encode": 30.0, **(deadlines or {})},
+        limits=limits or {},
     ) as w:
         yield w
 
@@ -261,6 +263,41 @@ async def test_an_engine_that_fails_is_replaced(tmp_path: Path, failure: Any) ->
         assert (await w.ask(CHAT, chat(B))).status == 200
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_second_engine_is_asked_within_the_retry_budget(
+    tmp_path: Path, in_time: bool
+) -> None:
+    """While others are tried again, it is not; if no place comes free in time, the prefill engine
+    encodes. The place is free again before that engine is asked.
+    """
+    clock, limits = ManualClock(), {"min_retries": 1, "retry_share": 0.0}
+    deadlines = {"encode": 30.0, "retry": 3.0}
+    async with seeing(tmp_path, 2, clock=clock, deadlines=deadlines, limits=limits) as w:
+        for one in w.encode:
+            one.script(broken(500))
+        running: list[float | None] = []
+
+        async def noting(reply: Reply) -> None:
+            running.append(w.metric("pdproxy_retries", state="running"))
+            await reply.serve()
+
+        w.prefill[0].script(noting)
+        other = await w.proxy.retries.enter()
+        assert other is not None
+        client = await w.client()
+        client.send(request("POST", CHAT, chat(A)))
+        await until(lambda: w.metric("pdproxy_retries", state="waiting") == 1)
+        if in_time:
+            other.leave()
+        else:
+            await clock.reach(3.0)
+        assert (await clock.through(client.answer())).status == 200
+        assert sum(len(one.requests) for one in w.encode) == 1 + in_time
+        assert running == [0 if in_time else 1]
+        assert (results(w), encoded(w)) == ({"failed": 1}, (0, 1, 0, 0))
+        other.leave()
+
+
 async def test_a_dead_engine_is_asked_no_more(tmp_path: Path) -> None:
     """While another one is there, that encodes all. Without any, the prefill engine does, and
     `/ready` says so.
@@ -348,14 +385,25 @@ async def test_a_client_can_name_no_outputs(tmp_path: Path) -> None:
             assert HOSTILE not in json.dumps([one.json for one in engine.requests])
 
 
-async def test_a_retry_does_not_encode_again(tmp_path: Path) -> None:
-    """Another prefill engine finds the outputs of the first try."""
-    async with seeing(tmp_path, prefill=2) as w:
+@pytest.mark.parametrize("prefill", [1, 2])
+async def test_a_retry_does_not_encode_again(tmp_path: Path, prefill: int) -> None:
+    """Another prefill engine finds the outputs of the first try; without one, a decode engine
+    encodes. The report has the encoder stage all the same.
+    """
+    first = iter([broken(500)])
+
+    async def failing_once(reply: Reply) -> None:
+        script = next(first, None)
+        await (reply.serve() if script is None else script(reply))
+
+    async with seeing(tmp_path, prefill=prefill) as w:
         for one in w.prefill:
-            one.script(broken(500))
-        await w.ask(CHAT, chat(A))
-        assert len(w.encode[0].requests) == 1
-        assert not w.events(ServedAlone) or encoded(w)[2] <= 1
+            one.default = failing_once
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        assert encoded(w) == (1, 0, int(prefill == 1), 0)
+        (end,) = w.events(RequestEnded)
+        assert [node for node, _ in end.legs[0].encoders] == [w.encode[0].url]
+        assert end.legs[0].encode_s is not None
 
 
 async def test_pushed_outputs_are_made_for_each_attempt(tmp_path: Path) -> None:

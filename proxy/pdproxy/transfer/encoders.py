@@ -41,11 +41,16 @@ class Output(msgspec.Struct, frozen=True):
 class EncodedMedia(msgspec.Struct, frozen=True):
     """What has become of a prompt's media. `outputs`: in the order of their media; `ids`: of all
     media, where the contract has some; `missing`: how many media have no output.
+
+    Of all attempts so far, `seconds`: that engines were asked for, and `encoders`: those that have
+    answered, each with its seconds.
     """
 
     outputs: tuple[Output, ...]
     ids: tuple[str, ...]
     missing: int
+    seconds: float
+    encoders: tuple[tuple[str, float], ...]
 
 
 Asks = Callable[[Sequence[str], str], bytes | None]

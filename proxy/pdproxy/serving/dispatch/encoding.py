@@ -3,8 +3,9 @@ the prompt (the consumer) is asked.
 
 Owns the stage, its legs and their leases. Each medium goes to the engine that has probably encoded
 that medium before, as far as load allows (policy `session`). The media of one engine make one leg,
-and all legs run at once. The media of a leg that fails go to another engine, once. No failure here
-fails the request: the consumer encodes what was not encoded in time, unless its connector can't.
+and all legs run at once. The media of a leg that fails go to another engine, once, if the request
+has or gets a place among those that are tried again (`retry_budget`). No failure here fails the
+request: the consumer encodes what was not encoded in time, unless its connector can't.
 Then an engine without encoders serves the request.
 
 Outputs are not in the proxy's custody: engines drop the oldest ones by themselves.
@@ -38,6 +39,7 @@ from pdproxy.serving.dispatch.failure_class import (
 )
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import CannotSplit, Failed
+from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.transfer import encoders
 from pdproxy.transfer.encoders import EncodedMedia, Output
 from pdproxy.upstream.client import Answer, Pending
@@ -61,16 +63,20 @@ async def encode_media(
     engines of the attempt can't serve the prompt, None if they can.
     """
     resources, consumer = request.resources, attempt.assignment.leases[0].engine
-    if consumer.role is DECODE or not resources.states.has_encoders:
+    if not resources.states.has_encoders:
         return None
     done, contract = request.encoded, resources.encoders
+    if done is not None:  # by an attempt before: the report has what all of them took
+        request.tried.encode_s, request.tried.encoders = done.seconds, done.encoders
+    if consumer.role is DECODE:
+        return None
     if done is None or contract.pushes:  # what was pushed is of use to one attempt
-        began = resources.now()
         try:
             done = await EncoderStage(request, media, consumer.url).run()
         except OverloadedError as error:  # no other engine is risked
             return Failed(error)
-        request.encoded, request.tried.encode_s = done, resources.now() - began
+        request.encoded = done
+        request.tried.encode_s, request.tried.encoders = done.seconds, done.encoders
     if contract.pushes and done.missing:
         # it would wait for the output, and fail
         if attempt.prefill_url is not None:
@@ -95,6 +101,7 @@ class EncoderStage:
         "_request",
         "_resources",
         "_results",
+        "_slot",
         "_without",
     )
 
@@ -112,6 +119,8 @@ class EncoderStage:
         """With the places of their media."""
         self._encoders: list[tuple[str, float]] = []
         """Engines that have answered, with their seconds."""
+        self._slot: RetrySlot | None = None
+        """The place of its second round, None where the request has one of its own."""
         self._results = [_NO_ENGINE] * len(media)
         self._without = resources.lost.forbidden(request.headers) if request.headers.lost else ()
 
@@ -121,12 +130,15 @@ class EncoderStage:
         Raises:
             EnginesLostError: engines were lost under the request, and no other one is risked.
         """
-        resources = self._resources
+        resources, before = self._resources, self._request.encoded
+        began = resources.now()
         places = list(range(len(self._media)))
         every: list[EncodeLeg] = []
         try:
             with resources.clock.within(resources.deadlines.encode):
                 for number in range(TRIES):
+                    if number and not await self._may_retry():
+                        break
                     legs = await self._legs(places, is_last=number + 1 == TRIES)
                     if not legs:
                         break
@@ -143,15 +155,27 @@ class EncoderStage:
         finally:
             for leg in every:
                 leg.close()  # one that did not begin has leases, too
+            if self._slot is not None:
+                self._request.leave_slot()
         for result, count in Counter(self._results).items():
             resources.observers.notify(MediaEncoded(result, count))
-        self._request.tried.encoders = tuple(self._encoders)
         self._outputs.sort(key=lambda one: one[0])
         return EncodedMedia(
             tuple(output for _, output in self._outputs),
             tuple(self._ids),
             sum(result != _ENCODED for result in self._results),
+            resources.now() - began + (0.0 if before is None else before.seconds),
+            (*(() if before is None else before.encoders), *self._encoders),
         )
+
+    async def _may_retry(self) -> bool:
+        """Wait for a place among requests that are tried again, unless the request has one. Return
+        whether it has one.
+        """
+        request = self._request
+        if request.slot is None:
+            request.slot = self._slot = await self._resources.retry_slot(request.headers)
+        return request.slot is not None
 
     async def _legs(self, places: Sequence[int], *, is_last: bool) -> list[EncodeLeg]:
         """Lease an engine for each of some media, and return a leg for each engine."""
