@@ -197,6 +197,7 @@ async def test_a_handshake_that_is_refused(headers: dict[str, str], status: int,
         else:
             assert await client.closed()
         assert not connected(w)
+        assert w.metric("pdproxy_websockets") == 0
 
 
 async def test_a_page_of_this_server_may_open_one() -> None:
@@ -342,6 +343,7 @@ async def test_it_has_one_place() -> None:
         second = await opened(w)
         second.send(update())
         await until(lambda: w.waiting == 1)
+        assert w.metric("pdproxy_websockets") == 2
         first.close()
         assert await first.closed() == 1000
         second.send(*UTTERANCE)
@@ -349,6 +351,7 @@ async def test_it_has_one_place() -> None:
         second.client.close()
         await w.ended(2)
         await until(lambda: w.inflight == 0)
+        assert w.metric("pdproxy_websockets") == 0
 
 
 async def test_one_without_an_engine_makes_room() -> None:

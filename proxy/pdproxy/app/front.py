@@ -152,7 +152,9 @@ class Front:
 
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
-        websockets = WebSockets(partial(serve_websocket, self.passthrough), self._session)
+        websockets = WebSockets(
+            partial(serve_websocket, self.passthrough), self.observers, self._session
+        )
         return protocol_class(self.path, self.settings.listen.root_path, websockets)
 
     @property

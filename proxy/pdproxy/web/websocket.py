@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 from websockets.datastructures import Headers as HandshakeHeaders
 from websockets.exceptions import InvalidHeader
@@ -33,7 +32,8 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.kit.frames import drop_traceback, frames
-from pdproxy.observe.events import DeadlinePassed
+from pdproxy.observe.description import MergeRule, gauge
+from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.stream.client_websocket import ClientWebSocket
@@ -63,14 +63,33 @@ _NORMAL, _UNSUPPORTED, _POLICY = 1000, 1003, 1008
 Serve = Callable[[IncomingPassthrough, ClientWebSocket], Awaitable[None]]
 
 
-@dataclass(slots=True)
+WEBSOCKETS = gauge(
+    "pdproxy_websockets",
+    "connections",
+    "Open WebSockets of clients. Each is one of pdproxy_connections, too, and has a place in "
+    "pdproxy_inflight once it has named its model",
+    workers=MergeRule.SUM,
+)
+
+
 class WebSockets:
     """What WebSockets need. One for the whole process. `session` returns the session that a
     request's headers name, None where they name none.
     """
 
-    serve: Serve
-    session: Callable[[Mapping[bytes, bytes]], str | None] = lambda headers: None
+    __slots__ = ("open", "serve", "session")
+
+    def __init__(
+        self,
+        serve: Serve,
+        observers: Observers,
+        session: Callable[[Mapping[bytes, bytes]], str | None],
+    ) -> None:
+        self.serve = serve
+        self.session = session
+        self.open = 0
+        """How many are open: from the handshake's answer to the end."""
+        observers.show(WEBSOCKETS, lambda: [((), self.open)])
 
 
 class WebSocketCycle(ResponseCycle):
@@ -309,6 +328,7 @@ class WebSocketCycle(ResponseCycle):
             answer.headers[name.decode("latin-1")] = value.decode("latin-1")
         self.response_started = True
         self.transport.write(answer.serialize())
+        self._websockets.open += 1
         self._pinging = self._data_path.bounds.slow_readers.clock.after(PING, self._ping)
         self._read()
 
@@ -390,6 +410,8 @@ class WebSocketCycle(ResponseCycle):
         """Release what is held. A second call changes nothing."""
         if self._pinging is not None:
             self._pinging.cancel()
+            self._pinging = None
+            self._websockets.open -= 1
         self.client.bodies.pop(self, None)
         self._data_path.body_budget.release(self.client, self._held)
         self._held = 0
