@@ -13,11 +13,12 @@ import pytest
 from starlette.websockets import WebSocket
 from websockets.frames import Opcode
 
-from pdproxy.observe.events import DeadlinePassed, RequestEnded
+from pdproxy.observe.events import DeadlinePassed, RequestEnded, SilenceAllowed
 from pdproxy.settings.listen import Cors
 from pdproxy.web.slow_readers import SAMPLES
 from pdproxy.web.websocket import MAX_FRAMES, PING
 from pdproxy.wire.realtime import MAX_EVENT
+from tests.fakes import scripts
 from tests.fakes.client import Client, bearer, request
 from tests.fakes.clock import ManualClock, later_turns, let_loop_time_pass
 from tests.fakes.pools import PoolOf, pools
@@ -35,6 +36,7 @@ from tests.fakes.websocket import (
 )
 from tests.fakes.world import LONG, World, completion, until, world
 from tests.proxy.test_quotas import keys, left
+from tests.proxy.watched import AFTER, LOOK, watched
 
 LIVE = {"realtime": True}
 KEY = bearer("sk-a")
@@ -418,15 +420,8 @@ async def test_nothing_goes_on() -> None:
     clock = ManualClock()
     heard: list[str] = []
     engines: list[WebSocket] = []
-
-    async def listening(scope: Any, receive: Any, send: Any) -> None:
-        engines.append(WebSocket(scope, receive, send))
-        await engines[0].accept()
-        while True:
-            heard.append(await engines[0].receive_text())
-
     async with world(0, 1, facts=LIVE, clock=clock, deadlines={"websocket_idle": 33}) as w:
-        w.decode[0].sim.websocket = listening
+        w.decode[0].sim.websocket = listening(heard, engines)
         socket = await served(w)
         await clock.advance(17)
         socket.send(audio(0.1))
@@ -582,6 +577,62 @@ async def test_an_engine_that_sends_too_much() -> None:
         assert w.proxy.ledger.engines[0].failures == 0
 
 
+# -- engines whose core stands still
+
+
+@pytest.mark.parametrize("owed", [True, False])
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_core_that_stands_still(owed: bool, asked: bool) -> None:
+    """1011, also if nothing else runs there. Where the engine can't be asked for a token, only the
+    end of an utterance shows it: before that, nobody may have spoken.
+    """
+    refusal: Any = scripts.whole(b"{}", 403)
+    async with watched(prefills=1, decodes=2, everybody={**LIVE, "eos_every": 0}) as w:
+        socket = await WebSocketClient.open(await w.world.client())
+        socket.send(update(), commit(), audio(1, 1))
+        await socket.until("transcription.delta")
+        (sim,) = [one for one in w.sims if REALTIME in [other.path for other in one.journal.others]]
+        if not asked:
+            sim.scripts.default = refusal
+        await sim.freeze_core()
+        socket.send(audio(1, 2), *[commit(final=True)] * owed)
+        await later_turns()
+        await w.pass_(AFTER + LOOK)
+        assert w.stalled == [sim.url] * (owed or asked)
+        if w.stalled:
+            assert "stands still" in (await socket.until("error"))[-1]["error"]
+            assert await socket.closed() == 1011
+        socket.client.close()
+        sim.scripts.default = None
+        await sim.thaw_core()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+async def test_the_only_engine_is_silent(frozen: bool) -> None:
+    """For `deadlines.between_tokens`, at the end of an utterance: 1011 if its core shows nothing.
+    One that works is waited for.
+    """
+    deadlines = {"between_tokens": 20.0, "websocket_idle": 30.0}
+    async with watched(everybody=LIVE, deadlines=deadlines) as w:
+        heard: list[str] = []
+        w.pair.d.websocket = listening(heard)
+        if frozen:
+            await w.pair.d.freeze_core()
+        socket = await WebSocketClient.open(await w.world.client())
+        socket.send(update(), commit(), audio(1), commit(final=True))
+        await until(lambda: len(heard) == 4)
+        await later_turns()
+        await w.pass_(21)
+        allowed = [one.wait for one in w.world.events(SilenceAllowed)]
+        assert allowed == ["between_tokens"] * (not frozen)
+        await w.pass_(10)
+        assert (await socket.event())["type"] == "error"
+        assert await socket.closed() == (1011 if frozen else 1008)
+        waits = {one.wait for one in w.world.events(DeadlinePassed)}
+        assert waits >= {"between_tokens" if frozen else "websocket_idle"}
+        assert w.stalled == []
+
+
 # -- ends
 
 
@@ -629,6 +680,20 @@ async def echoing(scope: Any, receive: Any, send: Any) -> None:
     await socket.accept()
     while True:
         await socket.send_text(await socket.receive_text())
+
+
+def listening(heard: list[str], engines: list[WebSocket] | None = None) -> Any:
+    """An engine that answers nothing. It notes what it hears, and its ends of WebSockets."""
+
+    async def listen(scope: Any, receive: Any, send: Any) -> None:
+        socket = WebSocket(scope, receive, send)
+        await socket.accept()
+        if engines is not None:
+            engines.append(socket)
+        while True:
+            heard.append(await socket.receive_text())
+
+    return listen
 
 
 def writing(words: int, word: str = "word ") -> Any:

@@ -64,14 +64,8 @@ class Setup:
 class Leg:
     """A leg that ends when it is told to."""
 
-    since, prompt_bytes, stalled_before, in_silence, must_progress, waits_for = (
-        0.0,
-        0,
-        0,
-        False,
-        True,
-        None,
-    )
+    since, prompt_bytes, stalled_before, waits_for = 0.0, 0, 0, None
+    in_silence, must_progress, is_counted = False, True, True
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.errors: list[EngineError] = []

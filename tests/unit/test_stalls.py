@@ -42,6 +42,7 @@ class Leg:
     since: float
     sign: float = 0.0
     must_progress: bool = True
+    is_counted: bool = True
     in_silence: bool = False
     waits_for: str | None = None
     prompt_bytes: int = 0

@@ -19,13 +19,16 @@ class Leg:
     since = 0.0
     prompt_bytes = 0
 
+    def __init__(self, *, is_counted: bool = True) -> None:
+        self.is_counted = is_counted
+
 
 class Node:
     up, stalled = True, None
 
 
 class Engine:
-    """An engine with two legs, seen to work a minute after they were sent."""
+    """An engine with two legs that it counts, seen to work a minute after they were sent."""
 
     url = "http://d"
 
@@ -33,8 +36,8 @@ class Engine:
         self.in_ledger = Node()
         self.open_legs = OpenLegs()
         self.open_legs.life = 60.0
-        for _ in range(2):
-            self.open_legs.add(cast("OpenLeg", Leg()))
+        for is_counted in (True, False, True):
+            self.open_legs.add(cast("OpenLeg", Leg(is_counted=is_counted)))
 
 
 def page(running: int, waiting: int = 0) -> Scrape:

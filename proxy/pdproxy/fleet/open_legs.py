@@ -18,6 +18,9 @@ class OpenLeg(Protocol):
     prompt_bytes: int
     """Of the prompt that the engine computes for it; 0 where it gets the KV."""
 
+    is_counted: bool
+    """Whether the engine has it among the requests that it reports, soon after it was sent."""
+
     @property
     def in_silence(self) -> bool:
         """Whether its engine sends nothing now, for as long as it works, so that only probes show

@@ -105,7 +105,7 @@ class Works:
             if look:
                 await asyncio.sleep(BETWEEN)
             sent, canaries = (
-                [leg for leg in legs.legs if leg.since <= legs.life - COUNTED],
+                [one for one in legs.legs if one.is_counted and one.since <= legs.life - COUNTED],
                 legs.canaries,
             )
             try:

@@ -24,13 +24,14 @@ bytes, and an hour 10,000 words.
 """
 _MAX_UPDATE = 64 << 10
 """Bytes of a `session.update`, all of whose fields are read. vLLM reads its model alone."""
-_ABSENT = msgspec.Raw(b"null")
-CREATED, UPDATE = "session.created", "session.update"
+_ABSENT, _TRUE = msgspec.Raw(b"null"), msgspec.Raw(b"true")
+CREATED, UPDATE, COMMIT = "session.created", "session.update", "input_audio_buffer.commit"
 DELTA, DONE, ERROR = "transcription.delta", "transcription.done", "error"
 
 
 class _Read(msgspec.Struct, frozen=True):
     type: msgspec.Raw = _ABSENT
+    final: msgspec.Raw = _ABSENT
 
 
 class _Sent(msgspec.Struct, frozen=True):
@@ -90,22 +91,24 @@ def not_validated() -> bytes:
     return error_event(text, "model_not_validated")
 
 
-def is_update(message: bytes) -> bool:
-    """Return whether a client's event is a `session.update`. What is no object is none.
+def read_event(message: bytes) -> tuple[str | None, bool]:
+    """Return the type of a client's event, None if it has none, and whether it says that the audio
+    is complete (`final`). What is no object has no type.
 
     Raises:
-        InvalidEventError: it is no JSON, or it is too long for such an event.
+        InvalidEventError: it is no JSON, or it is too long for a `session.update`.
     """
     try:
-        found = _type_of(_read.decode(message).type)
+        found = _read.decode(message)
     except msgspec.ValidationError:
-        return False
+        return None, False
     except UNREADABLE:
         raise InvalidEventError("Invalid JSON", "invalid_json") from None
-    if found == UPDATE and len(message) > _MAX_UPDATE:
+    kind = _type_of(found.type)
+    if kind == UPDATE and len(message) > _MAX_UPDATE:
         text = f"A {UPDATE} may have {_MAX_UPDATE} bytes at most"
         raise InvalidEventError(text, "invalid_event")
-    return found == UPDATE
+    return kind, found.final == _TRUE
 
 
 def model_in(update: bytes) -> str:

@@ -119,6 +119,8 @@ class DecodeLeg:
         "since",
     )
 
+    is_counted = True
+
     def __init__(self, request: PromptRequest, attempt: Attempt) -> None:
         self._request = request
         self._resources = request.resources

@@ -268,7 +268,7 @@ class EncodeLeg:
         "stalled_before",
     )
     in_silence = False
-    must_progress = True
+    is_counted = must_progress = True
     waits_for = None
 
     def __init__(

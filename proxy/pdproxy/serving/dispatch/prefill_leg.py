@@ -111,7 +111,7 @@ class PrefillLeg:
     )
     in_silence = False
     """A late answer has a deadline, and the engine is asked then whether it works."""
-    must_progress = True
+    is_counted = must_progress = True
     waits_for = None
 
     def __init__(self, request: PromptRequest, attempt: Attempt) -> None:

@@ -29,6 +29,7 @@ class OpenPassedLeg:
         "stalled_before",
     )
 
+    is_counted = True
     waits_for = None
 
     def __init__(
@@ -87,3 +88,36 @@ class OpenPassedLeg:
         if self._error is None:
             self._error = error
             self._limit.reschedule(0.0)  # at once
+
+
+class OpenWebSocketLeg(OpenPassedLeg):
+    """The leg of a WebSocket with live speech. Its engine owes it the rest of a text once it has
+    all of the audio. Otherwise it owes nothing: nobody may have spoken.
+    """
+
+    __slots__ = ("heard", "owed")
+
+    is_counted = False
+
+    def __init__(self, legs: OpenLegs, since: float) -> None:
+        super().__init__(legs, since, 0)
+        self.owed = False
+        """Whether it is owed something."""
+        self.heard = since
+        """Since when it has waited for what it is owed: when the last of that came."""
+
+    @property
+    def must_progress(self) -> bool:
+        """Whether it is owed something, and its client reads."""
+        return self.owed and not self.paused
+
+    def owes(self, now: float) -> None:
+        """The engine owes it something from now on."""
+        self.since = self.heard = now
+        self.owed = True
+
+    def wrote(self, now: float) -> None:
+        """The engine's core has made a piece of text."""
+        self.sign = now
+        if not self.owed:
+            self.since = now  # nothing that was sent before is without an answer

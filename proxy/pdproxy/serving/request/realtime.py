@@ -36,7 +36,7 @@ from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.serving.request.demand import RequestDemand
 from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import LiveRequest, Serve
-from pdproxy.serving.request.open_leg import OpenPassedLeg
+from pdproxy.serving.request.open_leg import OpenWebSocketLeg
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.stream.client_websocket import ClientWebSocket
 from pdproxy.settings.keys import KeyRights
@@ -45,16 +45,18 @@ from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.inside import error_without_inside, passed_without_inside
 from pdproxy.wire.realtime import (
+    COMMIT,
     CREATED,
     DELTA,
     DONE,
     ERROR,
+    UPDATE,
     InvalidEventError,
     close_code,
     failure_event,
-    is_update,
     model_in,
     not_validated,
+    read_event,
     read_sent,
     session_created,
     with_model,
@@ -74,6 +76,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
     __slots__ = (
         "_attempts",
         "_deltas",
+        "_has_begun",
         "_incoming",
         "_known",
         "_moved",
@@ -102,6 +105,8 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
         self._attempts = 0
         self._moved = now
         """When a message has gone on last, in either direction."""
+        self._has_begun = False
+        """Whether the engine has begun with a text, and not ended it."""
         self._deltas = 0
         """Pieces of text behind the last usage that the engine has reported: a token each."""
 
@@ -140,7 +145,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
             with resources.clock.within(seconds):
                 while (message := await client.next_message()) is not None:
                     try:
-                        if is_update(message):
+                        if read_event(message)[0] == UPDATE:
                             return self._checked(message)
                         await client.send_message(not_validated())
                     except InvalidEventError as error:
@@ -246,8 +251,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
     async def _with_engine(self, lease: Lease, headers: LegHeaders) -> None:
         service, url = self._service, lease.engine.url
         resources, seconds = service.resources, service.resources.deadlines.first_token
-        open_leg = OpenPassedLeg(resources.engines.known[url].open_legs, resources.now(), 0)
-        open_leg.paused = True  # its engine may be silent for as long as nobody speaks
+        open_leg = OpenWebSocketLeg(resources.engines.known[url].open_legs, resources.now())
         async with open_leg:
             try:
                 with resources.clock.within(seconds):
@@ -259,25 +263,22 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
             try:
                 self._opened = True
                 self.writer.keep()
-                await self._relay(engine)
+                await self._relay(engine, open_leg)
             finally:
                 await engine.close()
 
-    async def _relay(self, engine: EngineWebSocket) -> None:
+    async def _relay(self, engine: EngineWebSocket, leg: OpenWebSocketLeg) -> None:
         resources = self._service.resources
         ways = {
-            asyncio.ensure_future(way) for way in (self._to_engine(engine), self._to_client(engine))
+            asyncio.ensure_future(way)
+            for way in (self._to_engine(engine, leg), self._to_client(engine, leg))
         }
         self._moved = resources.now()
         try:
             while not any(way.done() for way in ways):
-                idle = resources.deadlines.websocket_idle
-                left = self._moved + idle - resources.now()
-                if left <= 0:
-                    resources.observers.notify(DeadlinePassed(Wait.WEBSOCKET_IDLE.value))
-                    raise BodyTimeoutError(f"No message went in either direction for {idle:g} s")
+                seconds = await self._may_be_silent(leg)
                 try:
-                    with resources.clock.within(left):
+                    with resources.clock.within(seconds):
                         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
                 except TimeoutError:
                     continue  # a message may have gone meanwhile
@@ -289,18 +290,46 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
 
-    async def _to_engine(self, engine: EngineWebSocket) -> None:
+    async def _may_be_silent(self, leg: OpenWebSocketLeg) -> float:
+        """Return after how many seconds to look again whether an end is silent for too long.
+
+        Raises:
+            BodyTimeoutError: no message went in either direction.
+            EngineTimeoutError: the engine owes something, and is not seen to work.
+        """
+        resources, url = self._service.resources, self._url or ""
+        deadlines, now = resources.deadlines, resources.now()
+        idle, silent = deadlines.websocket_idle, deadlines.between_tokens
+        if now >= self._moved + idle:
+            resources.observers.notify(DeadlinePassed(Wait.WEBSOCKET_IDLE.value))
+            raise BodyTimeoutError(f"No message went in either direction for {idle:g} s")
+        left = self._moved + idle - now
+        if not leg.must_progress:
+            return min(left, silent)
+        if now >= leg.heard + silent:
+            if not await resources.works(url, Wait.BETWEEN_TOKENS.value):
+                raise EngineTimeoutError(f"{url} sent no data in time", wait=Wait.BETWEEN_TOKENS)
+            leg.heard = resources.now()
+        return min(left, leg.heard + silent - now)
+
+    async def _to_engine(self, engine: EngineWebSocket, leg: OpenWebSocketLeg) -> None:
         resources, client = self._service.resources, self.writer
         assert self._update is not None
         await engine.send(self._update)
         while (message := await client.next_message()) is not None:
             try:
-                await engine.send(self._checked(message) if is_update(message) else message)
+                kind, is_final = read_event(message)
+                await engine.send(self._checked(message) if kind == UPDATE else message)
             except InvalidEventError as error:
                 await client.send_message(error.answer)
+            else:
+                if kind == COMMIT and not is_final:
+                    self._has_begun = True
+                elif kind == COMMIT and self._has_begun:
+                    leg.owes(resources.now())
             self._moved = resources.now()
 
-    async def _to_client(self, engine: EngineWebSocket) -> None:
+    async def _to_client(self, engine: EngineWebSocket, leg: OpenWebSocketLeg) -> None:
         resources, client = self._service.resources, self.writer
         is_first = True
         while True:
@@ -311,6 +340,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
                 continue
             is_first = False
             if kind == DELTA:
+                leg.wrote(resources.now())
                 self._deltas += 1
                 if self.use is not None:
                     self.use.spend(1)
@@ -318,10 +348,14 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
                 meter = self.totals.meter
                 meter.report(usage.prompt_tokens, usage.completion_tokens or self._deltas)
                 self._deltas = 0
+            if kind in (DONE, ERROR):
+                self._has_begun = leg.owed = False
             if kind == ERROR:
                 event = error_without_inside(event, self.status, [*resources.engines.known])
+            leg.paused = True  # what the client does not read is no silence of the engine
             await client.send_message(passed_without_inside(event))
-            self._moved = resources.now()
+            leg.paused = False
+            self._moved = leg.heard = resources.now()
 
     # -- the end
 
