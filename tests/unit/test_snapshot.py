@@ -8,12 +8,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.app.gauges import CONNECTIONS, TASK_RESTARTS, WORKERS
+from pdproxy.fleet.gauges import NODE_UP
 from pdproxy.fleet.membership import MEMBER_CHANGES
 from pdproxy.observe.description import MergeRule
 from pdproxy.observe.events import Evicted, LegFailed, LoopBeat, MemberChanged
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
 from pdproxy.serving.kv.custodian import KV_HANDLE_AGE
+from pdproxy.serving.request.admission import PLACES
 
 
 def _samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -92,8 +94,8 @@ def test_each_gauge_by_its_rule() -> None:
     series = {
         CONNECTIONS.name: (3.0, 4.0, 7.0),
         KV_HANDLE_AGE.name: (3.0, 4.0, 4.0),
-        "pdproxy_places": (3.0, 4.0, 3.0),
-        "pdproxy_node_up": (1.0, 0.0, 0.5),
+        PLACES.name: (3.0, 4.0, 3.0),
+        NODE_UP.name: (1.0, 0.0, 0.5),
         WORKERS.name: (1.0, 1.0, 2.0),
     }
     both = [
@@ -104,8 +106,8 @@ def test_each_gauge_by_its_rule() -> None:
     assert {name: one["x",] for name, one in found.items()} == {
         name: values[2] for name, values in series.items()
     }
-    alone = Snapshot({"pdproxy_node_up": {("new",): 1.0}}, {})
-    assert merged([*both, alone]).values["pdproxy_node_up"] == {("x",): 0.5, ("new",): 1.0}
+    alone = Snapshot({NODE_UP.name: {("new",): 1.0}}, {})
+    assert merged([*both, alone]).values[NODE_UP.name] == {("x",): 0.5, ("new",): 1.0}
 
 
 def test_a_change_that_all_have_seen_is_one_change() -> None:
