@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from types import NoneType
+from typing import Any
 
 import msgspec
 
@@ -42,8 +43,11 @@ _NUMBERS = frozenset((int, float, bool))
 _EXCEPTION = "exception"
 
 Fields = Mapping[str, object]
-_Shape = tuple[str, Callable[[Sequence[object]], Iterable[object]], tuple[int, ...]]
-"""A template of a line, the values that it takes, and the places of those that are texts."""
+_Pick = Callable[[Sequence[object]], Any]
+_Shape = tuple[str, _Pick, tuple[int, ...], _Pick]
+"""A template of a line, the values that it takes, the places of those that are texts, and these
+texts.
+"""
 
 
 class Formatter(logging.Formatter):
@@ -191,13 +195,16 @@ class TextFormatter(Formatter):
         shape = self._shapes.get(types)
         if shape is None:
             shape = self._shape_of(types, names)
-        template, present, texts = shape
-        shown = list(values)
-        for at in texts:
-            text: str = shown[at]  # type: ignore[assignment]
-            if not text.isalnum():
-                shown[at] = self._cached(text) if len(text) <= _MAX_CACHED else _quoted(text)
-        return template % (self._time(created), level, logger, message, *present(shown))
+        template, present, places, texts = shape
+        found = texts(values)
+        together = "".join(found)
+        if not together.isprintable() or _SEPARATORS.search(together) or "" in found:
+            values = list(values)
+            for at in places:
+                text: str = values[at]  # type: ignore[assignment]
+                if not text.isalnum():
+                    values[at] = self._cached(text) if len(text) <= _MAX_CACHED else _quoted(text)
+        return template % (self._time(created), level, logger, message, *present(values))
 
     def _shape_of(self, types: tuple[type, ...], names: Sequence[str]) -> _Shape:
         present = [at for at, one in enumerate(types) if one is not NoneType]
@@ -207,8 +214,9 @@ class TextFormatter(Formatter):
             self._shapes.clear()
         always = [f"{name}={value}".replace("%", "%%") for name, value in self.always.items()]
         template = " ".join(["%s %s %s %s", *[f"{names[at]}=%s" for at in present], *always])
-        texts = tuple(at for at in present if types[at] is str)
-        shape = self._shapes[types] = (template, itemgetter(*present), texts)
+        places = tuple(at for at in present if types[at] is str)
+        shape = template, itemgetter(*present), places, itemgetter(*places)
+        self._shapes[types] = shape
         return shape
 
 

@@ -297,7 +297,7 @@ def access_values(event: RequestEnded) -> tuple[object, ...]:
     split = leg.prefill is not None
     of_answer = leg.whole_s if leg.first_s is None else leg.first_s
     first = event.first_s
-    return (
+    return (  # of more than 30 Python would make a list first, one by one
         event.request_id,
         event.client,
         event.key,
@@ -327,11 +327,10 @@ def access_values(event: RequestEnded) -> tuple[object, ...]:
         leg.continued or None,
         leg.continued_by,
         _ms(leg.pause_s) if leg.continued else None,
-        leg.decision,
         *(
-            (None, None)
+            (None, None, None)
             if leg.decision is None
-            else (_ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s))
+            else (leg.decision, _ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s))
         ),
     )
 

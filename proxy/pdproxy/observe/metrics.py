@@ -292,10 +292,10 @@ class Metrics:
         self._node_leg(phase, node, seconds)
 
     def _node_leg(self, phase: str, node: str | None, seconds: float) -> None:
-        key = node if node in self._nodes else REMOVED, phase
-        legs = self._legs.get(key)
-        if legs is None:
-            legs = self._legs[key] = [0, 0.0]
+        legs = self._legs.get((node or REMOVED, phase))
+        if legs is None:  # of a role that it had before, or of no engine here
+            known = node if node in self._nodes else REMOVED
+            legs = self._legs.setdefault((known, phase), [0, 0.0])
         legs[0] += 1
         legs[1] += seconds
 

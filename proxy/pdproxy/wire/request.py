@@ -74,11 +74,9 @@ class Parsed(msgspec.Struct, frozen=True):
         """Whether one engine gets the client's own body, on the client's route."""
         return self.alone is not None and self.route.form.goes_whole(self.alone)
 
-    def named(self, leg_id: str | None) -> Parsed:
-        """Return the request with a leg's id in its body, where engines take ids from there. None:
-        the leg has the client's.
-        """
-        if leg_id is None or self.route.form.body_id_prefix is None:
+    def named(self, leg_id: str) -> Parsed:
+        """Return the request with a leg's id in its body, where engines take ids from there."""
+        if self.route.form.body_id_prefix is None:
             return self
         fields = self.fields | {"request_id": msgspec.Raw(msgspec.json.encode(leg_id))}
         return msgspec.structs.replace(self, fields=fields)

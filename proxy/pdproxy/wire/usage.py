@@ -45,6 +45,8 @@ def with_cache(answer: bytes, *, cached: int | None, created: int | None) -> byt
     and almost nothing `created`. None leaves a count unchanged, and a missing one stays missing. In
     a text the quotes would be escaped.
     """
+    if cached is None and created is None:
+        return answer
     counts = (
         (b"cached_tokens", cached),
         (b"created_cache_tokens", created),

@@ -346,9 +346,10 @@ class DecodeLeg:
         if (turns := self._resources.turns) is not None and not custody.promised:
             self._turn = turn.opened(self._request, attempt, turns, custody, handle, self._engine)
         assert prompt is not None
-        named = parsed.named(attempt.shared_id)
-        leg = self._resources.transfer.contract.decode(named, prompt, handle, attempt.dispatch)
-        own = headers.headers if attempt.shared_id is None else headers.named(attempt.shared_id)
+        own = headers.headers
+        if (shared := attempt.shared_id) is not None:
+            parsed, own = parsed.named(shared), headers.named(shared)
+        leg = self._resources.transfer.contract.decode(parsed, prompt, handle, attempt.dispatch)
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
     def _sink(self) -> Sink:

@@ -296,9 +296,10 @@ class PrefillLeg:
             self.dispatch = with_turn(self.dispatch, self._turn.spend())
         dispatch, headers = self.dispatch, self._request.headers
         assert self._prompt is not None
-        parsed = self._attempt.parsed_for(self._url, self._parsed).named(dispatch.leg_id)
+        parsed, own = self._attempt.parsed_for(self._url, self._parsed), headers.headers
+        if dispatch.leg_id is not None:
+            parsed, own = parsed.named(dispatch.leg_id), headers.named(dispatch.leg_id)
         leg = self._resources.transfer.contract.prefill(parsed, self._prompt, dispatch)
-        own = headers.headers if dispatch.leg_id is None else headers.named(dispatch.leg_id)
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
     async def _in_time(self, seconds: float) -> Answer | Handle:
