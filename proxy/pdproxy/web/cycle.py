@@ -17,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
-from pdproxy.serving.access.clients import Client
 from pdproxy.serving.request.incoming import Incoming
 from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.connection import Headers
@@ -60,21 +59,60 @@ copied.
 """
 
 
+class DataPath:
+    """What a generating request needs. One for the whole process; `max_body` in bytes; `hints`:
+    headers for the proxy itself.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        identify: ClientIdentifier,
+        observers: Observers,
+        bounds: ConnectionBounds,
+        cors: CorsHeaders,
+        body_budget: BodyBudget,
+        *,
+        max_body: int,
+        hints: frozenset[bytes] = frozenset(),
+    ) -> None:
+        self.generate = generate
+        self.identify = identify
+        self.cors = cors
+        self.observers = observers
+        self.bounds = bounds
+        self.max_body = max_body
+        self.note(hints)
+        self.body_budget = body_budget
+
+    def note(self, hints: frozenset[bytes]) -> None:
+        """Read these headers for the proxy itself from now on."""
+        self.hints = hints
+        self.noted = FORWARDED | hints
+        """All headers of a client that somebody reads, besides those of every request."""
+
+
 class ResponseCycle(RequestResponseCycle):
-    """uvicorn's cycle without ASGI, and most of the service's `ResponseWriter`. `client`: whose
-    request it is.
+    """uvicorn's cycle without ASGI: a request of a client that is known, its task, and most of the
+    service's `ResponseWriter`. `path`: of its route.
     """
 
     # These are uvicorn's own attributes and ours. uvicorn's constructor is not called: only its
     # methods read the others.
     __slots__ = (
+        "_address",
         "_chunked",
         "_connection",
-        "_cors",
+        "_data_path",
         "_fed",
         "_headers",
+        "_identified",
+        "_key",
+        "_key_error",
         "_pause",
         "_resume",
+        "_salt",
+        "_serving",
         "client",
         "default_headers",
         "disconnected",
@@ -90,15 +128,22 @@ class ResponseCycle(RequestResponseCycle):
 
     def __init__(
         self,
+        path: str,
+        data_path: DataPath,
         connection: GuardedProtocol,
-        client: Client,
         headers: Headers,
-        cors: CorsHeaders,
         *,
         chunked: bool,
         keep_alive: bool,
         expect_100_continue: bool,
     ) -> None:
+        self.client, self._address, self._key, self._key_error, self._salt = data_path.identify(
+            connection.peer, headers, path, peer_is_trusted=connection.peer_is_trusted
+        )
+        self._identified = True
+        """Whether the client is in use for this request."""
+        self._data_path = data_path
+        self._serving: asyncio.Task[None] | None = None
         self.transport = connection.transport
         self.flow = connection.flow
         self.default_headers = connection.server_state.default_headers
@@ -108,13 +153,11 @@ class ResponseCycle(RequestResponseCycle):
         self.waiting_for_100_continue = expect_100_continue
         self.response_started = False
         self.response_complete = False
-        self.client = client
         self.ended_by: PdproxyError | None = None
         """Why the request is ended although its client is there; None if it is not."""
         self._connection = connection
         self._headers = headers
         """The request's headers. Dropped once the answer has a head."""
-        self._cors = cors
         self._chunked = chunked
         self._fed = False
         """Whether the request's body is complete."""
@@ -206,7 +249,7 @@ class ResponseCycle(RequestResponseCycle):
 
     def _head(self, status: int, headers: Headers) -> bytes:
         self.response_started = True
-        cors = self._cors(self._headers)
+        cors = self._data_path.cors(self._headers)
         self._headers = []
         lines = [STATUS_LINE[status]]
         lines += [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers, *cors)]
@@ -222,6 +265,34 @@ class ResponseCycle(RequestResponseCycle):
             self._connection.end(all_read=self._fed)
         self._connection.on_response_complete()
 
+    # -- the client and its key
+
+    def left(self) -> None:
+        """The client has closed the connection."""
+        self.disconnected = True
+        if self._serving is None:
+            self._end()
+        elif not self.response_complete:
+            self._serving.cancel()
+
+    def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> bool:
+        """See `RevocableRequest`."""
+        is_over = self.response_complete or self.disconnected or self.ended_by is not None
+        if is_over or (keys is not None and (self._key is None or self._key.digest not in keys)):
+            return False
+        self._end_by(error())
+        return True
+
+    def _end_by(self, error: PdproxyError) -> None:
+        """End the request although its client is there."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Release what is held for the request. A second call changes nothing."""
+        if self._identified:
+            self._identified = False
+            self._data_path.bounds.clients.leave(self.client)
+
 
 _UNUSED_EVENT = asyncio.Event()
 """uvicorn sets an event of a cycle when its connection is lost. Our cycles get a call instead, and
@@ -229,59 +300,12 @@ nothing awaits this event.
 """
 
 
-class DataPath:
-    """What a generating request needs. One for the whole process; `max_body` in bytes; `hints`:
-    headers for the proxy itself.
-    """
-
-    def __init__(
-        self,
-        generate: Generate,
-        identify: ClientIdentifier,
-        observers: Observers,
-        bounds: ConnectionBounds,
-        cors: CorsHeaders,
-        body_budget: BodyBudget,
-        *,
-        max_body: int,
-        hints: frozenset[bytes] = frozenset(),
-    ) -> None:
-        self.generate = generate
-        self.identify = identify
-        self.cors = cors
-        self.observers = observers
-        self.bounds = bounds
-        self.max_body = max_body
-        self.note(hints)
-        self.body_budget = body_budget
-
-    def note(self, hints: frozenset[bytes]) -> None:
-        """Read these headers for the proxy itself from now on."""
-        self.hints = hints
-        self.noted = FORWARDED | hints
-        """All headers of a client that somebody reads, besides those of every request."""
-
-
 class GenerateCycle(ResponseCycle):
     """One generating request on a client's connection: its body, the task that serves it, and the
     service's `ResponseWriter`.
     """
 
-    __slots__ = (
-        "_address",
-        "_body",
-        "_body_ended",
-        "_body_wait",
-        "_data_path",
-        "_identified",
-        "_key",
-        "_key_error",
-        "_refusal",
-        "_route",
-        "_salt",
-        "_serving",
-        "_size",
-    )
+    __slots__ = ("_body", "_body_ended", "_body_wait", "_refusal", "_route", "_size")
 
     def __init__(
         self,
@@ -294,25 +318,19 @@ class GenerateCycle(ResponseCycle):
         keep_alive: bool,
         expect_100_continue: bool,
     ) -> None:
-        client, self._address, self._key, self._key_error, self._salt = data_path.identify(
-            connection.peer, headers, route.path, peer_is_trusted=connection.peer_is_trusted
-        )
         super().__init__(
+            route.path,
+            data_path,
             connection,
-            client,
             headers,
-            data_path.cors,
             chunked=chunked,
             keep_alive=keep_alive,
             expect_100_continue=expect_100_continue,
         )
         self._route = route
-        self._data_path = data_path
         self._body: bytes | bytearray = b""
         self._size = 0
         """Bytes of the body that are counted."""
-        self._identified = True
-        """Whether the client is in use for this request."""
         self._body_ended = self._key_error is not None
         """Whether the body is complete or refused: what still comes of it is not kept. Without a
         valid key nothing is.
@@ -321,7 +339,6 @@ class GenerateCycle(ResponseCycle):
         """Why the body was refused."""
         self._body_wait: asyncio.Future[None] | None = None
         """Done once the body has ended. None while nothing waits for that."""
-        self._serving: asyncio.Task[None] | None = None
 
     # -- what the protocol reports
 
@@ -390,35 +407,19 @@ class GenerateCycle(ResponseCycle):
         self._body, self._size = b"", 0
 
     def _end(self) -> None:
-        """Release the body and the client. A second call changes nothing."""
         self._forget_body()
         self._body_ended = True  # the rest of it is not kept
         if self._body_wait is not None:
             self.client.bodies.pop(self, None)
-        if self._identified:
-            self._identified = False
-            self._data_path.bounds.clients.leave(self.client)
+        super()._end()
 
-    def left(self) -> None:
-        """The client has closed the connection."""
-        self.disconnected = True
-        if self._serving is None:
-            self._end()
-        elif not self.response_complete:
-            self._serving.cancel()
-
-    def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> bool:
-        """See `RevocableRequest`."""
-        is_over = self.response_complete or self.disconnected or self.ended_by is not None
-        if is_over or (keys is not None and (self._key is None or self._key.digest not in keys)):
-            return False
-        self.ended_by = error()
+    def _end_by(self, error: PdproxyError) -> None:
+        self.ended_by = error
         if self._serving is not None and self._body_wait is None:
             self._serving.cancel()
         else:  # it waits for its body, or for its turn
             self.keep_alive = False
-            self.refuse(self.ended_by)
-        return True
+            self.refuse(error)
 
     # -- what the service calls
 

@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from collections.abc import Set as AbstractSet
 
 from websockets.datastructures import Headers as HandshakeHeaders
 from websockets.exceptions import InvalidHeader
@@ -41,7 +40,6 @@ from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.cycle import FORWARDED, DataPath, ResponseCycle
 from pdproxy.web.guard import GuardedProtocol
-from pdproxy.web.revocable import MakeError
 from pdproxy.wire.realtime import MAX_MESSAGE
 
 logger = logging.getLogger("pdproxy")
@@ -96,23 +94,16 @@ class WebSocketCycle(ResponseCycle):
     """One WebSocket, from its request on: the service's `ClientWebSocket`."""
 
     __slots__ = (
-        "_address",
         "_closed",
-        "_data_path",
         "_ended",
         "_entry",
         "_frames",
         "_heard",
         "_held",
-        "_identified",
-        "_key",
-        "_key_error",
         "_messages",
         "_part_bytes",
         "_parts",
         "_pinging",
-        "_salt",
-        "_serving",
         "_small",
         "_unread",
         "_waiting",
@@ -127,23 +118,17 @@ class WebSocketCycle(ResponseCycle):
         connection: GuardedProtocol,
         headers: Headers,
     ) -> None:
-        client, self._address, self._key, self._key_error, self._salt = data_path.identify(
-            connection.peer, headers, entry.path, peer_is_trusted=connection.peer_is_trusted
-        )
         super().__init__(
+            entry.path,
+            data_path,
             connection,
-            client,
             headers,
-            data_path.cors,
             chunked=False,
             keep_alive=False,
             expect_100_continue=False,
         )
         self._entry = entry
         self._websockets = websockets
-        self._data_path = data_path
-        self._identified = True
-        self._serving: asyncio.Task[None] | None = None
         limit = min(MAX_MESSAGE, data_path.max_body)
         self._frames = Protocol(SERVER, max_size=limit, logger=_SILENT)
         self._unread = memoryview(b"")
@@ -198,21 +183,8 @@ class WebSocketCycle(ResponseCycle):
         """The client reads again: its pings are answered again."""
         self._read()
 
-    def left(self) -> None:
-        """The client has closed the connection."""
-        self.disconnected = True
-        if self._serving is None:
-            self._leave()
-        elif not self.response_complete:
-            self._serving.cancel()
-
-    def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> bool:
-        """See `RevocableRequest`."""
-        is_over = self.response_complete or self.disconnected or self.ended_by is not None
-        if is_over or (keys is not None and (self._key is None or self._key.digest not in keys)):
-            return False
-        self.refuse(error())
-        return True
+    def _end_by(self, error: PdproxyError) -> None:
+        self.refuse(error)
 
     def refuse(self, error: PdproxyError) -> None:
         """End it: an error is what the client gets last."""
@@ -404,10 +376,9 @@ class WebSocketCycle(ResponseCycle):
             self.close(_NORMAL)
             if not self.begun and not self._unwritable():
                 self.transport.close()
-            self._leave()
+            self._end()
 
-    def _leave(self) -> None:
-        """Release what is held. A second call changes nothing."""
+    def _end(self) -> None:
         if self._pinging is not None:
             self._pinging.cancel()
             self._pinging = None
@@ -418,9 +389,7 @@ class WebSocketCycle(ResponseCycle):
         self._unread, self._parts = memoryview(b""), []
         self._messages.clear()
         self._closed = True
-        if self._identified:
-            self._identified = False
-            self._data_path.bounds.clients.leave(self.client)
+        super()._end()
 
     def _incoming(self) -> IncomingPassthrough:
         found = dict(reversed([*self._headers]))  # if a header came twice, the first one counts
