@@ -8,8 +8,8 @@ import pytest
 
 from pdproxy_lab.sim.bootstrap import query
 from pdproxy_lab.sim.facts import MooncakeFacts, SimFacts
+from pdproxy_lab.sim.frame_port import LinkError
 from pdproxy_lab.sim.server import SimServer
-from pdproxy_lab.sim.side_channel import SideChannelError
 from tests.sim.moments import FAST
 from tests.sim.raw import until
 
@@ -97,7 +97,7 @@ async def test_a_consumer_has_no_bootstrap_server():
 async def test_a_bootstrap_server_that_is_gone_fails_after_three_attempts() -> None:
     async with SimServer(facts("prefill")) as sim:
         gone = address(sim)
-    with pytest.raises(SideChannelError):
+    with pytest.raises(LinkError):
         await query(gone, 0.1)
 
 

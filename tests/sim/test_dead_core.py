@@ -7,9 +7,9 @@ import pytest
 
 from pdproxy_lab.sim.cpu_link import CpuLink, _Question
 from pdproxy_lab.sim.facts import CpuBuffer, SimFacts
+from pdproxy_lab.sim.frame_port import receive_frame, send_frame
 from pdproxy_lab.sim.network import Sockets
 from pdproxy_lab.sim.request import EngineDeadError
-from pdproxy_lab.sim.side_channel import receive_frame, send_frame
 from tests.fakes.ports import free_port
 from tests.sim.raw import ask, post
 

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from pdproxy_lab.sim.frame_port import LinkError
 from pdproxy_lab.sim.network import Network
-from pdproxy_lab.sim.side_channel import SideChannelError
 
 _CANCEL_TIMEOUT = 1.0
 """Seconds that cancelled requests get to end."""
@@ -158,10 +158,10 @@ async def query(address: str, deadline: float) -> dict[str, str]:
             break
         except (OSError, EOFError, TimeoutError) as error:
             if attempt == _ATTEMPTS - 1:
-                raise SideChannelError(str(error)) from error
+                raise LinkError(str(error)) from error
             await asyncio.sleep(_PAUSE)
         except (ValueError, OverflowError) as error:
-            raise SideChannelError(str(error)) from error
+            raise LinkError(str(error)) from error
     try:
         ranks: Workers = msgspec.json.decode(body, type=dict[int, dict[str, Any]])
         return {
@@ -169,7 +169,7 @@ async def query(address: str, deadline: float) -> dict[str, str]:
             for one in ranks.values()
         }
     except (msgspec.MsgspecError, LookupError, StopIteration, AttributeError, TypeError) as error:
-        raise SideChannelError(f"not what a bootstrap server answers: {error}") from error
+        raise LinkError(f"not what a bootstrap server answers: {error}") from error
 
 
 async def _get(host: str, port: int) -> bytes:

@@ -14,15 +14,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdproxy.kit.tasks import TaskOwner
 from pdproxy_lab.sim.core import Core
 from pdproxy_lab.sim.ec_connector import ROW_BYTES, EncoderOutput
 from pdproxy_lab.sim.ec_cpu import ECCpu, FetchOutput
 from pdproxy_lab.sim.ec_mooncake import ECMooncake, PushOutput
 from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.frame_port import BROKEN, FramePort, receive_frame, send_frame
 from pdproxy_lab.sim.network import EnginePort
-from pdproxy_lab.sim.request import EngineDeadError
-from pdproxy_lab.sim.side_channel import SideChannelError, receive_frame, send_frame
 
 _PAUSE = 0.05
 """Seconds between attempts to connect, and before an engine that has closed is asked again."""
@@ -44,10 +42,9 @@ class _Reply(msgspec.Struct, omit_defaults=True):
 
 _decode_question = msgspec.msgpack.Decoder(_Question).decode
 _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
-_BROKEN = (OSError, EOFError, OverflowError, SideChannelError, msgspec.MsgspecError)
 
 
-class ECLink:
+class ECLink(FramePort):
     """An engine's port, and its questions to others. `core` returns the running core; `changed` is
     called when it has work.
     """
@@ -59,17 +56,9 @@ class ECLink:
         changed: Callable[[], None],
         port: EnginePort,
     ) -> None:
+        super().__init__(port, "EC link")
         self._facts, self._core, self._changed = facts, core, changed
-        self._config, self._reserved = facts.ec_transfer_config, port
-        self._server: asyncio.AbstractServer | None = None
-        self._answering = TaskOwner("EC link")
-        self._awake = asyncio.Event()
-        self._awake.set()
-
-    @property
-    def port(self) -> int:
-        """The port on which it listens, 0 if it never has."""
-        return self._reserved.number
+        self._config = facts.ec_transfer_config
 
     async def open(self) -> None:
         """Listen, if other engines reach this one; on the same port as before if it has listened.
@@ -82,30 +71,11 @@ class ECLink:
         host, port = self._config.ec_ip, self._config.ec_port
         if self._config.ec_connector == "ECCPUConnector":
             host, port = self._facts.ec_side_channel_host, self._facts.ec_side_channel_port
-        self._server = await self._reserved.listen(self._accepted, host, port)
+        await self.listen(host, port)
 
     def attach(self, core: Core) -> None:
         """Let a core's connector know where others reach it."""
         core.ec_connector.port = self.port
-
-    async def close(self) -> None:
-        """Stop listening and drop what is being answered. The port stays reserved."""
-        if self._server is not None:
-            self._server.close()
-        self._server = None
-        await self._answering.settle(0)
-
-    def release(self) -> None:
-        """Release the port, after `close`."""
-        self._reserved.release()
-
-    def freeze(self) -> None:
-        """Accept connections and questions, answer none."""
-        self._awake.clear()
-
-    def thaw(self) -> None:
-        """Answer again, also what was asked while frozen."""
-        self._awake.set()
 
     # -- what the core wants
 
@@ -138,28 +108,18 @@ class ECLink:
 
     # -- what other engines ask
 
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = self._answering.spawn(self._answer(reader, writer), "EC link")
-        task.add_done_callback(lambda _: writer.close())
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(*_BROKEN, EngineDeadError):
-            question = _decode_question(await receive_frame(reader))
-            await self._awake.wait()
-            connector = self._core().ec_connector
-            reply = _Reply()
-            if (push := question.push) is not None:
-                now = asyncio.get_running_loop().time()
-                reply.accepted = connector.pushed(
-                    push.transfer_id, push.identifier, push.output, now
-                )
-                self._changed()
-            else:
-                reply.output = connector.granted(question.fetch, question.compatibility)
-                if reply.output is not None:
-                    await asyncio.sleep(self._transfer_s(reply.output))
-            send_frame(writer, reply)
-            await writer.drain()
+    async def answer(self, question: bytes) -> _Reply:
+        """See `FramePort`."""
+        asked, connector, reply = _decode_question(question), self._core().ec_connector, _Reply()
+        if (push := asked.push) is not None:
+            now = asyncio.get_running_loop().time()
+            reply.accepted = connector.pushed(push.transfer_id, push.identifier, push.output, now)
+            self._changed()
+        else:
+            reply.output = connector.granted(asked.fetch, asked.compatibility)
+            if reply.output is not None:
+                await asyncio.sleep(self._transfer_s(reply.output))
+        return reply
 
     def _transfer_s(self, output: EncoderOutput) -> float:
         return self._facts.hardware.transfer_s(
@@ -182,7 +142,7 @@ async def _asked(host: str, port: int, question: _Question, patience: float) -> 
             try:
                 send_frame(writer, question)
                 return _decode_reply(await receive_frame(reader))
-            except _BROKEN:
+            except BROKEN:
                 await asyncio.sleep(_PAUSE)
             finally:
                 writer.close()

@@ -18,12 +18,12 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy_lab.sim.bootstrap import Bootstrap, Registration, query
 from pdproxy_lab.sim.core import Core
 from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.frame_port import LinkError, receive_frame, send_frame
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.mooncake import LONGER_THAN_PREFILL, Mooncake, Receive
 from pdproxy_lab.sim.network import Network
 from pdproxy_lab.sim.nixl_link import Driver
 from pdproxy_lab.sim.request import EngineDeadError
-from pdproxy_lab.sim.side_channel import SideChannelError, receive_frame, send_frame
 
 _PAUSE = 0.05
 """Seconds between attempts to connect."""
@@ -107,7 +107,7 @@ class RankPort:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(
-            OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError
+            OSError, EOFError, msgspec.MsgspecError, LinkError, EngineDeadError
         ):
             asked = _decode_question(await receive_frame(reader))
             await self._awake.wait()
@@ -158,11 +158,11 @@ async def ask(address: str, receive: Receive, deadline: float) -> tuple[Page, ..
                 host, int(port), _Question(receive.transfer_id, receive.blocks)
             )
     except TimeoutError:
-        raise SideChannelError("Resource temporarily unavailable") from None
+        raise LinkError("Resource temporarily unavailable") from None
     except ValueError as error:
-        raise SideChannelError(str(error)) from error
+        raise LinkError(str(error)) from error
     if reply.pages is None:
-        raise SideChannelError("refused")
+        raise LinkError("refused")
     return reply.pages
 
 
@@ -177,7 +177,7 @@ async def _until_answered(host: str, port: int, question: _Question) -> _Reply:
         try:
             send_frame(writer, question)
             return _decode_reply(await receive_frame(reader))
-        except (OSError, EOFError, SideChannelError, msgspec.MsgspecError):
+        except (OSError, EOFError, LinkError, msgspec.MsgspecError):
             await asyncio.get_running_loop().create_future()
         finally:
             writer.close()
@@ -229,9 +229,9 @@ class MooncakeLink:
         self._driver.transferring(command.request_id)
         try:
             if command.blocks and self._driver.fails_now():
-                raise SideChannelError("made to fail by a fault")
+                raise LinkError("made to fail by a fault")
             pages = await self._received(command)
-        except SideChannelError:
+        except LinkError:
             core.stats.failed_receives += 1
             if command.blocks:
                 core.load_failed(command.request_id, asyncio.get_running_loop().time())
@@ -249,7 +249,7 @@ class MooncakeLink:
         if command.engine_id not in connector.workers:
             connector.bootstrapped(await query(command.bootstrap, facts.connector_timeout))
         if (address := connector.workers.get(command.engine_id)) is None:
-            raise SideChannelError(f"{command.engine_id} is not known at {command.bootstrap}")
+            raise LinkError(f"{command.engine_id} is not known at {command.bootstrap}")
         return await ask(address, command, facts.abort_request_timeout + LONGER_THAN_PREFILL)
 
     def _live(self) -> Mooncake:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pdproxy_lab.sim.core import Core
 from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.frame_port import LinkError
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.network import Network
 from pdproxy_lab.sim.nixl import Greeting, Handshake, PeerNotice, Pull
@@ -21,7 +22,6 @@ from pdproxy_lab.sim.receiving_line import ReceivingLine
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.side_channel import (
     SideChannel,
-    SideChannelError,
     greeting_of,
     read_pages,
     send_notice,
@@ -148,7 +148,7 @@ class NixlLink:
             case PeerNotice():
                 try:
                     await send_notice(command.peer, command.kind, command.request_ids)
-                except SideChannelError:  # vLLM does not count a heartbeat that fails
+                except LinkError:  # vLLM does not count a heartbeat that fails
                     core.stats.failed_notifications += command.kind == "release"
 
     async def _pull(self, core: Core, pull: Pull) -> None:
@@ -161,7 +161,7 @@ class NixlLink:
         try:
             self._fail_if_due()
             pages = await read_pages(pull.peer, pull.blocks)
-        except SideChannelError:
+        except LinkError:
             core.load_failed(pull.request_id, _now())
             return
         core.stats.transfers.observe(_now() - begun)
@@ -175,7 +175,7 @@ class NixlLink:
             return
         try:
             await send_registration(command)
-        except SideChannelError:
+        except LinkError:
             core.stats.failed_notifications += 1  # D waits on
 
     async def _push(self, core: Core, push: Push) -> None:
@@ -185,7 +185,7 @@ class NixlLink:
         try:
             self._fail_if_due()
             await write_pages(push, [core.pool.pages[block] for block in push.blocks])
-        except SideChannelError:
+        except LinkError:
             pusher(core).pushed(push, whole=False)
             return
         core.stats.transfers.observe(_now() - begun)
@@ -194,7 +194,7 @@ class NixlLink:
 
     def _fail_if_due(self) -> None:
         if self._driver.fails_now():
-            raise SideChannelError("made to fail by a fault")
+            raise LinkError("made to fail by a fault")
 
     def _live(self) -> Core:
         if self._core is None or self._driver.dead:

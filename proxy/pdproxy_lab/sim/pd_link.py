@@ -16,6 +16,7 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy_lab.sim.frame_port import BROKEN, LinkError, ask, receive_frame, send_frame
 from pdproxy_lab.sim.lmcache_pd import (
     Cancel,
     LMCachePD,
@@ -27,7 +28,6 @@ from pdproxy_lab.sim.lmcache_pd import (
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.pd_buffer import Allocation, ChunkBatch
 from pdproxy_lab.sim.reserved_port import ReservedPort
-from pdproxy_lab.sim.side_channel import SideChannelError, receive_frame, send_frame
 
 _PAUSE = 0.05
 """Seconds between attempts to connect."""
@@ -97,18 +97,17 @@ class Sending:
         """Return whether the engine of the handshake has the chunks now."""
         question = _Question("write", engine_id=write.engine_id, keys=write.keys, pages=write.pages)
         try:
-            reply = await _ask_once(write.receiver.host, write.receiver.alloc_port, question)
-        except (OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
+            found = await ask(write.receiver.host, write.receiver.alloc_port, question)
+            reply = _decode_reply(found)
+        except BROKEN:
             return False
         return reply.engine_id == write.engine_id
 
     async def cancel(self, cancel: Cancel) -> None:
         """Cancel the push of chunks."""
         question = _Question("cancel", request=cancel.request, keys=cancel.keys)
-        with contextlib.suppress(
-            OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError
-        ):
-            await _ask_once(cancel.receiver.host, cancel.receiver.alloc_port, question)
+        with contextlib.suppress(*BROKEN):
+            await ask(cancel.receiver.host, cancel.receiver.alloc_port, question)
 
 
 async def _wait_forever() -> NoReturn:
@@ -127,19 +126,10 @@ async def _ask_until_connected(host: str, port: int, question: _Question) -> _Re
         try:
             send_frame(writer, question)
             return _decode_reply(await receive_frame(reader))
-        except (OSError, EOFError, SideChannelError, msgspec.MsgspecError):
+        except (OSError, EOFError, LinkError, msgspec.MsgspecError):
             await _wait_forever()
         finally:
             writer.close()
-
-
-async def _ask_once(host: str, port: int, question: _Question) -> _Reply:
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        send_frame(writer, question)
-        return _decode_reply(await receive_frame(reader))
-    finally:
-        writer.close()
 
 
 class Receiving:
@@ -207,7 +197,7 @@ class Receiving:
     async def _answer(
         self, rank: int, alloc: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError):
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             if (question.kind == "handshake") is alloc:

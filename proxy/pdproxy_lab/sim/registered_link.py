@@ -18,13 +18,13 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy_lab.sim.connector import Connector, PeerCommand
 from pdproxy_lab.sim.core import Core
 from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.frame_port import LinkError, receive_frame, send_frame
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.moriio import Moriio, Read, Report, WriteBlocks, Written
 from pdproxy_lab.sim.moriio_params import MessageAddress
 from pdproxy_lab.sim.p2p_nccl import P2pNccl, Put
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.reserved_port import ReservedPort
-from pdproxy_lab.sim.side_channel import SideChannelError, receive_frame, send_frame
 
 _PAUSE = 0.05
 """Seconds between attempts to connect."""
@@ -215,15 +215,13 @@ class RegisteredLink:
             if place not in self._met:
                 self._met[place] = (await _ask(place, _Question("read"))).run
             reply = await _ask(place, msgspec.structs.replace(question, run=self._met[place]))
-        except (OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
+        except (OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
             return None
         return reply if reply.run == self._met[place] else None
 
     @staticmethod
     async def _sent(place: MessageAddress, question: _Question) -> None:
-        with contextlib.suppress(
-            OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError
-        ):
+        with contextlib.suppress(OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
             await _ask(place, question)
 
     # -- from other engines
@@ -234,7 +232,7 @@ class RegisteredLink:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(
-            OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError
+            OSError, EOFError, msgspec.MsgspecError, LinkError, EngineDeadError
         ):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
@@ -275,7 +273,7 @@ async def _ask_for_ever(place: MessageAddress, question: _Question) -> None:
             await _ask(place, question)
         except ConnectionRefusedError:
             await asyncio.sleep(_PAUSE)
-        except (OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
+        except (OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
             await _wait_for_ever()
         else:
             return

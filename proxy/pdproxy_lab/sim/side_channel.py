@@ -1,7 +1,6 @@
-"""NIXL's side channel between engine processes: engine ids, reading pages, notices. Msgpack in
-frames with a length, over TCP.
+"""NIXL's side channel between engine processes: engine ids, reading pages, notices.
 
-Owns the listening socket of one engine and the short connections to others. Real engines do the
+Owns the port of one engine and the questions to others. Real engines do the
 same with ZMQ and RDMA. What is simulated: which engine can be reached, which one answers, and what
 is in the pages when they are read.
 """
@@ -9,7 +8,6 @@ is in the pages when they are read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import socket
 from collections.abc import Sequence
@@ -17,15 +15,12 @@ from typing import Protocol
 
 import msgspec
 
-from pdproxy.kit.tasks import TaskOwner
+from pdproxy_lab.sim.frame_port import FramePort, LinkError, ask
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.network import EnginePort
 from pdproxy_lab.sim.nixl import Greeting, Handshake, SideChannelPeer
 from pdproxy_lab.sim.nixl_push import Push, PushRegistration, Register
-from pdproxy_lab.sim.request import EngineDeadError
 
-_MAX_FRAME = 1 << 28
-_HEADER = 4
 _NOTICE_DEADLINE = 10.0
 """Seconds. Real notices are never answered; here the deadline is long, so that a busy machine does
 not lose them.
@@ -56,45 +51,15 @@ class _Reply(msgspec.Struct, omit_defaults=True):
     refused: bool = False
 
 
-class SideChannelError(Exception):
-    """The other engine is down, has another id now, or sends invalid data."""
-
-
 _decode_question = msgspec.msgpack.Decoder(_Question).decode
 _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
-_encode = msgspec.msgpack.Encoder().encode
-
-
-async def receive_frame(reader: asyncio.StreamReader) -> bytes:
-    """Return the next frame.
-
-    Raises:
-        EOFError, OSError, LinkError: there is none, or it is too long.
-    """
-    length = int.from_bytes(await reader.readexactly(_HEADER), "big")
-    if length > _MAX_FRAME:
-        raise SideChannelError(f"a frame of {length} bytes")
-    return await reader.readexactly(length)
-
-
-def send_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    """Write a message in a frame."""
-    data = _encode(message)
-    writer.write(len(data).to_bytes(_HEADER, "big") + data)
 
 
 async def _ask(peer: SideChannelPeer, question: _Question) -> _Reply:
     try:
-        reader, writer = await asyncio.open_connection(peer.host, peer.port)
-    except (OSError, OverflowError) as error:
-        raise SideChannelError(str(error)) from error
-    try:
-        send_frame(writer, question)
-        return _decode_reply(await receive_frame(reader))
-    except (OSError, EOFError, msgspec.MsgspecError) as error:
-        raise SideChannelError(str(error)) from error
-    finally:
-        writer.close()
+        return _decode_reply(await ask(peer.host, peer.port, question))
+    except (OSError, EOFError, OverflowError, msgspec.MsgspecError) as error:
+        raise LinkError(str(error)) from error
 
 
 async def greeting_of(handshake: Handshake, deadline: float) -> Greeting | None:
@@ -112,7 +77,7 @@ async def greeting_of(handshake: Handshake, deadline: float) -> Greeting | None:
             return found
         await asyncio.sleep(end - loop.time())
         return None
-    except (TimeoutError, SideChannelError):
+    except (TimeoutError, LinkError):
         await asyncio.sleep(end - loop.time())
         return None
 
@@ -140,7 +105,7 @@ async def send_notice(peer: SideChannelPeer, kind: str, request_ids: Sequence[st
         async with asyncio.timeout(_NOTICE_DEADLINE):
             reply = await _ask(peer, question)
     except TimeoutError as error:
-        raise SideChannelError("no answer") from error
+        raise LinkError("no answer") from error
     _check(peer, reply)
 
 
@@ -179,7 +144,7 @@ async def write_pages(push: Push, pages: Sequence[Page]) -> None:
 
 def _check(peer: SideChannelPeer, reply: _Reply) -> None:
     if reply.refused:
-        raise SideChannelError(f"{peer.engine_id} is gone: {reply.engine_id} listens there")
+        raise LinkError(f"{peer.engine_id} is gone: {reply.engine_id} listens there")
 
 
 class Owner(Protocol):
@@ -205,18 +170,13 @@ class Owner(Protocol):
         """D: take pages for a request."""
 
 
-class SideChannel:
+class SideChannel(FramePort):
     """Answers other engines on a port."""
 
     def __init__(self, owner: Owner, port: EnginePort) -> None:
+        super().__init__(port, "side channel")
         self._owner = owner
         self._engine_id, self._agent = "", ""
-        self._reserved = port
-        self._server: asyncio.AbstractServer | None = None
-        self._answering = TaskOwner("side channel")
-        self._awake = asyncio.Event()
-        self._awake.set()
-        self.port = 0
 
     async def open(self, engine_id: str, agent: str, host: str, port: int) -> None:
         """Listen; after a restart where it did before.
@@ -226,7 +186,7 @@ class SideChannel:
         """
         self._engine_id, self._agent = engine_id, agent
         try:
-            self._server = await self._reserved.listen(self._accepted, host, port)
+            await self.listen(host, port)
         except OSError as error:
             nameless = (
                 isinstance(error, socket.gaierror) or error.errno is None
@@ -235,40 +195,11 @@ class SideChannel:
                 raise
             # Not an address of this machine: handles then name a wrong address, as with a real
             # misconfigured engine.
-            self._server = await self._reserved.listen(self._accepted, "127.0.0.1", port)
-        self.port = self._reserved.number
+            await self.listen("127.0.0.1", port)
 
-    async def close(self) -> None:
-        """Stop listening and drop what is being answered. The port stays reserved."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        await self._answering.settle(0)
-
-    def release(self) -> None:
-        """Release the port, after `close`."""
-        self._reserved.release()
-
-    def freeze(self) -> None:
-        """Accept connections and questions, answer none."""
-        self._awake.clear()
-
-    def thaw(self) -> None:
-        """Answer again, also what was asked while frozen."""
-        self._awake.set()
-
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = self._answering.spawn(self._answer(reader, writer), "side channel")
-        # Not in the task itself: a task that is cancelled before its first step does not run at
-        # all.
-        task.add_done_callback(lambda _: writer.close())
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError):
-            question = _decode_question(await receive_frame(reader))
-            await self._awake.wait()
-            send_frame(writer, self._reply(question))
-            await writer.drain()
+    async def answer(self, question: bytes) -> _Reply:
+        """See `FramePort`."""
+        return self._reply(_decode_question(question))
 
     def _reply(self, question: _Question) -> _Reply:
         reply = _Reply(self._engine_id)
@@ -281,8 +212,6 @@ class SideChannel:
                 self._obey(question, reply)
             except (IndexError, ValueError):
                 reply.refused = True
-            except EngineDeadError as error:
-                raise SideChannelError(str(error)) from error
         return reply
 
     def _obey(self, question: _Question, reply: _Reply) -> None:
