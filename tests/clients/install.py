@@ -76,12 +76,14 @@ def install(at: Path, clients: Sequence[Client]) -> None:
         if place == "js":
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "package.json").write_text('{"private": true}\n')
-            words = ["npm", "install", "--no-audit", "--no-fund", *sorted(set(packages))]
+            words = ["npm", "install", "--loglevel=error", "--no-audit", "--no-fund"]
+            words += sorted(set(packages))
             subprocess.run(words, cwd=folder, check=True)
         else:
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
             pip = [str(folder / "bin" / "python"), "-m", "pip"]
-            subprocess.run([*pip, "install", "-q", "uv"], check=True)  # pip takes minutes for these
+            # pip itself takes minutes for these
+            subprocess.run([*pip, "install", "-qq", "uv"], check=True)
             uv = [str(folder / "bin" / "uv"), "pip", "install", "-q", "--python"]
             subprocess.run([*uv, str(folder / "bin" / "python"), *packages], check=True)
 
