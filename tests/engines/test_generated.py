@@ -10,6 +10,7 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
 
 from tests.differential.dialect import Dialect
 from tests.differential.generate import Generated, requests
@@ -47,9 +48,16 @@ def test_generated_requests_are_answered_as_by_the_plain_engine(
     fleet: Fleet, proxy_1p1d: Proxy
 ) -> None:
     """For each request the proxy's answer equals the plain engine's."""
+    compare_generated(fleet, proxy_1p1d, requests(dialect_of(fleet)), COUNT)
+
+
+def compare_generated(
+    fleet: Fleet, proxy: Proxy, wanted: SearchStrategy[Generated], count: int
+) -> None:
+    """Send so many requests to the plain engine and to the proxy. Fail at a difference."""
 
     @settings(
-        max_examples=COUNT,
+        max_examples=count,
         deadline=None,
         derandomize="PDPROXY_TEST_GENERATED_REAL" not in os.environ,
         database=None,
@@ -57,16 +65,16 @@ def test_generated_requests_are_answered_as_by_the_plain_engine(
         suppress_health_check=list(HealthCheck),
         print_blob=True,
     )
-    @given(wanted=requests(dialect_of(fleet)))
-    def check(wanted: Generated) -> None:
-        why = asyncio.run(difference_of(fleet.plain.url, proxy_1p1d.url, wanted))
+    @given(one=wanted)
+    def check(one: Generated) -> None:
+        why = asyncio.run(_difference(fleet.plain.url, proxy.url, one))
         if why:
-            pytest.fail(f"{wanted!r}\n{why}")
+            pytest.fail(f"{one!r}\n{why}")
 
     check()
 
 
-async def difference_of(plain_url: str, proxy_url: str, wanted: Generated) -> str:
+async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
     """Return the first difference between the answers of a plain engine and of the proxy, "" where
     there is none.
     """

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.differential.dialect import Dialect
@@ -26,7 +25,7 @@ from .fleet import Fleet
 from .prompts import STORY
 from .proxy import Proxy
 from .shapes import COMPLETIONS
-from .test_generated import dialect_of, difference_of
+from .test_generated import compare_generated, dialect_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800, func_only=True)]
 
@@ -52,23 +51,7 @@ def test_generated_requests_are_answered_as_by_the_plain_engine(
 ) -> None:
     """For each request the proxy's answers equal the plain engine's; many are split."""
     before = proxy_1p1d.counters().sum(LOADED, end="loaded")
-
-    @settings(
-        max_examples=COUNT,
-        deadline=None,
-        derandomize="PDPROXY_TEST_GENERATED_REAL" not in os.environ,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
-    @given(wanted=_several(dialect_of(fleet)))
-    def check(wanted: Generated) -> None:
-        why = asyncio.run(difference_of(fleet.plain.url, proxy_1p1d.url, wanted))
-        if why:
-            pytest.fail(f"{wanted!r}\n{why}")
-
-    check()
+    compare_generated(fleet, proxy_1p1d, _several(dialect_of(fleet)), COUNT)
     assert proxy_1p1d.counters().sum(LOADED, end="loaded") >= before + COUNT // 4
 
 
