@@ -111,9 +111,9 @@ def test_speeds_are_compared_only_without_a_placement(role: Role) -> None:
     """For a stream of 11 events in a second, and for a prompt of 10 bytes that took one."""
     lease: Any = SimpleNamespace(role=role, prompt_bytes=10, since=99.0)
     relay: Any = SimpleNamespace(fast_path=SimpleNamespace(events=11, total=1.0))
-    for placement, pace in ((None, 0.1), (object(), None)):
+    for has_placement, pace in ((False, 0.1), (True, None)):
         resources: Any = SimpleNamespace(
-            ledger=SimpleNamespace(placement=placement, needs_details=False)
+            states=SimpleNamespace(has_placement=has_placement, needs_details=False)
         )
         assert ExchangeResources._pace(resources, lease, relay, 100.0) == pace
 

@@ -245,7 +245,9 @@ class Exchange(PromptRequest):
         if prompt is None:
             return parsed.alone or Alone.UNUSUAL
         capabilities = resources.transfer.contract.capabilities
-        if parsed.route not in capabilities.routes or self._needs_rank_header():
+        if parsed.route not in capabilities.routes or (
+            not parsed.route.form.has_rank_header and self._needs_rank_header()
+        ):
             return Alone.ROUTE
         if prompt.media and not capabilities.media:
             return Alone.NON_TEXT
@@ -260,12 +262,8 @@ class Exchange(PromptRequest):
         )
 
     def _needs_rank_header(self) -> bool:
-        """Return whether legs are for one data-parallel rank of several, and engines do not read on
-        this route which one.
-        """
+        """Return whether legs are for one data-parallel rank of several."""
         resources = self.resources
-        if self.parsed.route.form.has_rank_header:
-            return False
         return resources.transfer.contract.capabilities.peers_from is not None and any(
             engine.run.peers.ranks > 1 for engine in resources.engines.values()
         )
@@ -313,7 +311,7 @@ class Exchange(PromptRequest):
         self._begin(attempt, why_alone)
         if why_alone is not None:
             order = one_engine
-        elif self.parsed.needs_loading:
+        elif self.parsed.alone is not None and self.parsed.needs_loading:
             order = load_then_answer
         else:
             order = ORDERS[transfer.contract.order]

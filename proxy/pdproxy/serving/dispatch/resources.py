@@ -153,24 +153,22 @@ class ExchangeResources:
         """End a lease. `relay`: that of the answer, if the engine has answered; `beside`: how many
         streams it made at the same time.
         """
-        now, pace = self.now(), None
-        if self.states.has_placement:
-            # It loads engines unevenly: it may keep one for prefill, and send it answers that will
-            # be late anyway. So nothing is compared.
-            tokens = None if relay is None else _made_tokens(relay)
-            self.scheduler.close(lease, verdict, now, tokens=tokens, beside=beside)
-            return
-        if verdict is GOOD:
-            pace = self._pace(lease, relay, now)
-        self.scheduler.close(lease, verdict, now, pace=pace, beside=beside)
+        now, tokens = self.now(), None
+        pace = self._pace(lease, relay, now) if verdict is GOOD else None
+        if relay is not None and self.states.has_placement:
+            tokens = _made_tokens(relay)
+        self.scheduler.close(lease, verdict, now, pace=pace, tokens=tokens, beside=beside)
 
     def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
         """Return the seconds that an engine took for a prompt byte, or for an event; None where
         they can't be compared.
 
-        Where requests go by what engines have in their caches, one gets the cached prompts and
-        another one the new ones.
+        A placement loads engines unevenly: it may keep one for prefill, and send it answers that
+        will be late anyway. And where requests go by what engines have in their caches, one gets
+        the cached prompts and another one the new ones.
         """
+        if self.states.has_placement:
+            return None
         if lease.role is PREFILL:
             comparable = lease.prompt_bytes and not self.states.needs_details
             return (now - lease.since) / lease.prompt_bytes if comparable else None
