@@ -47,11 +47,13 @@ class Forked:
         if (code := self.returncode) is not None:
             return code
         loop, over = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._ended, over.set)
+        ended = os.dup(self._ended)  # `returncode` closes the other, which may not be watched then
+        loop.add_reader(ended, over.set)
         try:
             await over.wait()
         finally:
-            loop.remove_reader(self._ended)
+            loop.remove_reader(ended)
+            os.close(ended)
         code = self.returncode
         assert code is not None
         return code
@@ -114,9 +116,9 @@ async def piped(
 async def _reader(pipe: int) -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0)
-    )
+    # uvloop closes the descriptor itself; a file that closes it, too, may hit another one
+    file = os.fdopen(pipe, "rb", 0, closefd=False)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
     return reader
 
 

@@ -160,13 +160,19 @@ class Subscription(InboundSocket):
 
 class Replay:
     """One subscriber's questions for what an engine has published before. Use it as a context: it
-    connects, and closes.
+    connects, and closes. `opened`: has it while it is open.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, opened: set[Replay]
+    ) -> None:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self._address = address
         self._readable = asyncio.Event()
+        self._watched: int | None = None
+        """The descriptor that the event loop watches now."""
+        self._opened = opened
+        opened.add(self)
 
     async def __aenter__(self) -> Self:
         """Connect. Raises OSError if ZMQ can't use the address."""
@@ -179,7 +185,7 @@ class Replay:
         try:
             self._socket.connect(self._address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise OSError(error.errno, error.strerror) from None
         return self
 
@@ -190,6 +196,13 @@ class Replay:
         trace: TracebackType | None,
     ) -> None:
         """Close: answers that still come are dropped."""
+        self.close()
+
+    def close(self) -> None:
+        """Close, also while somebody waits for an answer. Closing twice changes nothing."""
+        self._opened.discard(self)
+        # uvloop ends the process where it begins to watch a descriptor that is closed meanwhile
+        self._unwatch()
         self._socket.close()
 
     def ask(self, start: int) -> None:
@@ -206,18 +219,22 @@ class Replay:
         return replayed(await self._frames())
 
     async def _frames(self) -> list[bytes]:
-        loop = asyncio.get_running_loop()
         while True:
             try:
                 return self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 self._readable.clear()
-            descriptor = self._socket.fileno()
-            loop.add_reader(descriptor, self._readable.set)
+            self._watched = self._socket.fileno()
+            asyncio.get_running_loop().add_reader(self._watched, self._readable.set)
             try:
                 await self._readable.wait()
             finally:
-                loop.remove_reader(descriptor)
+                self._unwatch()
+
+    def _unwatch(self) -> None:
+        if self._watched is not None:
+            asyncio.get_running_loop().remove_reader(self._watched)
+            self._watched = None
 
 
 class KvEventSockets:
@@ -225,6 +242,7 @@ class KvEventSockets:
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._replays: set[Replay] = set()
 
     def __repr__(self) -> str:
         return f"<KvEventSockets {'open' if self._context is not None else 'not used'}>"
@@ -235,7 +253,7 @@ class KvEventSockets:
 
     def replay(self, address: str) -> Replay:
         """Return where an engine's messages can be asked for again."""
-        return Replay(self._open(), address)
+        return Replay(self._open(), address, self._replays)
 
     def _open(self) -> zmq.Context[zmq.Socket[bytes]]:
         if self._context is None:
@@ -244,7 +262,9 @@ class KvEventSockets:
         return self._context
 
     def close(self) -> None:
-        """Close all sockets that are still open."""
+        """Close all sockets that are still open. A subscription has to be closed before."""
+        for replay in list(self._replays):
+            replay.close()
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
