@@ -1,7 +1,7 @@
 """Reads about a dozen lines of an engine's `/metrics`, without parsing the rest of the page.
 
-Owns the names (vLLM 0.32.0) and the limits: the library takes 50 us per line, so their number is
-limited.
+Owns the names (vLLM 0.32.0) and the limits. A line as vLLM writes it is read here, in 2 us; any
+other one by the library, which takes 50 us: so their number is limited.
 """
 
 from __future__ import annotations
@@ -92,20 +92,9 @@ def read_metrics(page: bytes) -> Scrape:
     A page is 60 KB, of which a dozen lines are read, and a fleet has hundreds of pages. So only
     these lines are parsed.
     """
-    found: dict[bytes, list[tuple[dict[str, str], float]]] = {name: [] for name in _READ}
-    text = b"\n" + page
-    if sum(text.count(b"\n" + name) for name in _READ) > MAX_SAMPLES:
-        raise EngineError(f"/metrics has more than {MAX_SAMPLES} lines of those that are read")
+    found: dict[bytes, list[tuple[dict[str, str], float]]] = {}
     size = 0
-    for name, samples in found.items():
-        lines: list[bytes] = []
-        at = text.find(b"\n" + name)
-        while at >= 0:
-            end = text.find(b"\n", at + 1)
-            line = text[at + 1 : end if end >= 0 else len(text)]
-            if line[len(name) : len(name) + 1] in b"{ \t":
-                lines.append(line)
-            at = text.find(b"\n" + name, at + 1)
+    for name, lines in _lines(page).items():
         if name in _SINGLE:
             del lines[:-1]
         size += sum(map(len, lines))
@@ -114,7 +103,7 @@ def read_metrics(page: bytes) -> Scrape:
                 f"/metrics has more than {MAX_LINES_BYTES} bytes in the lines that are read, or "
                 f"{MAX_LINE} in one of them"
             )
-        samples += map(_sample, lines)
+        found[name] = [_sample(line) for line in lines]
     by_source: dict[str, float] = {}
     for labels, value in found[_BY_SOURCE]:
         source = labels.get("source", "")
@@ -143,7 +132,36 @@ def read_metrics(page: bytes) -> Scrape:
     )
 
 
+def _lines(page: bytes) -> dict[bytes, list[bytes]]:
+    """Return the lines that are read, by their names."""
+    found: dict[bytes, list[bytes]] = {}
+    text, count = b"\n" + page, 0
+    for name in _READ:
+        lines = found[name] = []
+        start = b"\n" + name
+        at = text.find(start)
+        while at >= 0:
+            count += 1
+            if count > MAX_SAMPLES:
+                raise EngineError(
+                    f"/metrics has more than {MAX_SAMPLES} lines of those that are read"
+                )
+            end = text.find(b"\n", at + 1)
+            line = text[at + 1 : end if end >= 0 else len(text)]
+            if line[len(name) : len(name) + 1] in b"{ \t":
+                lines.append(line)
+            at = text.find(start, at + 1)
+    return found
+
+
 _SIZE = re.compile(r"[0-9]{1,9}", re.ASCII)
+_LABEL = r'(_?[a-zA-Z][a-zA-Z0-9_]*)="([^"\\]*)"'
+_LABELS = re.compile(_LABEL)
+_PLAIN = re.compile(
+    rf"[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{{({_LABEL}(?:,{_LABEL})*)?\}})? "
+    r"([0-9]{1,15}(?:\.[0-9]{1,17})?(?:e[-+]?[0-9]{1,2})?)"
+)
+"""A line without escapes and without a timestamp, whose value is finite and has no sign."""
 _READ = (
     _STARTED := b"process_start_time_seconds",
     _RUNNING := b"vllm:num_requests_running",
@@ -179,8 +197,14 @@ def _asleep(samples: Iterable[tuple[Mapping[str, str], float]]) -> str | None:
 
 def _sample(line: bytes) -> tuple[dict[str, str], float]:
     """Return the labels and the value of a line."""
+    text = line.decode("utf-8", "replace")
+    if (plain := _PLAIN.fullmatch(text)) is not None:
+        pairs = _LABELS.findall(plain[1] or "")
+        labels = dict(pairs)
+        if len(labels) == len(pairs):
+            return labels, float(plain[plain.lastindex or 0])
     try:
-        (family,) = text_string_to_metric_families(line.decode("utf-8", "replace") + "\n")
+        (family,) = text_string_to_metric_families(text + "\n")
         (sample,) = family.samples
     except (ValueError, KeyError, IndexError) as error:
         raise EngineError(f"/metrics is not in Prometheus text format: {truncate(error)}") from None
