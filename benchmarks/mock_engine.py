@@ -220,7 +220,10 @@ def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) 
 class Engine:
     """The shared state of all connections of one engine."""
 
-    def __init__(self, port: int, chunks: int, itl: float, prefill_seconds: float) -> None:
+    def __init__(
+        self, port: int, chunks: int, itl: float, prefill_seconds: float, ranks: int
+    ) -> None:
+        self.ranks = ranks
         self.name = f"2a59f421-6e63-40bc-8d57-{port:012d}"
         self.chunks = chunks
         self.itl = itl
@@ -248,17 +251,27 @@ class Engine:
         if path == b"/_counts":
             return _answer(_json(self.counts))
         if path == b"/metrics":
-            before, after = _metrics()
+            before, after = _metrics(self.ranks)
             page = before + MOVED + b"%d.0" % self.counts["moved_tokens"] + after
             return _answer(page, b"text/plain; version=1.0.0; charset=utf-8")
         return self.pages.get(path) or _answer(b"{}")
 
 
 @functools.cache
-def _metrics() -> tuple[bytes, bytes]:
+def _metrics(ranks: int) -> tuple[bytes, bytes]:
     page = METRICS.read_bytes().replace(b'"tiny"', b'"m"').partition(b"\n\n# ")
     before, _, after = (b"# " + page[2]).partition(MOVED)
-    return before, b"\n" + after.partition(b"\n")[2]
+    return _of_ranks(before, ranks), b"\n" + _of_ranks(after.partition(b"\n")[2], ranks)
+
+
+def _of_ranks(page: bytes, ranks: int) -> bytes:
+    """Return a page in which each line of a rank comes once for each."""
+    own = b'engine="0"'
+    return b"\n".join(
+        line.replace(own, b'engine="%d"' % rank)
+        for line in page.split(b"\n")
+        for rank in range(ranks if own in line else 1)
+    )
 
 
 class Connection(asyncio.Protocol):
@@ -398,10 +411,11 @@ async def main() -> None:
     parser.add_argument(
         "--prefill-seconds", type=float, default=0.0, help="duration of a prefill leg"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks, in /metrics")
     options = parser.parse_args()
     loop = asyncio.get_running_loop()
     for port in (port for ports in options.ports for port in ports):
-        engine = Engine(port, options.chunks, options.itl, options.prefill_seconds)
+        engine = Engine(port, options.chunks, options.itl, options.prefill_seconds, options.ranks)
         await loop.create_server(
             functools.partial(Connection, engine), "127.0.0.1", port, backlog=4096
         )
