@@ -74,7 +74,7 @@ async def test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_
         while count < 10:
             answer = await w.ask(COMPLETIONS, completion())
             assert (answer.status, answer.text) == (200, TEXT)
-        w.proxy.exclusions.compare()
+        await w.proxy.exclusions.compare()
         assert states(w) == ["excluded", "up"]
         assert w.metric("pdproxy_exclusions_total", node=bad.url, reason="errors") == 1
         assert [event.node for event in w.events(NodeChanged) if not event.up] == [bad.url]
@@ -101,9 +101,22 @@ async def test_an_engine_that_is_slower_than_its_peers_is_excluded() -> None:
         body = completion(stream=True, max_tokens=12)
         answers = await asyncio.gather(*(w.ask(COMPLETIONS, body) for _ in range(24)))
         assert {answer.status for answer in answers} == {200}
-        w.proxy.exclusions.compare()
+        await w.proxy.exclusions.compare()
         assert states(w) == ["excluded", "up", "up"]
         assert w.metric("pdproxy_exclusions_total", node=w.decode[0].url, reason="latency") == 1
+
+
+async def test_an_engine_that_is_removed_while_it_is_compared() -> None:
+    async with world(0, 3, limits=LIMITS, adjust=adjusted) as w:
+        url = w.decode[0].url
+        for _ in range(40):
+            w.proxy.exclusions._outliers.ended(url, Role.DECODE, w.proxy.now(), failed=True)
+        comparing = asyncio.create_task(w.proxy.exclusions.compare())
+        await asyncio.sleep(0)
+        assert not comparing.done()
+        w.proxy.engines.remove(url)
+        await comparing
+        assert w.proxy.exclusions._outliers.left_out(url) is None
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -139,7 +152,7 @@ async def test_an_engine_that_a_placement_loads_more_is_not_compared_by_its_spee
             answers = await asyncio.gather(*(w.ask(COMPLETIONS, body) for _ in range(24)))
             assert {answer.status for answer in answers} == {200}
         assert len(w.anything[0].requests) >= OUTLIERS.min_requests
-        w.proxy.exclusions.compare()
+        await w.proxy.exclusions.compare()
         assert states(w) == ["up", "up", "up"]
         w.anything[0].default = fails
         for _ in range(
@@ -149,7 +162,7 @@ async def test_an_engine_that_a_placement_loads_more_is_not_compared_by_its_spee
         ):
             answers = await asyncio.gather(*(w.ask(COMPLETIONS, body) for _ in range(24)))
             assert {answer.status for answer in answers} == {200}
-            w.proxy.exclusions.compare()
+            await w.proxy.exclusions.compare()
             if states(w)[0] == "excluded":
                 break
         assert states(w) == ["excluded", "up", "up"]

@@ -324,11 +324,11 @@ async def test_an_outlier_of_all_workers_together_is_excluded_in_all(
                 watching.outliers.ended(bad.url, bad.in_ledger.role, now, failed=at > 0)
                 watching.outliers.ended(good.url, good.in_ledger.role, now, failed=False)
         exclusions = w.proxy.pools[0].watching.exclusions
-        w.proxy.exclusions.compare()
+        await w.proxy.exclusions.compare()
         assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[0])} == {"up"}, (
             "too few of its own"
         )
-        exclusions.compare(await exclusions._elsewhere())
+        await exclusions.compare(await exclusions._elsewhere())
         await w.told()
         for one in w.others:
             one.ledger.refresh()  # type: ignore[attr-defined]

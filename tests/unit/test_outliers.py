@@ -4,14 +4,16 @@ how many at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdproxy.scheduling import outliers
 from pdproxy.scheduling.ledger_engine import Role
-from pdproxy.scheduling.outliers import GOOD_AFTER, LONGEST, WINDOW, Outliers
+from pdproxy.scheduling.outliers import GOOD_AFTER, LONGEST, WINDOW, Exclusion, Outliers
 from pdproxy.settings.health import OutlierSettings
 
 NOW = 1000.0
@@ -220,3 +222,48 @@ def test_kv_that_takes_long(slow: Callable[[str, str], bool], found: list[str]) 
     lead.forget("p1")
     other.forget("p1")
     assert {key.partner for key in other._windows} <= {"p2"}
+
+
+def test_many_engines_are_not_compared_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is all that was counted looked at again for each of them: 100 engines of each role have
+    10,000 pairs.
+    """
+    calls = 0
+    plain = outliers._at_most
+
+    def counting(*arguments: Any) -> tuple[float, float]:
+        nonlocal calls
+        calls += 1
+        return plain(*arguments)
+
+    monkeypatch.setattr(outliers, "_at_most", counting)
+    judge, urls, sizes = made(), [f"e{number}" for number in range(40)], (1, 2, 5, 9, 20)
+    for url in urls:
+        for beside in sizes:
+            for _ in range(10):
+                judge.ended(url, Role.DECODE, NOW, failed=False, pace=1 + beside, beside=beside)
+    assert judge.judge(NOW, [urls]) == []
+    assert calls == len(urls) * len(sizes)
+    for beside in sizes:
+        for _ in range(10):
+            judge.ended("slow", Role.DECODE, NOW, failed=False, pace=4 + 4 * beside, beside=beside)
+    assert [one.url for one in judge.judge(NOW, [["slow", *urls]])] == ["slow"]
+
+
+def test_legs_may_end_between_the_steps_of_a_comparison() -> None:
+    """Also those with which the other half of the time begins."""
+    judge, later = made(), NOW + WINDOW / 2
+    urls = [f"e{number}" for number in range(2 * outliers.AT_ONCE)]
+    for url in urls:
+        send(judge, url, 10)
+    steps = judge.judging(NOW, [urls])
+    next(steps)
+    send(judge, urls[-1], failed=30, now=later)
+    judge.forget(urls[-2])
+    found: list[Exclusion] = []
+
+    def rest() -> Iterator[None]:
+        found.extend((yield from steps))
+
+    assert sum(1 for _ in rest()) > len(urls)
+    assert [(one.url, one.reason) for one in found] == [(urls[-1], "errors")]

@@ -14,7 +14,7 @@ from pdproxy.observe.description import NODE, Label, Samples, counter
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
-from pdproxy.scheduling.outliers import Counted, Outliers
+from pdproxy.scheduling.outliers import Counted, Exclusion, Outliers
 from pdproxy.settings.health import OutlierSettings
 
 REASONS = ("errors", "latency")
@@ -91,9 +91,9 @@ class Exclusions:
         while True:
             await asyncio.sleep(self._settings.interval)
             if self._lead.leads:
-                self.compare(await self._elsewhere())
+                await self.compare(await self._elsewhere())
 
-    def compare(self, elsewhere: Sequence[Sequence[Counted]] = ()) -> None:
+    async def compare(self, elsewhere: Sequence[Sequence[Counted]] = ()) -> None:
         """Compare engines once, and exclude outliers. `elsewhere`: what other workers have
         counted.
         """
@@ -102,8 +102,18 @@ class Exclusions:
             if engine.in_ledger.available:
                 groups.setdefault(engine.in_ledger.role, []).append(url)
         now = self._now()
-        for found in self._outliers.judge(now, groups.values(), elsewhere):
-            if self._ledger.exclude(found.url, found.why, now + found.seconds, now):
+        steps = self._outliers.judging(now, groups.values(), elsewhere)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as over:
+                outliers: list[Exclusion] = over.value
+                break
+            await asyncio.sleep(0)
+        for found in outliers:
+            if self._engines.get(found.url) is None:  # it was removed meanwhile
+                self._outliers.forget(found.url)
+            elif self._ledger.exclude(found.url, found.why, now + found.seconds, now):
                 self._counts[found.url][found.reason] += 1
                 role = self._engines[found.url].in_ledger.role.value
                 reason = f"{found.why}: excluded for {found.seconds:g} s"

@@ -11,10 +11,10 @@ it takes long with each of its partners.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from pdproxy.scheduling.ledger_engine import Role
 
@@ -24,6 +24,13 @@ LONGEST = 300.0
 """Seconds for which an engine is left out at most."""
 GOOD_AFTER = 10
 """Times `exclude_for` after which an engine that was left out counts as one that never was."""
+
+
+_T = TypeVar("_T")
+Steps = Generator[None, None, _T]
+"""Work in steps, and what it returns."""
+AT_ONCE = 128
+"""Counts that are looked at in one step."""
 
 
 class OutlierLimits(Protocol):
@@ -131,10 +138,10 @@ class _Window:
 
     def turn(self, now: float) -> None:
         half = int(2 * now / WINDOW)
-        if half != self.half:
+        if half > self.half:  # who judges looks at it from the moment in which it has begun
             self.before = self.now if half == self.half + 1 else _Counts()
             self.now, self.half = _Counts(), half
-        self.ends = (half + 1) * WINDOW / 2
+        self.ends = (self.half + 1) * WINDOW / 2
 
     def all(self, now: float) -> _Counts:
         self.turn(now)
@@ -150,8 +157,6 @@ class Outliers:
     def __init__(self, limits: OutlierLimits) -> None:
         self.limits = limits
         self._windows: dict[_Key, _Window] = {}
-        self._elsewhere: dict[_Key, _Counts] = {}
-        """What other workers have counted, while engines are judged."""
         self._times: dict[str, int] = {}
         self._until: dict[str, float] = {}
 
@@ -250,55 +255,75 @@ class Outliers:
         groups: Iterable[Sequence[str]],
         elsewhere: Sequence[Sequence[Counted]] = (),
     ) -> list[Exclusion]:
-        """Return the engines that are to be left out from now on.
+        """Return the engines that are to be left out from now on. See `judging`."""
+        steps = self.judging(now, groups, elsewhere)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as over:
+                return list(over.value)
+
+    def judging(
+        self,
+        now: float,
+        groups: Iterable[Sequence[str]],
+        elsewhere: Sequence[Sequence[Counted]] = (),
+    ) -> Steps[list[Exclusion]]:
+        """Find the engines that are to be left out from now on, in steps of a millisecond or so,
+        between which legs may end: 100 engines of each role have 10,000 pairs.
 
         `groups`: the URLs of the engines of each role that could get requests, those that are left
         out now included. `elsewhere`: what each other worker has counted.
         """
-        for one in (one for worker in elsewhere for one in worker):
-            counts = _Counts(one.good, one.failed, one.timed, one.pace, one.seconds, one.beside)
-            key = _Key(one.url, Role(one.role), one.bits, one.partner)
-            self._elsewhere.setdefault(key, _Counts()).add(counts)
-        try:
-            return self._judge(now, groups)
-        finally:
-            self._elsewhere.clear()
-
-    def _judge(self, now: float, groups: Iterable[Sequence[str]]) -> list[Exclusion]:
         found: list[Exclusion] = []
         for urls in groups:
             places = max(1, int(self.limits.max_share * len(urls))) if len(urls) > 1 else 0
             places -= sum(self._until.get(url, 0.0) > now for url in urls)
-            for url, reason, why in self._outliers(
-                now, [url for url in urls if self._until.get(url, 0.0) <= now]
-            ):
-                if places <= 0:
-                    break
-                places -= 1
+            counted = yield from self._all(now, elsewhere)
+            worst = yield from self._outliers(
+                [url for url in urls if self._until.get(url, 0.0) <= now], counted
+            )
+            for url, reason, why in worst[: max(0, places)]:
                 found.append(Exclusion(url, reason, why, self._left_out(url, now)))
         return found
 
-    def _outliers(self, now: float, urls: Sequence[str]) -> list[tuple[str, str, str]]:
+    def _outliers(
+        self, urls: Sequence[str], counted: Mapping[_Key, _Counts]
+    ) -> Steps[list[tuple[str, str, str]]]:
         """Return those with their reasons, the worst first."""
         worst: list[tuple[float, str, str, str]] = []
-        counted = self._all(now)
         totals = {url: _Counts() for url in urls}
-        for key, counts in counted.items():
+        peers = {role: _Peers(self.limits) for role in Role}
+        waits: dict[str, dict[str, _Counts]] = {}
+        """The times of KV by each engine, and by its partners."""
+        for number, (key, counts) in enumerate(counted.items()):
             if key.url in totals:
                 totals[key.url].add(counts)
-        waits = _waits(counted)
+                if not key.partner and counts.timed:
+                    peers[key.role].add(key.url, key.bits, counts)
+            if key.partner and counts.timed:
+                waits.setdefault(key.url, {})[key.partner] = counts
+                waits.setdefault(key.partner, {})[key.url] = counts
+            if number % AT_ONCE == 0:
+                yield
+        means: dict[str, float] = {}
         for url in urls:
-            others = [other for other in urls if other != url]
+            mean = _mean(waits.get(url, {}).values(), max(1, self.limits.min_requests))
+            if mean is not None:
+                means[url] = mean
+            yield
+        for url in urls:
+            yield
             if (share := self._error_share(url, totals)) is not None:
                 worst.append((share, url, "errors", f"{100 * share:.0f} % of its requests failed"))
                 continue
-            for role in Role:
-                if (times := self._slower(url, others, role, counted)) is not None:
+            for role, of_role in peers.items():
+                if (times := (yield from of_role.slower(url))) is not None:
                     what = f"it is {times:.1f} times as slow as its peers ({role.value})"
                     worst.append((-1.0 / times, url, "latency", what))
                     break
             else:
-                if (times := self._waits_longer(url, others, waits)) is not None:
+                if (times := self._waits_longer(url, means, waits)) is not None:
                     what = (
                         f"KV takes {times:.1f} times as long with it as with its peers, "
                         f"whichever the other engine is"
@@ -323,67 +348,43 @@ class Outliers:
         # network.
         return share if 2 * median(others or [0.0]) <= share else None
 
-    def _all(self, now: float) -> dict[_Key, _Counts]:
+    def _all(
+        self, now: float, elsewhere: Sequence[Sequence[Counted]]
+    ) -> Steps[dict[_Key, _Counts]]:
         """Return what all workers have counted. Forget what is too old to be counted."""
         found: dict[_Key, _Counts] = {}
-        for key, window in [*self._windows.items()]:
-            counts = found[key] = window.all(now)
-            if not (counts.good or counts.failed or counts.timed):
-                del self._windows[key], found[key]
-        for key, counts in self._elsewhere.items():
+        for number, (key, window) in enumerate([*self._windows.items()]):
+            counts = window.all(now)
+            if counts.good or counts.failed or counts.timed:
+                found[key] = counts
+            elif self._windows.get(key) is window:
+                del self._windows[key]
+            if number % AT_ONCE == 0:
+                yield
+        for number, one in enumerate(one for worker in elsewhere for one in worker):
+            counts = _Counts(one.good, one.failed, one.timed, one.pace, one.seconds, one.beside)
+            key = _Key(one.url, Role(one.role), one.bits, one.partner)
             found.setdefault(key, _Counts()).add(counts)
+            if number % AT_ONCE == 0:
+                yield
         return found
 
-    def _slower(
-        self, url: str, others: Sequence[str], role: Role, counted: Mapping[_Key, _Counts]
-    ) -> float | None:
-        """Return how many times as slow as its peers an engine is, for batches of its sizes; None:
-        not too slow.
-
-        What a peer would take at most for a batch of another size follows from its own: a step of a
-        larger one takes as long at least, and one of twice as many requests twice as long at most.
-        """
-        enough = max(1, self.limits.min_requests)
-        mine: list[_Counts] = []
-        sizes: dict[str, list[_Counts]] = {}
-        for key, counts in counted.items():
-            if key.role is role and not key.partner and counts.timed:
-                if key.url == url:
-                    mine.append(counts)
-                elif 2 * counts.timed >= enough and key.url in others:
-                    sizes.setdefault(key.url, []).append(counts)
-        timed = sum(counts.timed for counts in mine)
-        if timed < enough or not sizes:
-            return None
-        usual, seconds = 0.0, 0.0
-        for counts in mine:
-            bounds = [_at_most(counts.beside / counts.timed, of_peer) for of_peer in sizes.values()]
-            usual += counts.timed * median(pace for pace, _ in bounds)
-            seconds += counts.timed * median(taken for _, taken in bounds)
-        own, taken = sum(counts.pace for counts in mine), sum(counts.seconds for counts in mine)
-        limit = self.limits.slower_than
-        return (
-            own / usual if usual > 0 and own > limit * usual and taken > limit * seconds else None
-        )
-
     def _waits_longer(
-        self, url: str, others: Sequence[str], waits: Mapping[str, Mapping[str, _Counts]]
+        self,
+        url: str,
+        means: Mapping[str, float],
+        waits: Mapping[str, Mapping[str, _Counts]],
     ) -> float | None:
         """Return how many times as long as with its peers KV takes with an engine; None: not too
-        long, or not with each partner.
+        long, or not with each partner. `means`: how long it takes with each.
 
         With one partner alone it is the link between the two, or the partner.
         """
-        enough, limit = max(1, self.limits.min_requests), self.limits.slower_than
-        means = {
-            one: mean
-            for one in (url, *others)
-            if (mean := _mean(waits.get(one, {}).values(), enough)) is not None
-        }
-        own = means.pop(url, None)
-        if own is None or not means:
+        own = means.get(url)
+        others = [mean for one, mean in means.items() if one != url]
+        if own is None or not others:
             return None
-        usual = median(means.values())
+        usual, limit = median(others), self.limits.slower_than
         with_each = [one.seconds / one.timed for one in waits[url].values()]
         return own / usual if usual > 0 and min(with_each) > limit * usual else None
 
@@ -401,14 +402,65 @@ class Outliers:
             del self._windows[key]
 
 
-def _waits(counted: Mapping[_Key, _Counts]) -> dict[str, dict[str, _Counts]]:
-    """Return the times of KV by each engine, and by its partners."""
-    found: dict[str, dict[str, _Counts]] = {}
-    for key, counts in counted.items():
-        if key.partner and counts.timed:
-            found.setdefault(key.url, {})[key.partner] = counts
-            found.setdefault(key.partner, {})[key.url] = counts
-    return found
+class _Peers:
+    """The times of all engines that do the same."""
+
+    def __init__(self, limits: OutlierLimits) -> None:
+        self._enough = max(1, limits.min_requests)
+        self._limit = limits.slower_than
+        self._own: dict[str, list[tuple[int, _Counts]]] = {}
+        """By engine: its counts, with the bits of their batches' sizes."""
+        self._comparable: dict[str, list[_Counts]] = {}
+        """By engine: those with which others are compared."""
+        self._least: dict[int, float] = {}
+        """By those bits: the least of the sizes."""
+        self._paces: dict[int, list[float]] = {}
+        """By those bits: what each engine that is comparable would take for a unit in a batch of
+        the least size, in order.
+        """
+
+    def add(self, url: str, bits: int, counts: _Counts) -> None:
+        """Add times of an engine."""
+        self._own.setdefault(url, []).append((bits, counts))
+        if 2 * counts.timed >= self._enough:
+            self._comparable.setdefault(url, []).append(counts)
+        size = counts.beside / counts.timed
+        self._least[bits] = min(size, self._least.get(bits, size))
+
+    def slower(self, url: str) -> Steps[float | None]:
+        """Return how many times as slow as its peers an engine is, for batches of its sizes; None:
+        not too slow.
+
+        What a peer would take at most for a batch of another size follows from its own: a step of a
+        larger one takes as long at least, and one of twice as many requests twice as long at most.
+        """
+        mine = self._own.get(url, ())
+        timed = sum(counts.timed for _, counts in mine)
+        count = len(self._comparable) - (url in self._comparable)
+        if timed < self._enough or not count:
+            return None
+        own = sum(counts.pace for _, counts in mine)
+        least = 0.0
+        for bits, counts in mine:
+            if bits not in self._paces:
+                self._paces[bits] = sorted(
+                    _at_most(self._least[bits], one)[0] for one in self._comparable.values()
+                )
+                yield
+            # without its own, which is one of them, the median is no less
+            least += counts.timed * self._paces[bits][(count - 1) // 2]
+        if own <= self._limit * least:
+            return None  # as nearly all are: what follows takes long
+        peers = [sizes for one, sizes in self._comparable.items() if one != url]
+        usual, seconds = 0.0, 0.0
+        for _, counts in mine:
+            bounds = [_at_most(counts.beside / counts.timed, of_peer) for of_peer in peers]
+            usual += counts.timed * median(pace for pace, _ in bounds)
+            seconds += counts.timed * median(taken for _, taken in bounds)
+            yield
+        taken = sum(counts.seconds for _, counts in mine)
+        is_slower = usual > 0 and own > self._limit * usual and taken > self._limit * seconds
+        return own / usual if is_slower else None
 
 
 def _mean(counts: Iterable[_Counts], enough: int) -> float | None:
