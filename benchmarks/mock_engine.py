@@ -221,7 +221,7 @@ class Engine:
     """The shared state of all connections of one engine."""
 
     def __init__(
-        self, port: int, chunks: int, itl: float, prefill_seconds: float, ranks: int
+        self, port: int, chunks: int, itl: float, prefill_seconds: float, ranks: int = 1
     ) -> None:
         self.ranks = ranks
         self.name = f"2a59f421-6e63-40bc-8d57-{port:012d}"
