@@ -41,7 +41,7 @@ from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 from pdproxy.workers import links
 from pdproxy.workers.remote_scheduler import RemoteScheduler
-from pdproxy.workers.scheduler_clients import ChoosesFor, SchedulerClient
+from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 
 
@@ -103,10 +103,12 @@ def work(end: socket.socket, engines: int, flights: int, seconds: float, out: in
     """Be a worker: choose by message, and write what it cost."""
 
     async def run() -> dict[str, float]:
-        registry, _ = fleet(engines)
+        registry, view = fleet(engines)
         link = SchedulerLink()
         link.connect(end)
-        scheduler = RemoteScheduler(link, 0, registry, lambda _: True, time.monotonic)
+        scheduler = RemoteScheduler(
+            link, 0, registry, view, Observers([]), lambda _: True, time.monotonic
+        )
         await choose(scheduler, flights, time.perf_counter() + 0.3)  # warm
         gc.freeze()
         begun = time.thread_time()
@@ -125,7 +127,7 @@ def decide(ends: Sequence[socket.socket], engines: int, out: int) -> None:
         registry, ledger = fleet(engines)
         scheduler = scheduler_of(registry, ledger)
         buffers = ReceiveBuffers(registry, 16, Clock(), Observers([]), Deadlines())
-        pool = ChoosesFor(scheduler, ledger, buffers.take, time.monotonic)
+        pool = PoolChoices(scheduler, ledger, buffers, lambda: None, time.monotonic)
         may_choose, left = asyncio.Event(), asyncio.Event()
         may_choose.set()
         clients: set[SchedulerClient] = set()

@@ -25,12 +25,15 @@ from operator import eq
 from types import FrameType
 from typing import Any
 
+from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
+from pdproxy.scheduling.worker_breakers import WorkerBreakers
+from pdproxy.scheduling.worker_ledger import LedgerShare, WorkerLedger
+
 from pdproxy.engine_model.profile import load
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import worker_breakers, worker_ledger
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.replica import ReplicaAuto
-from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
@@ -38,8 +41,6 @@ from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.slo import Slo
-from pdproxy.scheduling.worker_breakers import WorkerBreakers
-from pdproxy.scheduling.worker_ledger import LedgerShare, WorkerLedger
 
 MakeLedger = Callable[[Sequence[EngineSpec], LedgerOptions], Ledger]
 MakeAuto = Callable[[AutoOptions], Auto]

@@ -27,7 +27,7 @@ from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, Dispatch
 from pdproxy.workers.changes import ParentChanges
-from pdproxy.workers.links import Message
+from pdproxy.workers.links import Message, pair
 from pdproxy.workers.parent import bind_for_engines
 from pdproxy.workers.share import WorkerShare, WorkersMemory
 from pdproxy.workers.shown_of_all import add_up
@@ -74,6 +74,13 @@ class Several:
         """As the supervisor does, without sockets."""
         asyncio.get_running_loop().call_soon(self.shares[worker.number].received, message)
 
+    def connect(self) -> None:
+        """As the supervisor does: give the first one and each other one a pair of sockets."""
+        first, *others = self.shares
+        for other in others:
+            for share, end in zip((first, other), pair(), strict=True):
+                share.connect(end)
+
     def close(self) -> None:
         """Close the counters by which workers wake each other, and the sockets to which engines
         send.
@@ -116,6 +123,7 @@ class Built:
                     ids._worker = ""
 
             Attempt._named_dispatch = named  # type: ignore[method-assign, assignment]
+            self.several.connect()
         for proxy, share in zip(self.proxies, self.shares, strict=True):
             share.start(proxy.tasks)
             proxy.start()

@@ -255,10 +255,7 @@ class World:
 
     @staticmethod
     def _busy(proxy: Proxy) -> list[str]:
-        own = [
-            (n.url, n.requests - n.elsewhere[0], n.prompt_bytes - n.elsewhere[1])
-            for n in proxy.ledger.engines
-        ]
+        own = [(n.url, *n.known_load) for n in proxy.ledger.engines]
         found = [
             f"{url} has {requests} requests, {size} bytes"
             for url, requests, size in own
@@ -428,6 +425,8 @@ async def world(
             for other in (*made.decode, *made.aggregated, *made.anything):
                 if other is not engine:
                     other.meet(engine)
+    if several is not None:
+        several.connect()
     for worker, share in zip(made.workers, shares, strict=True):
         share.start(worker.tasks)
         if probed:

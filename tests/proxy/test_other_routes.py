@@ -36,7 +36,7 @@ from tests.fakes.world import World, until, world
 
 def _own(proxy: Proxy) -> list[int]:
     """The requests that this worker has at each engine."""
-    return [engine.requests - engine.elsewhere[0] for engine in proxy.ledger.engines]
+    return [engine.own_load[0] for engine in proxy.ledger.engines]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -54,7 +54,8 @@ def test_all_requests_end_and_nothing_is_left(policy: str, told: int) -> None:
     assert all(engine.idle and not engine.requests for engine in made.engines.values())
     for ledger in made.ledgers:
         assert all(
-            ledger_engine.requests == ledger_engine.elsewhere[0] for ledger_engine in ledger.engines
+            ledger_engine.requests == ledger_engine.of_replicas[0]
+            for ledger_engine in ledger.engines
         )
     by_session = {
         call.session: {id(one.ledger) for one in calls if one.session == call.session}

@@ -18,7 +18,6 @@ import itertools
 
 import decide
 import decide_cost
-import workers_decide
 
 
 def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
@@ -93,25 +92,3 @@ def test_bytecodes_of_decisions_are_counted() -> None:
     assert counts[0] == counts[1] > 100
     assert counts[2] > counts[0]
     assert sys.gettrace() is None
-
-
-def test_the_choices_of_workers_are_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "x",
-        "--engines",
-        "4",
-        "--seconds",
-        "3",
-        "--seeds",
-        "1",
-        "--workers",
-        "2",
-        "--cases",
-        "B",
-        "--alone",
-    ]
-    monkeypatch.setattr(sys, "argv", arguments)
-    workers_decide.main()
-    assert len(capsys.readouterr().out.splitlines()) == 6

@@ -9,10 +9,8 @@ import asyncio
 import pytest
 
 from pdproxy.deciding.buffers import ReceiveBuffers
-from pdproxy.deciding.worker_buffers import MEASURES, WorkerReceiveBuffers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
-from pdproxy.kit.shared_table import SharedTable
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger_engine import EngineSpec, Role
 from pdproxy.settings.limits import Deadlines
@@ -161,48 +159,9 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     assert (space.taken, space.bounded) == ({}, False)
 
 
-def of_workers(count: int, timeout: float = 10.0, **capacity: int) -> list[WorkerReceiveBuffers]:
-    """The buffers of so many workers."""
-    table, found = SharedTable(count, 16, MEASURES), []
-    for number in range(count):
-        engines, _ = registry()
-        arguments = (engines, 256, Clock(), Observers([]), Deadlines(queue=timeout))
-        one = WorkerReceiveBuffers(
-            *arguments, column=table.column(number), others=table.others(number)
-        )
-        for url, chunks in capacity.items():
-            engines.add(EngineSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
-        found.append(one)
-    return found
-
-
-async def test_what_other_workers_have_taken_is_not_free() -> None:
-    first, second = of_workers(2, a=4, b=2)
-    taken = first.take("a", 3)
-    assert second.full(1) == ()
-    assert second.full(2) == ("a",)
-    own = second.take("a", 1)
-    assert first.full(1) == second.full(1) == ("a",)
-    own.release()
-    taken.release()
-    taken.release()
-    assert first.full(2) == second.full(2) == ()
-    assert (first.taken["a"], second.taken["a"]) == (0, 0)
-
-
-async def test_who_waits_sees_what_another_worker_releases() -> None:
-    first, second = of_workers(2, a=2)
-    taken = first.take("a", 2)
-    waiting = asyncio.create_task(second.wait_for_space(1, first_of("a"), always))
-    await asyncio.sleep(0.03)
-    assert not waiting.done()
-    taken.release()
-    assert await waiting == "a"
-
-
 async def test_space_at_an_engine_that_was_removed() -> None:
     """It is added again with an empty buffer, whatever was taken before."""
-    (one,) = of_workers(1, a=2)
+    one = buffers(a=2)
     taken = one.take("a", 2)
     one._engines.remove("a")
     one._engines.add(EngineSpec("a", Role.DECODE), unused_client("a"), buffer_capacity=2)
@@ -210,10 +169,3 @@ async def test_space_at_an_engine_that_was_removed() -> None:
     taken.release()
     assert one.full(2) == ()
     one.take("unknown", 1).release()
-
-
-async def test_a_wait_ends_although_others_never_release() -> None:
-    first, second = of_workers(2, timeout=0.05, a=1)
-    first.take("a", 1)
-    with pytest.raises(OverloadedError):
-        await second.wait_for_space(1, first_of("a"), always)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.ledger_engine import SIZE_BITS, EngineSpec, Evidence, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 
 SPECS = [
@@ -200,9 +200,6 @@ def test_which_engines_work_beside_idle_ones() -> None:
     made.close(first[Role.PREFILL], Verdict.GOOD, 0)
     assert made.works_beside_idle("d1", 0)
     idle = first[Role.PREFILL].engine
-    idle.shared = 1 << SIZE_BITS
-    assert not made.works_beside_idle("d1", 0)
-    idle.shared = 0
     made.mark_draining(idle.url, "by an operator")
     assert not made.works_beside_idle("d1", 0)
     made.mark_draining(idle.url, None)

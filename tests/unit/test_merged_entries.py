@@ -78,7 +78,7 @@ def test_the_worst_health_is_shown_with_its_worker() -> None:
 
 
 def test_breakers_and_drains_are_the_longest() -> None:
-    """Loads are those of all already: they are not added once more."""
+    """Loads are those of each process's own requests: they are added."""
     first = _entry(breaker=EngineBreaker(2, 0.0, None, None), drain=DRAIN, state="draining")
     second = _entry(
         breaker=EngineBreaker(5, 7.0, "slow", 1),
@@ -88,7 +88,7 @@ def test_breakers_and_drains_are_the_longest() -> None:
     shown = merged_entry({0: first, 1: second})
     assert shown.breaker == EngineBreaker(5, 7.0, "slow", 1)
     assert shown.drain == EngineDrain("admin", 3.0, 20.0, True, "kv")
-    assert shown.load == EngineLoad(3, 30, None)
+    assert shown.load == EngineLoad(6, 60, None)
 
 
 def test_an_engine_that_is_left_in_one_worker_is_shown() -> None:

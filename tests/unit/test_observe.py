@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdproxy.app.prefixes import PREFIX_BLOCKS, PREFIX_SHARED_AGE
+from pdproxy.app.prefixes import PREFIX_BLOCKS
 from pdproxy.deciding.local_scheduler import DECISIONS, MAX_REASONS
 from pdproxy.fleet.audit import KV_MISSING
 from pdproxy.fleet.bootstrap import BOOTSTRAP_QUERIES
@@ -46,6 +46,7 @@ from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormat
 from pdproxy.observe.logs import ACCESS_FIELDS, LogObserver, access_fields, access_values
 from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_TENANTS, Metrics
 from pdproxy.observe.requests import OUTCOMES
+from pdproxy.serving.kv.custodian import KV_HANDLE_AGE
 from pdproxy.serving.kv.ready import MAX_RANKS
 
 
@@ -489,12 +490,12 @@ def test_numbers_of_several_pools_become_one_by_their_rule() -> None:
     """Ages do not add up; what has other labels stays apart."""
     metrics = Metrics()
     for of, number in (("events", 3.0), ("routing", 5.0), ("events", 4.0)):
-        ages: Samples = [((), number)]
+        ages: Samples = [(("held",), number)]
         blocks: Samples = [((of,), number)]
-        metrics.show(PREFIX_SHARED_AGE, partial(iter, ages))
+        metrics.show(KV_HANDLE_AGE, partial(iter, ages))
         metrics.show(PREFIX_BLOCKS, partial(iter, blocks))
     found = metrics.snapshot().values
-    assert found[PREFIX_SHARED_AGE.name] == {(): 5.0}
+    assert found[KV_HANDLE_AGE.name] == {("held",): 5.0}
     assert found[PREFIX_BLOCKS.name] == {("events",): 7.0, ("routing",): 5.0}
 
 

@@ -28,11 +28,13 @@ class Counted:
 
     def __init__(self) -> None:
         self.now, self.idle = 1000.0, True
-        self.shares = PromptShares(lambda: self.now, lambda url: self.idle and url == D)
+        self.shares = PromptShares(lambda: self.now)
 
     def add(self, count: int, why: str | None, tokens: int = 100, url: str | None = D) -> None:
         for _ in range(count):
-            self.shares.add(tokens, LegTimes(decode=url, why_alone=why))
+            is_beside = self.idle and url == D
+            times = LegTimes(decode=url, why_alone=why, beside_idle=is_beside)
+            self.shares.add(tokens, times)
 
     @property
     def problem(self) -> str | None:

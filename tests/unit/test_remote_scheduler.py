@@ -13,7 +13,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError, RefusalReason, TooLateError
 from pdproxy.observe.events import NodeChanged, Observers
-from pdproxy.scheduling.leases import Assignment, Space, Verdict
+from pdproxy.scheduling.leases import Assignment, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.outliers import Outliers
@@ -23,7 +23,7 @@ from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.workers import links, scheduler_clients, scheduler_link
 from pdproxy.workers.remote_scheduler import RemoteScheduler
-from pdproxy.workers.scheduler_clients import ChoosesFor, SchedulerClient
+from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import HeldLease, SchedulerLink
 from pdproxy.workers.scheduler_messages import error_of, refused
 from tests.fakes.recorder import Recorder
@@ -65,14 +65,11 @@ class Deciding:
     def connect(self, link: SchedulerLink) -> SchedulerClient:
         """Connect a worker."""
         mine, its = links.pair()
-        pool = ChoosesFor(self.scheduler, self.ledger, self.take_space, lambda: 2.0)
+        pool = PoolChoices(self.scheduler, self.ledger, self.buffers, lambda: None, lambda: 2.0)
         client = SchedulerClient(mine, [pool], self.may_choose, self.lost.append)
         self.clients.append(client)
         link.connect(its)
         return client
-
-    def take_space(self, url: str, tokens: int) -> Space:
-        return self.buffers.take(url, self.buffers.chunks(tokens))
 
     def loads(self) -> dict[str, int]:
         """The open leases of each engine that has any."""
@@ -87,10 +84,16 @@ class Worker:
     """A worker with its own view of the same fleet."""
 
     def __init__(self) -> None:
-        self.engines, _ = fleet()
+        self.engines, self.ledger = fleet()
         self.link = SchedulerLink()
         self.scheduler = RemoteScheduler(
-            self.link, 0, self.engines, lambda tokens: tokens < 100, lambda: 2.0
+            self.link,
+            0,
+            self.engines,
+            self.ledger,
+            Observers([]),
+            lambda tokens: tokens < 100,
+            lambda: 2.0,
         )
 
     async def pair(self, name: str = "id", constraints: Constraints = ANY) -> Assignment:

@@ -174,14 +174,14 @@ class ReplicaMachine(RuleBasedStateMachine):
         }
         for engine in engines.values():
             ours = [lease for lease in self.open if lease.engine is engine]
-            assert engine.requests - engine.elsewhere[0] == len(ours)
-            assert engine.prompt_bytes - engine.elsewhere[1] == sum(
+            assert engine.requests - engine.of_replicas[0] == len(ours)
+            assert engine.prompt_bytes - engine.of_replicas[1] == sum(
                 lease.prompt_bytes for lease in ours
             )
-            assert 0 <= engine.elsewhere[0] <= MAX_REPORTED + 8 * len(ours)
-            assert engine.elsewhere[1] >= 0
+            assert 0 <= engine.of_replicas[0] <= MAX_REPORTED + 8 * len(ours)
+            assert engine.of_replicas[1] >= 0
             if engine.url in self.draining or engine.url in self.gone:
-                assert engine.elsewhere == (0, 0)
+                assert engine.of_replicas == (0, 0)
 
 
 TestReplicaMachine = ReplicaMachine.TestCase

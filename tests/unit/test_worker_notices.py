@@ -23,6 +23,7 @@ from pdproxy.wire.lmcache_telemetry import notices
 from pdproxy.wire.notices import Notice, NoticeEvent
 from pdproxy.workers.pool_share import PoolMemory, WorkerPoolShare
 from pdproxy.workers.records import SharedRecords
+from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.switchboard import MAX_BEHIND
 from tests.fakes.clock import ManualClock
 from tests.fakes.world import until
@@ -315,8 +316,16 @@ async def test_connections_wait_while_no_worker_is_there() -> None:
 
 async def test_a_connector_that_is_found_too_late_is_to_be_named() -> None:
     """What it needs had to be bound before the workers began."""
+    links = SchedulerLinks(chooses=False, workers=1, succeeds=False)
     share = WorkerPoolShare(
-        PoolMemory(2), 0, 0, SharedRecords(2, 8).area(0), NEVER, lambda: 0.0, Parent(2).all[0]
+        PoolMemory(2),
+        0,
+        0,
+        SharedRecords(2, 8).area(0),
+        NEVER,
+        lambda: 0.0,
+        Parent(2).all[0],
+        links,
     )
     with pytest.raises(
         SettingsError,

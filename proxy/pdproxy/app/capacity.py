@@ -24,7 +24,6 @@ from pdproxy.scheduling.capacity import Load, Windows
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.replicas import ReplicaLedger
-from pdproxy.serving.request.admission import Admission
 from pdproxy.settings.limits import AUTO, Limits
 from pdproxy.upstream.metrics_page import Scrape
 
@@ -53,12 +52,19 @@ class Places(Protocol):
         """Change the number of places, and how many tokens they hold; None and 0: no bound."""
 
 
+class Bounded(Protocol):
+    """Requests whose number and tokens are bounded."""
+
+    def resize(self, places: int | None, tokens: int = 0) -> None:
+        """Change the bounds; None and 0: there are none."""
+
+
 class ProxyPlaces:
     """The places of a proxy with several pools or workers: as many as all pools together can
     take.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Bounded) -> None:
         self._admission = admission
         self._pools: dict[_PlacesOfPool, tuple[int | None, int]] = {}
         """What each can take; None: any number of requests."""
@@ -106,7 +112,7 @@ class PoolCapacity:
     engines with room.
 
     `replicas`: how many proxies the engines have. Each has its part of a bound that is given, one
-    request at least. `windows`: what is learned of engines, None: begin anew.
+    request at least.
     A watcher of engines, and an observer.
     """
 
@@ -118,9 +124,8 @@ class PoolCapacity:
         engines: EngineRegistry,
         admission: Places,
         replicas: int = 1,
-        windows: Windows | None = None,
     ) -> None:
-        self._windows = Windows() if windows is None else windows
+        self._windows = Windows()
         self._limits, self._replicas = limits, replicas
         self._bound()
         self._engines = engines
@@ -155,32 +160,33 @@ class PoolCapacity:
             self._windows.seen(_load(engine), waiting, metrics.kv_usage)
             self._resize()
 
-    def reported(self) -> None:
-        """Another worker has learned from what an engine has reported to it."""
-        if self._learns:
+    def refused(self, url: str) -> None:
+        """Note that an engine has refused a request since it has too many."""
+        engine = self._engines.get(url)
+        if self._learns and engine is not None and _has_window(engine):
+            self._windows.refused(_load(engine))
+            self._resize()
+
+    def look(self) -> None:
+        """Look at what is left of the requests of engines on their way out, which other processes
+        may serve.
+        """
+        if self._going and self._left != self._requests_left():
             self._resize()
 
     def notify(self, event: Event) -> None:
         """Follow engines that go up and down, and one that refuses requests."""
         match event:
-            case NodeChanged(ledger_engine, up=up, elsewhere=elsewhere):
-                # the worker that has found it forgets the window for all
-                if not up and not elsewhere:
+            case NodeChanged(ledger_engine, up=up):
+                if not up:
                     self._windows.forget(ledger_engine)
                 self._resize()
             case MemberChanged():
                 self._resize()
             case RequestEnded() if self._going and self._left != self._requests_left():
                 self._resize()
-            case LegFailed(node=ledger_engine, status=status):
-                if (
-                    self._learns
-                    and status == FULL
-                    and (engine := self._engines.get(ledger_engine)) is not None
-                    and _has_window(engine)
-                ):
-                    self._windows.refused(_load(engine))
-                    self._resize()
+            case LegFailed(node=url, status=status) if status == FULL:
+                self.refused(url)
 
     def added(self, engine: Engine) -> None:
         """Note a new engine. Nothing is sent to it before it is up."""
@@ -226,7 +232,7 @@ class PoolCapacity:
 
 class Scraped:
     """Passes what engines report to the audit, the pool's capacity, the ledger and other
-    workers.
+    processes.
     """
 
     def __init__(
@@ -252,9 +258,7 @@ class Scraped:
             self.findings.scraped(engine, metrics)
 
     def reported(self, engine: Engine, metrics: Scrape) -> None:
-        """Take what an engine has reported to another worker."""
-        if self.capacity is not None:
-            self.capacity.reported()
+        """Take what an engine has reported to another process."""
         self._note(engine, metrics, elsewhere=True)
 
     def _note(self, engine: Engine, metrics: Scrape, *, elsewhere: bool = False) -> None:

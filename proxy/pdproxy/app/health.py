@@ -25,7 +25,6 @@ from pdproxy.fleet.worker_audit import WorkerAuditor
 from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Counted, Outliers
-from pdproxy.scheduling.worker_ledger import WorkerLedger
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.admin import EngineAdmin
@@ -163,7 +162,6 @@ def _findings(
     ledger: Ledger,
 ) -> Findings:
     topic, siblings, auditor = f"findings {settings.pool.name}", share.siblings, watching.auditor
-    assert isinstance(ledger, WorkerLedger)
     assert isinstance(auditor, WorkerAuditor)
 
     def probe(engine: Engine) -> None:

@@ -11,8 +11,6 @@ from pdproxy.app.sockets import AddressToBind, Sockets, kv_events_places
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.kv_sources import KvEventSources
-from pdproxy.fleet.worker_kv_sources import WorkerKvEventSources
-from pdproxy.kit.siblings import Siblings
 from pdproxy.settings.kv import EngineKvEvents
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
@@ -36,12 +34,6 @@ class ReadingKvEvents:
         Raises:
             SettingsError: one can't be bound.
         """
-        if isinstance(self.sources, WorkerKvEventSources):
-            self.sources.start(self._bind)
-        else:
-            self._bind()
-
-    def _bind(self) -> None:
         for port, socket in self.sources.bound.items():
             self.sockets.bind(socket, self.places[port])
             logger.info("engines' KV events are expected on %s", socket.address)
@@ -60,16 +52,17 @@ def build_kv_events(
     process: Process,
     sockets: Sockets,
 ) -> ReadingKvEvents | None:
-    """Return what reads the events of a pool's engines into an index, None if they are not read.
+    """Return what reads the events of a pool's engines into an index, None if this process does not
+    read them.
 
     `index` None: nobody asks it. `of_engine`: an engine's own settings by its URL. `sockets`: how
     the pool's are bound. Call it before engines are added.
     """
     events, share = settings.pool.kv_events, process.share.several
-    if index is None or not events.enabled:
+    if index is None or not events.enabled or (share is not None and not share.lead.leads):
         return None
     places = {place.port: place for place in kv_events_places(settings)}
-    arguments = (
+    sources = KvEventSources(
         engines,
         index,
         events,
@@ -78,34 +71,9 @@ def build_kv_events(
         process.observers,
         process.clock,
         process.tasks,
+        ports=places,
+        deadlines=settings.deadlines,
+        networks=settings.engines.allowed,
     )
-    sources: KvEventSources
-    if share is None or not places:  # each worker connects to engines by itself
-        sources = KvEventSources(
-            *arguments,
-            ports=places,
-            deadlines=settings.deadlines,
-            networks=settings.engines.allowed,
-        )
-    else:
-        siblings, topic = share.siblings, f"KV events {settings.pool.name}"
-        sources = WorkerKvEventSources(
-            *arguments,
-            ports=places,
-            deadlines=settings.deadlines,
-            networks=settings.engines.allowed,
-            number=share.number,
-            lead=share.lead,
-            tell=lambda body: _told(siblings, topic, body),
-        )
-        siblings.hears[topic] = sources.received
     process.observers.add(sources)
     return ReadingKvEvents(sources, places, sockets)
-
-
-def _told(siblings: Siblings, topic: str, body: bytes) -> bool:
-    """Tell all other workers something, unless too much waits for the parent."""
-    if siblings.is_behind():
-        return False
-    siblings.tell(topic, body)
-    return True

@@ -1,5 +1,5 @@
-"""Wiring of a pool's ledger: its policies, its placement, and its kind: for one proxy, several
-workers or several replicas.
+"""Wiring of a pool's ledger: its policies, its placement, and its kind: for one proxy or several
+replicas, and in the process that chooses engines or another one.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from functools import partial
 from pdproxy.app.engines import Profiles
 from pdproxy.app.share import PoolShare
 from pdproxy.scheduling import placements, policies
-from pdproxy.scheduling.auto.workers import AutoShare
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.slo import Slo
-from pdproxy.scheduling.worker_ledger import LedgerShare, WorkerLedger
-from pdproxy.scheduling.worker_replicas import WorkerReplicaLedger
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import entry_of
@@ -48,41 +45,29 @@ def build_ledger(
     """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the
     index of prefixes.
 
-    `own`: this worker's part of the pool, None where there is one process.
+    `own`: this process's part of the pool, None where there is one process. In one that does not
+    choose engines, the ledger only knows their states.
     """
     limits, pool = settings.limits, settings.pool
+    chooses = own is None or own.chooses
     options = LedgerOptions(
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
         slow_start=settings.health.slow_start,
         policies=policies_of(pool),
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
-        placement=_placement(
-            settings, profiles, cached, chance, None if own is None else own.auto()
-        ),
+        placement=_placement(settings, profiles, cached, chance) if chooses else None,
+        placed_elsewhere=not chooses and pool.placement in placements.PLACEMENTS,
         chance=chance,
         cached=cached,
         windows=bool(limits.engine_requests),
     )
-    several, count, max_age = (
-        settings.replicas.several,
-        settings.replicas.at_first,
-        partial(_longest, settings),
-    )
     made: Ledger
-    if own is None:
-        made = (
-            ReplicaLedger([], options, replicas=count, max_age=max_age)
-            if several
-            else Ledger([], options)
-        )
+    if settings.replicas.several and chooses:
+        count, max_age = settings.replicas.at_first, partial(_longest, settings)
+        made = ReplicaLedger([], options, replicas=count, max_age=max_age)
     else:
-        share = LedgerShare(*own.loads, own.breakers)
-        made = own.ledger = (
-            WorkerReplicaLedger([], options, share, replicas=count, max_age=max_age)
-            if several
-            else WorkerLedger([], options, share)
-        )
+        made = Ledger([], options)
     made.alone_up_to = pool.alone_up_to
     return made
 
@@ -92,7 +77,6 @@ def _placement(
     profiles: Profiles,
     cached: Cached | None,
     chance: Callable[[], float],
-    workers: AutoShare | None,
 ) -> Placement | None:
     """Return what decides whether a prompt is split, None where it is split whenever it can be."""
     pool, replicas = settings.pool, settings.replicas
@@ -107,7 +91,6 @@ def _placement(
         cached=cached,
         replicas=replicas.at_first if replicas.several else None,
         chance=chance,
-        workers=workers,
     )
     return make(context)
 

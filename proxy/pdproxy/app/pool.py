@@ -25,7 +25,6 @@ from pdproxy.app.registrations import Registering, build_registrations
 from pdproxy.app.sockets import BoundHere
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_buffers, build_transfer, build_transfers, build_turns
-from pdproxy.app.worker_capacity import WorkerPoolCapacity
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.bootstrap import Bootstraps
@@ -39,7 +38,7 @@ from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShares
 from pdproxy.scheduling.decisions import Decisions
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
-from pdproxy.scheduling.worker_windows import WorkerWindows
+from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.engines_lost import EnginesLost
@@ -117,7 +116,7 @@ class PoolParts:
         sockets = BoundHere() if own is None else own.sockets
 
         profiles = Profiles(pool.profile)
-        knowledge = build_knowledge(pool, process.share)
+        knowledge = build_knowledge(pool)
         cached = knowledge.cached if knowledge is not None else None
         ledger = build_ledger(settings, profiles, cached, watch.chance, own)
         engines = EngineRegistry(ledger)
@@ -142,7 +141,7 @@ class PoolParts:
             budget=process.answer_budget,
         )
         transfer = build_transfer(settings, engines, clock, observers)
-        buffers = build_buffers(settings, engines, clock, observers, own)
+        buffers = build_buffers(settings, engines, clock, observers)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, own)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
         bootstraps = build_bootstraps(
@@ -177,8 +176,9 @@ class PoolParts:
         kv_events = build_kv_events(
             settings, kv_index, setup.kv_events, engines, admin, process, sockets
         )
+        chooses = own is None or own.chooses
         prefixes = build_prefixes(
-            knowledge, engines, ledger, observers, now, kv_events, process.share, pool.name
+            knowledge, engines, ledger, observers, now, kv_events, chooses=chooses
         )
         needed, wanted = transfer.contract.needs_ids, turns is not None or knowledge is not None
         tokens = build_tokens(
@@ -203,18 +203,11 @@ class PoolParts:
             if shown
             else None
         )
-        shared = process.places
-        if limits.engine_requests or limits.engine_tokens:
-            places = process.admission if shared is None else shared.of(engines)
-            bounded = limits, engines, places, settings.replicas.at_first
-            if own is None:
-                scraped.capacity = PoolCapacity(*bounded)
-            else:
-                assert own.ledger is not None
-                windows = WorkerWindows(*own.windows, own.number)
-                scraped.capacity = own.capacity = WorkerPoolCapacity(
-                    *bounded, windows=windows, ledger=own.ledger
-                )
+        if (limits.engine_requests or limits.engine_tokens) and chooses:
+            places = process.admission if process.places is None else process.places.of(engines)
+            scraped.capacity = PoolCapacity(limits, engines, places, settings.replicas.at_first)
+            if own is not None:
+                own.capacity = scraped.capacity
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             scraped.capacity.show(observers)
@@ -231,12 +224,15 @@ class PoolParts:
         )
         comebacks = Comebacks(ledger, clock, observers, limits)
         is_alive = partial(admin.answers, path="/health")
-        scheduler = LocalScheduler(ledger, outliers, buffers, observers, now, decisions, knowledge)
+        local = LocalScheduler(ledger, outliers, buffers, observers, now, decisions, knowledge)
+        scheduler: Scheduler = local
+        if own is not None:
+            scheduler = own.scheduler(local, ledger, buffers, engines, observers)
         lost = EnginesLost(
             scheduler, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits
         )
         observers.add(lost)
-        shares = PromptShares(now, lambda url: ledger.works_beside_idle(url, now()))
+        shares = PromptShares(now)
         observers.show(PROMPT_TOKENS, shares.samples)
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(

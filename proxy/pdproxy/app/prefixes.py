@@ -5,14 +5,10 @@ their metrics.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
-from urllib.parse import quote
 
 from pdproxy.app.kv_events import ReadingKvEvents
-from pdproxy.app.share import Share, SoleProcess
-from pdproxy.app.worker_prefixes import SharingPrefixes
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.tasks import TaskOwner
@@ -24,7 +20,6 @@ from pdproxy.scheduling.prefix.knowledge import Knowledge
 from pdproxy.scheduling.prefix.refreshing import Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
-from pdproxy.scheduling.prefix.worker_knowledge import WorkerKnowledge
 from pdproxy.serving.dispatch.prefixes import PrefixQuestions
 from pdproxy.settings.pools import Pool
 
@@ -127,17 +122,8 @@ PREFIX_SKIPPED = counter(
                     "just sent"
                 ),
             ),
-            ("not_shared", "other workers do not know of it: what they were told was too much"),
         ),
     ),
-)
-PREFIX_SHARED_AGE = gauge(
-    "pdproxy_prefix_shared_age_seconds",
-    "seconds",
-    "How long it took until a worker knew of the last prompt that another worker had sent to an "
-    "engine",
-    workers=MergeRule.MOST,
-    pools=MergeRule.MOST,
 )
 PREFIX_REFRESHES = counter(
     "pdproxy_prefix_refreshes_total",
@@ -164,10 +150,6 @@ class KnowingPrefixes:
     ) -> None:
         self.knowledge = knowledge
         self.of_requests = PrefixQuestions(knowledge, now)
-        self.sharing: SharingPrefixes | None = None
-        """What other workers are told, None where there are none."""
-        self.catch_up: Callable[[], Coroutine[Any, Any, None]] | None = None
-        """Takes in what they knew when this one began."""
         self._engines = engines
         self._runs: dict[str, int] = {}
 
@@ -207,16 +189,12 @@ class KnowingPrefixes:
         )
 
     def stop(self) -> None:
-        """End the thread, and tell other workers nothing more."""
+        """End the thread."""
         self.of_requests.stop()
-        if self.sharing is not None:
-            self.sharing.stop()
 
     def start(self, tasks: TaskOwner) -> None:
-        """Begin to remove what matches nothing any more, and take in what other workers know."""
+        """Begin to remove what matches nothing any more."""
         tasks.keep(self.tidy, "prefixes")
-        if self.catch_up is not None:
-            tasks.spawn(self.catch_up(), "prefixes of other workers")
 
     async def tidy(self) -> None:
         """Remove what matches nothing any more, in small steps, until cancelled."""
@@ -247,16 +225,10 @@ class KnowingPrefixes:
             return [((one.name,), getattr(counters, one.name)) for one in fields(counters)]
 
         def skipped() -> Samples:
-            untold = knowledge.untold if isinstance(knowledge, WorkerKnowledge) else 0
-            dropped = self.sharing.dropped if self.sharing is not None else 0
-            skipped = (
+            return [
                 (("busy",), self.of_requests.skipped),
                 (("no_space",), knowledge.speculative.no_space),
-            )
-            return [*skipped, (("not_shared",), untold + dropped)]
-
-        def age() -> Samples:
-            return [] if self.sharing is None else [((), self.sharing.age)]
+            ]
 
         def refreshes() -> Samples:
             return [
@@ -271,63 +243,21 @@ class KnowingPrefixes:
         observers.show(PREFIX_DISPROVED, lambda: [((), knowledge.disproved)])
         observers.show(PREFIX_SKIPPED, skipped)
         observers.show(PREFIX_REFRESHES, refreshes)
-        observers.show(PREFIX_SHARED_AGE, age)
 
 
-def build_knowledge(pool: Pool, share: Share | SoleProcess) -> Knowledge | None:
+def build_knowledge(pool: Pool) -> Knowledge | None:
     """Return what knows engines' prefix caches, None if the pool's policies do not ask for it."""
     own = pool.prefixes
     if not pool.asks_the_index:
         return None
     refreshes = own.refresh and pool.kv_events.enabled
-    make = Knowledge if share.several is None else WorkerKnowledge
-    return make(
+    return Knowledge(
         own.unit,
         BlockIndex(own.unit, own.max_blocks, reports=refreshes),
         RoutedIndex(own.engine_blocks, own.max_blocks),
         SpeculativeIndex(own.ttl, SPECULATIVE_KEYS),
         Refreshing(on=refreshes),
     )
-
-
-def _share(
-    prefixes: KnowingPrefixes,
-    knowledge: WorkerKnowledge,
-    engines: EngineRegistry,
-    now: Callable[[], float],
-    share: Share,
-    pool: str,
-) -> None:
-    """Have workers tell each other what they send to engines, and the process that leads what it
-    knows to one that starts. To one that leads in place of a dead one, all others do.
-    """
-    siblings, topic, question = (
-        share.siblings,
-        f"prefixes {pool}",
-        f"prefixes-of-{quote(pool, safe='')}",
-    )
-    sharing = prefixes.sharing = SharingPrefixes(
-        knowledge, lambda body: siblings.tell(topic, body), now
-    )
-    sharing.is_behind = lambda: siblings.is_behind()
-    siblings.hears[topic] = sharing.received
-    siblings.answers_about[question] = lambda about: (
-        sharing.answer(about) if share.lead.leads else b""
-    )
-    of_all = f"all-{question}"
-    siblings.answers_about[of_all] = sharing.answer
-    asked = of_all if share.lead.leads else question
-
-    async def ask(about: str) -> bytes | None:
-        answers = await siblings.ask(f"{asked} {about}")
-        # of any of them: what they know is the same but for what was told last
-        return next((answer for answer in answers.of.values() if answer), None)
-
-    def probed() -> bool:
-        return all(engine.in_ledger.probed for engine in engines.values())
-
-    others_know = share.succeeds or not share.lead.leads
-    prefixes.catch_up = lambda: sharing.catch_up(ask if others_know else None, probed)
 
 
 def build_prefixes(
@@ -337,11 +267,12 @@ def build_prefixes(
     observers: Observers,
     now: Callable[[], float],
     kv_events: ReadingKvEvents | None,
-    share: Share | SoleProcess,
-    pool: str,
+    *,
+    chooses: bool,
 ) -> KnowingPrefixes | None:
     """Return what keeps this knowledge, None where there is none. Call it before engines are added.
-    `pool`: its name.
+    `chooses`: whether this process chooses engines by it; if not, it only says what prompts are
+    known by.
     """
     if knowledge is None:
         return None
@@ -352,10 +283,9 @@ def build_prefixes(
             kv_events.sources.connected,
         )
     prefixes = KnowingPrefixes(knowledge, engines, now)
-    if isinstance(knowledge, WorkerKnowledge) and share.several is not None:
-        _share(prefixes, knowledge, engines, now, share.several, pool)
-    engines.watch(prefixes)
-    engines.when_forgotten(knowledge.remove)
-    observers.add(prefixes)
     prefixes.show(observers)
+    if chooses:
+        engines.watch(prefixes)
+        engines.when_forgotten(knowledge.remove)
+        observers.add(prefixes)
     return prefixes

@@ -138,12 +138,21 @@ class Process:
                 settings.tenants, credentials.keys, partial(_secret, credentials, share)
             ),
             models=models,
-            places=ProxyPlaces(admission)
-            if len(settings.pools) > 1 or several is not None
-            else None,
+            places=_places(settings, share, admission),
             heartbeat=Heartbeat(observers),
             wrong_keys=WrongKeys(clock.now, observers),
         )
+
+
+def _places(
+    settings: Settings, share: Share | SoleProcess, admission: Admission
+) -> ProxyPlaces | None:
+    """Return what bounds requests by all pools' engines, None where one pool of one process has all
+    places.
+    """
+    if (several := share.several) is not None:
+        return ProxyPlaces(several.bound(admission))
+    return ProxyPlaces(admission) if len(settings.pools) > 1 else None
 
 
 def _secret(credentials: Credentials, share: Share | SoleProcess) -> bytes:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from secrets import token_bytes
 from typing import Protocol
 
+from pdproxy.app.capacity import Bounded, PoolCapacity
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown
 from pdproxy.app.sockets import Sockets
-from pdproxy.app.worker_capacity import WorkerPoolCapacity
+from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
@@ -27,10 +29,8 @@ from pdproxy.kit.siblings import Siblings
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
-from pdproxy.scheduling.auto.workers import AutoShare
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.worker_breakers import WorkerBreakers
-from pdproxy.scheduling.worker_ledger import WorkerLedger
+from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.worker_turns import WorkerTurns
@@ -109,6 +109,11 @@ class Share(Protocol):
     def places(self) -> SharedPlaces:
         """Return the places of requests, of all processes."""
 
+    def bound(self, places: Bounded) -> Bounded:
+        """Return what bounds the requests of all processes by what engines can take. `places`: the
+        requests of this one.
+        """
+
     def quotas(
         self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]
     ) -> Quotas:
@@ -128,9 +133,10 @@ class PoolShare(Protocol):
 
     number: int
     at: int
-    ledger: WorkerLedger | None
-    """This and the next two are set by whoever makes them."""
-    capacity: WorkerPoolCapacity | None
+    chooses: bool
+    """Whether this process chooses the engines, for itself and for all others."""
+    capacity: PoolCapacity | None
+    """Set by whoever makes it, and so is the next one."""
     turns: WorkerTurns | None
 
     @property
@@ -142,10 +148,6 @@ class PoolShare(Protocol):
         """How the pool's sockets are bound to which engines send messages."""
 
     @property
-    def loads(self) -> Part:
-        """Of the engines' loads."""
-
-    @property
     def moved(self) -> Part:
         """Of the KV that was moved."""
 
@@ -154,22 +156,20 @@ class PoolShare(Protocol):
         """Of the engines' signs of life."""
 
     @property
-    def windows(self) -> Part:
-        """Of what each engine can take."""
-
-    @property
-    def buffers(self) -> Part:
-        """Of what is taken of receive buffers."""
-
-    @property
     def kept_turns(self) -> Records:
         """Where records of kept turns are written."""
 
-    def auto(self) -> AutoShare:
-        """Return what the process's placement `auto` shares with the others'."""
-
-    def breakers(self, failures: int, cooldown: float, slow_start: float) -> WorkerBreakers:
-        """Return the breakers of all processes."""
+    def scheduler(
+        self,
+        local: LocalScheduler,
+        ledger: Ledger,
+        buffers: ReceiveBuffers,
+        engines: EngineRegistry,
+        observers: Observers,
+    ) -> Scheduler:
+        """Return what this process's requests ask for engines. `local`: what chooses, if this
+        process does; `buffers`: those of the decode engines.
+        """
 
     def custodian(
         self,

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from pdproxy.app.share import PoolShare
 from pdproxy.deciding.buffers import ReceiveBuffers
-from pdproxy.deciding.worker_buffers import WorkerReceiveBuffers
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
@@ -60,19 +59,11 @@ def build_transfer(
 
 
 def build_buffers(
-    settings: Settings,
-    engines: EngineRegistry,
-    clock: Clock,
-    observers: Observers,
-    own: PoolShare | None,
+    settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers
 ) -> ReceiveBuffers:
-    """Return what counts the space in decode engines' receive buffers. `own`: see
-    `build_ledger`.
-    """
-    queue = engines, settings.pool.lmcache.chunk_size, clock, observers, settings.deadlines
-    if own is None:
-        return ReceiveBuffers(*queue)
-    return WorkerReceiveBuffers(*queue, *own.buffers)
+    """Return what counts the space in decode engines' receive buffers."""
+    unit = settings.pool.lmcache.chunk_size
+    return ReceiveBuffers(engines, unit, clock, observers, settings.deadlines)
 
 
 def build_transfers(pool: str, ledger: Ledger, process: Process) -> Transfers:

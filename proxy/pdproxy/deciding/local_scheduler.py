@@ -17,10 +17,11 @@ from pdproxy.observe.events import Decided, NodeChanged, Observers
 from pdproxy.scheduling.decisions import LATE, REFUSED, SPLIT, WHOLE, Decision, Decisions
 from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.ledger_engine import ENCODE, PREFILL, LedgerEngine, Role
+from pdproxy.scheduling.ledger_engine import DECODE, ENCODE, PREFILL, LedgerEngine, Role
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.knowledge import Knowledge
+from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.scheduler import ANY, Constraints
 
 PAIR = (Role.PREFILL, Role.DECODE)
@@ -93,6 +94,8 @@ class LocalScheduler:
             chosen = await self._with_space(ask, constraints, self._pair)
         else:
             chosen = self._pair(ask, constraints.without, constraints.avoid)
+        if chosen is not None and len(chosen.leases) == 1:
+            self._look_beside(chosen.leases[0])
         if chosen is not None and ask.beginning is not None and self._knowledge is not None:
             self._knowledge.sent(ask.beginning, chosen.leases, self._now())
         return chosen
@@ -108,7 +111,16 @@ class LocalScheduler:
         self, ask: Ask, without: Sequence[str] = (), avoid: Sequence[str] = ()
     ) -> Lease | None:
         """See `Scheduler`."""
-        return self._one(ask, without, avoid)
+        lease = self._one(ask, without, avoid)
+        if lease is not None:
+            self._look_beside(lease)
+        return lease
+
+    def _look_beside(self, lease: Lease) -> None:
+        """Note whether an engine for decode serves a whole request beside an idle one."""
+        engine = lease.engine
+        if engine.role is DECODE:
+            lease.beside_idle = self._ledger.works_beside_idle(engine.url, lease.since)
 
     def _one(self, ask: Ask, without: Sequence[str], avoid: Sequence[str]) -> Lease | None:
         assign = self._ledger.assign_alone
@@ -217,6 +229,13 @@ class LocalScheduler:
             self.close(lease, NEUTRAL, now)
 
     # -- what engines have in their caches
+
+    def measure(self, beginning: PromptBeginning) -> None:
+        """Estimate the tokens of a text as answers have shown lately: another process knows only
+        a first estimate.
+        """
+        if beginning.of_text and self._knowledge is not None:
+            beginning.measure(self._knowledge.text_per_token)
 
     def cached(self, lease: Lease, reported: int, prompt: int) -> None:
         """See `Scheduler`."""

@@ -275,7 +275,7 @@ class EngineEntries:
             else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
             version=None if evidence is None else evidence.version or None,
             block_size=None if evidence is None else evidence.block_size,
-            load=EngineLoad(*ledger_engine.known_load, ledger_engine.window),
+            load=EngineLoad(*ledger_engine.own_load, ledger_engine.window),
             breaker=EngineBreaker(
                 ledger_engine.failures,
                 round(max(0.0, ledger_engine.open_until - now), 1),

@@ -25,9 +25,10 @@ from pdproxy.fleet.worker_audit import WorkerAuditor
 from pdproxy.kit.leading import Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
+from pdproxy.scheduling.breakers import BreakerState
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Evidence
 from pdproxy.scheduling.outliers import Outliers
-from pdproxy.scheduling.worker_ledger import WorkerLedger
 from pdproxy.upstream.metrics_page import Scrape
 
 AGAIN = 0.1
@@ -39,11 +40,11 @@ to have an engine probed.
 
 
 class HealthFinding(msgspec.Struct, array_like=True):
-    """An engine's state. `down`, `stalled`, `excluded`: why, None if it is not. `left_out`: see
+    """An engine's state. `down`, `stalled`: why, None if it is not. `left_out`: see
     `Outliers.left_out`.
 
     `ejected`: engines with which it is not paired. Of the leader, as it has sent them last:
-    `scrape`, the engine's metrics, and the audit's `account`, `base` and `blind`.
+    `scrape`, the engine's metrics, the audit's `account`, `base` and `blind`, and the `breaker`.
     """
 
     url: str
@@ -51,13 +52,13 @@ class HealthFinding(msgspec.Struct, array_like=True):
     evidence: Evidence | None
     down: str | None
     stalled: str | None
-    excluded: str | None
     left_out: tuple[float, int] | None
     ejected: list[str]
     scrape: Scrape | None = None
     account: AuditAccount | None = None
     base: int = 0
     blind: bool = False
+    breaker: BreakerState | None = None
 
 
 class _Told(msgspec.Struct, array_like=True):
@@ -92,7 +93,7 @@ class Findings:
         lead: Lead,
         tell: Callable[[bytes], None],
         engines: EngineRegistry,
-        ledger: WorkerLedger,
+        ledger: Ledger,
         auditor: WorkerAuditor,
         outliers: Outliers,
         stalls: Stalls,
@@ -221,7 +222,6 @@ class Findings:
             ledger_engine.evidence,
             ledger_engine.down_because,
             ledger_engine.stalled,
-            ledger_engine.excluded_because,
             self._outliers.left_out(url),
             sorted(ledger_engine.ejected),
         )
@@ -231,6 +231,7 @@ class Findings:
             self._auditor.base(url),
             engine.audit.blind,
         )
+        made.breaker = self._ledger.breakers.state(ledger_engine)
         return made
 
     def _send(
@@ -278,14 +279,18 @@ class Findings:
     def _take(self, engine: Engine, finding: HealthFinding, *, leaders: bool) -> None:
         url = engine.url
         self._versions[url] = finding.version
-        was_stalled = engine.in_ledger.stalled is not None
-        with self._ledger.following(engine.in_ledger):
+        was_stalled, was_known = engine.in_ledger.stalled is not None, engine.in_ledger.probed
+        tell, self._ledger.tell = self._ledger.tell, lambda _: None
+        try:
             self._note(engine, finding)
+        finally:
+            self._ledger.tell = tell
         if engine.in_ledger.stalled is not None and not was_stalled:
             self._stalls.found(url)  # legs end: what they show is found here
-        self._ledger.breakers.explain(engine.in_ledger, finding.excluded)
         if finding.left_out is not None:
             self._outliers.follow(url, *finding.left_out)
+        if finding.breaker is not None and (leaders or not was_known):
+            self._ledger.breakers.follow(engine.in_ledger, finding.breaker)
         if leaders:
             self._auditor.follow(engine, finding.account, finding.base, blind=finding.blind)
             if finding.scrape is not None:

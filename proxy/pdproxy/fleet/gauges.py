@@ -99,7 +99,7 @@ def show_engines(
 
     def inflight() -> Samples:
         return [
-            ((url, one.in_ledger.role.value), one.in_ledger.requests - one.in_ledger.elsewhere[0])
+            ((url, one.in_ledger.role.value), one.in_ledger.own_load[0])
             for url, one in engines.items()
         ]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from pdproxy.fleet.entries import EngineBreaker, EngineDrain, EngineEntry, EngineHealth
+from pdproxy.fleet.entries import EngineBreaker, EngineDrain, EngineEntry, EngineHealth, EngineLoad
 from pdproxy.observe.prompt_shares import PoolPrompts
 
 _STATES = ("joining", "probing", "warming", "serving")
@@ -85,7 +85,7 @@ def merged_entry(entries: Mapping[int, EngineEntry | None]) -> EngineEntry:
     """Return one entry from those of the workers that have the engine, by their numbers. None: it
     serves, and nothing else.
 
-    The first one is no None. Loads are those of all workers in each entry already.
+    The first one is no None.
     """
     known = [entry for entry in entries.values() if entry is not None]
     first = known[0]
@@ -96,6 +96,7 @@ def merged_entry(entries: Mapping[int, EngineEntry | None]) -> EngineEntry:
         first,
         state=_state(entries, has_drain=bool(drains)),
         health=_health(entries),
+        load=_load([entry.load for entry in known]),
         breaker=_breaker([entry.breaker for entry in known]),
         drain=_drain(drains, is_over=len(drains) == len(entries)),
     )
@@ -117,6 +118,15 @@ def _health(entries: Mapping[int, EngineEntry | None]) -> EngineHealth:
     if worst.reason is None or len({one.state for one in each.values()}) == 1:
         return worst
     return EngineHealth(worst.state, f"worker {worker}: {worst.reason}")
+
+
+def _load(each: Sequence[EngineLoad]) -> EngineLoad:
+    windows = [one.window for one in each if one.window is not None]
+    return EngineLoad(
+        sum(one.requests for one in each),
+        sum(one.prompt_bytes for one in each),
+        max(windows, default=None),
+    )
 
 
 def _breaker(each: Sequence[EngineBreaker]) -> EngineBreaker:

@@ -59,7 +59,8 @@ class LegTimes(msgspec.Struct):
     reason, None where the pool has none; with what it predicted, None where it predicts nothing.
 
     `continued`: how often another engine went on with the stream; `continued_by`: the kind of
-    failure that first cut it; `pause_s`: seconds without data because of that.
+    failure that first cut it; `pause_s`: seconds without data because of that. `beside_idle`:
+    whether a decode engine served it alone although a prefill engine had no request.
     """
 
     prefill: str | None = None
@@ -79,6 +80,7 @@ class LegTimes(msgspec.Struct):
     pause_s: float | None = None
     encode_s: float | None = None
     encoders: tuple[tuple[str, float], ...] = ()
+    beside_idle: bool = False
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

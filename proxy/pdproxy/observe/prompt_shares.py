@@ -155,15 +155,13 @@ def _sum(one: dict[str, int], other: dict[str, int], sign: int = 1) -> dict[str,
 
 
 class PromptShares:
-    """Counts the prompts of one pool. `now`: monotonic seconds; `beside_idle(url)` returns whether
-    the engine of this URL is for decode, and a prefill engine has no request.
+    """Counts the prompts of one pool. `now`: monotonic seconds.
 
     Keeps a sum for each part of the window: of all that came before it. Nothing runs in between.
     """
 
-    def __init__(self, now: Callable[[], float], beside_idle: Callable[[str], bool]) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._beside_idle = beside_idle
         self._sum = PromptShare()
         """Since the start."""
         self._parts: deque[tuple[float, PromptShare]] = deque()
@@ -181,7 +179,7 @@ class PromptShares:
             self._sum.split += tokens
             return
         found = self._sum.alone
-        if reason not in _CHOSEN and times.decode is not None and self._beside_idle(times.decode):
+        if reason not in _CHOSEN and times.beside_idle:
             found = self._sum.beside_idle
             self._sum.prompts += 1
         found[reason] = found.get(reason, 0) + tokens

@@ -4,6 +4,10 @@ then more and more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
+
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 
@@ -11,6 +15,16 @@ TRIED = 1 << 10
 """Places of a slow start at which it is over, whatever time is left: so many requests at once are
 what any engine has.
 """
+
+
+class BreakerState(msgspec.Struct, array_like=True, frozen=True):
+    """The breaker of an engine, for other processes: as `LedgerEngine` has it."""
+
+    failures: int
+    open_until: float
+    trial_places: int
+    slow_until: float
+    why: str | None
 
 
 class Breakers:
@@ -35,6 +49,8 @@ class Breakers:
         """Engines whose breaker was opened and is not closed yet, also those that are half-open or
         start slowly.
         """
+        self.changed: Callable[[LedgerEngine], None] = lambda _: None
+        """Called when a breaker was opened or closed, or lets more requests pass."""
 
     def configure(self, failures: int, cooldown: float, slow_start: float) -> None:
         """Use these numbers from the next failure, or the next good leg, on."""
@@ -134,14 +150,37 @@ class Breakers:
         engine.failures = 0
         self._close(engine)
 
+    @staticmethod
+    def state(engine: LedgerEngine) -> BreakerState:
+        """Return the breaker of an engine, for `follow`."""
+        return BreakerState(
+            engine.failures,
+            engine.open_until,
+            engine.trial_places,
+            engine.slow_until,
+            engine.excluded_because,
+        )
+
+    def follow(self, engine: LedgerEngine, state: BreakerState) -> None:
+        """Have a breaker be as another process has it."""
+        engine.failures, engine.excluded_because = state.failures, state.why
+        engine.open_until, engine.slow_until = state.open_until, state.slow_until
+        engine.trial_places = state.trial_places
+        if state.trial_places:
+            self.opened.add(engine)
+        else:
+            self.opened.discard(engine)
+
     def _half_open(self, engine: LedgerEngine) -> None:
         """Have an engine get one request at a time, once its cooldown is over."""
+        self.changed(engine)
         self.opened.add(engine)
         engine.trial_number += 1  # what began before is no trial any more
         engine.trials, engine.trial_places, engine.slow_until = 0, 1, 0.0
 
     def _tried(self, engine: LedgerEngine, now: float) -> None:
         if engine.trial_places and (not engine.slow_until or now < engine.slow_until):
+            self.changed(engine)
             engine.trial_places *= 2
             if not engine.slow_until:
                 engine.open_until, engine.slow_until = 0.0, now + self._slow_start
@@ -150,6 +189,8 @@ class Breakers:
         self._close(engine)
 
     def _close(self, engine: LedgerEngine) -> None:
+        if engine.trial_places:
+            self.changed(engine)
         engine.open_until = engine.slow_until = 0.0
         engine.trials = engine.trial_places = 0
         engine.excluded_because = None

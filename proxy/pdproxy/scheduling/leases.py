@@ -37,6 +37,8 @@ class Lease(msgspec.Struct, eq=False):
     belongs to, 0 if it is none; `proved`: whether the engine has passed it. `since`: when it was
     opened, in monotonic seconds. `expected`: whether anything is known of what the engine finds in
     its cache, as `prediction` says; `reports`: whether the engine is asked to report it.
+    `beside_idle`: whether an engine for decode serves a whole request although one for prefill had
+    none.
     """
 
     engine: LedgerEngine
@@ -49,6 +51,7 @@ class Lease(msgspec.Struct, eq=False):
     prediction: Prediction | None = None
     expected: bool = False
     reports: bool = False
+    beside_idle: bool = False
 
 
 class Space(Protocol):

@@ -39,7 +39,7 @@ ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
 _SPLIT = (PREFILL, DECODE)
 _BYTES_PER_TOKEN = 4
-_DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
+DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class LedgerOptions:
     `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for
     aggregated engines. `alone`: the roles whose engines may serve a request by themselves, the
     first choice first. `placement` decides for each request whether it is split, and chooses its
-    engines; None: it is split if it may be, and the policies choose. `windows`: whether engines may
+    engines; None: it is split if it may be, and the policies choose. `placed_elsewhere`: whether
+    another process, which chooses, has a placement. `windows`: whether engines may
     have windows (`LedgerEngine.window`); then those with room come first.
     """
 
@@ -60,6 +61,7 @@ class LedgerOptions:
     policies: Mapping[Role, PolicyFactory] = field(default_factory=dict)
     alone: Sequence[Role] = ALONE
     placement: Placement | None = None
+    placed_elsewhere: bool = False
     chance: Callable[[], float] = no_chance
     cached: Cached | None = None
     windows: bool = False
@@ -80,6 +82,10 @@ class Ledger(EngineStates):
         self.runs = RunNumbers()
         self.transfers = TransferFaults(failures, cooldown)
         """Between which engines KV does not move. Written only here; read by those who show it."""
+        self.tell: Callable[[str], None] = lambda _: None
+        """Called with an engine's URL when something of its health was noted here, for the views of
+        other processes.
+        """
         self.when_forgiven: Callable[[TransferFault], None] = lambda _: None
         """Called with each fault that is over because its engine was removed or started again."""
         self._engines.update({spec.url: self._engine(spec) for spec in specs})
@@ -87,11 +93,12 @@ class Ledger(EngineStates):
         """Read only."""
         self._ranking = Policies(options.chance, options.cached)
         self._policies, self._interested = self._ranking.by_role, self._ranking.by_uses
-        self.has_placement = self.placement is not None
+        self.has_placement = self.placement is not None or options.placed_elsewhere
         self.needs_details = self._ranking.use(options.policies) or self.has_placement
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
         self.breakers = breakers(failures, cooldown, options.slow_start)
+        self.breakers.changed = lambda engine: self.tell(engine.url)
         self._eligibility = Eligibility(self._engines.values(), self._policies)
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
@@ -141,19 +148,26 @@ class Ledger(EngineStates):
             self._when_lost(url)
         if another_run:
             self._when_up(url, started_again)
+        if new:
+            self.tell(url)
         return new
 
-    def mark_down(self, url: str, reason: str, now: float) -> bool:
-        """Note that an engine can't serve. Return whether it could before."""
+    def mark_down(self, url: str, reason: str, now: float, *, tells: bool = True) -> bool:
+        """Note that an engine can't serve. Return whether it could before. `tells`: whether other
+        processes are told.
+        """
         if (engine := self._engines.get(url)) is None:
             return False  # it was removed
         was_up = engine.down_because is None
+        is_new = not engine.probed or engine.down_because != reason
         if was_up or not engine.probed:
             engine.down_since = now
         engine.down_because, engine.probed = reason, True
         self._changed()
         if was_up:
             self._when_lost(url)
+        if is_new and tells:
+            self.tell(url)
         return was_up
 
     def mark_stalled(self, url: str, why: str) -> bool:
@@ -166,6 +180,7 @@ class Ledger(EngineStates):
         engine.stalled = why
         self._changed()
         self._when_lost(url)
+        self.tell(url)
         return True
 
     def let_in(self, url: str, now: float) -> bool:
@@ -178,6 +193,7 @@ class Ledger(EngineStates):
         engine.stalled = None
         self.breakers.let_in(engine, now)
         self._changed()
+        self.tell(url)
         return True
 
     def exclude(self, url: str, why: str, until: float, now: float) -> bool:
@@ -187,6 +203,7 @@ class Ledger(EngineStates):
         engine = self._engines.get(url)
         if engine is not None and (in_use := engine.usable(now)):
             self.breakers.exclude(engine, why, until)
+            self.tell(url)
         return engine is not None and in_use
 
     def mark_asleep(self, url: str, how: str | None) -> bool:
@@ -198,9 +215,9 @@ class Ledger(EngineStates):
         self._changed()
         return True
 
-    def lost_model(self, url: str, model: str) -> bool:
+    def lost_model(self, url: str, model: str, *, tells: bool = True) -> bool:
         """Note that an engine has refused a model that it does not have. Return whether it had
-        listed that.
+        listed that. `tells`: see `mark_down`.
         """
         engine = self._engines.get(url)
         if engine is None or engine.evidence is None or not engine.serves(model):
@@ -208,6 +225,8 @@ class Ledger(EngineStates):
         left, adapters = engine.evidence.models - {model}, engine.evidence.adapters - {model}
         engine.evidence = replace(engine.evidence, models=left, adapters=adapters)
         self._changed()
+        if tells:
+            self.tell(url)
         return True
 
     def mark_draining(self, url: str, why: str | None) -> None:
@@ -256,6 +275,7 @@ class Ledger(EngineStates):
         self._engines[prefill].ejected.add(decode)
         self._engines[decode].ejected.add(prefill)
         self._changed()
+        self.tell(decode)
 
     def _pardon(self, engine: LedgerEngine) -> None:
         for url in engine.ejected:
@@ -545,7 +565,7 @@ class Ledger(EngineStates):
                 self.breakers.good(lease, now)
         elif verdict is FAILED:
             return self.breakers.failed(lease, now)
-        elif (why := _DOWN.get(verdict)) is not None and self._engines.get(engine.url) is engine:
+        elif (why := DOWN.get(verdict)) is not None and self._engines.get(engine.url) is engine:
             return self.mark_down(engine.url, why, now)
         return False
 
@@ -620,14 +640,14 @@ class Ledger(EngineStates):
 
     def works_beside_idle(self, url: str, now: float) -> bool:
         """Return whether an engine is for decode, while one for prefill that is in use has no
-        request: of this worker, of the others as of its last choice, or of replicas as estimated.
+        request, not even one of other replicas, as estimated.
         """
         engine = self._engines.get(url)
         return (
             engine is not None
             and engine.role is DECODE
             and any(
-                one.role is PREFILL and not one.requests and not one.shared and one.usable(now)
+                one.role is PREFILL and not one.requests and one.usable(now)
                 for one in self._engines.values()
             )
         )

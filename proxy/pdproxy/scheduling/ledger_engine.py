@@ -49,9 +49,6 @@ ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 _FOR_OTHERS = frozenset({Role.ENCODE, Role.PREFILL})
 """The roles whose engines answer no client, but for prefill engines that may serve whole."""
 
-SIZE_BITS = 43
-"""Of a load as one number: the bits of prompt bytes. The number of requests is above them."""
-
 STATES = (
     "up",
     "down",
@@ -204,14 +201,8 @@ class LedgerEngine:
     """The part of `requests` and of `prompt_bytes` that is an estimate of other replicas' leases; 0
     in a `Ledger`.
     """
-    shared: int = 0
-    """The part that other workers of this proxy have leased, both as one number: see
-    `SIZE_BITS`.
-    """
-    slot: int = 0
-    """Where this worker's leases are in the memory of all workers, see
-    `scheduling.worker_ledger`.
-    """
+    lent: tuple[int, int] = (0, 0)
+    """The part that other processes of this proxy have asked for."""
     window: float | None = None
     """How many requests it should have at once, None for any number. Written by `app.capacity`."""
     failures: int = 0
@@ -314,24 +305,20 @@ class LedgerEngine:
         return self.trial_places == 1 and now >= self.open_until
 
     @property
-    def of_workers(self) -> tuple[int, int]:
-        """Open leases of other workers of this proxy, and their prompt bytes."""
-        requests = self.shared >> SIZE_BITS
-        return requests, self.shared - (requests << SIZE_BITS)
-
-    @property
-    def elsewhere(self) -> tuple[int, int]:
-        """Open leases of other processes, and their prompt bytes: other workers', and estimates of
-        replicas'.
-        """
-        (requests, size), (of_replicas, their_size) = self.of_workers, self.of_replicas
-        return requests + of_replicas, size + their_size
-
-    @property
     def known_load(self) -> tuple[int, int]:
-        """Open leases of all workers of this proxy, and their prompt bytes."""
+        """Open leases of this proxy, as far as this process knows them, and their prompt bytes."""
         requests, size = self.of_replicas
         return self.requests - requests, self.prompt_bytes - size
+
+    @property
+    def own_load(self) -> tuple[int, int]:
+        """Open leases of requests that this process serves, and their prompt bytes."""
+        (requests, size), (lent, lent_size) = self.known_load, self.lent
+        return requests - lent, size - lent_size
+
+    def lend(self, requests: int, prompt_bytes: int) -> None:
+        """Note so many more leases of other processes."""
+        self.lent = self.lent[0] + requests, self.lent[1] + prompt_bytes
 
     def state(self, now: float) -> str:
         """Return which of `STATES` the engine is in."""

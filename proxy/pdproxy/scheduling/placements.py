@@ -11,7 +11,6 @@ from types import MappingProxyType
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.replica import ReplicaAuto
-from pdproxy.scheduling.auto.workers import AutoShare, WorkerAuto, WorkerReplicaAuto
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, no_chance
@@ -37,8 +36,7 @@ class PlacementContext:
     `hardware(url)`: how long an engine's work takes by its profile, None where it has none.
     `chunk(url)`: the most tokens of a step of that engine, by its profile, None as before.
     `cached`, `chance`: as in `PolicyContext`. `replicas`: how many proxies the engines have, None
-    if this is the only one. `workers`: what this one of several workers shares with the others,
-    None where there are none.
+    if this is the only one.
     """
 
     slo: Slo = NO_SLO
@@ -47,7 +45,6 @@ class PlacementContext:
     chunk: Callable[[str], int | None] = lambda _: None
     cached: Cached | None = None
     replicas: int | None = None
-    workers: AutoShare | None = None
     chance: Callable[[], float] = no_chance
 
 
@@ -72,12 +69,9 @@ def auto(context: PlacementContext) -> Placement:
         assumed=lambda engine: context.hardware(engine.url) is None,
         refuses=context.refuse_late,
     )
-    share, replicas, chance = context.workers, context.replicas, context.chance
-    if replicas is None:
-        return Auto(options) if share is None else WorkerAuto(options, share)
-    if share is None:
-        return ReplicaAuto(options, replicas=replicas, chance=chance)
-    return WorkerReplicaAuto(options, share, replicas=replicas, chance=chance)
+    if context.replicas is None:
+        return Auto(options)
+    return ReplicaAuto(options, replicas=context.replicas, chance=context.chance)
 
 
 PLACEMENTS: Mapping[str, PlacementFactory] = MappingProxyType({AUTO: auto})

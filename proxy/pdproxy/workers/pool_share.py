@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from socket import socket
 
+from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.share import Part
 from pdproxy.app.sockets import BoundBefore
-from pdproxy.app.worker_capacity import WorkerPoolCapacity
-from pdproxy.deciding import worker_buffers
+from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet import life_signs, worker_audit
 from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.observe.events import Observers
-from pdproxy.scheduling import worker_breakers, worker_ledger, worker_windows
-from pdproxy.scheduling.auto.workers import AutoMemory, AutoShare, WorkerAuto
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.worker_breakers import WorkerBreakers
-from pdproxy.scheduling.worker_ledger import WorkerLedger
+from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.kv import worker_turns
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turn_messages import is_turn
@@ -29,6 +28,9 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract
 from pdproxy.workers.custodian import WorkerCustodian
 from pdproxy.workers.records import Area, SharedRecords
+from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
+from pdproxy.workers.scheduler_clients import PoolChoices
+from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.siblings import LinkedSiblings
 
 MAX_ENGINES = 4096
@@ -39,15 +41,8 @@ class PoolMemory:
     """The memory of one pool, for so many workers."""
 
     def __init__(self, workers: int) -> None:
-        self.loads = SharedTable(workers, MAX_ENGINES, worker_ledger.MEASURES)
-        self.breakers = SharedTable(
-            workers, MAX_ENGINES, worker_breakers.MEASURES, worker_breakers.KEPT
-        )
         self.moved = SharedTable(workers, MAX_ENGINES, worker_audit.MEASURES, worker_audit.KEPT)
         self.signs = SharedTable(workers, MAX_ENGINES, life_signs.MEASURES)
-        self.windows = SharedTable(workers, MAX_ENGINES, worker_windows.MEASURES)
-        self.buffers = SharedTable(workers, MAX_ENGINES, worker_buffers.MEASURES)
-        self.auto = AutoMemory(workers, MAX_ENGINES)
         self.turns = SharedRecords(workers, worker_turns.UNITS)
         self.listeners: dict[str, socket] = {}
         """Where its engines send messages, by the keys of their places. The parent binds and closes
@@ -56,16 +51,7 @@ class PoolMemory:
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        self.auto.clear(number)
-        # Loads behind breakers: what workers find changed in the first has them look at the second.
-        for table in (
-            self.breakers,
-            self.loads,
-            self.moved,
-            self.signs,
-            self.windows,
-            self.buffers,
-        ):
+        for table in (self.moved, self.signs):
             table.clear(number)
 
 
@@ -73,7 +59,8 @@ class WorkerPoolShare:
     """A worker's part of the pool with number `at`, a `PoolShare`. `number`: of the worker; `area`:
     its own, for the records of all pools.
 
-    `lead`: whether it does what is done once; `now`: monotonic seconds; `siblings`: the others.
+    `lead`: whether it does what is done once; `now`: monotonic seconds; `siblings`: the others;
+    `choosing`: the links for choosing engines.
     """
 
     def __init__(
@@ -85,24 +72,23 @@ class WorkerPoolShare:
         lead: Lead,
         now: Callable[[], float],
         siblings: LinkedSiblings,
+        choosing: SchedulerLinks,
     ) -> None:
         self.number = number
         self.at = at
-        self.loads: Part = memory.loads.of(number)
         self.moved: Part = memory.moved.of(number)
         self.signs: Part = memory.signs.of(number)
-        self.windows: Part = memory.windows.of(number)
-        self.buffers: Part = memory.buffers.of(number)
         self.kept_turns = memory.turns.area(number)
         self._memory = memory
         self._area = area
         self._lead = lead
         self._now = now
         self.siblings = siblings
+        self._choosing = choosing
         self.sockets = BoundBefore(memory.listeners)
-        self.ledger: WorkerLedger | None = None
-        """This and the next two are set by whoever makes them: they follow the other workers."""
-        self.capacity: WorkerPoolCapacity | None = None
+        self.chooses = lead.leads
+        self.capacity: PoolCapacity | None = None
+        """This and the next one are set by whoever makes them."""
         self.turns: WorkerTurns | None = None
         self._custodian: WorkerCustodian | None = None
 
@@ -115,11 +101,7 @@ class WorkerPoolShare:
             self.turns.start()
 
     def refresh(self) -> None:
-        """Take over the loads of the other workers, and what they have learned of engines."""
-        if self.ledger is not None:
-            self.ledger.refresh(all_of_it=True)
-            if isinstance(self.ledger.placement, WorkerAuto):
-                self.ledger.placement.look(self._now())
+        """Look at what other processes have of engines on their way out."""
         if self.capacity is not None:
             self.capacity.look()
 
@@ -132,15 +114,24 @@ class WorkerPoolShare:
         if self.turns is not None:
             self.turns.adopt([record for record in records if is_turn(record)])
 
-    def auto(self) -> AutoShare:
+    def scheduler(
+        self,
+        local: LocalScheduler,
+        ledger: Ledger,
+        buffers: ReceiveBuffers,
+        engines: EngineRegistry,
+        observers: Observers,
+    ) -> Scheduler:
         """See `PoolShare`."""
-        return self._memory.auto.of(self.number, lambda: self._lead.leads)
-
-    def breakers(self, failures: int, cooldown: float, slow_start: float) -> WorkerBreakers:
-        """See `PoolShare`."""
-        return WorkerBreakers(
-            failures, cooldown, slow_start, *self._memory.breakers.of(self.number), self.number
-        )
+        if self.chooses:
+            self._choosing.add(
+                PoolChoices(local, ledger, buffers, lambda: self.capacity, self._now)
+            )
+            return local
+        link, at = self._choosing.link, self.at
+        engines.keep_known(lambda: link.urls(at))
+        observers.add(Refusals(link, at))
+        return RemoteScheduler(link, at, engines, ledger, observers, local.fits, self._now)
 
     def custodian(
         self,

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pdproxy.app.capacity import FULL
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.observe.events import Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
+from pdproxy.scheduling.ledger import DOWN, Ledger
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.scheduler import ANY, Constraints
@@ -24,6 +27,7 @@ from pdproxy.workers.scheduler_messages import (
     FoundGone,
     KvTook,
     LostModel,
+    RefusesMore,
     RefusesReports,
     SpaceFree,
 )
@@ -35,19 +39,27 @@ MOST_UNKNOWN = 3
 
 
 class RemoteScheduler:
-    """A `scheduling.scheduler.Scheduler` of the pool with number `pool`. `fits`: see there."""
+    """A `scheduling.scheduler.Scheduler` of the pool with number `pool`. `fits`: see there.
+
+    `view`: what this worker knows of engines' states. What its own legs show at once of an engine
+    that is gone, it notes there, too: the scheduler process tells it a moment later.
+    """
 
     def __init__(
         self,
         link: SchedulerLink,
         pool: int,
         engines: EngineRegistry,
+        view: Ledger,
+        observers: Observers,
         fits: Callable[[int], bool],
         now: Callable[[], float],
     ) -> None:
         self._link = link
         self._pool = pool
         self._engines = engines
+        self._view = view
+        self._observers = observers
         self._now = now
         self.fits = fits
 
@@ -104,7 +116,7 @@ class RemoteScheduler:
                 now = self._now()
                 for ended in range(found.number, found.number + len(found.leases)):
                     self._link.tell(Closed(ended, _NEUTRAL, now, None, None, 0, None, 0))
-                    self._link.leases.pop(ended, None)
+                    self._link.forget(ended)
                 return None
             lease = HeldLease(
                 engine.in_ledger,
@@ -114,10 +126,11 @@ class RemoteScheduler:
                 since=one.since,
                 expected=one.expected,
                 reports=one.reports,
+                beside_idle=one.beside_idle,
                 number=number,
                 pool=self._pool,
             )
-            self._link.leases[number] = lease
+            self._link.began(lease)
             leases.append(lease)
         if leases:
             leases[-1].space = space
@@ -157,6 +170,8 @@ class RemoteScheduler:
             lease.prompt,
         )
         self._link.end(lease, told)
+        if (why := DOWN.get(verdict)) is not None:
+            self._down(lease.engine.url, why, at)
 
     def cached(self, lease: Lease, reported: int, prompt: int) -> None:
         """See `Scheduler`."""
@@ -179,10 +194,36 @@ class RemoteScheduler:
     def lost_model(self, url: str, model: str) -> None:
         """See `Scheduler`."""
         self._link.tell(LostModel(self._pool, url, model))
+        self._view.lost_model(url, model, tells=False)
 
     def found_gone(self, url: str, why: str, at: float) -> None:
         """See `Scheduler`."""
         self._link.tell(FoundGone(self._pool, url, why, at))
+        self._down(url, why, at)
+
+    def _down(self, url: str, why: str, at: float) -> None:
+        """Note here what the scheduler process was just told."""
+        engine = self._view.get(url)
+        if engine is not None and self._view.mark_down(url, why, at, tells=False):
+            role = engine.role.value
+            self._observers.notify(NodeChanged(url, role, up=False, reason=why, elsewhere=True))
+
+
+class Refusals:
+    """An observer: tells the scheduler process of requests that an engine refuses since it has too
+    many.
+    """
+
+    only = (LegFailed,)
+
+    def __init__(self, link: SchedulerLink, pool: int) -> None:
+        self._link = link
+        self._pool = pool
+
+    def notify(self, event: Event) -> None:
+        """Tell of a request that was refused."""
+        if isinstance(event, LegFailed) and event.status == FULL:
+            self._link.tell(RefusesMore(self._pool, event.node))
 
 
 class _Space:

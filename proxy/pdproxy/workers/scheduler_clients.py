@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.app.capacity import PoolCapacity
+from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.scheduling.leases import NEUTRAL, Assignment, Lease, Space
@@ -41,6 +43,7 @@ from pdproxy.workers.scheduler_messages import (
     KvTook,
     Leased,
     LostModel,
+    RefusesMore,
     RefusesReports,
     SpaceFree,
     Unwanted,
@@ -55,46 +58,41 @@ MAX_OPEN = 1 << 16
 """Leases and choices that one worker may have open."""
 AT_ONCE = 64
 """Items of one worker that are done before others have their turn."""
-EXPECTED = 0.25
-"""Seconds for which a scheduler process that was started again waits for what workers have."""
 
 
-class ChoosesFor:
-    """What one pool's choices need: its scheduler, its ledger, and what takes space again."""
+class PoolChoices(msgspec.Struct, frozen=True, eq=False):
+    """What chooses the engines of one pool, and what else is told of them. `capacity`: returns what
+    bounds its requests, None if nothing does; `now`: monotonic seconds.
+    """
 
-    def __init__(
-        self,
-        scheduler: LocalScheduler,
-        ledger: Ledger,
-        take_space: Callable[[str, int], Space],
-        now: Callable[[], float],
-    ) -> None:
-        self.scheduler = scheduler
-        self.ledger = ledger
-        self.take_space = take_space
-        self.now = now
+    scheduler: LocalScheduler
+    ledger: Ledger
+    buffers: ReceiveBuffers
+    capacity: Callable[[], PoolCapacity | None]
+    now: Callable[[], float]
 
 
 class SchedulerClient:
     """One worker. `end`: of a pair of sockets; `pools`: those of the proxy, in their order.
 
-    `lost`: called when nothing more comes from it. `may_choose`: set once all workers have said
-    what they have.
+    `lost`: called when nothing more comes from it; `said`: when it has said what it has.
+    `may_choose`: set once all workers have.
     """
 
     def __init__(
         self,
         end: socket.socket,
-        pools: Sequence[ChoosesFor],
+        pools: Sequence[PoolChoices],
         may_choose: asyncio.Event,
         lost: Callable[[SchedulerClient], None],
+        said: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._link = Link(end)
         self._pools = pools
         self._may_choose = may_choose
-        self._lost = lost
-        self._leases: dict[int, tuple[ChoosesFor, Lease]] = {}
+        self._lost, self._said = lost, said
+        self._leases: dict[int, tuple[PoolChoices, Lease]] = {}
         self._spaces: dict[int, Space] = {}
         self._choosing: dict[int, asyncio.Task[None]] = {}
         self._held_back: list[FromWorker] = []
@@ -112,6 +110,7 @@ class SchedulerClient:
             RefusesReports: self._refuses_reports,
             LostModel: self._lost_model,
             FoundGone: self._found_gone,
+            RefusesMore: self._refuses_more,
             SpaceFree: self._space_free,
             Holds: self._holds,
         }
@@ -245,17 +244,19 @@ class SchedulerClient:
     def _over(self, number: int, _: asyncio.Task[None]) -> None:
         self._choosing.pop(number, None)
 
-    async def _wait(self, item: Choice, pool: ChoosesFor) -> None:
+    async def _wait(self, item: Choice, pool: PoolChoices) -> None:
         await self._may_choose.wait()
         try:
             await self._choice(item, pool)
         except OverloadedError as error:
             self._answer(refused(item.number, error))
 
-    async def _choice(self, item: Choice, pool: ChoosesFor) -> None:
+    async def _choice(self, item: Choice, pool: PoolChoices) -> None:
         """Choose, and answer. Raises OverloadedError."""
         scheduler = pool.scheduler
         if isinstance(item, Choose):
+            if (beginning := item.ask.beginning) is not None:
+                scheduler.measure(beginning)
             found = await scheduler.choose(item.request_id, item.ask, item.constraints)
             if found is None:
                 self._answer(Chosen(item.number, []))
@@ -273,12 +274,13 @@ class SchedulerClient:
     def _leased(
         self,
         number: int,
-        pool: ChoosesFor,
+        pool: PoolChoices,
         leases: Sequence[Lease],
         found: Assignment | None = None,
     ) -> None:
         for at, lease in enumerate(leases, number):
             self._leases[at] = pool, lease
+            lease.engine.lend(1, lease.prompt_bytes)
         told = [
             Leased(
                 one.engine.url,
@@ -288,6 +290,7 @@ class SchedulerClient:
                 one.trial,
                 one.expected,
                 one.reports,
+                one.beside_idle,
             )
             for one in leases
         ]
@@ -307,10 +310,17 @@ class SchedulerClient:
                 space.release()
 
     def _give_up(self, number: int) -> None:
-        found = self._leases.pop(number, None)
-        if found is not None:
+        if (found := self._take(number)) is not None:
             pool, lease = found
             pool.scheduler.close(lease, NEUTRAL, pool.now())
+
+    def _take(self, number: int) -> tuple[PoolChoices, Lease] | None:
+        """Take a lease from the worker, None if it has none of this number."""
+        found = self._leases.pop(number, None)
+        if found is not None:
+            lease = found[1]
+            lease.engine.lend(-1, -lease.prompt_bytes)
+        return found
 
     # -- what legs show
 
@@ -319,7 +329,7 @@ class SchedulerClient:
             found[0].scheduler.began(found[1], item.at)
 
     def _closed(self, item: Closed) -> None:
-        found = self._leases.pop(item.lease, None)
+        found = self._take(item.lease)
         if found is None:
             return  # of a scheduler process that was before
         if not 0 <= item.verdict < len(VERDICTS):
@@ -360,7 +370,11 @@ class SchedulerClient:
     def _found_gone(self, item: FoundGone) -> None:
         self._pool(item.pool).scheduler.found_gone(item.url, item.why, item.at)
 
-    def _pool(self, number: int) -> ChoosesFor:
+    def _refuses_more(self, item: RefusesMore) -> None:
+        if (capacity := self._pool(item.pool).capacity()) is not None:
+            capacity.refused(item.url)
+
+    def _pool(self, number: int) -> PoolChoices:
         if not 0 <= number < len(self._pools):
             raise LinkError(f"there is no pool {number}")
         return self._pools[number]
@@ -371,6 +385,7 @@ class SchedulerClient:
         for held in item.leases:
             self._restore(held)
         self.has_said = True
+        self._said()
 
     def _restore(self, held: Held) -> None:
         pool = self._pool(held.pool)
@@ -378,5 +393,7 @@ class SchedulerClient:
         if lease is None:
             return  # its engine was removed
         self._leases[held.number] = pool, lease
+        lease.engine.lend(1, lease.prompt_bytes)
         if held.space:
-            self._spaces[held.number] = pool.take_space(held.url, held.space)
+            buffers = pool.buffers
+            self._spaces[held.number] = buffers.take(held.url, buffers.chunks(held.space))

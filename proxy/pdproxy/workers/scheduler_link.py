@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 
 import msgspec
 
@@ -72,7 +71,6 @@ class SchedulerLink:
     """One per worker. `connect` gives it each scheduler process. Lives in one event loop."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._link: Link | None = None
         self._items: list[FromWorker] = []
         """What is sent at the end of this turn; or, without a link, to the next process."""
@@ -83,8 +81,6 @@ class SchedulerLink:
         self._patience: asyncio.TimerHandle | None = None
         self._is_hopeless = False
         """Whether the next scheduler process did not come in time."""
-        self.lost: Callable[[], None] = lambda: None
-        """Called when the scheduler process has ended."""
 
     def __repr__(self) -> str:
         state = "no scheduler" if self._link is None else "connected"
@@ -96,6 +92,7 @@ class SchedulerLink:
         """Use a scheduler process from now on. `end`: of a pair of sockets."""
         self._drop_link()
         self._link = Link(end)
+        self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._link.fileno(), self._read)
         self._is_hopeless = False
         if self._patience is not None:
@@ -142,9 +139,11 @@ class SchedulerLink:
         self._drop_link()
         # What was to be said was about leases, and the next process is told which are left.
         self._items = []
+        self._be_patient()
+
+    def _be_patient(self) -> None:
         if self._patience is None:
-            self._patience = self._loop.call_later(PATIENCE, self._give_up)
-        self.lost()
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE, self._give_up)
 
     def _give_up(self) -> None:
         self._is_hopeless, self._patience = True, None
@@ -172,11 +171,13 @@ class SchedulerLink:
         """
         if self._is_hopeless or (self._link is not None and self._link.unsent > MAX_UNSENT):
             raise _no_scheduler("the scheduler process does not answer")
-        answer: asyncio.Future[Chosen] = self._loop.create_future()
+        answer: asyncio.Future[Chosen] = asyncio.get_running_loop().create_future()
         question = self._open[item.number] = _Question(item, most, answer)
         if self._link is not None:
             question.tries = 1
             self.tell(item)
+        else:
+            self._be_patient()
         try:
             return await answer
         except asyncio.CancelledError:
@@ -193,10 +194,28 @@ class SchedulerLink:
             self._loop.call_soon(self._flush)
         self._items.append(item)
 
+    def began(self, lease: HeldLease) -> None:
+        """Keep a lease of this worker, which its engine's load shows."""
+        self.leases[lease.number] = lease
+        lease.engine.requests += 1
+        lease.engine.prompt_bytes += lease.prompt_bytes
+
     def end(self, lease: HeldLease, closed: Closed) -> None:
         """End a lease of this worker."""
-        if self.leases.pop(lease.number, None) is not None:
+        if self.forget(lease.number):
             self.tell(closed)
+
+    def forget(self, number: int) -> bool:
+        """Drop a lease of this worker. Return whether it had it."""
+        lease = self.leases.pop(number, None)
+        if lease is not None:
+            lease.engine.requests -= 1
+            lease.engine.prompt_bytes -= lease.prompt_bytes
+        return lease is not None
+
+    def urls(self, pool: int) -> set[str]:
+        """Return the URLs of a pool's engines that this worker has leases of."""
+        return {one.engine.url for one in self.leases.values() if one.pool == pool}
 
     def _flush(self) -> None:
         if self._link is None or not self._items:

@@ -131,6 +131,13 @@ class FoundGone(msgspec.Struct, array_like=True, tag=10):
     at: float
 
 
+class RefusesMore(msgspec.Struct, array_like=True, tag=13):
+    """An engine has refused a request since it has too many."""
+
+    pool: int
+    url: str
+
+
 class SpaceFree(msgspec.Struct, array_like=True, tag=11):
     """The space that was taken with a lease is free."""
 
@@ -169,6 +176,7 @@ FromWorker = (
     | RefusesReports
     | LostModel
     | FoundGone
+    | RefusesMore
     | SpaceFree
     | Holds
 )
@@ -179,7 +187,7 @@ FromWorker = (
 
 class Leased(msgspec.Struct, array_like=True):
     """A lease. `expected`: whether anything is known of its engine's cache; `reports`: whether the
-    engine is asked to report what it finds there.
+    engine is asked to report what it finds there. `beside_idle`: see `scheduling.leases.Lease`.
     """
 
     url: str
@@ -189,6 +197,7 @@ class Leased(msgspec.Struct, array_like=True):
     trial: int
     expected: bool
     reports: bool
+    beside_idle: bool
 
 
 class Chosen(msgspec.Struct, array_like=True, tag=0):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from secrets import token_bytes
 from socket import socket
 
+from pdproxy.app.capacity import Bounded
 from pdproxy.app.share import SECRET_BYTES, Served
 from pdproxy.app.shown import Shown
 from pdproxy.fleet.engines import EngineRegistry
@@ -41,8 +42,10 @@ from pdproxy.workers.followed_changes import KINDS, FollowedChanges
 from pdproxy.workers.heirs import ADOPT, ADOPTED
 from pdproxy.workers.journal import ChangeJournal
 from pdproxy.workers.links import Message
+from pdproxy.workers.places_of_all import PLACES, PlacesOfAll
 from pdproxy.workers.pool_share import PoolMemory, WorkerPoolShare
 from pdproxy.workers.records import SharedRecords
+from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.shown_of_all import ShownOfAll
 from pdproxy.workers.siblings import LinkedSiblings
 
@@ -139,6 +142,10 @@ class WorkerShare:
         """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
         self._send = send
+        self._choosing = SchedulerLinks(
+            chooses=self.lead.leads, workers=shared.processes - 1, succeeds=self.succeeds
+        )
+        self._places: PlacesOfAll | None = None
         self.admission: WorkerAdmission | None = None
         """Set by whoever makes it."""
 
@@ -164,6 +171,7 @@ class WorkerShare:
             self.admission.start()
         if self._shown is not None:
             self._shown.start(tasks)
+        self._choosing.start()
         tasks.keep(self._follow, "shared load")
 
     def stop(self) -> None:
@@ -172,6 +180,11 @@ class WorkerShare:
             self.admission.stop()
         if self._shown is not None:
             self._shown.report()  # nothing is counted any more
+        self._choosing.stop()
+
+    def connect(self, end: socket) -> None:
+        """Use a socket to another process for choosing engines: see `SchedulerLinks`."""
+        self._choosing.connect(end)
 
     def received(self, message: Message) -> None:
         """Process a message of the parent that is not for the process itself."""
@@ -193,17 +206,36 @@ class WorkerShare:
                 self.admission.look()
 
     def refresh(self) -> None:
-        """Take over the loads of the other workers."""
+        """Look at what other processes have."""
         for pool in self._pools:
             pool.refresh()
+        if self._places is not None:
+            self._places.tell()
 
     def pool(self, at: int) -> WorkerPoolShare:
         """See `Share`."""
         pool = WorkerPoolShare(
-            self._shared.pools[at], self.number, at, self._area, self.lead, self._now, self.siblings
+            self._shared.pools[at],
+            self.number,
+            at,
+            self._area,
+            self.lead,
+            self._now,
+            self.siblings,
+            self._choosing,
         )
         self._pools.append(pool)
         return pool
+
+    def bound(self, places: Bounded) -> Bounded:
+        """See `Share`."""
+        siblings = self.siblings
+        made = PlacesOfAll(places, lambda body: siblings.tell(PLACES, body))
+        if self.lead.leads:
+            self._places = made
+        else:
+            siblings.hears[PLACES] = made.received
+        return made
 
     def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
         """See `Share`."""

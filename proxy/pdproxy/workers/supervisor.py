@@ -35,9 +35,10 @@ from pdproxy.workers.links import EndedError, Link, LinkError, Message, TooLongE
 logger = logging.getLogger("pdproxy.workers")
 
 INTERRUPTED = 130
-LEAVE, DRAIN, END, RELOAD, PING = "leave", "drain", "end", "reload", "ping"
+LEAVE, DRAIN, END, RELOAD, PING, PEER = "leave", "drain", "end", "reload", "ping", "peer"
 """What the parent sends: drain in a while, drain now, end at once, read the settings again, answer
-with `PONG`.
+with `PONG`, and a socket to another process: of a worker to the one that works for all, or the
+other way round.
 """
 READY, REFUSED, PONG, ENDS_WITHIN = "ready", "refused", "pong", "ends_within"
 """What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has
@@ -224,6 +225,26 @@ class Supervisor:
         worker.pid, worker.link, worker.ready = pid, Link(parents), False
         worker.since = worker.heard = time.monotonic()
         worker.refused = None
+        self._connect(worker)
+
+    def _connect(self, worker: WorkerProcess) -> None:
+        """Give a process that has just begun and those that it works with pairs of sockets: each
+        worker has one with the process that works for all.
+        """
+        last = self._for_all
+        if last is None:
+            return
+        for other in self.workers if worker is last else [worker]:
+            if other is not last and last.link is not None and other.link is not None:
+                ends = pair()
+                for one, end in zip((last, other), ends, strict=True):
+                    self._give(one, end)
+
+    @staticmethod
+    def _give(worker: WorkerProcess, end: socket.socket) -> None:
+        assert worker.link is not None
+        with contextlib.suppress(LinkError):  # it has ended: its successor gets another one
+            worker.link.give(Message(PEER), end)
 
     def _run_worker(
         self, worker: WorkerProcess, parents: socket.socket, end: socket.socket, parent: int

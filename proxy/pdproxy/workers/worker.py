@@ -41,6 +41,7 @@ from pdproxy.workers.supervisor import (
     END,
     ENDS_WITHIN,
     LEAVE,
+    PEER,
     PING,
     PONG,
     READY,
@@ -72,6 +73,8 @@ class Orders:
         self._hangups = hangups
         self._loop = asyncio.get_running_loop()
         self.then: Callable[[Message], None] = lambda _: None
+        self.peer: Callable[[socket.socket], None] = lambda end: end.close()
+        """Takes a socket to another process."""
         self.ends_within: Callable[[], float] = lambda: 0.0
         """Returns for how many seconds a drain may last."""
         self._sent = asyncio.Event()
@@ -139,6 +142,8 @@ class Orders:
                     self._ending.requested.set()
                 case kind if kind == RELOAD:
                     self._hangups.signalled()
+                case kind if kind == PEER:
+                    self.peer(self._link.taken())
                 case _:
                     self._pass_on(message)
 
@@ -243,7 +248,7 @@ async def _serve(
     ending, hangups = Ending(), Hangups()
     orders = Orders(end, ending, hangups)
     share = shared.of(number, orders.send)
-    orders.then = share.received
+    orders.then, orders.peer = share.received, share.connect
     share.siblings.is_behind = lambda: orders.is_behind
     if listener is not None:
         # It may go to the whole group: then a second one skips nothing here, since the supervisor

@@ -51,6 +51,11 @@ class PromptBeginning:
     def __repr__(self) -> str:
         return f"<Beginning of {self.tokens} tokens{', by its text' if self.of_text else ''}>"
 
+    def measure(self, text_per_token: float) -> None:
+        """Estimate the tokens of a text anew, which was estimated by `TOKEN_TEXT`."""
+        self.tokens = max(1, round(self.tokens * TOKEN_TEXT / text_per_token))
+        self.unit = max(1, round(self.unit * TOKEN_TEXT / text_per_token))
+
     @property
     def is_long(self) -> bool:
         """Whether making its keys may take longer than the event loop should wait."""

@@ -332,6 +332,8 @@ class Exchange(PromptRequest):
         self._asked += 1
         why = None if why_alone is None else why_alone.value
         self.tried = LegTimes(prefill=attempt.prefill_url, why_alone=why, attempts=self._asked)
+        if why is not None:
+            self.tried.beside_idle = assignment.leases[0].beside_idle
         if assignment.reason:
             self.tried = decided(self.tried, assignment)
         if self.stalled:

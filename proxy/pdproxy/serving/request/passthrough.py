@@ -214,6 +214,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     __slots__ = (
         "_asked",
         "_attempts",
+        "_beside_idle",
         "_commenting",
         "_doubtful",
         "_events",
@@ -252,6 +253,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._whole: float | None = None
         """When its whole answer had come, if that was not a stream."""
         self._attempts = 0
+        self._beside_idle = False
+        """Whether that is an engine for decode although one for prefill had no request."""
         self._slot: RetrySlot | None = None
         """The place of an attempt behind the first one, until its first data."""
         self._stream: WholeEvents | None = None
@@ -393,7 +396,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if is_retry:
                     await self._take_slot(leg_headers)
                 continue
-            url = self._url = lease.engine.url
+            url, self._beside_idle = lease.engine.url, lease.beside_idle
+            self._url = url
             self._attempts += 1
             self._asked = resources.now()
             lost.sent()
@@ -718,5 +722,6 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         entry = self._incoming.entry
         # an invocation may also be for a pooling model
         if entry.form or (entry.kind is RouteKind.SPLIT and meter.completion):
-            times = LegTimes(decode=self._url, why_alone=why_alone or Alone.UNUSUAL.value)
+            why = why_alone or Alone.UNUSUAL.value
+            times = LegTimes(decode=self._url, why_alone=why, beside_idle=self._beside_idle)
             self._service.resources.shares.add(meter.prompt, times)

@@ -1,0 +1,85 @@
+"""A process's links for choosing engines: those of the scheduler process to all workers, or that of
+a worker to the scheduler process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
+from pdproxy.workers.scheduler_link import SchedulerLink
+
+EXPECTED = 0.25
+"""Seconds for which a scheduler process that was started again waits until all workers have said
+which leases they have. One that does not say it is left out.
+"""
+
+
+class SchedulerLinks:
+    """Those of one process. `chooses`: whether it is the scheduler process; `workers`: how many
+    others there are. `succeeds`: whether it takes the place of a dead process.
+    """
+
+    def __init__(self, *, chooses: bool, workers: int, succeeds: bool) -> None:
+        self._chooses = chooses
+        self._workers = workers
+        self._succeeds = succeeds
+        self.link = SchedulerLink()
+        """That of a worker."""
+        self._pools: list[PoolChoices] = []
+        self._clients: set[SchedulerClient] = set()
+        self._early: list[socket.socket] = []
+        """Sockets that came before the pools were there."""
+        self._is_started = False
+        self._may_choose = asyncio.Event()
+
+    def __repr__(self) -> str:
+        own = f"{len(self._clients)} workers" if self._chooses else repr(self.link)
+        return f"<SchedulerLinks {own}>"
+
+    def add(self, pool: PoolChoices) -> None:
+        """Choose for a pool, the next one in their order."""
+        self._pools.append(pool)
+
+    def connect(self, end: socket.socket) -> None:
+        """Use a socket to the other process, which has just begun, or this one has."""
+        if not self._chooses:
+            self.link.connect(end)
+        elif self._is_started:
+            self._serve(end)
+        else:
+            self._early.append(end)
+
+    def start(self) -> None:
+        """Begin to choose for workers, in the running loop."""
+        if not self._chooses:
+            return
+        self._is_started = True
+        early, self._early = self._early, []
+        for end in early:
+            self._serve(end)
+        if self._succeeds:
+            asyncio.get_running_loop().call_later(EXPECTED, self._may_choose.set)
+        else:
+            self._may_choose.set()
+
+    def stop(self) -> None:
+        """Close all links."""
+        for client in list(self._clients):
+            client.close()
+        self._clients.clear()
+        for end in self._early:
+            end.close()
+        self.link.close()
+
+    def _serve(self, end: socket.socket) -> None:
+        client = SchedulerClient(
+            end, self._pools, self._may_choose, self._clients.discard, self._said
+        )
+        self._clients.add(client)
+
+    def _said(self) -> None:
+        """A worker has said what it has."""
+        if sum(client.has_said for client in self._clients) >= self._workers:
+            self._may_choose.set()
