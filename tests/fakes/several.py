@@ -75,11 +75,14 @@ class Several:
         asyncio.get_running_loop().call_soon(self.shares[worker.number].received, message)
 
     def connect(self) -> None:
-        """As the supervisor does: give the first one and each other one a pair of sockets."""
+        """As the supervisor does: give the first one and each other one a pair of sockets. It
+        chooses for all.
+        """
         first, *others = self.shares
         for other in others:
             for share, end in zip((first, other), pair(), strict=True):
                 share.connect(end)
+        first.choose()
 
     def close(self) -> None:
         """Close the counters by which workers wake each other, and the sockets to which engines

@@ -165,19 +165,11 @@ async def test_a_refusal_that_a_worker_sees_counts_for_all(monkeypatch: pytest.M
             engine.script(refusal)
         clients += await posted(w, 1)
         await until(lambda: served(w) == 23)
-        look(w)
+        await w.told()
         assert 20 <= places(w)[0] <= 24
         assert len(set(places(w))) == 1
-        windows = [
-            {
-                ledger_engine.url: ledger_engine.window
-                for ledger_engine in one.ledger.engines
-                if ledger_engine.role is Role.DECODE
-            }
-            for one in w.workers
-        ]
-        assert None not in windows[0].values()
-        assert windows[0] == windows[1] == windows[2]
+        decodes = [one for one in w.proxy.ledger.engines if one.role is Role.DECODE]
+        assert None not in [one.window for one in decodes]
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 21
 
@@ -202,7 +194,7 @@ async def test_an_engine_that_goes_down_is_forgotten_by_all(
 async def test_streams_of_a_draining_engine_take_no_places_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever has them: each worker counts the requests that are left in any of them."""
+    """Whoever has them: the requests that are left are counted where engines are chosen."""
     async with workers(monkeypatch, limits={"engine_requests": 4}) as w:
         go = asyncio.Event()
         for engine in w.decode:
@@ -213,11 +205,14 @@ async def test_streams_of_a_draining_engine_take_no_places_of_others(
         assert left in FULL or 8 - left in FULL
         for one in w.workers:
             one.ledger.mark_draining(w.decode[0].url, "is being drained")
-            capacity(one)._resize()
+        capacity(w.proxy)._resize()
+        await w.told()
         assert places(w) == [left + 4] * COUNT, "these are left, four may come to the other one"
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 8
+        await w.told()
         look(w)
+        await w.told()
         assert places(w) == [4] * COUNT
 
 

@@ -182,8 +182,8 @@ def test_pools_are_judged_one_by_one() -> None:
 def test_the_admin_api_shows_the_sum_of_all_workers() -> None:
     one, other = PromptShare(1, {"n": 2}, {"echo": 3}, 1), PromptShare(10, {"n": 20}, {"n": 30}, 2)
     views = [
-        WorkerView([], [], [PoolPrompts("p", other), PoolPrompts("q", other)]),
-        WorkerView([], []),
+        WorkerView({}, [], [PoolPrompts("p", other), PoolPrompts("q", other)]),
+        WorkerView({}, []),
     ]
     assert merged_prompts([PoolPrompts("p", one)], views) == [
         PoolPrompts("p", PromptShare(11, {"n": 22}, {"echo": 3, "n": 30}, 3))

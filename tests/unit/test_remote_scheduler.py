@@ -45,7 +45,7 @@ def fleet(*, chunks: int | None = None) -> tuple[EngineRegistry, Ledger]:
 
 
 class Deciding:
-    """A scheduler process, with its own fleet."""
+    """A scheduler process, with its own fleet. `restarted`: its workers are welcome later."""
 
     def __init__(self, *, chunks: int | None = None, restarted: bool = False) -> None:
         self.engines, self.ledger = fleet(chunks=chunks)
@@ -56,9 +56,7 @@ class Deciding:
         self.scheduler = LocalScheduler(
             self.ledger, self.outliers, self.buffers, observers, clock.now, None, None
         )
-        self.may_choose = asyncio.Event()
-        if not restarted:
-            self.may_choose.set()
+        self._restarted = restarted
         self.clients: list[SchedulerClient] = []
         self.lost: list[SchedulerClient] = []
 
@@ -66,7 +64,8 @@ class Deciding:
         """Connect a worker."""
         mine, its = links.pair()
         pool = PoolChoices(self.scheduler, self.ledger, self.buffers, lambda: None, lambda: 2.0)
-        client = SchedulerClient(mine, [pool], self.may_choose, self.lost.append)
+        said = (lambda _: None) if self._restarted else SchedulerClient.welcome
+        client = SchedulerClient(mine, [pool], self.lost.append, said)
         self.clients.append(client)
         link.connect(its)
         return client
@@ -291,7 +290,9 @@ async def test_a_scheduler_that_ends_at_any_moment_loses_no_request(turns: int) 
     after.connect(w.link)
     await settled()
     assert after.clients[0].has_said
-    after.may_choose.set()
+    assert after.loads() != {}
+    assert not any(one.done() and one.exception() for one in asking)
+    after.clients[0].welcome()
     found = await asyncio.gather(*asking)
     assert all(urls(one.leases)[0] == P for one in found)
     assert sum(after.loads().values()) == 1 + 2 * 3
@@ -325,8 +326,9 @@ async def test_a_question_that_ends_schedulers_ends_two_at_most() -> None:
     w = Worker()
     asking = asyncio.ensure_future(w.scheduler.choose("id", ASK))
     for _ in range(scheduler_link.TRIES):
-        s = Deciding(restarted=True)
+        s = Deciding()
         client = s.connect(w.link)
+        s.clients[0]._choose = lambda item: None  # type: ignore[method-assign]
         await settled()
         assert not asking.done()
         client.close()
@@ -342,7 +344,7 @@ async def test_nobody_waits_long_for_a_scheduler(monkeypatch) -> None:
     monkeypatch.setattr(scheduler_link, "PATIENCE", 0.0)
     s, w = Deciding(), Worker()
     client = s.connect(w.link)
-    s.may_choose.clear()
+    client._choose = lambda item: None  # type: ignore[method-assign]
     asking = asyncio.ensure_future(w.scheduler.choose("id", ASK))
     await settled()
     client.close()
@@ -351,6 +353,7 @@ async def test_nobody_waits_long_for_a_scheduler(monkeypatch) -> None:
     with pytest.raises(OverloadedError, match="does not answer"):
         await w.scheduler.choose("id", ASK)
     Deciding().connect(w.link)
+    await settled()
     assert urls((await w.pair()).leases)[0] == P
     w.link.close()
 
@@ -385,6 +388,7 @@ async def test_a_worker_that_sends_nonsense_is_not_listened_to(both, body: bytes
 async def test_a_worker_that_does_not_read_is_not_listened_to(both, monkeypatch) -> None:
     s, w = both
     monkeypatch.setattr(scheduler_clients, "MAX_UNSENT", 1000)
+    await settled()
     loop = asyncio.get_running_loop()
     loop.remove_reader(w.link._link.fileno())
     asking = [

@@ -14,15 +14,15 @@ LOOK_EVERY = 0.01
 """Seconds between two looks whether the engines were probed."""
 
 
-async def first_probes(proxy: Proxy, ending: Ending) -> None:
+async def first_probes(proxy: Proxy, ending: Ending, most: float | None = None) -> None:
     """Wait until all engines were probed, also those that sources find, and until it is known who
     has registered.
 
-    For no longer than two probes may take, and not once the end was asked for. A source is waited
-    for until its first answer, also if nothing could be found out.
+    For `most` seconds, None: for no longer than two probes may take; and not once the end was asked
+    for. A source is waited for until its first answer, also if nothing could be found out.
     """
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(2 * proxy.settings.deadlines.probe):
+        async with asyncio.timeout(2 * proxy.settings.deadlines.probe if most is None else most):
             await _probed(proxy, ending)
 
 

@@ -242,19 +242,21 @@ class EngineEntries:
                     )
                     yield self._entry(pool, url, found)
 
-    def plain(self) -> list[str]:
-        """Return the URLs of the engines that serve, and that no entry says more of."""
+    def plain(self) -> dict[str, EngineLoad]:
+        """Return the loads of the engines that serve, and that no entry says more of, by their
+        URLs.
+        """
         now = self._now()
         every = [
             (pool, url, member)
             for pool in self.pools
             for url, member in pool.membership.members.items()
         ]
-        return [
-            url
+        return {
+            url: _load(pool.engines[url].in_ledger)
             for pool, url, member in every
             if _is_plain(member, pool.engines[url].in_ledger, now)
-        ]
+        }
 
     def _entry(self, pool: PoolEngines, url: str, pairs: EnginePairs | None) -> EngineEntry:
         now, member, engine = self._now(), pool.membership.members[url], pool.engines[url]
@@ -275,7 +277,7 @@ class EngineEntries:
             else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
             version=None if evidence is None else evidence.version or None,
             block_size=None if evidence is None else evidence.block_size,
-            load=EngineLoad(*ledger_engine.own_load, ledger_engine.window),
+            load=_load(ledger_engine),
             breaker=EngineBreaker(
                 ledger_engine.failures,
                 round(max(0.0, ledger_engine.open_until - now), 1),
@@ -300,6 +302,10 @@ class EngineEntries:
             drain.removes,
             None if over else waits_for,
         )
+
+
+def _load(engine: LedgerEngine) -> EngineLoad:
+    return EngineLoad(*engine.own_load, engine.window)
 
 
 def _is_plain(member: Member, engine: LedgerEngine, now: float) -> bool:

@@ -26,20 +26,22 @@ _HEALTH = (
 )
 """From good to bad."""
 _WAITS = ("requests", "kv", None)
+Seen = EngineEntry | EngineLoad
+"""What a worker has of an engine. A load: it serves, and there is nothing else to say."""
 
 
 class WorkerView(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker has: the URLs of engines that serve, the entries of all others, and how its
-    prompts were served.
+    """What a worker has: the loads of engines that serve, by their URLs, the entries of all others,
+    and how its prompts were served.
     """
 
-    plain: list[str]
+    plain: dict[str, EngineLoad]
     entries: list[EngineEntry]
     prompts: list[PoolPrompts] = []
 
-    def of(self) -> dict[str, EngineEntry | None]:
-        """Return the entries of all engines by URL; None for an engine that only serves."""
-        return {**dict.fromkeys(self.plain), **{entry.url: entry for entry in self.entries}}
+    def of(self) -> dict[str, Seen]:
+        """Return what it has of all engines, by URL."""
+        return {**self.plain, **{entry.url: entry for entry in self.entries}}
 
 
 def merged(
@@ -55,11 +57,13 @@ def merged(
         url: None
         for view in others.values()
         for url, entry in view.items()
-        if entry and url not in known
+        if isinstance(entry, EngineEntry) and url not in known
     }
     for url in leaving:
         there = {
-            worker: entry for worker, entry in _having(url, others).items() if entry is not None
+            worker: entry
+            for worker, entry in _having(url, others).items()
+            if isinstance(entry, EngineEntry)
         }
         found.append(merged_entry(dict(there)))
     return sorted(found, key=lambda entry: pools.index(entry.pool))
@@ -75,19 +79,15 @@ def merged_prompts(own: Sequence[PoolPrompts], views: Iterable[WorkerView]) -> l
     return [PoolPrompts(pool, served) for pool, served in found.items()]
 
 
-def _having(
-    url: str, others: Mapping[int, Mapping[str, EngineEntry | None]]
-) -> dict[int, EngineEntry | None]:
+def _having(url: str, others: Mapping[int, Mapping[str, Seen]]) -> dict[int, Seen]:
     return {worker: view[url] for worker, view in others.items() if url in view}
 
 
-def merged_entry(entries: Mapping[int, EngineEntry | None]) -> EngineEntry:
-    """Return one entry from those of the workers that have the engine, by their numbers. None: it
-    serves, and nothing else.
-
-    The first one is no None.
+def merged_entry(entries: Mapping[int, Seen]) -> EngineEntry:
+    """Return one entry from those of the workers that have the engine, by their numbers. At least
+    one is an entry.
     """
-    known = [entry for entry in entries.values() if entry is not None]
+    known = [entry for entry in entries.values() if isinstance(entry, EngineEntry)]
     first = known[0]
     if len(entries) == 1:
         return first
@@ -96,22 +96,22 @@ def merged_entry(entries: Mapping[int, EngineEntry | None]) -> EngineEntry:
         first,
         state=_state(entries, has_drain=bool(drains)),
         health=_health(entries),
-        load=_load([entry.load for entry in known]),
+        load=_load([one.load if isinstance(one, EngineEntry) else one for one in entries.values()]),
         breaker=_breaker([entry.breaker for entry in known]),
         drain=_drain(drains, is_over=len(drains) == len(entries)),
     )
 
 
-def _state(entries: Mapping[int, EngineEntry | None], *, has_drain: bool) -> str:
-    states = ["serving" if entry is None else entry.state for entry in entries.values()]
+def _state(entries: Mapping[int, Seen], *, has_drain: bool) -> str:
+    states = [one.state if isinstance(one, EngineEntry) else "serving" for one in entries.values()]
     if has_drain:
         return "drained" if set(states) == {"drained"} else "draining"
     return min(states, key=_STATES.index)
 
 
-def _health(entries: Mapping[int, EngineEntry | None]) -> EngineHealth:
+def _health(entries: Mapping[int, Seen]) -> EngineHealth:
     each = {
-        worker: EngineHealth("up", None) if one is None else one.health
+        worker: one.health if isinstance(one, EngineEntry) else EngineHealth("up", None)
         for worker, one in entries.items()
     }
     worker, worst = max(each.items(), key=lambda item: _HEALTH.index(item[1].state))

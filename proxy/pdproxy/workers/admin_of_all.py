@@ -97,11 +97,10 @@ class AdminApiOfAll(AdminApi):
         entries = self.service.entries
         plain = entries.plain()
         rest = [url for pool in entries.pools for url in pool.membership.members]
-        hidden = set(plain)
         return _encode(
             WorkerView(
                 plain,
-                [entries.entry(url, pairs=False) for url in rest if url not in hidden],
+                [entries.entry(url, pairs=False) for url in rest if url not in plain],
                 entries.prompts(),
             )
         )

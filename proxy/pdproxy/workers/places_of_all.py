@@ -13,7 +13,7 @@ from pdproxy.app.capacity import Bounded
 PLACES = "places"
 """The topic of these messages."""
 AGAIN = 4
-"""Every how many times the same is told again, for workers that have begun meanwhile."""
+"""Every how many looks the same is told again, for workers that have begun meanwhile."""
 
 
 class _Told(msgspec.Struct, array_like=True, frozen=True):
@@ -34,25 +34,28 @@ class PlacesOfAll:
         self._own = own
         self._send = send
         self._found: _Told | None = None
-        self._told = 0
+        self._looks = 0
 
     def __repr__(self) -> str:
         return f"<PlacesOfAll {self._found}>"
 
     def resize(self, places: int | None, tokens: int = 0) -> None:
-        """See `Bounded`."""
+        """See `Bounded`. All others are told."""
         found = _Told(places, tokens)
         if found != self._found:
-            self._found, self._told = found, 0
+            self._found, self._looks = found, 0
             self._own.resize(places, tokens)
+            self._send(_encode(found))
 
-    def tell(self) -> None:
-        """Tell what is new, and now and then what is not. Called several times per second."""
-        if self._found is not None and self._told % AGAIN == 0:
+    def look(self) -> None:
+        """Tell the same now and then. Called several times per second."""
+        self._looks += 1
+        if self._found is not None and self._looks % AGAIN == 0:
             self._send(_encode(self._found))
-        self._told += 1
 
     def received(self, body: bytes) -> None:
         """Take what the scheduler process has found."""
         told = _decode(body)
-        self.resize(told.places, told.tokens)
+        if told != self._found:
+            self._found = told
+            self._own.resize(told.places, told.tokens)

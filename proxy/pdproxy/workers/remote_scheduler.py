@@ -30,10 +30,10 @@ from pdproxy.workers.scheduler_messages import (
     RefusesMore,
     RefusesReports,
     SpaceFree,
+    Unwanted,
 )
 
 _NUMBER_OF = {verdict: number for number, verdict in enumerate(VERDICTS)}
-_NEUTRAL = _NUMBER_OF[Verdict.NEUTRAL]
 MOST_UNKNOWN = 3
 """How often a choice is made again because this worker does not know one of its engines yet."""
 
@@ -113,10 +113,9 @@ class RemoteScheduler:
         for number, one in enumerate(found.leases, found.number):
             engine = self._engines.known.get(one.url)
             if engine is None:
-                now = self._now()
-                for ended in range(found.number, found.number + len(found.leases)):
-                    self._link.tell(Closed(ended, _NEUTRAL, now, None, None, 0, None, 0))
-                    self._link.forget(ended)
+                for unwanted in leases:
+                    self._link.forget(unwanted.number)
+                self._link.tell(Unwanted(found.number, len(found.leases)))
                 return None
             lease = HeldLease(
                 engine.in_ledger,

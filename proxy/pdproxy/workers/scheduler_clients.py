@@ -47,6 +47,7 @@ from pdproxy.workers.scheduler_messages import (
     RefusesReports,
     SpaceFree,
     Unwanted,
+    Welcome,
     decode_of_worker,
     encode_items,
     refused,
@@ -75,22 +76,20 @@ class PoolChoices(msgspec.Struct, frozen=True, eq=False):
 class SchedulerClient:
     """One worker. `end`: of a pair of sockets; `pools`: those of the proxy, in their order.
 
-    `lost`: called when nothing more comes from it; `said`: when it has said what it has.
-    `may_choose`: set once all workers have.
+    `lost`: called when nothing more comes from it; `said`: when it has said what it has, which is
+    before it asks: it does so behind `welcome`.
     """
 
     def __init__(
         self,
         end: socket.socket,
         pools: Sequence[PoolChoices],
-        may_choose: asyncio.Event,
         lost: Callable[[SchedulerClient], None],
-        said: Callable[[], None] = lambda: None,
+        said: Callable[[SchedulerClient], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._link = Link(end)
         self._pools = pools
-        self._may_choose = may_choose
         self._lost, self._said = lost, said
         self._leases: dict[int, tuple[PoolChoices, Lease]] = {}
         self._spaces: dict[int, Space] = {}
@@ -123,6 +122,10 @@ class SchedulerClient:
     def leases(self) -> int:
         """How many leases the worker has."""
         return len(self._leases)
+
+    def welcome(self) -> None:
+        """Have the worker ask from now on."""
+        self._answer(Welcome())
 
     # -- the link
 
@@ -227,7 +230,7 @@ class SchedulerClient:
         if not 0 <= item.pool < len(self._pools):
             raise LinkError(f"there is no pool {item.pool}")
         pool = self._pools[item.pool]
-        if self._may_choose.is_set() and not pool.scheduler.waits:
+        if not pool.scheduler.waits:
             try:
                 self._choice(item, pool).send(
                     None
@@ -245,7 +248,6 @@ class SchedulerClient:
         self._choosing.pop(number, None)
 
     async def _wait(self, item: Choice, pool: PoolChoices) -> None:
-        await self._may_choose.wait()
         try:
             await self._choice(item, pool)
         except OverloadedError as error:
@@ -385,7 +387,7 @@ class SchedulerClient:
         for held in item.leases:
             self._restore(held)
         self.has_said = True
-        self._said()
+        self._said(self)
 
     def _restore(self, held: Held) -> None:
         pool = self._pool(held.pool)

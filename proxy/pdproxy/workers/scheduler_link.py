@@ -2,9 +2,8 @@
 scheduler is told.
 
 Owns the questions that are open, and the leases of this worker. What is sent within one turn of the
-event loop is one message. While there is no scheduler process, questions wait for the next one for
-a short time, and what it is to be told waits, too; the first thing that it is told is which leases
-this worker has.
+event loop is one message. While there is no scheduler process, or one that does not choose yet,
+questions wait for a short time. The first thing that it is told is which leases this worker has.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from pdproxy.workers.scheduler_messages import (
     Holds,
     Refused,
     Unwanted,
+    Welcome,
     decode_of_scheduler,
     encode_items,
     error_of,
@@ -38,7 +38,9 @@ logger = logging.getLogger("pdproxy.workers")
 ITEMS = "items"
 """The kind of a message with items."""
 PATIENCE = 2.0
-"""Seconds for which a question waits for a scheduler process that is started again."""
+"""Seconds for which questions wait for a scheduler process that is started again, from the end of
+the one before.
+"""
 MAX_UNSENT = 1 << 20
 """Bytes that the scheduler process has not read: behind more, no question is added."""
 TRIES = 2
@@ -72,13 +74,17 @@ class SchedulerLink:
 
     def __init__(self) -> None:
         self._link: Link | None = None
+        self._is_welcome = False
+        """Whether the process at the other end chooses."""
         self._items: list[FromWorker] = []
-        """What is sent at the end of this turn; or, without a link, to the next process."""
+        """What is sent at the end of this turn."""
         self._next = 0
         self._open: dict[int, _Question] = {}
         self.leases: dict[int, HeldLease] = {}
         """The leases of this worker, by their numbers."""
         self._patience: asyncio.TimerHandle | None = None
+        self._since = 0.0
+        """When this began, in the event loop's seconds."""
         self._is_hopeless = False
         """Whether the next scheduler process did not come in time."""
 
@@ -94,10 +100,8 @@ class SchedulerLink:
         self._link = Link(end)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._link.fileno(), self._read)
-        self._is_hopeless = False
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._open:
+            self._be_patient()
         held = [
             Held(
                 one.number,
@@ -110,15 +114,23 @@ class SchedulerLink:
             )
             for one in self.leases.values()
         ]
-        again: list[FromWorker] = []
+        self._items = [Holds(held)]
+        self._flush()
+
+    def _welcome(self) -> None:
+        """The scheduler process chooses: ask it what waits."""
+        self._is_welcome, self._is_hopeless = True, False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+            seconds = self._loop.time() - self._since
+            logger.info("engines are chosen again, %.3f s behind the end of a scheduler", seconds)
         for number, question in list(self._open.items()):
             if question.tries < TRIES:
                 question.tries += 1
-                again.append(question.item)
+                self.tell(question.item)
             else:
                 self._refuse(number, "its engines could not be chosen")
-        self._items = [Holds(held), *again]
-        self._flush()
 
     def close(self) -> None:
         """Close the link, and refuse what waits."""
@@ -128,7 +140,7 @@ class SchedulerLink:
         self._give_up()
 
     def _drop_link(self) -> None:
-        link, self._link = self._link, None
+        link, self._link, self._is_welcome = self._link, None, False
         if link is not None:
             self._loop.remove_reader(link.fileno())
             self._loop.remove_writer(link.fileno())
@@ -142,8 +154,10 @@ class SchedulerLink:
         self._be_patient()
 
     def _be_patient(self) -> None:
-        if self._patience is None:
-            self._patience = asyncio.get_running_loop().call_later(PATIENCE, self._give_up)
+        if self._patience is None and not self._is_hopeless:
+            loop = asyncio.get_running_loop()
+            self._since = loop.time()
+            self._patience = loop.call_later(PATIENCE, self._give_up)
 
     def _give_up(self) -> None:
         self._is_hopeless, self._patience = True, None
@@ -173,7 +187,7 @@ class SchedulerLink:
             raise _no_scheduler("the scheduler process does not answer")
         answer: asyncio.Future[Chosen] = asyncio.get_running_loop().create_future()
         question = self._open[item.number] = _Question(item, most, answer)
-        if self._link is not None:
+        if self._is_welcome:
             question.tries = 1
             self.tell(item)
         else:
@@ -251,6 +265,9 @@ class SchedulerLink:
             self._gone(LinkError(str(error)))
 
     def _received(self, item: FromScheduler) -> None:
+        if isinstance(item, Welcome):
+            self._welcome()
+            return
         question = self._open.pop(item.number, None)
         if question is None or question.answer.done():
             return  # its asker has gone, and has said so

@@ -11,28 +11,26 @@ from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 
 EXPECTED = 0.25
-"""Seconds for which a scheduler process that was started again waits until all workers have said
-which leases they have. One that does not say it is left out.
+"""Seconds for which a scheduler process waits until all workers have said which leases they have.
+One that does not say it is left out.
 """
 
 
 class SchedulerLinks:
     """Those of one process. `chooses`: whether it is the scheduler process; `workers`: how many
-    others there are. `succeeds`: whether it takes the place of a dead process.
+    others there are.
     """
 
-    def __init__(self, *, chooses: bool, workers: int, succeeds: bool) -> None:
+    def __init__(self, *, chooses: bool, workers: int) -> None:
         self._chooses = chooses
         self._workers = workers
-        self._succeeds = succeeds
         self.link = SchedulerLink()
         """That of a worker."""
         self._pools: list[PoolChoices] = []
         self._clients: set[SchedulerClient] = set()
         self._early: list[socket.socket] = []
-        """Sockets that came before the pools were there."""
-        self._is_started = False
-        self._may_choose = asyncio.Event()
+        """Sockets that came before the engines were known."""
+        self._is_started = self._may_choose = False
 
     def __repr__(self) -> str:
         own = f"{len(self._clients)} workers" if self._chooses else repr(self.link)
@@ -51,18 +49,20 @@ class SchedulerLinks:
         else:
             self._early.append(end)
 
+    @property
+    def leases(self) -> int:
+        """How many leases the workers have of this process."""
+        return sum(client.leases for client in self._clients)
+
     def start(self) -> None:
-        """Begin to choose for workers, in the running loop."""
+        """Begin to choose for workers, in the running loop. The engines are known."""
         if not self._chooses:
             return
         self._is_started = True
         early, self._early = self._early, []
         for end in early:
             self._serve(end)
-        if self._succeeds:
-            asyncio.get_running_loop().call_later(EXPECTED, self._may_choose.set)
-        else:
-            self._may_choose.set()
+        asyncio.get_running_loop().call_later(EXPECTED, self._choose)
 
     def stop(self) -> None:
         """Close all links."""
@@ -74,12 +74,19 @@ class SchedulerLinks:
         self.link.close()
 
     def _serve(self, end: socket.socket) -> None:
-        client = SchedulerClient(
-            end, self._pools, self._may_choose, self._clients.discard, self._said
-        )
-        self._clients.add(client)
+        self._clients.add(SchedulerClient(end, self._pools, self._clients.discard, self._said))
 
-    def _said(self) -> None:
+    def _said(self, client: SchedulerClient) -> None:
         """A worker has said what it has."""
-        if sum(client.has_said for client in self._clients) >= self._workers:
-            self._may_choose.set()
+        if self._may_choose:
+            client.welcome()
+        elif sum(one.has_said for one in self._clients) >= self._workers:
+            self._choose()
+
+    def _choose(self) -> None:
+        """Choose from now on."""
+        if not self._may_choose:
+            self._may_choose = True
+            for client in self._clients:
+                if client.has_said:
+                    client.welcome()

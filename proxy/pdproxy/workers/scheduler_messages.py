@@ -222,7 +222,11 @@ class Refused(msgspec.Struct, array_like=True, tag=1):
     retry_after: float | None
 
 
-FromScheduler = Chosen | Refused
+class Welcome(msgspec.Struct, array_like=True, tag=2):
+    """The scheduler process knows the engines, and what workers have: from now on it chooses."""
+
+
+FromScheduler = Chosen | Refused | Welcome
 
 _KINDS: tuple[type[OverloadedError], ...] = (OverloadedError, TooLateError, LimitError)
 

@@ -142,9 +142,7 @@ class WorkerShare:
         """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
         self._send = send
-        self._choosing = SchedulerLinks(
-            chooses=self.lead.leads, workers=shared.processes - 1, succeeds=self.succeeds
-        )
+        self._choosing = SchedulerLinks(chooses=self.lead.leads, workers=shared.processes - 1)
         self._places: PlacesOfAll | None = None
         self.admission: WorkerAdmission | None = None
         """Set by whoever makes it."""
@@ -171,7 +169,6 @@ class WorkerShare:
             self.admission.start()
         if self._shown is not None:
             self._shown.start(tasks)
-        self._choosing.start()
         tasks.keep(self._follow, "shared load")
 
     def stop(self) -> None:
@@ -185,6 +182,10 @@ class WorkerShare:
     def connect(self, end: socket) -> None:
         """Use a socket to another process for choosing engines: see `SchedulerLinks`."""
         self._choosing.connect(end)
+
+    def choose(self) -> None:
+        """Choose engines for other processes from now on, if this one does: they are known."""
+        self._choosing.start()
 
     def received(self, message: Message) -> None:
         """Process a message of the parent that is not for the process itself."""
@@ -210,7 +211,7 @@ class WorkerShare:
         for pool in self._pools:
             pool.refresh()
         if self._places is not None:
-            self._places.tell()
+            self._places.look()
 
     def pool(self, at: int) -> WorkerPoolShare:
         """See `Share`."""

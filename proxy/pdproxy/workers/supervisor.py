@@ -50,7 +50,8 @@ _LONGEST_WAIT = 1.0
 @dataclass(frozen=True, slots=True)
 class SupervisorTimes:
     """In seconds. `ping`: between two pings; `silent`: without an answer a worker is killed;
-    `first`: the same for its start.
+    `first`: the same for its start. `ping_for_all`, `silent_for_all`: those of the process that
+    works for all, for which requests wait.
 
     `pauses`: before the first, second, ... start again within a short time, the last one for all
     later ones; a worker that has run for `well` seconds begins anew. `longest_for_all`: the longest
@@ -60,9 +61,11 @@ class SupervisorTimes:
 
     ping: float = 1.0
     silent: float = 20.0
+    ping_for_all: float = 0.25
+    silent_for_all: float = 1.0
     first: float = 120.0
     pauses: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-    longest_for_all: float = 1.0
+    longest_for_all: float = 0.25
     well: float = 60.0
     at_once: float = 3.0
 
@@ -82,6 +85,7 @@ class WorkerProcess:
     """Whether the present process serves."""
     since: float = 0.0
     """When it was started."""
+    pinged: float = 0.0
     heard: float = 0.0
     """When it last showed that its event loop runs."""
     deaths: int = 0
@@ -156,7 +160,7 @@ class Supervisor:
         """When workers are killed that are still there; None: nobody has asked for the end."""
         self._at_once = False
         self._failed = False
-        self._pinged = self._looked = time.monotonic()
+        self._looked = time.monotonic()
         self._watcher = watcher(self)
 
     def __repr__(self) -> str:
@@ -223,7 +227,7 @@ class Supervisor:
             self._run_worker(worker, parents, end, parent)
         end.close()
         worker.pid, worker.link, worker.ready = pid, Link(parents), False
-        worker.since = worker.heard = time.monotonic()
+        worker.since = worker.pinged = worker.heard = time.monotonic()
         worker.refused = None
         self._connect(worker)
 
@@ -387,9 +391,12 @@ class Supervisor:
                 linked[fd := worker.link.fileno()] = worker
                 poll.register(fd, select.POLLIN | (select.POLLOUT if worker.link.unsent else 0))
         now = time.monotonic()
-        due = [self._pinged + self._times.ping, *([] if self._end_by is None else [self._end_by])]
+        due = [now + _LONGEST_WAIT, *([] if self._end_by is None else [self._end_by])]
         due += [one.due for one in self.workers if one.pid is None and self._end_by is None]
-        timeout = min(max(min(due) - now, 0.0), _LONGEST_WAIT)
+        for one in self.workers:
+            if one.pid is not None:
+                due += [one.pinged + self._between_pings(one), one.heard + self._silence(one)]
+        timeout = max(min(due) - now, 0.0)
         for fd, _ in poll.poll(int(timeout * 1000) + 1):
             if (sender := linked.get(fd)) is not None:
                 self._read(sender)
@@ -466,27 +473,32 @@ class Supervisor:
             elif message.kind != PONG:
                 self._watcher.received(worker, message)
 
+    def _between_pings(self, worker: WorkerProcess) -> float:
+        return self._times.ping_for_all if worker.is_for_all else self._times.ping
+
+    def _silence(self, worker: WorkerProcess) -> float:
+        """Return for how many seconds a worker may answer nothing."""
+        if not worker.ready:
+            return self._times.first
+        # once it is to end nobody waits for it
+        if worker.is_for_all and not worker.is_ending:
+            return self._times.silent_for_all
+        return self._times.silent
+
     def _look(self) -> None:
         """Do what is due: pings, the end of workers that are silent or late, starts."""
         now, times = time.monotonic(), self._times
-        # this process itself was stopped: nobody could answer
-        if now - self._looked > times.silent / 2:
-            for worker in self.workers:
-                worker.heard = now
-        self._looked = now
-        if now >= self._pinged + times.ping:
-            self._pinged = now
-            self._tell(PING)
         for worker in self.workers:
-            if worker.pid is not None and now - worker.heard > (
-                times.silent if worker.ready else times.first
-            ):
+            # this process itself was stopped: nobody could answer
+            if now - self._looked > self._silence(worker) / 2:
                 worker.heard = now
-                self._kill(
-                    worker,
-                    f"it has answered nothing for "
-                    f"{times.silent if worker.ready else times.first:g} s",
-                )
+            if now >= worker.pinged + self._between_pings(worker):
+                worker.pinged = now
+                self.send(worker, Message(PING))
+            if worker.pid is not None and now - worker.heard > (most := self._silence(worker)):
+                worker.heard = now
+                self._kill(worker, f"it has answered nothing for {most:g} s")
+        self._looked = now
         if self._end_by is not None:
             if now >= self._end_by:
                 for worker in self.workers:

@@ -52,6 +52,9 @@ from pdproxy.workers.switchboard import REPORT
 
 logger = logging.getLogger("pdproxy.workers")
 
+WHILE_OTHERS_WAIT = 0.5
+"""Seconds for which a scheduler process that was started again waits for what is known of engines.
+"""
 LAST_WORDS = 2.0
 """Seconds for the last report to be sent: of hundreds of engines a socket does not take it at
 once.
@@ -273,8 +276,11 @@ async def _serve(
         for pool in proxy.pools:  # those that have come since the start of the first worker
             pool.membership.have_served()
         # A successor takes over connections that wait: they must not be refused because it has not
-        # seen the engines yet.
-        await first_probes(proxy, ending)
+        # seen the engines yet. That of the scheduler process is told by workers what they know, and
+        # requests wait for it.
+        succeeds = share.succeeds and share.lead.leads
+        await first_probes(proxy, ending, WHILE_OTHERS_WAIT if succeeds else None)
+        share.choose()
         orders.send(Message(READY))
 
     code = await serve(settings, listener, ending, log, started, share)
