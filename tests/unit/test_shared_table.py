@@ -1,4 +1,4 @@
-"""Numbers that processes share: sums, changes, keys that come and go, and processes that are killed
+"""Numbers that processes share: sums, keys that come and go, and processes that are killed
 at any moment.
 """
 
@@ -9,13 +9,11 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.kit.shared_table import RING, SharedTable, bits_of, float_of, key_of
+from pdproxy.kit.shared_table import SharedTable, key_of
 
 
 def test_a_process_reads_the_sums_of_the_others() -> None:
@@ -27,57 +25,6 @@ def test_a_process_reads_the_sums_of_the_others() -> None:
     assert [table.others(number).sums(7) for number in range(3)] == [(5, 30), (4, 20), (3, 10)]
     assert table.others(0).sums(8) == (0, 0)
     assert sorted(table.others(2).each(7)) == [(1, 0), (2, 10)]
-
-
-def test_only_what_has_changed_is_named() -> None:
-    """New keys and dropped ones may change anything."""
-    table = SharedTable(2, 4, 1)
-    column, others = table.column(0), table.others(1)
-    assert others.changed() is None
-    assert others.changed() == set()
-    column.write(5, [1])
-    assert others.changed() is None
-    column.write(5, [2])
-    assert others.changed() == {5}
-    column.drop(5)
-    assert others.changed() is None
-    assert others.sums(5) == (0,)
-
-
-def test_a_reader_far_behind_looks_at_all() -> None:
-    """The ring holds only the last changes."""
-    table = SharedTable(2, 4, 1)
-    column, others = table.column(0), table.others(1)
-    column.write(5, [0])
-    others.changed()
-    for number in range(RING):
-        column.write(5, [number])
-    assert others.changed() is None
-    assert others.sums(5) == (RING - 1,)
-
-
-def test_the_first_number_of_a_row_is_stored_last() -> None:
-    """So a reader that finds the same stamp at both ends of a row has read a whole row: it reads
-    the first one first.
-    """
-
-    class Stores(list[int]):
-        """Numbers that note in which order they are stored."""
-
-        def __init__(self) -> None:
-            super().__init__([0] * 6)
-            self.order: list[int] = []
-
-        def __setitem__(self, at: Any, number: Any) -> None:
-            super().__setitem__(at, number)
-            self.order.append(at)
-
-    column = SharedTable(1, 2, 3).column(0)
-    stores = column.cells.rows = Stores()  # type: ignore[assignment]
-    for key in (7, 8):
-        assert column.write(key, [10 * key, 1, 10 * key])
-    assert stores == [70, 1, 70, 80, 1, 80]
-    assert stores.order == [2, 1, 0, 5, 4, 3]
 
 
 def test_without_a_free_slot_the_others_know_nothing() -> None:
@@ -98,9 +45,8 @@ def test_what_a_dead_process_had_is_gone_but_for_sums() -> None:
     table = SharedTable(2, 4, 2, kept=[1])
     others = table.others(1)
     table.column(0).write(9, [3, 100])
-    others.changed()
+    assert others.sums(9) == (3, 100)
     table.clear(0)
-    assert others.changed() is None
     assert others.sums(9) == (0, 100)
     after = table.column(0)
     assert after.read(9) == (0, 100)
@@ -118,7 +64,6 @@ def test_keys_of_dead_processes_fill_no_table() -> None:
         assert others.sums(turn * 4 + 1) == (7,)
         table.clear(0)
         assert others.sums(turn * 4 + 1) == (0,)
-        assert others.changed() is None
 
 
 def test_keys_are_the_same_everywhere() -> None:
@@ -135,16 +80,11 @@ def test_keys_are_the_same_everywhere() -> None:
     )
 )
 def test_sums_follow_any_course(steps: list[tuple[int, int, int, int]]) -> None:
-    """Whatever is written, dropped, cleared and read: a reader that follows `changed` has the same
-    sums as one that adds up.
-    """
+    """Whatever is written, dropped, cleared and read."""
     table = SharedTable(3, 5, 1)
     columns = [table.column(number) for number in range(3)]
     held: list[dict[int, int]] = [{}, {}, {}]
-    followers, known = (
-        [table.others(number) for number in range(3)],
-        [dict[int, int]() for _ in range(3)],
-    )
+    readers = [table.others(number) for number in range(3)]
     for number, key, what, amount in steps:
         if what == 0:
             columns[number].drop(key)
@@ -155,13 +95,9 @@ def test_sums_follow_any_course(steps: list[tuple[int, int, int, int]]) -> None:
             held[number] = dict.fromkeys(held[number], 0)
         elif columns[number].write(key, [amount]):
             held[number][key] = amount
-        reader = followers[amount % 3]
-        changed = reader.changed()
-        for one in range(1, 7) if changed is None else changed:
-            known[amount % 3][one] = reader.sums(one)[0]
         for one in range(1, 7):
             wanted = sum(held[at].get(one, 0) for at in range(3) if at != amount % 3)
-            assert known[amount % 3].get(one, 0) == wanted
+            assert readers[amount % 3].sums(one) == (wanted,)
 
 
 def _forked(work: Callable[[], None]) -> int:
@@ -190,17 +126,14 @@ def test_a_writer_is_killed_at_any_moment() -> None:
 
     for _ in range(20):
         pid = _forked(write)
-        others.changed()
+        others.sums(1)
         time.sleep(chance.random() / 100)
-        others.changed()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         table.clear(0)
-        assert others.changed() is None
         assert [others.sums(key)[0] for key in range(1, 8)] == [0] * 7
         after = table.column(0)
         assert all(after.write(key, [key, 0]) for key in range(1, 8))
-        others.changed()
         assert [others.sums(key) for key in range(1, 8)] == [(key, 0) for key in range(1, 8)]
         for key in range(1, 8):
             after.drop(key)
@@ -224,24 +157,3 @@ def test_a_writer_that_is_stopped_holds_up_nobody() -> None:
     assert table.others(0).sums(3) == (1,)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-
-
-@pytest.mark.parametrize("number", [0.0, 0.1, 172181.16914658798, -3.5, float("inf")])
-def test_a_float_is_the_same_behind_a_cell(number: float) -> None:
-    table = SharedTable(2, 1, 1)
-    table.column(0).write(1, [bits_of(number)])
-    assert float_of(table.others(1).sums(1)[0]) == number
-    assert bits_of(0.0) == 0
-
-
-def test_the_spare_slot_is_read_by_nobody() -> None:
-    """A key without a free slot has that one, until another key is dropped."""
-    table = SharedTable(2, 1, 1)
-    column, others = table.column(0), table.others(1)
-    assert column.place(1) == column.place(1) == 0
-    assert column.place(2) == column.spare == 1
-    column.cells.rows[column.spare] = 5
-    assert others.sums(2) == (0,)
-    column.drop(1)
-    assert column.place(2) == 0
-    assert column.without_slot == 1

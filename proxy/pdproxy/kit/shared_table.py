@@ -7,9 +7,8 @@ killed, or stopped, at any point holds up nobody. All cells are aligned numbers 
 which a store changes as a whole. A reader may see the numbers of a row one write apart, and a write
 a few microseconds late.
 
-A column has slots. Each has a key and some numbers. What a writer changed last is in a ring, so
-that readers look only at that; a reader that is far behind, or finds that keys have changed, looks
-at all.
+A column has slots. Each has a key and some numbers. A column's header counts the changes of its
+keys, so that readers look for them only then.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from operator import add
 
-RING = 512
-"""Changes that a reader may be behind, and a quarter of that less, before it looks at all slots."""
-MOST_BEHIND = RING - RING // 4
-CHANGES, LAYOUT, HEADER = 0, 1, 2
 _CELL = 8
-_FLOAT, _WHOLE = struct.Struct("d"), struct.Struct("q")
 
 
 def key_of(text: str) -> int:
@@ -38,32 +32,15 @@ def key_of(text: str) -> int:
     )
 
 
-def bits_of(number: float) -> int:
-    """Return a float as the number of a cell. That of 0.0 is 0."""
-    found: int = _WHOLE.unpack(_FLOAT.pack(number))[0]
-    return found
-
-
-def float_of(bits: int) -> float:
-    """Return the float that a cell holds as `bits_of` has made it."""
-    found: float = _FLOAT.unpack(_WHOLE.pack(bits))[0]
-    return found
-
-
 class Cells:
-    """One column as numbers. `rows`: those of all slots, one slot after the other, and behind them
-    a spare one that nobody reads.
-
-    `counted`: the header and the rows.
+    """One column as numbers. `layout`: one number, how often its keys have changed; `rows`: those
+    of all slots, one slot after the other.
     """
 
-    __slots__ = ("counted", "header", "keys", "ring", "rows")
+    __slots__ = ("keys", "layout", "rows")
 
     def __init__(self, cells: memoryview, slots: int) -> None:
-        self.ring = cells[:RING]
-        self.keys = cells[RING : RING + slots]
-        self.counted = cells[RING + slots :]
-        self.header, self.rows = self.counted[:HEADER], self.counted[HEADER:]
+        self.layout, self.keys, self.rows = cells[:1], cells[1 : 1 + slots], cells[1 + slots :]
 
 
 class SharedTable:
@@ -75,7 +52,7 @@ class SharedTable:
     """
 
     def __init__(self, columns: int, slots: int, measures: int, kept: Collection[int] = ()) -> None:
-        size = RING + slots + HEADER + (slots + 1) * measures
+        size = 1 + slots + slots * measures
         self.slots = slots
         self.measures = measures
         self._kept = frozenset(kept)
@@ -112,9 +89,8 @@ class SharedTable:
                     rows[slot * measures + measure] = 0
             if not self._kept:  # its next one need not know this key, and would never drop it
                 column.keys[slot] = 0
-        # It may have been killed between a change and its count: readers look at all of it.
-        column.header[LAYOUT] += 1
-        column.header[CHANGES] += 1
+        # It may have been killed between a change of its keys and the count.
+        column.layout[0] += 1
 
 
 class Column:
@@ -138,58 +114,26 @@ class Column:
         return (0,) * self._measures if slot is None else tuple(self._row(slot))
 
     def row(self, key: int) -> memoryview | None:
-        """Return the numbers of a key, to be written in place, None if there is no slot.
-        `Others.changed` does not see that.
-        """
+        """Return the numbers of a key, to be written in place, None if there is no slot."""
         slot = self._slots.get(key)
         if slot is None:
             slot = self._new(key)
         return None if slot is None else self._row(slot)
 
     def write(self, key: int, numbers: Sequence[int]) -> bool:
-        """Set the numbers of a key, the first one last. Return whether there was a slot for it.
-
-        So a row whose first and last number are the same stamp is whole: readers read the first one
-        first.
-        """
+        """Set the numbers of a key, the first one last. Return whether there was a slot for it."""
         slot = self._slots.get(key)
         if slot is None:
             slot = self._new(key)
             if slot is None:
                 return False
-        cells = self.cells
         # One by one: a store of one number changes it as a whole, and takes a tenth of a slice's
         # time.
-        rows, at = cells.rows, slot * self._measures + len(numbers)
+        rows, at = self.cells.rows, slot * self._measures + len(numbers)
         for number in reversed(numbers):
             at -= 1
             rows[at] = number
-        header = cells.header
-        count = header[CHANGES]
-        cells.ring[count % RING] = slot
-        header[CHANGES] = count + 1
         return True
-
-    def place(self, key: int) -> int:
-        """Return the slot of a key, a new one where it has none; the spare one where none is
-        free.
-        """
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._new(key)
-        return self.spare if slot is None else slot
-
-    @property
-    def spare(self) -> int:
-        """The slot that nobody reads."""
-        return len(self.cells.keys)
-
-    def written(self, key: int) -> None:
-        """Have `Others.changed` see that the row of a key was written in place."""
-        cells = self.cells
-        count = cells.header[CHANGES]
-        cells.ring[count % RING] = self._slots[key]
-        cells.header[CHANGES] = count + 1
 
     def keys(self) -> list[int]:
         """Return the keys that have a slot."""
@@ -204,7 +148,7 @@ class Column:
             row[at] = 0
         self.cells.keys[slot] = 0
         self._free.append(slot)
-        self._changed()
+        self.cells.layout[0] += 1
 
     def _row(self, slot: int) -> memoryview:
         return self.cells.rows[slot * self._measures : (slot + 1) * self._measures]
@@ -215,38 +159,26 @@ class Column:
             return None
         slot = self._slots[key] = self._free.pop()
         self.cells.keys[slot] = key
-        self._changed()
+        self.cells.layout[0] += 1
         return slot
-
-    def _changed(self) -> None:
-        self.cells.header[LAYOUT] += 1
-        self.cells.header[CHANGES] += 1
 
 
 class _Seen:
-    """A column of another process, and how far it was read. `begins`: for each key, the first byte
-    of its row.
-
-    `layout`: the one that `begins` is of; `noticed`: the last one of which `Others.changed` has
-    told.
+    """A column of another process. `begins`: for each key, the first byte of its row; `seen`: the
+    layout that `begins` is of.
     """
 
-    __slots__ = ("begins", "changes", "header", "keys", "layout", "noticed", "ring", "rows", "size")
+    __slots__ = ("begins", "keys", "layout", "rows", "seen", "size")
 
     def __init__(self, cells: Cells, size: int) -> None:
-        self.header, self.ring, self.keys, self.rows = (
-            cells.header,
-            cells.ring,
-            cells.keys,
-            cells.rows,
-        )
+        self.layout, self.keys, self.rows = cells.layout, cells.keys, cells.rows
         self.size = size
-        self.changes = self.layout = self.noticed = -1
+        self.seen = -1
         self.begins: dict[int, int] = {}
 
     def find(self) -> None:
         """Look where the keys are."""
-        self.layout = self.header[LAYOUT]
+        self.seen = self.layout[0]
         self.begins = {key: slot * self.size for slot, key in enumerate(self.keys.tolist()) if key}
 
 
@@ -255,9 +187,7 @@ class Others:
 
     def __init__(self, columns: Iterable[Cells], measures: int) -> None:
         row = struct.Struct(f"{measures}q")
-        self.cells = list(columns)
-        """Read only."""
-        self._columns = [_Seen(one, row.size) for one in self.cells]
+        self._columns = [_Seen(one, row.size) for one in columns]
         self._row_at = row.unpack_from
         self._none = (0,) * measures
 
@@ -282,34 +212,9 @@ class Others:
         """Return the numbers for a key of each column that has it."""
         found = []
         for one in self._columns:
-            if one.header[LAYOUT] != one.layout:
+            if one.layout[0] != one.seen:
                 one.find()
             begin = one.begins.get(key)
             if begin is not None:
                 found.append(self._row_at(one.rows, begin))
         return found
-
-    def changed(self, most: int = RING) -> set[int] | None:
-        """Return the keys whose numbers have changed since the last call; None: they may be any.
-
-        Where one column has more than `most` changes, they are not looked at: reading all of so
-        many keys is cheaper.
-        """
-        found: set[int] = set()
-        anything = False
-        most = min(most, MOST_BEHIND)
-        for one in self._columns:
-            changes = one.header[CHANGES]
-            behind = changes - one.changes
-            if not behind:
-                continue
-            one.changes = changes
-            if one.header[LAYOUT] != one.noticed:
-                one.noticed = one.header[LAYOUT]
-                anything = True
-            elif anything or behind > most or behind < 0:
-                anything = True
-            else:
-                ring, keys = one.ring, one.keys
-                found.update([keys[ring[at % RING]] for at in range(changes - behind, changes)])
-        return None if anything else found
