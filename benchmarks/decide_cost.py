@@ -1,14 +1,14 @@
 """CPU time of a request's decision: the placement `auto` beside `least_load`, in the ledger,
 without engines.
 
-Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1] [--workers
-1] [--bytecodes]
+Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1]
+[--bytecodes]
 
 Each request is placed, begins its answer and ends; four are open per engine. Microseconds of CPU
 per request, the least of some runs, and how much `auto` adds: with an SLO by which requests are
 served whole, and with one by which most are split. Prompts share prefixes with none, one or all of
-the engines. --replicas: as one of so many proxies. --workers: by so many workers in turns, which
-share their loads in memory; what each does to see the others' is in it.
+the engines. --replicas: as one of so many proxies. What workers add, which ask one process for
+engines: by_message.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import eq
 from types import FrameType
 from typing import Any
 
-from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
-from pdproxy.scheduling.worker_breakers import WorkerBreakers
-from pdproxy.scheduling.worker_ledger import LedgerShare, WorkerLedger
-
 from pdproxy.engine_model.profile import load
-from pdproxy.kit.shared_table import SharedTable
-from pdproxy.scheduling import worker_breakers, worker_ledger
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.replica import ReplicaAuto
 from pdproxy.scheduling.leases import Lease, Verdict
@@ -42,7 +35,6 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.slo import Slo
 
-MakeLedger = Callable[[Sequence[EngineSpec], LedgerOptions], Ledger]
 MakeAuto = Callable[[AutoOptions], Auto]
 OPEN = 4
 """Open requests per engine."""
@@ -61,10 +53,9 @@ class Known:
         return self._found
 
 
-def ledger_of(
-    roles: list[Role], placement: Placement | None, replicas: int = 1, make: MakeLedger = Ledger
-) -> Ledger:
+def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1) -> Ledger:
     """Return a ledger with engines of these roles, all up."""
+    make: Callable[[Sequence[EngineSpec], LedgerOptions], Ledger] = Ledger
     if replicas > 1:
         make = partial(ReplicaLedger, replicas=replicas, max_age=lambda: 15.0)
     specs = [
@@ -78,58 +69,31 @@ def ledger_of(
     return ledger
 
 
-def ledgers_of(
-    roles: list[Role], workers: int, placement: Callable[[MakeAuto], Auto] | None
-) -> list[Ledger]:
-    """Return the ledgers of so many workers. `placement`: makes an `Auto` with what is given."""
-    loads = SharedTable(workers, 256, worker_ledger.MEASURES)
-    breakers = SharedTable(workers, 256, worker_breakers.MEASURES, worker_breakers.KEPT)
-    memory = AutoMemory(workers, 256)
-    found = []
-    for number in range(workers):
-        own = partial(
-            WorkerBreakers,
-            column=breakers.column(number),
-            others=breakers.others(number),
-            number=number,
-        )
-        make = partial(WorkerLedger, share=LedgerShare(*loads.of(number), own))
-        auto = partial(WorkerAuto, share=memory.of(number, partial(eq, number, 0)))
-        found.append(ledger_of(roles, None if placement is None else placement(auto), make=make))
-    return found
-
-
-def seconds(
-    ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple[Role, ...]
-) -> float:
+def seconds(ledger: Ledger, engines: int, requests: int, roles: tuple[Role, ...]) -> float:
     """Return the CPU time per request. `roles`: of the leases of a request, where there is no
     placement.
     """
-    waiting: deque[tuple[Ledger, tuple[Lease, ...]]] = deque()
-    decoding: deque[tuple[Ledger, Lease]] = deque()
+    waiting: deque[tuple[Lease, ...]] = deque()
+    decoding: deque[Lease] = deque()
     began = time.process_time()
     for number in range(requests):
         now = number * GAP_S / engines
-        ledger = ledgers[number % len(ledgers)]
         ask = Ask("m", 16_000, now, tokens=4000)
         assignment = ledger.assign(roles, ask) if roles else ledger.place(ask, split=True)
         assert assignment is not None
-        waiting.append((ledger, assignment.leases))
+        waiting.append(assignment.leases)
         if len(waiting) > engines:
-            ledger, leases = waiting.popleft()
+            leases = waiting.popleft()
             if len(leases) > 1:
                 ledger.close(leases[0], Verdict.GOOD, now)
             ledger.began(leases[-1], now)
-            decoding.append((ledger, leases[-1]))
+            decoding.append(leases[-1])
         if len(decoding) > (OPEN - 1) * engines:
-            ledger, lease = decoding.popleft()
-            ledger.close(lease, Verdict.GOOD, now, 128)
+            ledger.close(decoding.popleft(), Verdict.GOOD, now, 128)
     return (time.process_time() - began) / requests
 
 
-def bytecodes(
-    ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple[Role, ...]
-) -> float:
+def bytecodes(ledger: Ledger, engines: int, requests: int, roles: tuple[Role, ...]) -> float:
     """Return the Python bytecodes per request. The arguments: those of `seconds`."""
     count = 0
 
@@ -144,7 +108,7 @@ def bytecodes(
 
     sys.settrace(call)
     try:
-        seconds(ledgers, engines, requests, roles)
+        seconds(ledger, engines, requests, roles)
     finally:
         sys.settrace(None)
     return count / requests
@@ -159,7 +123,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument(
         "--bytecodes", action="store_true", help="count Python bytecodes in place of CPU time"
     )
@@ -188,36 +151,21 @@ def main() -> None:
                 fixed = (Role.AGGREGATED,) if whole else (Role.PREFILL, Role.DECODE)
                 least, ours = math.inf, math.inf
                 for _ in range(arguments.repeat):
-
-                    def placement(
-                        make: MakeAuto, slo: Slo = slo, found: dict[str, int] = found
-                    ) -> Auto:
-                        return make(
-                            AutoOptions(
-                                times_of=lambda _: (profile.hardware, 2048),
-                                slo=slo,
-                                cached=Known(found).cached,
-                            )
+                    plainly = ledger_of(plain if whole else split, None, replicas)
+                    placement = make(
+                        AutoOptions(
+                            times_of=lambda _: (profile.hardware, 2048),
+                            slo=slo,
+                            cached=Known(found).cached,
                         )
-
-                    if arguments.workers > 1:
-                        plainly = ledgers_of(plain if whole else split, arguments.workers, None)
-                        ledgers = ledgers_of([Role.ANY] * engines, arguments.workers, placement)
-                    else:
-                        plainly = [ledger_of(plain if whole else split, None, replicas)]
-                        ledgers = [ledger_of([Role.ANY] * engines, placement(make), replicas)]
+                    )
+                    ledger = ledger_of([Role.ANY] * engines, placement, replicas)
                     least = min(least, cost(plainly, engines, arguments.requests, fixed))
-                    ours = min(ours, cost(ledgers, engines, arguments.requests, ()))
-                # the load of several replicas may be too much for splitting
-                if replicas == arguments.workers == 1:
-                    splits = sum(
-                        one.placement.splits for one in ledgers if isinstance(one.placement, Auto)
-                    )
-                    assert (
-                        splits < arguments.requests / 10
-                        if whole
-                        else splits > arguments.requests / 4
-                    )
+                    ours = min(ours, cost(ledger, engines, arguments.requests, ()))
+                    # the load of several replicas may be too much for splitting
+                    if replicas == 1:
+                        part = placement.splits / arguments.requests
+                        assert part < 1 / 10 if whole else part > 1 / 4
                 print(
                     f"{engines:7}  {name:8}  {kind:8} {least * scale:11.1f} {ours * scale:7.1f} "
                     f"{(ours - least) * scale:7.1f}",

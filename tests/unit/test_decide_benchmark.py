@@ -73,22 +73,23 @@ def test_a_cell_is_run_once_and_shown(
     assert "plain, chunk 512" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("workers", ["1", "3"])
+@pytest.mark.parametrize("replicas", ["1", "3"])
 def test_the_cost_of_decisions_is_measured(
-    workers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    replicas: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["x", "--engines", "16", "--requests", "600", "--repeat", "1", "--workers", workers]
+    arguments = ["x", "--engines", "16", "--requests", "600", "--repeat", "1"]
+    arguments += ["--replicas", replicas]
     monkeypatch.setattr(sys, "argv", arguments)
     decide_cost.main()
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
 def test_bytecodes_of_decisions_are_counted() -> None:
-    """They are the same in each run, and more with another worker."""
+    """They are the same in each run, and more with another replica."""
     counts = []
-    for workers in (1, 1, 2):
-        ledgers = decide_cost.ledgers_of([Role.PREFILL, Role.DECODE], workers, None)
-        counts.append(decide_cost.bytecodes(ledgers, 2, 50, (Role.PREFILL, Role.DECODE)))
+    for replicas in (1, 1, 2):
+        ledger = decide_cost.ledger_of([Role.PREFILL, Role.DECODE], None, replicas)
+        counts.append(decide_cost.bytecodes(ledger, 2, 50, (Role.PREFILL, Role.DECODE)))
     assert counts[0] == counts[1] > 100
     assert counts[2] > counts[0]
     assert sys.gettrace() is None
