@@ -189,13 +189,12 @@ class PoolCapacity:
                 self.refused(url)
 
     def added(self, engine: Engine) -> None:
-        """Note a new engine. Nothing is sent to it before it is up."""
-        self._windows.add(engine.url)
+        """Nothing is to be done: nothing is sent to a new engine before it is up."""
 
     def removed(self, engine: Engine) -> None:
         """Take what a removed engine could do from the places."""
         if engine.url != self._engines.replaced:
-            self._windows.remove(engine.url)
+            self._windows.forget(engine.url)
         self._resize()
 
     def show(self, observers: Observers) -> None:

@@ -127,14 +127,6 @@ KEPT_FOR_PREFILL = gauge(
     "Engines of role any that the placement keeps for prefill at present",
     workers=MergeRule.MOST,
 )
-SHARED_AGE = gauge(
-    "pdproxy_placement_shared_age_seconds",
-    "seconds",
-    "How long before a worker's placement read it another worker had made the last change of an "
-    "engine's load",
-    workers=MergeRule.MOST,
-    pools=MergeRule.MOST,
-)
 
 
 def show_memory(
@@ -198,7 +190,6 @@ def show_placement(observers: Observers, placement: Placement) -> None:
     observers.show(PREDICTION_ERRORS, errors)
     observers.show(TIME_CORRECTIONS, lambda: state().corrections.items())
     observers.show(KEPT_FOR_PREFILL, lambda: [((), state().kept)])
-    observers.show(SHARED_AGE, lambda: [] if (age := state().shared_age) is None else [((), age)])
 
 
 def show_state(

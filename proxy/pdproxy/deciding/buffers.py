@@ -129,10 +129,6 @@ class ReceiveBuffers:
         engine = self._engines.known.get(url)
         return BufferSpace(engine.buffer if engine is not None else None, count, self._freed)
 
-    async def _until_freed(self) -> None:
-        """Wait until there may be more space."""
-        await self._freed.wait()
-
     async def wait_for_space(
         self,
         count: int,
@@ -158,7 +154,7 @@ class ReceiveBuffers:
                         chosen = choose(full)
                         if chosen is not None or not full or not possible():
                             return chosen
-                        await self._until_freed()
+                        await self._freed.wait()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
             message = (

@@ -30,7 +30,7 @@ grow.
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An engine's load as the proxy sees it. `requests`: open leases of all workers; `prefills`: it
+    """An engine's load as the proxy sees it. `requests`: the proxy's open leases; `prefills`: it
     only makes KV for others.
     """
 
@@ -56,16 +56,8 @@ class Windows:
             return None if load.prefills else float(self.fixed)
         return self._windows.get(load.url)
 
-    def add(self, url: str) -> None:
-        """Note that there is an engine. It has no window yet."""
-
-    def remove(self, url: str) -> None:
-        """Forget an engine that was removed."""
-        self._windows.pop(url, None)
-        self._full.pop(url, None)
-
     def forget(self, url: str) -> None:
-        """Forget the window of an engine whose run is over."""
+        """Forget the window of an engine that was removed, or whose run is over."""
         self._windows.pop(url, None)
         self._full.pop(url, None)
 

@@ -68,15 +68,9 @@ class LedgerOptions:
 
 
 class Ledger(EngineStates):
-    """All engines of one pool. `breakers` makes the breakers."""
+    """All engines of one pool."""
 
-    def __init__(
-        self,
-        specs: Iterable[EngineSpec],
-        options: LedgerOptions,
-        *,
-        breakers: Callable[[int, float, float], Breakers] = Breakers,
-    ) -> None:
+    def __init__(self, specs: Iterable[EngineSpec], options: LedgerOptions) -> None:
         failures, cooldown = options.breaker_failures, options.breaker_cooldown
         super().__init__(options.alone)
         self.runs = RunNumbers()
@@ -97,7 +91,7 @@ class Ledger(EngineStates):
         self.needs_details = self._ranking.use(options.policies) or self.has_placement
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
-        self.breakers = breakers(failures, cooldown, options.slow_start)
+        self.breakers = Breakers(failures, cooldown, options.slow_start)
         self.breakers.changed = lambda engine: self.tell(engine.url)
         self._eligibility = Eligibility(self._engines.values(), self._policies)
         self._compatibility = Compatibility()

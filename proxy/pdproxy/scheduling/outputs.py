@@ -6,14 +6,12 @@ prompts, by powers of 2, has a mean of its own, once enough of its answers have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 _GAIN = 0.02
 _FIRST = 200.0
 """Tokens, as long as nothing is known."""
 _MANY = 50
 """Answers from which the newest counts by `_GAIN`, and no more as one of all."""
-CLASSES = 32
+_CLASSES = 32
 """Classes of prompts: those with at most so many bits in their number of tokens, the longest in the
 last one.
 """
@@ -29,44 +27,24 @@ class Outputs:
         self.mean = _FIRST
         """Of all answers."""
         self._count = 0
-        self._means = [0.0] * CLASSES
-        self._counts = [0] * CLASSES
+        self._means = [0.0] * _CLASSES
+        self._counts = [0] * _CLASSES
 
     def add(self, prompt: int, tokens: int) -> None:
         """Note the length of an answer. `prompt`: its prompt's tokens."""
         self._count = count = self._count + 1
         self.mean += (_GAIN if count >= _MANY else 1.0 / (count + 1)) * (tokens - self.mean)
         size = prompt.bit_length()
-        if size >= CLASSES:
-            size = CLASSES - 1
+        if size >= _CLASSES:
+            size = _CLASSES - 1
         self._counts[size] = count = self._counts[size] + 1
         mean = self._means[size]
         self._means[size] = mean + (_GAIN if count >= _MANY else 1.0 / count) * (tokens - mean)
 
-    def add_many(self, answers: Sequence[float]) -> None:
-        """Note answers. `answers`: of each class of prompts, how many there were, and their
-        tokens.
-        """
-        counts, tokens = answers[::2], answers[1::2]
-        if not (new := int(sum(counts))):
-            return
-        self._count += new
-        self.mean += _weight(self._count + 1, new) * (sum(tokens) / new - self.mean)
-        for size, number in enumerate(counts):
-            if number:
-                self._counts[size] += int(number)
-                weight = _weight(self._counts[size], int(number))
-                self._means[size] += weight * (tokens[size] / number - self._means[size])
-
     def expected(self, prompt: int, limit: int | None = None) -> float:
         """Return how long an answer will be. `limit`: the request's own, None if it has none."""
         size = prompt.bit_length()
-        if size >= CLASSES:
-            size = CLASSES - 1
+        if size >= _CLASSES:
+            size = _CLASSES - 1
         mean = self._means[size] if self._counts[size] >= _ENOUGH else self.mean
         return mean if limit is None or limit > mean else float(max(limit, 1))
-
-
-def _weight(count: int, new: int) -> float:
-    """Return how much the newest `new` of so many answers count in a mean."""
-    return new / count if count < _MANY else 1.0 - (1.0 - _GAIN) ** new

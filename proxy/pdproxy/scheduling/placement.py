@@ -54,14 +54,12 @@ class PlacementState:
 
     `errors`: by `ttft` and `tpot`: the mean of (measured - predicted) / predicted lately, and of
     its size. `corrections`: by an engine's URL and `prefill` or `step`: what its predicted times
-    are multiplied by. `kept`: engines that are kept for prefill. `shared_age`: how long before it
-    was read another worker had made the last change of a load, in seconds; None: there are none.
+    are multiplied by. `kept`: engines that are kept for prefill.
     """
 
     errors: Mapping[str, tuple[float, float]]
     corrections: Mapping[tuple[str, str], float]
     kept: int
-    shared_age: float | None = None
 
 
 class Placement(ABC):

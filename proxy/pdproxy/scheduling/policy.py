@@ -92,7 +92,9 @@ class Policy(ABC):
         return
 
     def load_changed(self, engine: LedgerEngine) -> None:
-        """The counters of an engine have changed otherwise: by the leases of another process."""
+        """The counters of an engine have changed otherwise: other replicas are estimated to have
+        more there, or less.
+        """
         return
 
     def status(self) -> str | None:

@@ -68,11 +68,6 @@ class ReplicaLedger(Ledger):
         max_age: Callable[[], float],
     ) -> None:
         super().__init__([], options)
-        self._begin(specs, replicas, max_age)
-
-    def _begin(
-        self, specs: Iterable[EngineSpec], replicas: int, max_age: Callable[[], float]
-    ) -> None:
         self.replicas = replicas
         """Read only."""
         self._max_age = max_age

@@ -53,15 +53,15 @@ class _Choice:
         """The expected tokens of the answer."""
 
 
-class Group:
+class _Group:
     """Engines that serve the same models: the demand for them, and which of them are kept for
     prefill.
     """
 
     __slots__ = ("kept", "meter", "most_free", "reviewed")
 
-    def __init__(self, slo: Slo, weights: Weights, meter: DemandMeter) -> None:
-        self.meter, self.kept = meter, KeptEngines(slo, weights)
+    def __init__(self, slo: Slo, weights: Weights) -> None:
+        self.meter, self.kept = DemandMeter(), KeptEngines(slo, weights)
         self.reviewed = 0.0
         self.most_free = 0
         """The most engines of role `any` that a request could choose from: others exclude some."""
@@ -103,7 +103,7 @@ class Auto(Placement):
         self._legs: dict[Lease, tuple[PredictedLoad, PredictedLeg]] = {}
         self._views: dict[Candidates, EnginesView] = {}
         self._views_by_engines: dict[tuple[tuple[LedgerEngine, ...], ...], EnginesView] = {}
-        self._groups: dict[frozenset[str], Group] = {}
+        self._groups: dict[frozenset[str], _Group] = {}
         """By the names of their models, without adapters."""
         self._choice: _Choice | None = None
         self._number = 0
@@ -123,23 +123,13 @@ class Auto(Placement):
     def _load(self, engine: LedgerEngine) -> PredictedLoad:
         load = self._loads.get(engine.url)
         if load is None or load.engine is not engine:
-            load = self._loads[engine.url] = self._new_load(
-                engine, WorkTimes(*self._times_of(engine))
+            load = self._loads[engine.url] = PredictedLoad(
+                engine,
+                WorkTimes(*self._times_of(engine)),
+                assumed=self._assumed(engine),
+                corrects=self._corrects,
             )
         return load
-
-    def _new_load(self, engine: LedgerEngine, times: WorkTimes) -> PredictedLoad:
-        return PredictedLoad(engine, times, assumed=self._assumed(engine), corrects=self._corrects)
-
-    def _new_meter(self, models: frozenset[str]) -> DemandMeter:
-        """Return what measures the demand for these models."""
-        return DemandMeter()
-
-    def _group(self, models: frozenset[str]) -> Group:
-        group = self._groups.get(models)
-        if group is None:
-            group = self._groups[models] = Group(self.slo, self._weights, self._new_meter(models))
-        return group
 
     def _seen(self, engine: LedgerEngine) -> PredictedLoad:
         """Return an engine's load as decisions see it: here, as our own leases make it."""
@@ -157,7 +147,8 @@ class Auto(Placement):
                     known.clear()
             if view is None:
                 view = self._views_by_engines[engines] = EnginesView(candidates, self._seen)
-                self._group(view.models)
+                if view.models not in self._groups:
+                    self._groups[view.models] = _Group(self.slo, self._weights)
             self._views[candidates] = view
         return view
 
@@ -286,7 +277,7 @@ class Auto(Placement):
             found = self._costs[slo] = Costs(slo, self._weights)
         return found
 
-    def _review(self, now: float, view: EnginesView, group: Group) -> None:
+    def _review(self, now: float, view: EnginesView, group: _Group) -> None:
         if len(view.free) < group.most_free:
             return
         group.most_free, group.reviewed = len(view.free), now

@@ -4,8 +4,6 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 _ENOUGH = 16
 """Measurements from which a factor counts as measured."""
 _GAIN = 0.1
@@ -43,16 +41,6 @@ class Factor:
     def value(self) -> float:
         """The factor for predictions."""
         return self._ratio * (1.0 + min(_LEAN * self.deviation, _MOST_LEAN))
-
-    @property
-    def state(self) -> tuple[float, float, float, float, float]:
-        """All that it knows, for another process."""
-        return self._ratio, self.deviation, self.count, self._measured, self._predicted
-
-    def use_state(self, state: Sequence[float]) -> None:
-        """Go on from the state that another process has."""
-        self._ratio, self.deviation, count, self._measured, self._predicted = state
-        self.count = int(count)
 
     def add(self, measured: float, predicted: float) -> bool:
         """Note seconds that were measured, and what was predicted of them without a factor. Return

@@ -134,9 +134,6 @@ class ReplicaAuto(Auto):
 
     def __init__(self, options: AutoOptions, *, replicas: int, chance: Callable[[], float]) -> None:
         super().__init__(options)
-        self._begin(replicas, chance)
-
-    def _begin(self, replicas: int, chance: Callable[[], float]) -> None:
         self._replicas, self._chance = replicas, chance
         self._seen_loads: dict[str, SeenLoad] = {}
         self._means_at = -math.inf
