@@ -128,8 +128,7 @@ def decide(ends: Sequence[socket.socket], engines: int, out: int) -> None:
         scheduler = scheduler_of(registry, ledger)
         buffers = ReceiveBuffers(registry, 16, Clock(), Observers([]), Deadlines())
         pool = PoolChoices(scheduler, ledger, buffers, lambda: None, time.monotonic)
-        may_choose, left = asyncio.Event(), asyncio.Event()
-        may_choose.set()
+        left = asyncio.Event()
         clients: set[SchedulerClient] = set()
 
         def lost(client: SchedulerClient) -> None:
@@ -137,7 +136,7 @@ def decide(ends: Sequence[socket.socket], engines: int, out: int) -> None:
             if not clients:
                 left.set()
 
-        clients |= {SchedulerClient(end, [pool], may_choose, lost) for end in ends}
+        clients |= {SchedulerClient(end, [pool], lost, SchedulerClient.welcome) for end in ends}
         gc.freeze()
         begun = time.thread_time()
         await left.wait()

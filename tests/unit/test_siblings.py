@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from pdproxy.observe.snapshot import Snapshot
+from pdproxy.scheduling.decisions import Decision, Decisions
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.workers import siblings, switchboard
+from pdproxy.workers.admin_of_all import AdminApiOfAll
 from pdproxy.workers.links import Message
 from pdproxy.workers.shown_of_all import ShownOfAll, add_up, of_scheduler, together
 from pdproxy.workers.siblings import LinkedSiblings
@@ -307,11 +309,45 @@ async def test_the_scheduler_is_no_worker() -> None:
 
 
 def test_what_the_scheduler_shows_is_no_part_of_the_workers() -> None:
-    """Its counts are: probes are its own."""
-    names = "pdproxy_workers", "pdproxy_node_up", "pdproxy_state", "pdproxy_worker_restarts_total"
-    own = of_scheduler(Snapshot({name: {(): 1.0} for name in names}, {}))
-    assert own.values == {"pdproxy_worker_restarts_total": {(): 1.0}, "pdproxy_scheduler": {(): 1}}
+    """Its counts are: probes are its own, and so is the placement."""
+    names = "pdproxy_workers", "pdproxy_node_up", "pdproxy_state"
+    kept: dict[str, dict[tuple[str, ...], float]] = {
+        name: {(): 1.0}
+        for name in (
+            "pdproxy_worker_restarts_total",
+            "pdproxy_prediction_error_ratio",
+            "pdproxy_time_correction_ratio",
+            "pdproxy_engines_kept_for_prefill",
+        )
+    }
+    shown: dict[str, dict[tuple[str, ...], float]] = {name: {(): 1.0} for name in names}
+    own = of_scheduler(Snapshot(shown | kept, {}))
+    assert own.values == {**kept, "pdproxy_scheduler": {(): 1}}
     assert own.workers == 0
+
+
+async def test_decisions_are_those_of_the_scheduler_process() -> None:
+    """No other process makes any. While it does not answer, there are none to show."""
+    parent = Parent(3, scheduler=2)
+    kept = [Decisions("auto" if number == 2 else None, lambda: 5.0) for number in range(3)]
+    kept[2].add(Decision(4.0, "r", "whole", "cached", ("a",)))
+    apis = [
+        AdminApiOfAll(
+            SimpleNamespace(decisions=kept[number].kept),  # type: ignore[arg-type]
+            number,
+            parent.all[number],
+            SimpleNamespace(),  # type: ignore[arg-type]
+            lambda: None,
+            lambda: "info",
+            lambda: 5.0,
+        )
+        for number in range(3)
+    ]
+    page = await apis[0].decisions()
+    assert page == kept[2].page()
+    assert b'"reason":"cached"' in page
+    parent.workers[2].ready = False
+    assert await apis[1].decisions() == Decisions(None, lambda: 5.0).page()
 
 
 def test_all_are_ready_together() -> None:

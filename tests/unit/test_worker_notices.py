@@ -316,7 +316,7 @@ async def test_connections_wait_while_no_worker_is_there() -> None:
 
 async def test_a_connector_that_is_found_too_late_is_to_be_named() -> None:
     """What it needs had to be bound before the workers began."""
-    links = SchedulerLinks(chooses=False, workers=1, succeeds=False)
+    links = SchedulerLinks(chooses=False, workers=1)
     share = WorkerPoolShare(
         PoolMemory(2),
         0,

@@ -109,7 +109,7 @@ PREDICTION_ERRORS = gauge(
     "predicted",
     Label("of", (("ttft", "the first token"), ("tpot", "the mean time per token after it"))),
     Label("kind", (("mean", "below 0: it came earlier"), ("size", "the mean size, either way"))),
-    workers=MergeRule.MOST,  # one process knows it
+    workers=MergeRule.MOST,
     pools=MergeRule.MOST,
 )
 TIME_CORRECTIONS = gauge(
@@ -119,7 +119,7 @@ TIME_CORRECTIONS = gauge(
     "longer or shorter",
     NODE,
     Label("work", (("prefill", "computing prompts"), ("step", "steps that only decode"))),
-    workers=MergeRule.MOST,  # one process knows it
+    workers=MergeRule.MOST,
 )
 KEPT_FOR_PREFILL = gauge(
     "pdproxy_engines_kept_for_prefill",

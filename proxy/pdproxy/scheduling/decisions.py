@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 import msgspec
@@ -81,24 +81,16 @@ class Decisions:
 
     def kept(self, *others: Decisions) -> KeptDecisions:
         """Return the decisions of this pool and of other pools."""
-        all_of_them = [KeptDecisions(one.placement, 0.0, list(one.last)) for one in (self, *others)]
-        return together(all_of_them, self._now())
+        pools = (self, *others)
+        found = [one for pool in pools for one in pool.last]
+        if others:
+            found.sort(key=attrgetter("at"))
+        placement = next((one.placement for one in pools if one.placement is not None), None)
+        return KeptDecisions(placement, self._now(), found)
 
     def page(self) -> bytes:
         """Return them as `page_of` does."""
         return page_of(self.kept())
-
-
-def together(kept: Sequence[KeptDecisions], now: float, most: int | None = None) -> KeptDecisions:
-    """Return the decisions of several pools, or workers, by time; the newest `most` of them."""
-    found = [one for some in kept for one in some.decisions]
-    if len(kept) > 1:
-        found.sort(key=attrgetter("at"))
-    if most is not None:
-        found = found[-most:]
-    return KeptDecisions(
-        next((some.placement for some in kept if some.placement is not None), None), now, found
-    )
 
 
 def page_of(kept: KeptDecisions) -> bytes:

@@ -138,10 +138,9 @@ class Listen(Section, frozen=True):
     ] = 1
     """Processes that serve clients (--workers), 1 to 64: each uses one core at most. With several,
     one more process supervises them, starts one again that has ended, and holds the listening
-    sockets; and one more, the scheduler process, probes engines for all of them. Open requests,
-    places, keys' limits and metrics are those of all together; connections, and bytes of bodies and
-    answers, are divided, with space for one of the largest in each. Refused with several: placement
-    auto, KV events, turns, the notifier, and connectors whose engines register or send notices.
+    sockets; and one more, the scheduler process, chooses the engines of all requests, and probes
+    engines. Places, keys' limits and metrics are those of all together; connections, and bytes of
+    bodies and answers, are divided, with space for one of the largest in each.
     """
 
     keep_alive: Seconds = 75.0

@@ -15,7 +15,7 @@ from pdproxy.fleet.merged_entries import WorkerView, merged, merged_entry, merge
 from pdproxy.kit.text import truncate
 from pdproxy.observe import recent
 from pdproxy.observe.recent import RecentRequest
-from pdproxy.scheduling.decisions import KEPT, KeptDecisions, page_of, together
+from pdproxy.scheduling.decisions import KeptDecisions, page_of
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.changes import Change, ChangeOutcome, is_accepted
 from pdproxy.web.admin.errors import NotThereError, UnknownOutcomeError, error_of
@@ -150,10 +150,13 @@ class AdminApiOfAll(AdminApi):
     # -- requests
 
     async def decisions(self) -> bytes:
-        """See `AdminApi`. Those of a worker that does not answer are missing."""
-        answers = await self._siblings.ask_workers(DECISIONS)
-        kept = [self.service.decisions(), *map(_decisions, answers.of.values())]
-        return page_of(together(kept, self._now(), KEPT * len(self.service.pools)))
+        """See `AdminApi`. The scheduler process makes them all. While it does not answer, there are
+        none.
+        """
+        answers = await self._siblings.ask(DECISIONS)
+        number = self._siblings.scheduler
+        told = None if number is None else answers.of.get(number)
+        return page_of(self.service.decisions() if told is None else _decisions(told))
 
     async def requests(
         self, limit: int, request_id: str | None, outcome: str | None
