@@ -141,7 +141,10 @@ def main() -> int:
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     times = SupervisorTimes(
         ping=0.02,
-        silent=0.6,
+        # one of the two, so that it is seen which counts for whom
+        silent=30.0 if mode == "for_all" else 0.6,
+        ping_for_all=0.02,
+        silent_for_all=0.3,
         first=30.0,
         pauses=(0.0, 0.05, 0.1),
         longest_for_all=0.07,

@@ -19,6 +19,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.client import Answer, Client, exchange, request
 from tests.fakes.engine import serve
 from tests.fakes.process import PATIENCE, Served, served
+from tests.fakes.samples import read, total
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until
 
@@ -66,6 +67,23 @@ async def _load(proxy: Served) -> int:
     return int((await proxy.ask("GET", "/load")).json["server_load"])
 
 
+async def _leases(proxy: Served) -> tuple[float, float]:
+    """What the scheduler has leased, and what workers have of engines."""
+    page = (await proxy.ask("GET", "/metrics")).body.decode()
+    names = "pdproxy_scheduler_leases", "pdproxy_node_inflight"
+    leased, had = [total(read(page, name), name, {}) for name in names]
+    return leased, had
+
+
+async def _balanced(proxy: Served) -> None:
+    """Wait until the scheduler has leased what workers have."""
+    async with asyncio.timeout(PATIENCE):
+        while await proxy.metric("pdproxy_scheduler") != 1:
+            await asyncio.sleep(0.02)
+        while (found := await _leases(proxy))[0] != found[1]:
+            await asyncio.sleep(0.02)
+
+
 @pytest.mark.timeout(120 + 20 * KILLS)
 async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
     chance = random.Random(int(os.environ.get("PDPROXY_TEST_SEED", "7")))
@@ -86,6 +104,9 @@ async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
                 read = _killed(proxy, killed)
                 held = set(proxy.books.held())
                 await asyncio.sleep(chance.random() * 0.2)
+                # what the dead one had is leased no more, while the others' streams go on
+                await until(lambda: killed not in proxy.workers(), PATIENCE)  # noqa: B023
+                await _balanced(proxy)
                 go.set()
                 done = await asyncio.gather(*streams)
                 whole = [one for one in done if one is not None and one.status == 200 and one.ended]
@@ -103,7 +124,7 @@ async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
                 )
                 freed += len(held - await _freed(proxy, read))
                 async with asyncio.timeout(PATIENCE):
-                    while await _load(proxy) or await proxy.metric("pdproxy_node_inflight"):
+                    while await _load(proxy) or await _leases(proxy) != (0, 0):
                         await asyncio.sleep(0.02)
             assert broken > 0
             assert freed > 0
@@ -115,10 +136,13 @@ async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120 + 20 * KILLS)
 async def test_a_killed_scheduler_breaks_nothing(tmp_path: Path) -> None:
-    """Whatever streams are at: all are whole, none waits for its successor, and no KV is left."""
+    """Whatever streams are at: all are whole, and no KV is left. New ones get engines of its
+    successor; each third time, of the one behind that.
+    """
     chance = random.Random(int(os.environ.get("PDPROXY_TEST_SEED", "7")))
     with (tmp_path / "log").open("wb") as log:
         async with served(log, workers=2, facts={"lease": LEASE}, interval=0.2) as proxy:
+            kills = 0
             for number in range(KILLS):
                 go = asyncio.Event()
                 _scripted(proxy, go, chance)
@@ -127,18 +151,32 @@ async def test_a_killed_scheduler_breaks_nothing(tmp_path: Path) -> None:
                 killed = proxy.scheduler()
                 assert killed is not None
                 os.kill(killed, signal.SIGKILL)
+                kills += 1
+                streams += [asyncio.create_task(_stream(proxy.port)) for _ in range(STREAMS // 5)]
                 if number % 2:  # else all that goes on does so without one
                     await until(lambda: proxy.scheduler() not in (None, killed), PATIENCE)  # noqa: B023
+                if number % 3 == 1:  # before it chooses
+                    killed = proxy.scheduler()
+                    assert killed is not None
+                    os.kill(killed, signal.SIGKILL)
+                    kills += 1
+                if number % 2 == 0:
+                    await _balanced(proxy)
                 go.set()
                 done = [one for one in await asyncio.gather(*streams) if one is not None]
-                assert [one.status for one in done] == [200] * STREAMS
+                assert [one.status for one in done] == [200] * len(streams), [
+                    one.body for one in done if one.status != 200
+                ]
                 assert all(one.ended and one.body.endswith(answers.DONE) for one in done)
                 await until(lambda: not proxy.books.held(), PATIENCE)
                 assert await _load(proxy) == 0
                 async with asyncio.timeout(PATIENCE):
-                    while await proxy.metric("pdproxy_scheduler") != 1:
+                    while await proxy.metric("pdproxy_scheduler") != 1 or await _leases(proxy) != (
+                        0,
+                        0,
+                    ):
                         await asyncio.sleep(0.02)
-            assert await proxy.metric("pdproxy_scheduler_restarts_total") == KILLS
+            assert await proxy.metric("pdproxy_scheduler_restarts_total") == kills
             assert await proxy.metric("pdproxy_worker_restarts_total") == 0
             assert not proxy.books.unknown
             proxy.process.send_signal(signal.SIGTERM)

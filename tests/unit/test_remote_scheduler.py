@@ -175,6 +175,10 @@ async def test_what_legs_show_is_told(both) -> None:
     assert down == [(D, "excluded"), (P, "down")]
     assert not s.ledger.get(D2).serves("m")
     assert [one.partner for one in s.outliers.counted(3.0) if one.url == D2] == [P]
+    s.engines.remove(P)  # what is told of an engine that is gone is not kept for ever
+    w.scheduler.kv_took(P, D, 3.0, 0.5)
+    await settled()
+    assert [one.partner for one in s.outliers.counted(3.0) if one.url == D] == [""]
 
 
 async def test_an_engine_that_the_worker_does_not_know_yet_gets_nothing(both) -> None:

@@ -219,6 +219,27 @@ async def test_one_process_for_all_begins_first_and_ends_last(tmp_path: Path) ->
         assert process.lines[-3:] == ["died 2", "restarts for all 4", "restarts 0"]
 
 
+async def test_the_process_for_all_may_be_silent_for_a_shorter_time(tmp_path: Path) -> None:
+    """Not if the parent itself was stopped, and no worker is killed for it."""
+    async with toy("for_all", tmp_path) as process:
+        await process.until(lambda lines: len(process._ready(lines)) == 3)
+        stopped = process._ready(process.lines)[2]
+        process.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(0.6)
+        process.process.send_signal(signal.SIGCONT)
+        process.process.send_signal(signal.SIGHUP)
+        await process.until(lambda lines: "said 2 reloaded" in lines)
+        assert "died 2" not in process.lines
+        for pid in process._ready(process.lines).values():
+            os.kill(pid, signal.SIGSTOP)
+        await process.until(lambda lines: sum(line.startswith("ready 2") for line in lines) == 2)
+        _gone([stopped])
+        for number in range(2):
+            os.kill(process._ready(process.lines)[number], signal.SIGCONT)
+        assert await process.drained() == 0
+        assert process.lines[-2:] == ["restarts for all 1", "restarts 0"]
+
+
 async def test_workers_that_refuse_end_the_process_for_all(tmp_path: Path) -> None:
     """It serves already, but no worker does: the settings can't be used."""
     async with toy("workers_refuse", tmp_path) as process:

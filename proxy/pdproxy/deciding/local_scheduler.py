@@ -289,7 +289,8 @@ class LocalScheduler:
 
     def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
         """See `Scheduler`."""
-        self._outliers.loaded(prefill, decode, at, seconds)
+        if self._ledger.get(prefill) is not None and self._ledger.get(decode) is not None:
+            self._outliers.loaded(prefill, decode, at, seconds)
 
     def lost_model(self, url: str, model: str) -> None:
         """See `Scheduler`."""

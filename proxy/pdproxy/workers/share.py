@@ -25,7 +25,7 @@ from pdproxy.kit.leading import ALWAYS, NEVER, Lead
 from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import counter
+from pdproxy.observe.description import MergeRule, counter, gauge
 from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access import worker_quotas
 from pdproxy.serving.access.quotas import Quotas
@@ -60,6 +60,14 @@ UNSHARED = counter(
     "handles",
     "KV handles that had no space in the memory that outlives a worker: if it is killed, their "
     "KV is left to its own time",
+)
+
+LEASES = gauge(
+    "pdproxy_scheduler_leases",
+    "leases",
+    "What the scheduler process of several workers has leased to their requests: each engine that "
+    "one has is one lease",
+    workers=MergeRule.SUM,
 )
 
 
@@ -264,6 +272,8 @@ class WorkerShare:
         """See `Share`."""
         assert isinstance(admission, WorkerAdmission)
         metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
+        if self.lead.leads:
+            metrics.show(LEASES, lambda: [((), self._choosing.leases)])
         self._shown = ShownOfAll(
             admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
         )
