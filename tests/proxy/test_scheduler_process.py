@@ -8,10 +8,12 @@ import signal
 from pathlib import Path
 
 from tests.fakes import scripts
+from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.process import PATIENCE, Served, served
 from tests.fakes.samples import read, total
+from tests.fakes.served_workers import nodes, serving
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until
 
 LEASES = "pdproxy_scheduler_leases"
@@ -179,3 +181,29 @@ async def test_it_ends_behind_the_workers(tmp_path: Path) -> None:
             assert (await client.rest(head)).ended
             client.close()
             assert await proxy.process.wait() == 0
+
+
+async def test_a_successor_asks_no_engine_for_its_connector(tmp_path: Path) -> None:
+    """Requests wait for it: what the first processes have found it knows."""
+    books = Books()
+    engines = [FakeEngine(role, books) for role in ("prefill", "decode")]
+
+    def settings(port: int, admin: int) -> str:
+        return (
+            f"listen: {{port: {port}, workers: 2}}\nprobes: {{interval: 0.2}}\n"
+            f"pools:\n- connector: auto\n{nodes(engines)}"
+        )
+
+    async with serving(tmp_path, engines, settings) as run:
+        asked = len(engines[0].requests)
+        assert asked > 0
+        killed = run.proxy.scheduler()
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        await run.kill(run.proxy.workers()[0])
+        await _shows(run.proxy, 1, "pdproxy_scheduler")
+        for number in range(4):
+            assert (await run.proxy.ask("POST", COMPLETIONS, completion())).status == 200
+            assert len(engines[0].requests) == asked + number + 1
+    lines = (tmp_path / "log").read_text()
+    assert lines.count("the engines' connector is nixl") == 3

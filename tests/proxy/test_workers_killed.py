@@ -153,7 +153,8 @@ async def test_a_killed_scheduler_breaks_nothing(tmp_path: Path) -> None:
                 os.kill(killed, signal.SIGKILL)
                 kills += 1
                 streams += [asyncio.create_task(_stream(proxy.port)) for _ in range(STREAMS // 5)]
-                if number % 2:  # else all that goes on does so without one
+                # else all that goes on does so without one
+                if number % 2 or number % 3 == 1:
                     await until(lambda: proxy.scheduler() not in (None, killed), PATIENCE)  # noqa: B023
                 if number % 3 == 1:  # before it chooses
                     killed = proxy.scheduler()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -131,8 +132,18 @@ def with_connector(settings: Settings, name: str) -> Settings:
     Raises:
         SettingsError: they are wrong for it.
     """
-    pool = msgspec.structs.replace(settings.pool, connector=name)
-    return _checked(msgspec.structs.replace(settings, pools=(pool,)))
+    return with_connectors(settings, [name])
+
+
+def with_connectors(settings: Settings, names: Sequence[str]) -> Settings:
+    """Return the settings with a connector for each pool, in their order. Raises as
+    `with_connector`.
+    """
+    pools = tuple(
+        msgspec.structs.replace(pool, connector=name)
+        for pool, name in zip(settings.pools, names, strict=True)
+    )
+    return _checked(msgspec.structs.replace(settings, pools=pools))
 
 
 def needs_detection(settings: Settings) -> bool:

@@ -34,6 +34,7 @@ from pdproxy.workers.shown_of_all import add_up
 from pdproxy.workers.siblings import SCHEDULER
 from pdproxy.workers.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
 from pdproxy.workers.switchboard import Switchboard
+from pdproxy.workers.worker import CONNECTORS
 
 logger = logging.getLogger("pdproxy.workers")
 
@@ -135,6 +136,8 @@ class Parent(Watcher):
         """See `Watcher`."""
         if message.kind == ADOPTED:
             self._heirs.adopted(worker, message)
+        elif message.kind == CONNECTORS:
+            self._shared.connectors = message.body.decode().split("\n")
         elif not self._changes.received(worker, message):
             self._switchboard.received(worker, message)
 

@@ -82,6 +82,10 @@ class WorkersMemory:
         self.scheduler_serves = serves
         self.processes = processes
         self.scheduler = scheduler
+        self.connectors: list[str] = []
+        """Those of the pools, once a worker has found them by asking engines: its successors need
+        not ask again. Not shared: a process has a copy from its fork.
+        """
         self.starts = [0] * processes
         """How often each was started. Not shared: a process has a copy from its fork."""
         self.cache_secret = token_bytes(SECRET_BYTES)

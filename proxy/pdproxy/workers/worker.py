@@ -22,6 +22,7 @@ import uvloop
 from pdproxy.app import uncaught
 from pdproxy.app.admin import AdminSocket, serve_admin
 from pdproxy.app.compose import Proxy
+from pdproxy.app.detection import needs_detection, with_connectors
 from pdproxy.app.drain import longest_drain
 from pdproxy.app.first_probes import first_probes
 from pdproxy.app.reloading import SettingsSource
@@ -52,6 +53,10 @@ from pdproxy.workers.switchboard import REPORT
 
 logger = logging.getLogger("pdproxy.workers")
 
+CONNECTORS = "connectors"
+"""What a worker sends the parent that has asked engines for them: the connectors of all pools, one
+a line (`body`).
+"""
 WHILE_OTHERS_WAIT = 0.5
 """Seconds for which a scheduler process that was started again waits for what is known of engines.
 """
@@ -207,6 +212,8 @@ def run(
         # What is compared with the files later must have been divided as well.
         source = one_workers(source, settings.listen.workers)
     try:
+        if shared.connectors:
+            settings = with_connectors(settings, shared.connectors)
         return uvloop.run(
             _serve(
                 of_worker(settings, settings.listen.workers),
@@ -265,6 +272,9 @@ async def _serve(
         orders.ends_within = lambda: longest_drain(
             proxy.settings.deadlines, proxy.settings.listen.linger
         )
+        if needs_detection(settings):
+            found = "\n".join(pool.connector for pool in proxy.settings.pools)
+            orders.send(Message(CONNECTORS, body=found.encode()))
         follow_replicas(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log)
