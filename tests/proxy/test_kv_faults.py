@@ -78,6 +78,7 @@ async def several_asked(w: World, ask: str, count: int = 12) -> None:
     for _ in range(count):
         answer = await w.ask(path, body)
         assert (answer.status, answer.text) == (200, text)
+    await w.told()
 
 
 def faults(w: World) -> set[tuple[str, str]]:
@@ -217,6 +218,7 @@ async def test_a_prefill_engine_works_whose_kv_another_engine_loads_later() -> N
         for engine in w.decode:
             engine.default = script
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        await w.told()
         bad, _ = asked
         (used,) = [engine for engine in w.prefill if engine.requests]
         assert w.proxy.ledger.left_out(used.url, bad.url, []) == used.url, "to try the other one"
@@ -296,7 +298,7 @@ async def test_entries_show_faults() -> None:
             (p.url, "the KV of 3 prompts ")
         ]
         bad.default = loads_nothing()
-        await several_asked(w, "completion")
+        await several_asked(w, "completion", 36)
         entry = made.entry(bad.url)
         assert entry.health.state == "kv_failing"
         assert entry.health.reason is not None
@@ -311,15 +313,21 @@ async def test_workers_tell_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(2, 2, leaves=True, clock=clock) as w:
         bad = w.decode[1]
         for _ in range(3):
-            w.workers[1].service.resources.transfers.failed(w.prefill[0].url, bad.url)
-            w.workers[1].service.resources.transfers.failed(w.prefill[1].url, bad.url)
+            w.workers[1].service.resources.scheduler.kv_failed(
+                w.prefill[0].url, bad.url, clock.now()
+            )
+            w.workers[1].service.resources.scheduler.kv_failed(
+                w.prefill[1].url, bad.url, clock.now()
+            )
         await w.told()
         for _ in range(20):
             await asyncio.sleep(0)
         assert [set(one.ledger.transfers.faults) for one in w.workers] == [{("", bad.url)}] * 3
-        assert len(w.events(TransferFaultSeen)) == 3
+        assert len(w.events(TransferFaultSeen)) == 1
         assert w.metric("pdproxy_kv_faults_found_total", kind="decode") == 1
-        w.workers[2].service.resources.transfers.loaded(w.prefill[0].url, bad.url, clock.now() + 1)
+        w.workers[2].service.resources.scheduler.kv_loaded(
+            w.prefill[0].url, bad.url, clock.now() + 1
+        )
         await w.told()
         for _ in range(20):
             await asyncio.sleep(0)

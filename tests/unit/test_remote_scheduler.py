@@ -10,6 +10,7 @@ import pytest
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError, RefusalReason, TooLateError
 from pdproxy.observe.events import NodeChanged, Observers
@@ -19,6 +20,7 @@ from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.scheduler import ANY, Constraints
+from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.workers import links, scheduler_clients, scheduler_link
@@ -54,7 +56,14 @@ class Deciding:
         self.buffers = ReceiveBuffers(self.engines, 16, clock, observers, Deadlines())
         self.outliers = Outliers(OutlierSettings())
         self.scheduler = LocalScheduler(
-            self.ledger, self.outliers, self.buffers, observers, clock.now, None, None
+            self.ledger,
+            self.outliers,
+            self.buffers,
+            Transfers(self.ledger, observers, clock.now),
+            observers,
+            clock.now,
+            None,
+            None,
         )
         self._restarted = restarted
         self.clients: list[SchedulerClient] = []
@@ -66,9 +75,14 @@ class Deciding:
         pool = PoolChoices(self.scheduler, self.ledger, self.buffers, lambda: None, lambda: 2.0)
         said = (lambda _: None) if self._restarted else SchedulerClient.welcome
         client = SchedulerClient(mine, [pool], self.lost.append, said)
+        self.ledger.transfers.changed = self._transfers_changed
         self.clients.append(client)
         link.connect(its)
         return client
+
+    def _transfers_changed(self) -> None:
+        for client in self.clients:
+            client.know_transfers(0)
 
     def loads(self) -> dict[str, int]:
         """The open leases of each engine that has any."""
@@ -436,3 +450,43 @@ async def test_a_lease_is_none_of_two_requests(both) -> None:
             assert one.number not in seen
             seen.add(one.number)
         w.scheduler.close(chosen.leases[0], Verdict.GOOD, 3.0)
+
+
+# -- KV that does not move
+
+
+async def test_whose_fault_it_is_is_found_once_and_known_to_all(both) -> None:
+    """A worker tells what its legs show. Which engine is left out it reads from its view, which it
+    also has after a new start.
+    """
+    s, w = both
+    for _ in range(2):
+        w.scheduler.kv_failed(P, D, 3.0)
+    await settled()
+    assert w.ledger.transfers.known() == s.ledger.transfers.known() != KnownTransfers()
+    assert w.scheduler.left_out(P, D, []) == s.scheduler.left_out(P, D, [])
+    w.scheduler.kv_failed(P, D, 3.0)
+    w.scheduler.kv_loaded(P, D2, 4.0)
+    await settled()
+    (fault,) = s.ledger.transfers.faults.values()
+    assert w.ledger.transfers.faults == {fault.key: fault}
+    other = Worker()
+    s.connect(other.link)
+    await settled()
+    assert other.ledger.transfers.faults == {fault.key: fault}
+    other.link.close()
+    # where a prompt tries, only the scheduler process knows: a failure counts once more
+    s.ledger.transfers.try_due(fault.until)
+    s.ledger.transfers.taken(P, D, fault.until)
+    w.scheduler.kv_failed(P, D, fault.until + 1)
+    await settled()
+    assert next(iter(w.ledger.transfers.faults.values())).times == 2
+    w.scheduler.kv_loaded(P, D, fault.until + 100)
+    w.scheduler.kv_not_made(P, 5.0)
+    await settled()
+    assert not s.ledger.transfers.faults
+    assert not w.ledger.transfers.faults
+    assert w.ledger.transfers.suspects
+    Deciding().connect(w.link)
+    await settled()
+    assert not w.ledger.transfers.suspects, "a new scheduler process knows of no failures"

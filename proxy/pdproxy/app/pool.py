@@ -24,7 +24,7 @@ from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
 from pdproxy.app.sockets import BoundHere
 from pdproxy.app.tokens import Tokens, build_tokens
-from pdproxy.app.transfer import build_buffers, build_transfer, build_transfers, build_turns
+from pdproxy.app.transfer import build_buffers, build_transfer, build_turns
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.bootstrap import Bootstraps
@@ -33,6 +33,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, show_engines
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.transfers import Transfers
 from pdproxy.fleet.works import Works
 from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShares
 from pdproxy.scheduling.decisions import Decisions
@@ -166,8 +167,6 @@ class PoolParts:
         turns = build_turns(
             settings, transfer.contract, ledger, engines, clock, observers, own, transfer.hosts
         )
-        transfers = build_transfers(pool.name, ledger, process)
-        custodian.when_unread = transfers.failed
         notices = build_notices(settings, transfer, custodian, turns, process, sockets)
         registrations = build_registrations(
             settings, engines, ledger, process, sockets, transfer.hosts
@@ -224,10 +223,16 @@ class PoolParts:
         )
         comebacks = Comebacks(ledger, clock, observers, limits)
         is_alive = partial(admin.answers, path="/health")
-        local = LocalScheduler(ledger, outliers, buffers, observers, now, decisions, knowledge)
+        transfers = Transfers(ledger, observers, now)
+        if own is None or own.chooses:
+            transfers.start()
+        local = LocalScheduler(
+            ledger, outliers, buffers, transfers, observers, now, decisions, knowledge
+        )
         scheduler: Scheduler = local
         if own is not None:
             scheduler = own.scheduler(local, ledger, buffers, engines, observers)
+        custodian.when_unread = lambda prefill, decode: scheduler.kv_failed(prefill, decode, now())
         lost = EnginesLost(
             scheduler, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits
         )
@@ -252,7 +257,6 @@ class PoolParts:
             retries=process.retries,
             comebacks=comebacks,
             lost=lost,
-            transfers=transfers,
             down_watch=DownWatch(engines, clock, lambda: deadlines.between_tokens),
             works=works.on_all,
             is_push_lost=late_pushes.is_lost,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from functools import partial
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pdproxy.app.share import PoolShare
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
-from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -28,9 +25,6 @@ from pdproxy.settings.schema import Settings
 from pdproxy.settings.transfer import receiver_host
 from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.transfer.registry import entry_of
-
-if TYPE_CHECKING:
-    from pdproxy.app.process import Process
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -64,22 +58,6 @@ def build_buffers(
     """Return what counts the space in decode engines' receive buffers."""
     unit = settings.pool.lmcache.chunk_size
     return ReceiveBuffers(engines, unit, clock, observers, settings.deadlines)
-
-
-def build_transfers(pool: str, ledger: Ledger, process: Process) -> Transfers:
-    """Return what is known of KV that does not move in the pool of this name. Workers tell each
-    other.
-    """
-    share, topic = process.share.several, f"transfers {pool}"
-    if share is None:
-        made = Transfers(ledger, process.observers, process.now)
-    else:
-        made = Transfers(
-            ledger, process.observers, process.now, partial(share.siblings.tell, topic)
-        )
-        share.siblings.hears[topic] = made.received
-    process.observers.add(made)
-    return made
 
 
 def build_turns(

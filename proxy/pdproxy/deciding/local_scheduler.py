@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.errors import TooLateError
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Decided, NodeChanged, Observers
@@ -58,6 +59,7 @@ class LocalScheduler:
         ledger: Ledger,
         outliers: Outliers,
         buffers: ReceiveBuffers,
+        transfers: Transfers,
         observers: Observers,
         now: Callable[[], float],
         decisions: Decisions | None,
@@ -66,6 +68,7 @@ class LocalScheduler:
         self._ledger = ledger
         self._outliers = outliers
         self._buffers = buffers
+        self._transfers = transfers
         self._observers = observers
         self._now = now
         self._decisions = decisions
@@ -291,6 +294,22 @@ class LocalScheduler:
         """See `Scheduler`."""
         if self._ledger.get(prefill) is not None and self._ledger.get(decode) is not None:
             self._outliers.loaded(prefill, decode, at, seconds)
+
+    def kv_failed(self, prefill: str, decode: str, at: float, *, first: bool = True) -> None:
+        """See `Scheduler`."""
+        self._transfers.failed(prefill, decode, at, first=first)
+
+    def kv_not_made(self, prefill: str, at: float) -> None:
+        """See `Scheduler`."""
+        self._transfers.not_made(prefill, at)
+
+    def kv_loaded(self, prefill: str, decode: str, since: float) -> None:
+        """See `Scheduler`."""
+        self._transfers.loaded(prefill, decode, since)
+
+    def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
+        """See `Scheduler`."""
+        return self._ledger.left_out(prefill, decode, failed)
 
     def lost_model(self, url: str, model: str) -> None:
         """See `Scheduler`."""

@@ -321,8 +321,7 @@ class TransferFaultSeen(msgspec.Struct, frozen=True):
     """KV does not move to or from an engine, or between two, or moves again (`over`). `kind`:
     prefill, decode or link.
 
-    `prefill`, `decode`: URLs, None for whichever engine. `elsewhere`: another worker has found it,
-    and logs it.
+    `prefill`, `decode`: URLs, None for whichever engine.
     """
 
     kind: str
@@ -330,7 +329,6 @@ class TransferFaultSeen(msgspec.Struct, frozen=True):
     decode: str | None
     reason: str
     over: bool
-    elsewhere: bool = False
 
 
 class KvShortfall(msgspec.Struct, frozen=True):

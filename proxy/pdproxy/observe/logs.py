@@ -153,8 +153,6 @@ class LogObserver:
                     words,
                     fields,
                 )
-            case TransferFaultSeen(elsewhere=True):
-                pass
             case TransferFaultSeen(over=over):
                 named = {"prefill": event.prefill, "decode": event.decode, "reason": event.reason}
                 fields = {name: value for name, value in named.items() if value is not None}

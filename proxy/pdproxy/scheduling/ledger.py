@@ -33,7 +33,7 @@ from pdproxy.scheduling.policies import Policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
 from pdproxy.scheduling.releasing import ReleaserChoice
 from pdproxy.scheduling.runs import RunNumbers
-from pdproxy.scheduling.transfer_faults import TransferFault, TransferFaults
+from pdproxy.scheduling.transfer_faults import KnownTransfers, TransferFault, TransferFaults
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
@@ -348,13 +348,10 @@ class Ledger(EngineStates):
             else None
         )
 
-    def follow_transfers(self, fault: TransferFault, *, over: bool) -> bool:
-        """Note what another worker has found. Return whether it is new here."""
-        if any(url not in self._engines for url in fault.key if url):
-            return False
-        new = self.transfers.follow(fault, over=over)
+    def follow_transfers(self, known: KnownTransfers) -> None:
+        """Note what the process that chooses engines knows."""
+        self.transfers.follow(known)
         self._changed()
-        return new
 
     def _noted(self, fault: TransferFault | None) -> TransferFault | None:
         if fault is not None:

@@ -102,6 +102,24 @@ class Scheduler(Protocol):
     def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
         """Note how long a stream waited for its KV, once both engines had what they need."""
 
+    def kv_failed(self, prefill: str, decode: str, at: float, *, first: bool = True) -> None:
+        """Count a prompt whose KV did not get from one engine to the other. `at`: when the transfer
+        failed.
+
+        `first`: whether it is the first such failure of its request.
+        """
+
+    def kv_not_made(self, prefill: str, at: float) -> None:
+        """Count a prompt for which a prefill engine gave no KV that can be used, and no error."""
+
+    def kv_loaded(self, prefill: str, decode: str, since: float) -> None:
+        """Count a prompt whose KV was loaded. `since`: when it was sent."""
+
+    def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
+        """Return which of two engines is left out of a prompt's next attempt: see
+        `TransferFaults.left_out`.
+        """
+
     def cached(self, lease: Lease, reported: int, prompt: int) -> None:
         """Note how many tokens an engine says that it has found in its cache, before its lease is
         closed. `prompt`: the prompt's tokens.

@@ -20,8 +20,8 @@ nothing is counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -38,6 +38,10 @@ another one.
 RECOMPUTES = 0.75
 """Of the prompt tokens that a decode engine should have got as KV: if it computes so many, it is at
 fault. A prefill engine that is at fault, of two, has every decode engine compute half.
+"""
+MOST_TOLD = 256
+"""Rows of each kind that other processes are told, the newest ones: of further links they only
+choose worse which engine is left out.
 """
 TWICE = 2
 """Looks at an engine's counters in a row that must show this: one may be a single prompt whose KV
@@ -91,8 +95,7 @@ class TransferFault(msgspec.Struct):
         return f"{self.why}: {what} until one has its KV, {after}"
 
 
-@dataclass(slots=True)
-class _Streak:
+class Streak(msgspec.Struct, array_like=True):
     """Failures in a row of an engine or a link. `began`: when the first one was; `several`: with
     more than one `partner`.
 
@@ -105,9 +108,21 @@ class _Streak:
     several: bool = False
 
     def add(self, partner: str, first: bool) -> None:
+        """Add a failure with this partner."""
         self.failed += first
         self.partner = self.partner or partner
         self.several = self.several or partner != self.partner
+
+
+class KnownTransfers(msgspec.Struct, array_like=True, frozen=True):
+    """What another process is told of transfers: the faults, and the streaks of prefill engines, of
+    decode engines and of links, by their URLs.
+    """
+
+    faults: list[TransferFault] = []
+    prefills: dict[str, Streak] = {}
+    decodes: dict[str, Streak] = {}
+    links: list[tuple[str, str, Streak]] = []
 
 
 class TransferFaults:
@@ -125,9 +140,11 @@ class TransferFaults:
         """Whether anything has failed since all was well: only then `loaded` has to be called. Read
         only.
         """
-        self._prefills: dict[str, _Streak] = {}
-        self._decodes: dict[str, _Streak] = {}
-        self._links: dict[tuple[str, str], _Streak] = {}
+        self.changed: Callable[[], None] = lambda: None
+        """Called when something has changed, for the views of other processes."""
+        self._prefills: dict[str, Streak] = {}
+        self._decodes: dict[str, Streak] = {}
+        self._links: dict[tuple[str, str], Streak] = {}
         self._computed: dict[str, int] = {}
         """Looks in a row by which a decode engine computed most of what it should have got."""
         self._past: dict[tuple[str, str], tuple[int, float]] = {}
@@ -165,11 +182,12 @@ class TransferFaults:
             )
             return None if failing is None else self._found(failing.key, failing.why, now)
         self.suspects = True
-        of_decode = self._decodes.setdefault(decode, _Streak(now, prefill))
-        of_prefill = self._prefills.setdefault(prefill, _Streak(now, decode))
+        self.changed()
+        of_decode = self._decodes.setdefault(decode, Streak(now, prefill))
+        of_prefill = self._prefills.setdefault(prefill, Streak(now, decode))
         if (prefill, decode) not in self._links and len(self._links) >= MAX_LINKS:
             del self._links[next(iter(self._links))]
-        of_link = self._links.setdefault((prefill, decode), _Streak(now, decode))
+        of_link = self._links.setdefault((prefill, decode), Streak(now, decode))
         of_decode.add(prefill, first)
         of_prefill.add(decode, first)
         of_link.add(decode, first)
@@ -241,7 +259,8 @@ class TransferFaults:
         if (known := self.faults.get((prefill, ""))) is not None:
             return self._found(known.key, known.why, now) if known.tried else None
         self.suspects = True
-        streak = self._prefills.setdefault(prefill, _Streak(now, ""))
+        self.changed()
+        streak = self._prefills.setdefault(prefill, Streak(now, ""))
         streak.failed += 1
         if streak.failed < self._failures:
             return None
@@ -252,11 +271,14 @@ class TransferFaults:
         """Count a prompt whose KV was loaded. `since`: when it was sent. Return the faults that are
         over.
         """
+        is_news = False
         for streaks, name in ((self._prefills, prefill), (self._decodes, decode)):
             if (streak := streaks.get(name)) is not None and since >= streak.began:
                 del streaks[name]
+                is_news = True
         if (streak := self._links.get((prefill, decode))) is not None and since >= streak.began:
             del self._links[prefill, decode]
+            is_news = True
         over = [
             fault
             for key in _keys(prefill, decode)
@@ -266,7 +288,8 @@ class TransferFaults:
         ]
         for fault in over:
             self._over(fault, since)
-        self._look()
+        if is_news or over:
+            self._look()
         return over
 
     def counted(self, decode: str, moved: int, computed: int, now: float) -> TransferFault | None:
@@ -308,7 +331,8 @@ class TransferFaults:
         found = [fault for fault in self.faults.values() if not fault.trying and now >= fault.until]
         for fault in found:
             fault.trying = True
-        self._look()
+        if found:
+            self._look()
         return bool(found)
 
     def taken(self, prefill: str, decode: str, now: float) -> bool:
@@ -341,14 +365,26 @@ class TransferFaults:
 
     # -- what others know
 
-    def follow(self, fault: TransferFault, *, over: bool) -> bool:
-        """Take over what another worker has found. Return whether it is new here."""
-        known = self.faults.pop(fault.key, None)
-        if not over:
-            self.faults[fault.key] = fault
-            self._forget_streaks(fault)
+    def known(self) -> KnownTransfers:
+        """Return what another process is told."""
+        newest_links = islice(reversed(self._links.items()), MOST_TOLD)
+        return KnownTransfers(
+            list(islice(reversed(self.faults.values()), MOST_TOLD)),
+            _newest(self._prefills),
+            _newest(self._decodes),
+            [(*link, streak) for link, streak in newest_links],
+        )
+
+    def told(self) -> None:
+        """Note that another process is told of a failure: it has not answered yet."""
+        self.suspects = True
+
+    def follow(self, known: KnownTransfers) -> None:
+        """Know what another process knows, and nothing else."""
+        self.faults = {fault.key: fault for fault in known.faults}
+        self._prefills, self._decodes = known.prefills, known.decodes
+        self._links = {(prefill, decode): streak for prefill, decode, streak in known.links}
         self._look()
-        return (known is None) is not over
 
     def forget(self, url: str) -> list[TransferFault]:
         """Forget an engine: it was removed, or started again. Return the faults that are over."""
@@ -421,13 +457,18 @@ class TransferFaults:
             (fault.until for fault in self.faults.values() if not fault.trying), default=math.inf
         )
         self.suspects = bool(self.faults or self._links or self._prefills or self._decodes)
+        self.changed()
 
 
-def _failed(streak: _Streak | None) -> int:
+def _newest(rows: dict[str, Streak]) -> dict[str, Streak]:
+    return dict(islice(reversed(rows.items()), MOST_TOLD))
+
+
+def _failed(streak: Streak | None) -> int:
     return 0 if streak is None else streak.failed
 
 
-def _has_several(streak: _Streak | None, more: Sequence[str]) -> bool:
+def _has_several(streak: Streak | None, more: Sequence[str]) -> bool:
     """Return whether failures in a row are with several partners. `more`: those of failures that
     are not counted yet.
     """

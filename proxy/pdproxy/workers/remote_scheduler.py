@@ -25,6 +25,9 @@ from pdproxy.workers.scheduler_messages import (
     Closed,
     Failed,
     FoundGone,
+    KvFailed,
+    KvLoaded,
+    KvNotMade,
     KvTook,
     LostModel,
     RefusesMore,
@@ -62,6 +65,7 @@ class RemoteScheduler:
         self._observers = observers
         self._now = now
         self.fits = fits
+        link.know_transfers[pool] = view.follow_transfers
 
     def __repr__(self) -> str:
         return f"<RemoteScheduler of pool {self._pool}, {self._link!r}>"
@@ -185,6 +189,25 @@ class RemoteScheduler:
     def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
         """See `Scheduler`."""
         self._link.tell(KvTook(self._pool, prefill, decode, at, seconds))
+
+    def kv_failed(self, prefill: str, decode: str, at: float, *, first: bool = True) -> None:
+        """See `Scheduler`."""
+        self._link.tell(KvFailed(self._pool, prefill, decode, at, first))
+        self._view.transfers.told()
+
+    def kv_not_made(self, prefill: str, at: float) -> None:
+        """See `Scheduler`."""
+        self._link.tell(KvNotMade(self._pool, prefill, at))
+        self._view.transfers.told()
+
+    def kv_loaded(self, prefill: str, decode: str, since: float) -> None:
+        """See `Scheduler`."""
+        if self._view.transfers.suspects:
+            self._link.tell(KvLoaded(self._pool, prefill, decode, since))
+
+    def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
+        """See `Scheduler`."""
+        return self._view.left_out(prefill, decode, failed)
 
     def refuses_reports(self, url: str) -> None:
         """See `Scheduler`."""

@@ -40,12 +40,16 @@ from pdproxy.workers.scheduler_messages import (
     FromWorker,
     Held,
     Holds,
+    KvFailed,
+    KvLoaded,
+    KvNotMade,
     KvTook,
     Leased,
     LostModel,
     RefusesMore,
     RefusesReports,
     SpaceFree,
+    TransfersKnown,
     Unwanted,
     Welcome,
     decode_of_worker,
@@ -97,6 +101,8 @@ class SchedulerClient:
         self._held_back: list[FromWorker] = []
         """Items that came behind `AT_ONCE` others."""
         self._answers: list[FromScheduler] = []
+        self._transfers: set[int] = set()
+        """Pools of whose transfers the worker is told at the end of this turn."""
         self._is_over = False
         self.has_said = False
         """Whether it has said what it has."""
@@ -106,6 +112,9 @@ class SchedulerClient:
             Closed: self._closed,
             Failed: self._failed,
             KvTook: self._kv_took,
+            KvFailed: self._kv_failed,
+            KvNotMade: self._kv_not_made,
+            KvLoaded: self._kv_loaded,
             RefusesReports: self._refuses_reports,
             LostModel: self._lost_model,
             FoundGone: self._found_gone,
@@ -113,6 +122,8 @@ class SchedulerClient:
             SpaceFree: self._space_free,
             Holds: self._holds,
         }
+        for pool in range(len(pools)):
+            self.know_transfers(pool)
         self._loop.add_reader(self._link.fileno(), self._read)
 
     def __repr__(self) -> str:
@@ -180,10 +191,21 @@ class SchedulerClient:
             self._loop.call_soon(self._flush)
         self._answers.append(answer)
 
+    def know_transfers(self, pool: int) -> None:
+        """Tell the worker what is known of a pool's transfers, which has changed: once per turn."""
+        if not self._transfers:
+            self._loop.call_soon(self._flush)
+        self._transfers.add(pool)
+
     def _flush(self) -> None:
-        if self._is_over or not self._answers:
+        if self._is_over or not (self._answers or self._transfers):
             return
         answers, self._answers = self._answers, []
+        if self._transfers:
+            for pool in self._transfers:
+                known = self._pools[pool].ledger.transfers.known()
+                answers.append(TransfersKnown(pool, known))
+            self._transfers.clear()
         try:
             self._link.send(Message(ITEMS, body=encode_items(answers)))
             if self._link.unsent > MAX_UNSENT:
@@ -362,6 +384,16 @@ class SchedulerClient:
     def _kv_took(self, item: KvTook) -> None:
         scheduler = self._pool(item.pool).scheduler
         scheduler.kv_took(item.prefill, item.decode, item.at, item.seconds)
+
+    def _kv_failed(self, item: KvFailed) -> None:
+        scheduler = self._pool(item.pool).scheduler
+        scheduler.kv_failed(item.prefill, item.decode, item.at, first=item.first)
+
+    def _kv_not_made(self, item: KvNotMade) -> None:
+        self._pool(item.pool).scheduler.kv_not_made(item.prefill, item.at)
+
+    def _kv_loaded(self, item: KvLoaded) -> None:
+        self._pool(item.pool).scheduler.kv_loaded(item.prefill, item.decode, item.since)
 
     def _refuses_reports(self, item: RefusesReports) -> None:
         self._pool(item.pool).scheduler.refuses_reports(item.url)

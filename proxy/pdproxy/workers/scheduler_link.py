@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 
 import msgspec
 
 from pdproxy.kit.errors import OverloadedError, RefusalReason
 from pdproxy.scheduling.leases import Lease
+from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.workers.links import Link, LinkError, Message
 from pdproxy.workers.scheduler_messages import (
     Choice,
@@ -26,6 +28,7 @@ from pdproxy.workers.scheduler_messages import (
     Held,
     Holds,
     Refused,
+    TransfersKnown,
     Unwanted,
     Welcome,
     decode_of_scheduler,
@@ -82,6 +85,8 @@ class SchedulerLink:
         self._open: dict[int, _Question] = {}
         self.leases: dict[int, HeldLease] = {}
         """The leases of this worker, by their numbers."""
+        self.know_transfers: dict[int, Callable[[KnownTransfers], None]] = {}
+        """What takes what is known of transfers, by the numbers of the pools."""
         self._patience: asyncio.TimerHandle | None = None
         self._since = 0.0
         """When this began, in the event loop's seconds."""
@@ -267,6 +272,9 @@ class SchedulerLink:
     def _received(self, item: FromScheduler) -> None:
         if isinstance(item, Welcome):
             self._welcome()
+            return
+        if isinstance(item, TransfersKnown):
+            self.know_transfers[item.pool](item.known)
             return
         question = self._open.pop(item.number, None)
         if question is None or question.answer.done():

@@ -38,7 +38,14 @@ class SchedulerLinks:
 
     def add(self, pool: PoolChoices) -> None:
         """Choose for a pool, the next one in their order."""
+        number = len(self._pools)
         self._pools.append(pool)
+
+        def changed() -> None:
+            for client in self._clients:
+                client.know_transfers(number)
+
+        pool.ledger.transfers.changed = changed
 
     def connect(self, end: socket.socket) -> None:
         """Use a socket to the other process, which has just begun, or this one has."""

@@ -17,6 +17,7 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.keys import PromptKeys
 from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.scheduler import Constraints
+from pdproxy.scheduling.transfer_faults import KnownTransfers
 
 VERDICTS = (*Verdict,)
 """A verdict is sent as its number here."""
@@ -107,6 +108,33 @@ class KvTook(msgspec.Struct, array_like=True, tag=7):
     seconds: float
 
 
+class KvFailed(msgspec.Struct, array_like=True, tag=14):
+    """`Scheduler.kv_failed`."""
+
+    pool: int
+    prefill: str
+    decode: str
+    at: float
+    first: bool
+
+
+class KvNotMade(msgspec.Struct, array_like=True, tag=15):
+    """`Scheduler.kv_not_made`."""
+
+    pool: int
+    prefill: str
+    at: float
+
+
+class KvLoaded(msgspec.Struct, array_like=True, tag=16):
+    """`Scheduler.kv_loaded`."""
+
+    pool: int
+    prefill: str
+    decode: str
+    since: float
+
+
 class RefusesReports(msgspec.Struct, array_like=True, tag=8):
     """`Scheduler.refuses_reports`."""
 
@@ -173,6 +201,9 @@ FromWorker = (
     | Closed
     | Failed
     | KvTook
+    | KvFailed
+    | KvNotMade
+    | KvLoaded
     | RefusesReports
     | LostModel
     | FoundGone
@@ -226,7 +257,14 @@ class Welcome(msgspec.Struct, array_like=True, tag=2):
     """The scheduler process knows the engines, and what workers have: from now on it chooses."""
 
 
-FromScheduler = Chosen | Refused | Welcome
+class TransfersKnown(msgspec.Struct, array_like=True, tag=3):
+    """What is known of KV that does not move: all of it."""
+
+    pool: int
+    known: KnownTransfers
+
+
+FromScheduler = Chosen | Refused | Welcome | TransfersKnown
 
 _KINDS: tuple[type[OverloadedError], ...] = (OverloadedError, TooLateError, LimitError)
 

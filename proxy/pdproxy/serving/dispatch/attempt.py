@@ -163,7 +163,9 @@ class Attempt:
         prefill_url, timeout = self.prefill_url or "", resources.deadlines.kv_ready
         if await resources.transfer.ready.wait(self._expected, timeout, prefill_url):
             return None
-        resources.transfers.failed(prefill_url, self.answering_url, first=request.kv_failed())
+        resources.scheduler.kv_failed(
+            prefill_url, self.answering_url, resources.now(), first=request.kv_failed()
+        )
         if not resources.transfer.recomputes:
             message = f"{prefill_url} did not report in {timeout:g} s that the KV is ready"
             return Failed(EngineTimeoutError(message, wait=Wait.KV_READY))

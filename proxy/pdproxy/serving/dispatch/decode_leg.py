@@ -695,13 +695,13 @@ class DecodeLeg:
         first = request.kv_failed() and not is_counted
         doubtful = request.in_doubt()
         doubtful.transfer_failed(FailedTransfer(prefill, self._url, resources.now(), first))
-        return resources.transfers.left_out(prefill, self._url, doubtful.transfers)
+        return resources.scheduler.left_out(prefill, self._url, doubtful.transfers)
 
     def _kv_loaded(self) -> None:
-        """Count a prompt whose KV was loaded, where that may be news."""
-        custody, transfers = self._custody, self._resources.transfers
-        if custody is not None and custody.how is End.LOADED and transfers.known.suspects:
-            transfers.loaded(custody.prefill, self._url, self.since)
+        """Count a prompt whose KV was loaded."""
+        custody = self._custody
+        if custody is not None and custody.how is End.LOADED:
+            self._resources.scheduler.kv_loaded(custody.prefill, self._url, self.since)
 
     def _compare(self) -> None:
         """Compare the prompt lengths that both engines reported; of one alone, what was expected of

@@ -405,7 +405,7 @@ class PrefillLeg:
                 handle = why
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
             if request.kv_failed():
-                self._resources.transfers.not_made(url)
+                self._resources.scheduler.kv_not_made(url, self._resources.now())
             return self._failed(
                 EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE
             )

@@ -13,7 +13,6 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
-from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, RefusalReason, Wait
 from pdproxy.kit.ids import mint
@@ -89,7 +88,6 @@ class ExchangeResources:
     retries: RetryBudget
     comebacks: Comebacks
     lost: EnginesLost
-    transfers: Transfers
     down_watch: DownWatch
     works: Callable[[str, str], Awaitable[bool]]
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second
@@ -188,7 +186,7 @@ class ExchangeResources:
         """Count failures of legs that are over: only now it is known that they are the engines'."""
         now = self.now()
         for one in transfers:
-            self.transfers.failed(one.prefill, one.decode, first=one.first, at=one.at)
+            self.scheduler.kv_failed(one.prefill, one.decode, one.at, first=one.first)
         for lease in failed:
             self.scheduler.failed(lease, now)
 
