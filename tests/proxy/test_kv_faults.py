@@ -298,7 +298,8 @@ async def test_entries_show_faults() -> None:
             (p.url, "the KV of 3 prompts ")
         ]
         bad.default = loads_nothing()
-        await several_asked(w, "completion", 36)
+        for _ in range(12):  # two at once: else turns may never bring the two engines together
+            await asyncio.gather(*[several_asked(w, "completion", 1) for _ in range(2)])
         entry = made.entry(bad.url)
         assert entry.health.state == "kv_failing"
         assert entry.health.reason is not None
