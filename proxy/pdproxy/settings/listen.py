@@ -130,8 +130,7 @@ class Listen(Section, frozen=True):
     workers: Annotated[
         Workers,
         Option(
-            "processes that serve clients, each on one core at most; some settings work with one "
-            "only",
+            "processes that serve clients, each on one core at most",
             "N",
             "--workers",
         ),
