@@ -12,7 +12,6 @@ from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
 from pdproxy.app.share import ALONE
 from pdproxy.app.sockets import BoundHere, kv_events_places, listener_at, places
 from pdproxy.fleet.kv_sources import PublisherAddress, resolve
-from pdproxy.fleet.worker_kv_sources import WorkerKvEventSources
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
@@ -26,13 +25,10 @@ from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.kv_events import EventPublisher
-from pdproxy.workers.links import Message
 from pdproxy.workers.share import WorkersMemory
-from pdproxy.workers.switchboard import TELL
 from tests.fakes.kv_index import PlainIndex
 from tests.fakes.ports import free_port
 from tests.fakes.registry import registry
-from tests.fakes.world import until
 from tests.unit.test_settings_transfer import checked, wrong
 
 URL = "http://a:1"
@@ -197,53 +193,43 @@ def test_workers_share_a_port_per_rank_where_events_are_read(
     assert len({place.key for place in found}) == len(ports)
 
 
-async def test_workers_take_connections_of_one_socket_per_rank() -> None:
-    """Each binds once it knows what comes, and again after it stood still, with what its parent has
-    bound.
-    """
+async def test_the_scheduler_process_takes_the_connections() -> None:
+    """From the sockets that its parent has bound, one per rank. Workers read no events."""
     own = KvEvents(enabled=True, host="127.0.0.1", port=free_port())
     made = settings(own, ranks=2)
     engines, _ = registry()
-    shared = WorkersMemory(2, 0, serves=True)
+    shared = WorkersMemory(2, 1)
     for place in kv_events_places(made):
         shared.pools[0].listeners[place.key] = listener_at(place)
-    workers = [shared.of(number, lambda message: sent.append(message)) for number in range(2)]
-    sent: list[Message] = []
-    tasks = TaskOwner("test")
     found = []
     try:
-        for share in workers:
+        for number in range(2):
+            share = shared.of(number, lambda _: None)
             process: Any = SimpleNamespace(
-                share=share, observers=Observers([]), metrics=Metrics(), clock=Clock(), tasks=tasks
+                share=share,
+                observers=Observers([]),
+                metrics=Metrics(),
+                clock=Clock(),
+                tasks=TaskOwner("test"),
             )
-            admin = EngineAdmin(deadlines=Deadlines(probe=1))
             reading = build_kv_events(
                 made,
                 PlainIndex(),
                 lambda _: EngineKvEvents(),
                 engines,
-                admin,
+                EngineAdmin(deadlines=Deadlines(probe=1)),
                 process,
                 share.pool(0).sockets,
             )
-            assert reading is not None
-            assert isinstance(reading.sources, WorkerKvEventSources)
-            found.append(reading)
-            reading.start()
-        await until(
-            lambda: all(socket.address for one in found for socket in one.sources.bound.values())
-        )
-        addresses = [[socket.address for socket in one.sources.bound.values()] for one in found]
-        assert addresses == [[f"tcp://127.0.0.1:{own.port + at}" for at in range(2)]] * 2
-        await until(lambda: len(sent) >= 4)
-        assert {message.kind for message in sent} == {TELL}
-        sent.clear()
-        workers[0].siblings.is_behind = workers[1].siblings.is_behind = lambda: True
-        found[0].sources.look()  # type: ignore[attr-defined]
-        assert sent == []
+            if reading is not None:
+                found.append((number, reading))
+        ((number, reading),) = found
+        assert number == 1
+        reading.start()
+        addresses = [socket.address for socket in reading.sources.bound.values()]
+        assert addresses == [f"tcp://127.0.0.1:{own.port + at}" for at in range(2)]
     finally:
-        await tasks.settle(0)
-        for one in found:
-            one.stop()
+        for _, reading in found:
+            reading.stop()
         for listener in shared.listeners():
             listener.close()

@@ -103,8 +103,7 @@ class KvEventReader:
     """The events of `place`. `engine`: the engine's URL; `open_replay` connects to where lost
     messages can be had, None: nowhere.
 
-    `resume` is called when `wanted` has become true again. `counts`: its own ones, in place of
-    those of all sources.
+    `resume` is called when `wanted` has become true again.
     """
 
     def __init__(
@@ -114,14 +113,13 @@ class KvEventReader:
         engine: str,
         open_replay: Callable[[], Replay] | None,
         resume: Callable[[], None] = lambda: None,
-        counts: SourceCounts | None = None,
     ) -> None:
         self._parts = parts
         self._engine = engine
         self._open_replay = open_replay
         self._resume = resume
         self._room = asyncio.Event()
-        self._counts = counts or parts.counts
+        self._counts = parts.counts
         self._backlog = Backlog(place, self._has_room, self._counts)
         self._next: int | None = 0
         """The number of the next message, None: any."""
@@ -166,16 +164,11 @@ class KvEventReader:
 
     def state_changed(self, connected: bool) -> None:
         """There is a connection to the engine (again), or it is lost. Messages in between may be
-        lost, too.
+        lost, too, although none is missing so far: ask for what has followed the last one.
         """
         self.connected = connected
-        if connected:
-            self.look_again()
-
-    def look_again(self) -> None:
-        """Messages may be lost although none is missing so far: ask for what has followed the last
-        one.
-        """
+        if not connected:
+            return
         self._again = self._replaying is not None  # which may have been answered before that
         # of the connection before, and perhaps of another run: the replay that follows has them
         self._drop_held()

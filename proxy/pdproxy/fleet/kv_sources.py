@@ -31,7 +31,7 @@ from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
 from pdproxy.settings.kv import EngineKvEvents, KvEvents
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.addresses import Resolve, by_system
-from pdproxy.upstream.kv_events import KvEventSockets, Replay, Subscription
+from pdproxy.upstream.kv_events import KvEventSockets, Subscription
 from pdproxy.wire import kv_events as wire
 
 logger = logging.getLogger("pdproxy.kv")
@@ -74,10 +74,6 @@ SKIPPED = (
     ("unknown_field", "a field that pdproxy does not know; the event was taken"),
     ("inconsistent", "the numbers of blocks and tokens do not agree"),
     ("unknown_topic", "a message of a topic that is no engine's"),
-    (
-        "not_passed",
-        "a message that did not reach all workers, for too much waited: they ask the engine for it",
-    ),
 )
 KV_EVENT_MESSAGES = counter(
     "pdproxy_kv_event_messages_total",
@@ -182,10 +178,6 @@ class KvEventSources:
     """
 
     only = (NodeChanged,)
-    leave_after: float | None = None
-    """Seconds without a sign of this process after which engines that connect are to end their
-    connections. None: never.
-    """
 
     def __init__(
         self,
@@ -216,14 +208,9 @@ class KvEventSources:
         self._entries: dict[Engine, _Entry] = {}
         self._places: dict[tuple[str, int], int] = {}
         self._topics: dict[Key, KvEventReader] = {}
-        made = partial(
-            Subscription,
-            unreadable=self._unreadable,
-            failed=self._failed,
-            leave_after=self.leave_after,
-        )
         self.bound: Mapping[int, Subscription] = {
-            port: made(partial(self._received, port)) for port in ports
+            port: Subscription(partial(self._received, port), self._unreadable, self._failed)
+            for port in ports
         }
         """The sockets to which engines connect, by port. They are bound by their owner."""
         engines.watch(self)
@@ -413,7 +400,7 @@ class KvEventSources:
                     " engine does: each one that connects needs its own"
                 )
                 return
-            source = self._topics[key] = self._connecting(key, place, engine.url, replays)
+            source = self._topics[key] = KvEventReader(self.parts, place, engine.url, replays)
             self.bound[address.port].subscribe(address.topic)
             entry.ranks[rank] = _Rank(address, source, None)
             source.begin()
@@ -456,25 +443,15 @@ class KvEventSources:
             else "no replays: a gap forgets all",
         )
 
-    def _connecting(
-        self, key: Key, place: int, url: str, replays: Callable[[], Replay] | None
-    ) -> KvEventReader:
-        """Return the source of a rank that connects."""
-        return KvEventReader(self.parts, place, url, replays)
-
     def _drop(self, engine: Engine, entry: _Entry, rank: int) -> None:
         one = entry.ranks.pop(rank)
         one.source.close()
         if one.subscription is not None:
             one.subscription.close()
         elif one.address.port is not None:
-            self._disconnected((one.address.port, one.address.topic))
+            self._topics.pop((one.address.port, one.address.topic), None)
+            self.bound[one.address.port].unsubscribe(one.address.topic)
         self._index.restart(one.source.place)
-
-    def _disconnected(self, key: Key) -> None:
-        """A rank that has connected is read no more."""
-        self._topics.pop(key, None)
-        self.bound[key[0]].unsubscribe(key[1])
 
     # -- messages
 

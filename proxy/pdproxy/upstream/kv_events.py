@@ -47,8 +47,7 @@ class Subscription(InboundSocket):
 
     `wanted` returns whether more can be taken now; None: always. `connected` is called with True
     when a connection to the publisher is there (again), and with False when it is lost, both before
-    messages that come over the next connection. Only what connects reports this. `leave_after`:
-    seconds without a sign of this process after which the other side connects again; None: never.
+    messages that come over the next connection. Only what connects reports this.
     """
 
     kind = zmq.SUB
@@ -65,7 +64,6 @@ class Subscription(InboundSocket):
         topic: str | None = None,
         wanted: Callable[[], bool] | None = None,
         connected: Callable[[bool], None] | None = None,
-        leave_after: float | None = None,
     ) -> None:
         super().__init__(failed)
         self._received = received
@@ -73,7 +71,6 @@ class Subscription(InboundSocket):
         self._topics = {topic} if topic is not None else set()
         self._more = wanted
         self._connected = connected
-        self._leave_after = leave_after
         self._monitor: zmq.Socket[bytes] | None = None
 
     def connect(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
@@ -108,8 +105,6 @@ class Subscription(InboundSocket):
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * PING_MS)
-        if self._leave_after is not None:
-            socket.setsockopt(zmq.HEARTBEAT_TTL, int(self._leave_after * 1000))
         socket.setsockopt(zmq.HANDSHAKE_IVL, 2 * PING_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
