@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdproxy.observe.page import Family
 
-def total(families: Iterable[Metric], name: str, labels: Mapping[str, str]) -> float:
+
+def total(families: Iterable[Metric | Family], name: str, labels: Mapping[str, str]) -> float:
     """The sum of the samples of this name with these labels, 0 where there is none."""
     return sum(
         sample.value

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
-from prometheus_client import Metric
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy.app.compose import Proxy
@@ -21,7 +20,8 @@ from pdproxy.app.share import ALONE, Share, SoleProcess
 from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import HandleEnded, NodeChanged, RequestEnded
-from pdproxy.observe.snapshot import _Page, merged, page_of
+from pdproxy.observe.page import Family
+from pdproxy.observe.snapshot import families, merged, page_of
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.health import Health, OutlierSettings, Probes
 from pdproxy.settings.keys import Auth
@@ -241,13 +241,13 @@ class World:
         """
         return total(self._families(), name, labels)
 
-    def _families(self) -> Iterable[Metric]:
+    def _families(self) -> Iterable[Family]:
         """What the page of metrics is written from: to write and read it takes ten times as
         long.
         """
         if not self.others:
-            return self.proxy.metrics._registry.collect()
-        return _Page(merged(one.metrics.snapshot() for one in self.workers)).collect()
+            return self.proxy.metrics.collect()
+        return families(merged(one.metrics.snapshot() for one in self.workers))
 
     def busy(self) -> list[str]:
         """What is not over yet."""

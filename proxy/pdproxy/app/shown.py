@@ -30,4 +30,4 @@ class Shown:
 
     async def metrics(self) -> bytes:
         """Return the page of all metrics."""
-        return self._own_metrics.page()
+        return await self._own_metrics.page_in_turns()

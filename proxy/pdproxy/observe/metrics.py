@@ -15,15 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    GCCollector,
-    PlatformCollector,
-    ProcessCollector,
-    generate_latest,
-)
-from prometheus_client.core import Metric
-
 from pdproxy.observe import requests
 from pdproxy.observe.description import (
     NODE,
@@ -36,7 +27,16 @@ from pdproxy.observe.description import (
     declared,
 )
 from pdproxy.observe.events import Event, LegTimes, RequestEnded
-from pdproxy.observe.snapshot import Buckets, Series, Snapshot, families
+from pdproxy.observe.page import Family, in_turns, whole
+from pdproxy.observe.snapshot import (
+    Buckets,
+    Histograms,
+    Series,
+    Snapshot,
+    family,
+    family_of_process,
+    of_process,
+)
 
 MAX_MODEL, MAX_MODELS = 256, 1000
 """Characters of a model's name that is a label, and the number of such names. All others are
@@ -73,7 +73,6 @@ class Metrics:
     def __init__(self, lists: Callable[[str], bool] = lambda _: True) -> None:
         """Make one that has counted nothing."""
         self._lists = lists
-        self._registry = CollectorRegistry(auto_describe=False)
         self._counts: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
         self._begun = 0
@@ -91,10 +90,6 @@ class Metrics:
         self._nodes: set[str] = set()
         self._values: dict[Label, set[str]] = {}
         """The values of labels that show a limited number of them."""
-        self._registry.register(self)
-        # The process's own figures: CPU time, memory, open files; collections of garbage; versions.
-        for collector in (ProcessCollector, GCCollector, PlatformCollector):
-            collector(registry=self._registry)
 
     def _begin(self) -> None:
         """Begin to count what is not counted yet. A plugin may be imported, and declare metrics,
@@ -156,7 +151,13 @@ class Metrics:
 
     def page(self) -> bytes:
         """Return the metrics in Prometheus text format."""
-        return generate_latest(self._registry)
+        return whole(self.collect())
+
+    async def page_in_turns(self) -> bytes:
+        """Return the same, made in many turns of the event loop: values of two metrics may be of
+        two moments.
+        """
+        return await in_turns(self.collect())
 
     def notify(self, event: Event) -> None:
         """Count an event."""
@@ -312,29 +313,32 @@ class Metrics:
             found = self._histograms[one.name][labels] = _Histogram(one.bounds)
         return found
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield all metrics. Called by the registry."""
-        return families(self.snapshot())
+    def collect(self) -> Iterator[Family]:
+        """Yield all metrics. Each is read when it is asked for."""
+        self._begin()
+        for one in declared():
+            yield family(one, self._kept(one))
+        yield from map(family_of_process, of_process())
 
     def snapshot(self) -> Snapshot:
         """Return all metrics but the process's own, as they are now."""
         self._begin()
-        values: dict[str, Series] = {}
-        histograms: dict[str, dict[tuple[str, ...], Buckets]] = {}
+        found = Snapshot({}, {})
         for one in declared():
-            if (kept := self._histograms.get(one.name)) is not None:
-                histograms[one.name] = {
-                    labels: Buckets(each.buckets, each.total) for labels, each in kept.items()
-                }
-            elif one in _OF_LEGS:
-                at = _OF_LEGS.index(one)
-                values[one.name] = {key: each[at] for key, each in self._legs.items()}
-            else:
-                reads = self._reads.get(one.name)
-                values[one.name] = dict(
-                    self._counts.get(one.name, {}) if reads is None else _read(one, reads)
-                )
-        return Snapshot(values, histograms)
+            into: Any = found.histograms if one.kind is MetricKind.HISTOGRAM else found.values
+            into[one.name] = self._kept(one)
+        return found
+
+    def _kept(self, one: Description) -> Series | Histograms:
+        if one.kind is MetricKind.HISTOGRAM:
+            kept = self._histograms[one.name]
+            return {labels: Buckets(each.buckets, each.total) for labels, each in kept.items()}
+        if one in _OF_LEGS:
+            at = _OF_LEGS.index(one)
+            legs: Series = {key: each[at] for key, each in self._legs.items()}
+            return legs
+        reads = self._reads.get(one.name)
+        return dict(self._counts.get(one.name, {})) if reads is None else _read(one, reads)
 
 
 def _read(one: Description, reads: Sequence[Callable[[], Samples]]) -> Series:

@@ -15,15 +15,8 @@ from prometheus_client import (
     GCCollector,
     PlatformCollector,
     ProcessCollector,
-    generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from pdproxy.observe.description import (
     REMOVED,
@@ -34,10 +27,10 @@ from pdproxy.observe.description import (
     declared,
     described,
 )
+from pdproxy.observe.page import Family, whole
 
 Series = dict[tuple[str, ...], float]
 """Values by those of their labels."""
-
 
 _OF_PROCESS = {
     "process_start_time_seconds": MergeRule.LEAST,
@@ -51,6 +44,10 @@ class Buckets(msgspec.Struct, array_like=True):
 
     counts: list[int]
     total: float
+
+
+Histograms = dict[tuple[str, ...], Buckets]
+"""Those of one metric, by the values of their labels."""
 
 
 class OfProcess(msgspec.Struct, array_like=True):
@@ -68,7 +65,7 @@ class Snapshot(msgspec.Struct, array_like=True):
     """All metrics by their names. `workers`: from how many processes they are."""
 
     values: dict[str, Series]
-    histograms: dict[str, dict[tuple[str, ...], Buckets]]
+    histograms: dict[str, Histograms]
     process: list[OfProcess] = []
     workers: int = 1
 
@@ -200,50 +197,40 @@ def of_process() -> list[OfProcess]:
     ]
 
 
-def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Yield the metrics of pdproxy as `prometheus_client` shows them, by name."""
+def families(snapshot: Snapshot) -> Iterator[Family]:
+    """Yield the metrics of a snapshot as a page shows them."""
     for one in declared():
-        names = one.label_names
-        if one.kind is MetricKind.HISTOGRAM:
-            histogram = HistogramMetricFamily(one.name, one.text, labels=names)
-            for labels, buckets in snapshot.histograms.get(one.name, {}).items():
-                histogram.add_metric(labels, _cumulative(one.bounds, buckets.counts), buckets.total)
-            yield histogram
+        kept = snapshot.histograms if one.kind is MetricKind.HISTOGRAM else snapshot.values
+        yield family(one, kept.get(one.name, {}))
+    yield from map(family_of_process, snapshot.process)
+
+
+def family(one: Description, series: Series | Histograms) -> Family:
+    """Return a metric of pdproxy as a page shows it."""
+    return Family(one.name, one.kind.value, one.text, _samples(one, series))
+
+
+def family_of_process(one: OfProcess) -> Family:
+    """Return a metric of the process as a page shows it."""
+    name = f"{one.name}_total" if one.kind == "counter" else one.name
+    return Family(name, one.kind, one.text, [Sample(*sample) for sample in one.samples])
+
+
+def _samples(one: Description, series: Series | Histograms) -> Iterator[Sample]:
+    bounds = [*(f"{bound:g}" for bound in one.bounds), "+Inf"]
+    for values, value in series.items():
+        labels = dict(zip(one.label_names, values, strict=True))
+        if not isinstance(value, Buckets):
+            yield Sample(one.name, labels, value)
             continue
-        kind = CounterMetricFamily if one.kind is MetricKind.COUNTER else GaugeMetricFamily
-        family = kind(one.name, one.text, labels=names)
-        for labels, number in snapshot.values.get(one.name, {}).items():
-            family.add_metric(labels, number)
-        yield family
-
-
-def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:
-    """Return (upper bound, count) pairs, as Prometheus expects them."""
-    found: list[tuple[str, float]] = []
-    count = 0
-    for bound, bucket in zip([*(f"{b:g}" for b in bounds), "+Inf"], counts, strict=True):
-        count += bucket
-        found.append((bound, count))
-    return found
-
-
-class _Page(Collector):
-    """What `generate_latest` asks for the metrics of a snapshot."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[Metric]:
-        yield from families(self._snapshot)
-        for one in self._snapshot.process:
-            metric = Metric(one.name, one.text, one.kind)
-            for name, labels, value in one.samples:
-                metric.add_sample(name, labels, value)
-            yield metric
+        count = 0
+        for bound, bucket in zip(bounds, value.counts, strict=True):
+            count += bucket
+            yield Sample(f"{one.name}_bucket", {**labels, "le": bound}, count)
+        yield Sample(f"{one.name}_count", labels, count)
+        yield Sample(f"{one.name}_sum", labels, value.total)
 
 
 def page_of(snapshot: Snapshot) -> bytes:
     """Return a snapshot as a page in Prometheus' text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Page(snapshot))
-    return generate_latest(registry)
+    return whole(families(snapshot))

@@ -15,8 +15,9 @@ from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import MergeRule, counter, described, gauge
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.page import in_turns
 from pdproxy.observe.prompt_shares import PromptShare
-from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
+from pdproxy.observe.snapshot import Snapshot, decode, encode, families, merged, of_process
 from pdproxy.serving.request.admission import Admission
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.workers.links import Message
@@ -112,7 +113,7 @@ class ShownOfAll(Shown):
         page.values.setdefault(SCHEDULER.name, {(): 0})
         page.values[RESTARTS.name] = {(): answers.restarts}
         page.values[SCHEDULER_RESTARTS.name] = {(): answers.scheduler_restarts}
-        return page_of(page)
+        return await in_turns(families(page))
 
     def start(self, tasks: TaskOwner) -> None:
         """Report the counts to the parent from now on, in a task of this owner."""
