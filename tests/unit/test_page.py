@@ -13,6 +13,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from pdproxy.app.heartbeat import LOOP_LATENESS
 from pdproxy.app.shown import Shown
 from pdproxy.observe.description import Description, Label, MetricKind
 from pdproxy.observe.events import LoopBeat
@@ -68,6 +69,15 @@ def test_all_metrics_are_the_librarys_text() -> None:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Given([library]))
     assert whole([family(mine, series)]) == generate_latest(registry)
+
+
+def test_a_histogram_is_of_the_moment_in_which_it_is_asked_for() -> None:
+    metrics = Metrics()
+    metrics.notify(LoopBeat(0.3, False, 0.0))
+    (found,) = (one for one in metrics.collect() if one.name == LOOP_LATENESS.name)
+    metrics.notify(LoopBeat(0.3, False, 0.0))
+    counts = {sample.value for sample in found.samples if sample.name.endswith("_count")}
+    assert counts == {1}
 
 
 async def test_a_long_page_leaves_turns_to_others() -> None:

@@ -332,7 +332,7 @@ class Metrics:
     def _kept(self, one: Description) -> Series | Histograms:
         if one.kind is MetricKind.HISTOGRAM:
             kept = self._histograms[one.name]
-            return {labels: Buckets(each.buckets, each.total) for labels, each in kept.items()}
+            return {labels: Buckets([*each.buckets], each.total) for labels, each in kept.items()}
         if one in _OF_LEGS:
             at = _OF_LEGS.index(one)
             legs: Series = {key: each[at] for key, each in self._legs.items()}

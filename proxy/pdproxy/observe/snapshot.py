@@ -219,7 +219,7 @@ def family_of_process(one: OfProcess) -> Family:
 def _samples(one: Description, series: Series | Histograms) -> Iterator[Sample]:
     bounds = [*(f"{bound:g}" for bound in one.bounds), "+Inf"]
     for values, value in series.items():
-        labels = dict(zip(one.label_names, values, strict=True))
+        labels = dict(zip(one.label_names, values, strict=False))
         if not isinstance(value, Buckets):
             yield Sample(one.name, labels, value)
             continue
