@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.requests import REQUESTS
 from pdproxy.observe.snapshot import Snapshot
 from pdproxy.scheduling.decisions import Decision, Decisions
 from pdproxy.web.operation import OperationState, Readiness
@@ -211,13 +213,12 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
 
 def _counted(parent: Parent, number: int, count: list[float]) -> ShownOfAll:
     """What a worker shows that has counted so much."""
-    metrics = SimpleNamespace(
-        snapshot=lambda: Snapshot({"pdproxy_requests_total": {("a",): count[number]}}, {})
-    )
+    metrics = Metrics()
+    metrics.show(REQUESTS, lambda: [(("a", "b", "c"), count[number])])
     return ShownOfAll(
         None,  # type: ignore[arg-type]
         lambda: _ready(OperationState.OK),
-        metrics,  # type: ignore[arg-type]
+        metrics,
         parent.all[number],
         number,
         lambda: 0,

@@ -110,7 +110,7 @@ class ShownOfAll(Shown):
             decode(one).without_gone(here) for one in (*answers.last.values(), answers.past) if one
         ]
         page = merged([*here, *gone])
-        page.values.setdefault(SCHEDULER.name, {(): 0})
+        page.values[SCHEDULER.name] = page.values.get(SCHEDULER.name) or {(): 0}
         page.values[RESTARTS.name] = {(): answers.restarts}
         page.values[SCHEDULER_RESTARTS.name] = {(): answers.scheduler_restarts}
         return await in_turns(families(page))
