@@ -27,6 +27,7 @@ import uvloop
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.leases import Verdict
@@ -62,8 +63,8 @@ def scheduler_of(engines: EngineRegistry, ledger: Ledger) -> LocalScheduler:
     """Return what chooses among these engines."""
     observers, clock = Observers([]), Clock()
     buffers = ReceiveBuffers(engines, 16, clock, observers, Deadlines())
-    outliers = Outliers(OutlierSettings())
-    return LocalScheduler(ledger, outliers, buffers, observers, clock.now, None, None)
+    outliers, transfers = Outliers(OutlierSettings()), Transfers(ledger, observers, clock.now)
+    return LocalScheduler(ledger, outliers, buffers, transfers, observers, clock.now, None, None)
 
 
 async def choose(scheduler: Scheduler, flights: int, until: float) -> tuple[int, list[float]]:

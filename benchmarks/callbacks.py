@@ -56,7 +56,7 @@ ASKED = ("/metrics", "/ready")
 ADMIN_ASKED = ("/admin/v1/engines", "/admin/v1/requests", "/admin/v1/decisions")
 PARTS = (
     ("pdproxy.upstream.admin", "read_metrics"),
-    ("pdproxy.observe.metrics", "Metrics._kept"),
+    ("pdproxy.observe.metrics", "Metrics._series"),
     ("pdproxy.fleet.kv_source", "read_batch"),
 )
 """Functions whose own time is shown, by their module and their name there."""

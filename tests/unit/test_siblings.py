@@ -7,16 +7,20 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pdproxy.fleet.gauges import NODE_INFLIGHT, NODE_STATE, NODE_UP
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.page import AT_ONCE
 from pdproxy.observe.requests import REQUESTS
-from pdproxy.observe.snapshot import Snapshot
+from pdproxy.observe.snapshot import Merging, Snapshot, decode
 from pdproxy.scheduling.decisions import Decision, Decisions
 from pdproxy.web.operation import OperationState, Readiness
-from pdproxy.workers import siblings, switchboard
+from pdproxy.workers import shown_of_all, siblings, switchboard
 from pdproxy.workers.admin_of_all import AdminApiOfAll
 from pdproxy.workers.links import Message
 from pdproxy.workers.shown_of_all import ShownOfAll, add_up, of_scheduler, together
@@ -262,6 +266,48 @@ async def test_no_page_shows_less_than_one_before(
         pages.append(float(found[1]))
     assert pages == sorted(pages)
     assert pages[-1] > 0
+
+
+async def test_a_page_of_several_leaves_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gauges of many engines are read in portions, and no report reads them; each answer is read
+    and added in turns of its own, and the page is written in portions.
+    """
+    parent, turn, worked = Parent(4), [0], dict[str, list[int]]()
+
+    async def count() -> None:
+        while True:
+            turn[0] += 1
+            await asyncio.sleep(0)
+
+    def counted(name: str) -> Callable[[Any], Any]:
+        def work(given: Any) -> Any:
+            worked.setdefault(name, []).append(turn[0])
+            return given
+
+        return work
+
+    shown = [_counted(parent, number, [0.0] * 4) for number in range(4)]
+    read = counted("gauges")
+    many = [((str(number), *"abcd"), 1.0) for number in range(AT_ONCE)]
+    gauges = NODE_STATE, NODE_UP, NODE_INFLIGHT
+    for gauge in gauges:
+        shown[1]._own_metrics.show(gauge, lambda: read(many))
+    shown[1].report()
+    assert not worked
+    decoded, added = counted("decoded"), counted("added")
+    monkeypatch.setattr(shown_of_all, "decode", lambda data: decoded(decode(data)))
+    add, counts = Merging.add, Metrics.counts
+    listed, taken = counted("process"), counted("counts")
+    monkeypatch.setattr(shown_of_all, "of_process", lambda: listed([]))
+    monkeypatch.setattr(Metrics, "counts", lambda metrics: taken(counts(metrics)))
+    monkeypatch.setattr(Merging, "add", lambda found, one: add(found, added(one)))
+    counting = asyncio.create_task(count())
+    await shown[0].metrics()
+    counting.cancel()
+    assert not {*worked["process"]} & {*worked["counts"]}
+    assert len(set(worked["gauges"])) == len(gauges)
+    assert len({*worked["decoded"], *worked["added"]}) == 3 + 4
+    assert turn[0] >= worked["added"][-1] + len(gauges), "the page was written at once"
 
 
 def _ready(state: OperationState, *details: str) -> Readiness:

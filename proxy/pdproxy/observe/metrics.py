@@ -10,6 +10,7 @@ would miss it.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from pdproxy.observe.description import (
     declared,
 )
 from pdproxy.observe.events import Event, LegTimes, RequestEnded
-from pdproxy.observe.page import Family, in_turns, whole
+from pdproxy.observe.page import AT_ONCE, Family, in_turns, whole
 from pdproxy.observe.snapshot import (
     Buckets,
     Histograms,
@@ -317,26 +318,54 @@ class Metrics:
         """Yield all metrics. Each is read when it is asked for."""
         self._begin()
         for one in declared():
-            yield family(one, self._kept(one))
+            is_histogram = one.kind is MetricKind.HISTOGRAM
+            yield family(one, self._buckets(one) if is_histogram else self._series(one))
         yield from map(family_of_process, of_process())
 
     def snapshot(self) -> Snapshot:
         """Return all metrics but the process's own, as they are now."""
+        found = self.counts()
+        found.values.update(self._gauges())
+        return found
+
+    def counts(self) -> Snapshot:
+        """Return the counters and histograms, as they are now."""
         self._begin()
         found = Snapshot({}, {})
         for one in declared():
-            into: Any = found.histograms if one.kind is MetricKind.HISTOGRAM else found.values
-            into[one.name] = self._kept(one)
+            if one.kind is MetricKind.HISTOGRAM:
+                found.histograms[one.name] = self._buckets(one)
+            elif one.kind is MetricKind.COUNTER:
+                found.values[one.name] = self._series(one)
         return found
 
-    def _kept(self, one: Description) -> Series | Histograms:
-        if one.kind is MetricKind.HISTOGRAM:
-            kept = self._histograms[one.name]
-            return {labels: Buckets([*each.buckets], each.total) for labels, each in kept.items()}
+    async def gauges_in_turns(self) -> dict[str, Series]:
+        """Return the gauges by their names. They are read in many turns of the event loop: two may
+        be of two moments.
+        """
+        found: dict[str, Series] = {}
+        read = 0
+        for name, series in self._gauges():
+            found[name] = series
+            read += len(series)
+            if read >= AT_ONCE:
+                read = 0
+                await asyncio.sleep(0)
+        return found
+
+    def _gauges(self) -> Iterator[tuple[str, Series]]:
+        for one in declared():
+            if one.kind is MetricKind.GAUGE:
+                yield one.name, self._series(one)
+
+    def _buckets(self, one: Description) -> Histograms:
+        kept = self._histograms[one.name]
+        return {labels: Buckets([*each.buckets], each.total) for labels, each in kept.items()}
+
+    def _series(self, one: Description) -> Series:
         if one in _OF_LEGS:
             at = _OF_LEGS.index(one)
-            legs: Series = {key: each[at] for key, each in self._legs.items()}
-            return legs
+            return {key: each[at] for key, each in self._legs.items()}
         reads = self._reads.get(one.name)
         return dict(self._counts.get(one.name, {})) if reads is None else _read(one, reads)
 

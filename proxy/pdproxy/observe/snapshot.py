@@ -120,19 +120,25 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Snapshot).decode
 
 
-def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """Return the metrics of several processes as those of one."""
-    found = Snapshot({}, {}, [], 0)
-    process: dict[str, OfProcess] = {}
-    means: dict[str, dict[tuple[str, ...], int]] = {}
-    for one in snapshots:
+class Merging:
+    """The metrics of several processes as those of one, added process by process."""
+
+    def __init__(self) -> None:
+        """Make one without processes."""
+        self._found = Snapshot({}, {}, [], 0)
+        self._process: dict[str, OfProcess] = {}
+        self._means: dict[str, dict[tuple[str, ...], int]] = {}
+
+    def add(self, one: Snapshot) -> None:
+        """Add the metrics of one process."""
+        found = self._found
         found.workers += one.workers
         for name, series in one.values.items():
             known = described(name)
             rule = MergeRule.SUM if known is None else known.workers
             _merge_series(found.values.setdefault(name, {}), series, rule)
             if rule is MergeRule.MEAN:
-                counts = means.setdefault(name, {})
+                counts = self._means.setdefault(name, {})
                 for labels in series:
                     counts[labels] = counts.get(labels, 0) + 1
         for name, histograms in one.histograms.items():
@@ -146,13 +152,30 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
                 )
                 mine[labels] = Buckets(counted, buckets.total + (0.0 if had is None else had.total))
         for metric in one.process:
-            _merge_process(process, metric)
-    for name, counts in means.items():
-        series = found.values[name]
-        for labels, count in counts.items():
-            series[labels] /= count
-    found.process = list(process.values())
-    return found
+            _merge_process(self._process, metric)
+
+    def add_gone(self, one: Snapshot) -> None:
+        """Add what is left of a process that has ended, without engines that no process has that
+        was added before: they were removed.
+        """
+        self.add(one.without_gone([self._found]))
+
+    def whole(self) -> Snapshot:
+        """Return the sum. Nothing is added to it any more."""
+        for name, counts in self._means.items():
+            series = self._found.values[name]
+            for labels, count in counts.items():
+                series[labels] /= count
+        self._found.process = list(self._process.values())
+        return self._found
+
+
+def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """Return the metrics of several processes as those of one."""
+    found = Merging()
+    for one in snapshots:
+        found.add(one)
+    return found.whole()
 
 
 def _merge_series(mine: Series, series: Series, rule: MergeRule) -> None:

@@ -17,7 +17,16 @@ from pdproxy.observe.description import MergeRule, counter, described, gauge
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.page import in_turns
 from pdproxy.observe.prompt_shares import PromptShare
-from pdproxy.observe.snapshot import Snapshot, decode, encode, families, merged, of_process
+from pdproxy.observe.snapshot import (
+    Merging,
+    OfProcess,
+    Snapshot,
+    decode,
+    encode,
+    families,
+    merged,
+    of_process,
+)
 from pdproxy.serving.request.admission import Admission
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.workers.links import Message
@@ -69,8 +78,10 @@ class ShownOfAll(Shown):
         self._siblings = siblings
         self._number = number
         self._everywhere = everywhere
+        self._process: list[OfProcess] = []
+        """As read last: no report is older than one before."""
         self._is_scheduler = number == siblings.scheduler
-        siblings.answers["metrics"] = lambda: encode(self._told())
+        siblings.answers_in_turns["metrics"] = self._answer
         siblings.answers["ready"] = lambda: _encode_ready(self._own_readiness())
 
     def load(self) -> int:
@@ -105,11 +116,17 @@ class ShownOfAll(Shown):
         answers = await self._siblings.ask("metrics")
         if not answers.complete:
             raise PdproxyError("the supervisor does not answer")
-        here = [self._told(), *map(decode, answers.of.values())]
-        gone = [
-            decode(one).without_gone(here) for one in (*answers.last.values(), answers.past) if one
-        ]
-        page = merged([*here, *gone])
+        found = Merging()
+        found.add(await self._told())
+        steps = [(one, found.add) for one in answers.of.values()]
+        steps += [(one, found.add_gone) for one in (*answers.last.values(), answers.past) if one]
+        for one, add in steps:
+            await asyncio.sleep(0)
+            told = decode(one)
+            await asyncio.sleep(0)
+            add(told)
+        await asyncio.sleep(0)
+        page = found.whole()
         page.values[SCHEDULER.name] = page.values.get(SCHEDULER.name) or {(): 0}
         page.values[RESTARTS.name] = {(): answers.restarts}
         page.values[SCHEDULER_RESTARTS.name] = {(): answers.scheduler_restarts}
@@ -122,24 +139,39 @@ class ShownOfAll(Shown):
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY)
-            self.report()
+            await self._counted_in_turns()
 
     def report(self) -> None:
-        """Report the counts to the parent."""
-        self._told()
+        """Report the counts to the parent, all of this moment."""
+        self._process = of_process()
+        self._counted()
 
-    def _told(self) -> Snapshot:
-        """Return what is shown, and report it first: a page after the end of this process must not
-        show less.
+    async def _counted_in_turns(self) -> Snapshot:
+        """Do as `_counted`. The process's own numbers are those of the turn before: the number of
+        its open files takes a millisecond to find.
         """
-        found = self._snapshot()
+        self._process = of_process()
+        await asyncio.sleep(0)
+        return self._counted()
+
+    def _counted(self) -> Snapshot:
+        """Return what is counted, and report it first: a page after the end of this process must
+        not show less. No gauge is read: those of many engines take some milliseconds.
+        """
+        found = self._own_metrics.counts()
+        found.process = self._process
         self._siblings.send(Message(REPORT, body=encode(found.without_levels())))
         return found
 
-    def _snapshot(self) -> Snapshot:
-        found = self._own_metrics.snapshot()
-        found.process = of_process()
+    async def _told(self) -> Snapshot:
+        """Return what is shown: the counts as reported, then the gauges, in portions."""
+        found = await self._counted_in_turns()
+        await asyncio.sleep(0)
+        found.values.update(await self._own_metrics.gauges_in_turns())
         return of_scheduler(found) if self._is_scheduler else found
+
+    async def _answer(self) -> bytes:
+        return encode(await self._told())
 
 
 def add_up(past: bytes, report: bytes) -> bytes:

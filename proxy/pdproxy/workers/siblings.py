@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
 import msgspec
@@ -71,12 +71,17 @@ class LinkedSiblings:
         self._send = send
         self.scheduler = scheduler
         self.answers: dict[str, Callable[[], bytes]] = {}
+        self.answers_in_turns: dict[str, Callable[[], Coroutine[None, None, bytes]]] = {}
+        """How this process answers what takes long to put together: in many turns of the event
+        loop.
+        """
         self.answers_about: dict[str, Callable[[str], bytes]] = {}
         self.hears: dict[str, Callable[[bytes], None]] = {}
         self.is_behind: Callable[[], bool] = lambda: False
         self._last = 0
         self._open: dict[int, _Open] = {}
         self._asking: dict[str, asyncio.Task[SiblingAnswers]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<Siblings: {len(self._open)} questions>"
@@ -168,8 +173,18 @@ class LinkedSiblings:
         name, _, about = text.partition(" ")
         if (answer := self.answers.get(text)) is not None:
             self._send(Message(REPLY, question.number, body=answer()))
+        elif (in_turns := self.answers_in_turns.get(text)) is not None:
+            # one for each process that asks: none of them asks the same twice at a time
+            task = asyncio.create_task(
+                self._reply(question.number, in_turns()), name=f"answer {text}"
+            )
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
         elif (answer_about := self.answers_about.get(name)) is not None:
             self._send(Message(REPLY, question.number, body=answer_about(about)))
+
+    async def _reply(self, number: int, answer: Coroutine[None, None, bytes]) -> None:
+        self._send(Message(REPLY, number, body=await answer))
 
 
 async def _waited(done: asyncio.Event) -> bool:
