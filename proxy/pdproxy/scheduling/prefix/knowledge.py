@@ -265,7 +265,7 @@ class Knowledge:
                     min(max(seen, 1.0), 16.0) - self.text_per_token
                 )
             if error > 0 and not reported:
-                self._lacks(prediction, engine.place)
+                self.routing.gone(engine.place, beginning.keys.all())
             return
         if self._is_one_off(engine, error, reported):
             return
@@ -280,10 +280,6 @@ class Knowledge:
             and len(self.blocks) < self.blocks.max_blocks
         ):
             self.refreshing.wanted(url, self._key_behind(beginning, prediction.tokens))
-
-    def _lacks(self, prediction: Prediction, place: int) -> None:
-        """Note that an engine had nothing of a text that was sent to it."""
-        self.routing.gone(place, prediction.beginning.keys.all())
 
     def _is_one_off(self, engine: _Engine, error: int, reported: int) -> bool:
         """Learn whether an engine drops a prompt's last block. Return whether an error may come

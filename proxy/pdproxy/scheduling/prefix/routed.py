@@ -78,13 +78,6 @@ class RoutedIndex:
             self._size -= len(oldest)
             count -= len(oldest)
 
-    def newest(self, place: int, begin: int, count: int) -> list[int]:
-        """Return up to `count` keys of a place, the most recently used first, behind the first
-        `begin` of these.
-        """
-        known = self._places.get(place)
-        return [] if known is None else list(islice(reversed(known[1]), begin, begin + count))
-
     def forget(self, place: int) -> None:
         """Forget what was sent to a place. Its capacity stays."""
         known = self._places.pop(place, None)
