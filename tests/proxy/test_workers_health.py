@@ -302,12 +302,8 @@ async def test_failures_of_all_workers_open_a_breaker_in_all(
         assert {engine.state(now) for engine in nodes(w, bad)} == {"excluded"}
 
 
-async def test_an_outlier_of_all_workers_together_is_excluded_in_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each has seen fewer requests than any engine is judged by. The reason, and how often, is
-    known to the next leader.
-    """
+async def test_an_outlier_is_excluded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason, and how often, is known to the next leader."""
 
     def adjust(settings: Settings) -> Settings:
         return msgspec.structs.replace(
@@ -317,26 +313,17 @@ async def test_an_outlier_of_all_workers_together_is_excluded_in_all(
     async with workers(monkeypatch, decode=2, adjust=adjust) as w:
         bad, good = (w.proxy.engines[engine.url] for engine in w.decode)
         now = time.monotonic()
-        for one in w.workers:
-            watching = one.pools[0].watching
-            for at in range(4):
-                watching.outliers.ended(bad.url, bad.in_ledger.role, now, failed=at > 0)
-                watching.outliers.ended(good.url, good.in_ledger.role, now, failed=False)
-        exclusions = w.proxy.pools[0].watching.exclusions
+        outliers = w.proxy.pools[0].watching.outliers
+        for at in range(12):
+            outliers.ended(bad.url, bad.in_ledger.role, now, failed=at % 4 > 0)
+            outliers.ended(good.url, good.in_ledger.role, now, failed=False)
         await w.proxy.exclusions.compare()
-        assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[0])} == {"up"}, (
-            "too few of its own"
-        )
-        await exclusions.compare(await exclusions._elsewhere())
         await w.told()
         assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[0])} == {"excluded"}
         assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[1])} == {"up"}
         assert {ledger_engine.excluded_because for ledger_engine in nodes(w, w.decode[0])} == {
             "75 % of its requests failed"
         }
-        assert [one.pools[0].watching.outliers.counted(now) for one in w.workers][1][
-            0
-        ].url == good.url
         assert len({one.pools[0].watching.outliers.left_out(bad.url) for one in w.workers}) == 1
 
 

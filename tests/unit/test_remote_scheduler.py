@@ -152,7 +152,8 @@ async def test_a_pair_is_leased_and_closed(both) -> None:
             w.scheduler.close(lease, Verdict.GOOD, 3.0, pace=0.5, tokens=7)
     await settled()
     assert (s.loads(), s.clients[0].leases, w.link.leases) == ({}, 0, {})
-    counted = {one.url: (one.good, one.timed) for one in s.outliers.counted(3.0)}
+    windows = s.outliers._windows.items()
+    counted = {key.url: (one.now.good, one.now.timed) for key, one in windows}
     assert counted == {P: (1, 1), d: (1, 1)}
 
 
@@ -188,11 +189,11 @@ async def test_what_legs_show_is_told(both) -> None:
     down = [(one.node, one.state) for one in s.recorder.of(NodeChanged) if not one.up]
     assert down == [(D, "excluded"), (P, "down")]
     assert not s.ledger.get(D2).serves("m")
-    assert [one.partner for one in s.outliers.counted(3.0) if one.url == D2] == [P]
+    assert [key.partner for key in s.outliers._windows if key.url == D2] == [P]
     s.engines.remove(P)  # what is told of an engine that is gone is not kept for ever
     w.scheduler.kv_took(P, D, 3.0, 0.5)
     await settled()
-    assert [one.partner for one in s.outliers.counted(3.0) if one.url == D] == [""]
+    assert [key.partner for key in s.outliers._windows if key.url == D] == [""]
 
 
 async def test_an_engine_that_the_worker_does_not_know_yet_gets_nothing(both) -> None:

@@ -4,11 +4,8 @@ what workers share of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from pdproxy.app.capacity import Scraped
 from pdproxy.app.share import PoolShare, Share
@@ -24,7 +21,7 @@ from pdproxy.fleet.stalls import Stalls
 from pdproxy.fleet.worker_audit import WorkerAuditor
 from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.outliers import Counted, Outliers
+from pdproxy.scheduling.outliers import Outliers
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.admin import EngineAdmin
@@ -32,9 +29,6 @@ from pdproxy.wire.route import Route
 
 if TYPE_CHECKING:
     from pdproxy.app.process import Process
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[Counted]).decode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,25 +53,15 @@ class Watching:
         self.exclusions.start()
 
 
-class _Others:
-    """What a pool's parts ask of the other workers: before there are `findings`, and where there
-    are none, nothing.
-    """
+class _Wishes:
+    """Asks the process that probes for a probe, once there are `findings`."""
 
-    def __init__(self, share: Share | None, name: str) -> None:
-        self._share = share
-        self._topic = f"outliers {name}"
+    def __init__(self) -> None:
         self.findings: Findings | None = None
 
     def wish(self, url: str) -> None:
         if self.findings is not None:
             self.findings.wish(url)
-
-    async def counted(self) -> Sequence[Sequence[Counted]]:
-        if self._share is None:
-            return ()
-        answers = await self._share.siblings.ask(self._topic)
-        return [_decode(answer) for answer in answers.of.values()]
 
 
 def build_watching(
@@ -95,7 +79,7 @@ def build_watching(
     observers, tasks, now, probes = process.observers, process.tasks, process.now, settings.probes
     share = process.share.several
     lead: Lead = ALWAYS if share is None else share.lead
-    others = _Others(share, settings.pool.name)
+    wishes = _Wishes()
     audited = engines, ledger, observers
     auditor = Auditor(*audited) if own is None else WorkerAuditor(*audited, *own.moved)
     scraped = Scraped(auditor, ledger, observers, now)
@@ -112,7 +96,7 @@ def build_watching(
         derenders=derenders,
         messages=Route.MESSAGES in contract.capabilities.routes,
         lead=lead,
-        pass_on=others.wish,
+        pass_on=wishes.wish,
     )
     canary = HealthCanary(admin, observers, contract.capabilities.canary_on, settings.health)
     signs = None if own is None else LifeSigns(*own.signs)
@@ -131,7 +115,7 @@ def build_watching(
     )
     outliers = Outliers(settings.outliers)
     exclusions = Exclusions(
-        engines, ledger, outliers, observers, tasks, now, settings.outliers, lead, others.counted
+        engines, ledger, outliers, observers, tasks, now, settings.outliers, lead
     )
     made = Watching(
         auditor=auditor,
@@ -144,11 +128,8 @@ def build_watching(
         findings=None,
     )
     if share is not None:
-        made.findings = others.findings = scraped.findings = _findings(
+        made.findings = wishes.findings = scraped.findings = _findings(
             made, share, settings, process, engines, ledger
-        )
-        share.siblings.answers[f"outliers {settings.pool.name}"] = lambda: _encode(
-            outliers.counted(now())
         )
     return made
 

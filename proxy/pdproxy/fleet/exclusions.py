@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -14,7 +14,7 @@ from pdproxy.observe.description import NODE, Label, Samples, counter
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
-from pdproxy.scheduling.outliers import Counted, Exclusion, Outliers
+from pdproxy.scheduling.outliers import Exclusion, Outliers
 from pdproxy.settings.health import OutlierSettings
 
 REASONS = ("errors", "latency")
@@ -33,16 +33,11 @@ EXCLUSIONS = counter(
 )
 
 
-async def _nothing() -> Sequence[Sequence[Counted]]:
-    return ()
-
-
 class Exclusions:
     """Excludes the outliers of a pool, at the interval of `settings`; 0: never. A watcher of the
     registry.
 
-    `lead`: of several workers, one compares; `elsewhere` returns what each of the others has
-    counted.
+    `lead`: of several processes, one compares.
     """
 
     def __init__(
@@ -55,10 +50,8 @@ class Exclusions:
         now: Callable[[], float],
         settings: OutlierSettings,
         lead: Lead = ALWAYS,
-        elsewhere: Callable[[], Awaitable[Sequence[Sequence[Counted]]]] = _nothing,
     ) -> None:
         self._lead = lead
-        self._elsewhere = elsewhere
         self._engines = engines
         self._ledger = ledger
         self._outliers = outliers
@@ -91,18 +84,16 @@ class Exclusions:
         while True:
             await asyncio.sleep(self._settings.interval)
             if self._lead.leads:
-                await self.compare(await self._elsewhere())
+                await self.compare()
 
-    async def compare(self, elsewhere: Sequence[Sequence[Counted]] = ()) -> None:
-        """Compare engines once, and exclude outliers. `elsewhere`: what other workers have
-        counted.
-        """
+    async def compare(self) -> None:
+        """Compare engines once, and exclude outliers."""
         groups: dict[Role, list[str]] = {}
         for url, engine in self._engines.items():
             if engine.in_ledger.available:
                 groups.setdefault(engine.in_ledger.role, []).append(url)
         now = self._now()
-        steps = self._outliers.judging(now, groups.values(), elsewhere)
+        steps = self._outliers.judging(now, groups.values())
         while True:
             try:
                 next(steps)

@@ -85,25 +85,6 @@ class _Key(NamedTuple):
     partner: str = ""
 
 
-class Counted(NamedTuple):
-    """What another worker has counted of an engine, in the time that is looked at. `role`: the
-    value of what the engine did.
-
-    `bits`, `partner`: as of `_Key`; `beside`: as of `_Counts`.
-    """
-
-    url: str
-    role: str
-    bits: int
-    partner: str
-    good: int
-    failed: int
-    timed: int
-    pace: float
-    seconds: float
-    beside: int
-
-
 @dataclass(slots=True)
 class _Counts:
     """Of legs: `timed` of them took so long for a unit of work each, and in all. `beside`: the sum
@@ -215,26 +196,6 @@ class Outliers:
         self._times.pop(url, None)
         self._until.pop(url, None)
 
-    def counted(self, now: float) -> list[Counted]:
-        """Return what was counted of all engines, for another worker that judges them."""
-        totals = [(key, window.all(now)) for key, window in self._windows.items()]
-        return [
-            Counted(
-                key.url,
-                key.role.value,
-                key.bits,
-                key.partner,
-                one.good,
-                one.failed,
-                one.timed,
-                one.pace,
-                one.seconds,
-                one.beside,
-            )
-            for key, one in totals
-            if one.good or one.failed or one.timed
-        ]
-
     def left_out(self, url: str) -> tuple[float, int] | None:
         """Return until when an engine is left out, or was at last, and how often it was; None:
         never.
@@ -242,44 +203,34 @@ class Outliers:
         return (self._until[url], self._times[url]) if url in self._until else None
 
     def follow(self, url: str, until: float, times: int) -> None:
-        """Note that another worker has found an engine to be an outlier: what was counted before
+        """Note that another process has found an engine to be an outlier: what was counted before
         counts no more.
         """
         if self._until.get(url) != until:
             self._until[url], self._times[url] = until, times
             self._drop(url)
 
-    def judge(
-        self,
-        now: float,
-        groups: Iterable[Sequence[str]],
-        elsewhere: Sequence[Sequence[Counted]] = (),
-    ) -> list[Exclusion]:
+    def judge(self, now: float, groups: Iterable[Sequence[str]]) -> list[Exclusion]:
         """Return the engines that are to be left out from now on. See `judging`."""
-        steps = self.judging(now, groups, elsewhere)
+        steps = self.judging(now, groups)
         while True:
             try:
                 next(steps)
             except StopIteration as over:
                 return list(over.value)
 
-    def judging(
-        self,
-        now: float,
-        groups: Iterable[Sequence[str]],
-        elsewhere: Sequence[Sequence[Counted]] = (),
-    ) -> Steps[list[Exclusion]]:
+    def judging(self, now: float, groups: Iterable[Sequence[str]]) -> Steps[list[Exclusion]]:
         """Find the engines that are to be left out from now on, in steps of a millisecond or so,
         between which legs may end: 100 engines of each role have 10,000 pairs.
 
         `groups`: the URLs of the engines of each role that could get requests, those that are left
-        out now included. `elsewhere`: what each other worker has counted.
+        out now included.
         """
         found: list[Exclusion] = []
         for urls in groups:
             places = max(1, int(self.limits.max_share * len(urls))) if len(urls) > 1 else 0
             places -= sum(self._until.get(url, 0.0) > now for url in urls)
-            counted = yield from self._all(now, elsewhere)
+            counted = yield from self._all(now)
             worst = yield from self._outliers(
                 [url for url in urls if self._until.get(url, 0.0) <= now], counted
             )
@@ -348,10 +299,8 @@ class Outliers:
         # network.
         return share if 2 * median(others or [0.0]) <= share else None
 
-    def _all(
-        self, now: float, elsewhere: Sequence[Sequence[Counted]]
-    ) -> Steps[dict[_Key, _Counts]]:
-        """Return what all workers have counted. Forget what is too old to be counted."""
+    def _all(self, now: float) -> Steps[dict[_Key, _Counts]]:
+        """Return what was counted. Forget what is too old to be counted."""
         found: dict[_Key, _Counts] = {}
         for number, (key, window) in enumerate([*self._windows.items()]):
             counts = window.all(now)
@@ -359,12 +308,6 @@ class Outliers:
                 found[key] = counts
             elif self._windows.get(key) is window:
                 del self._windows[key]
-            if number % AT_ONCE == 0:
-                yield
-        for number, one in enumerate(one for worker in elsewhere for one in worker):
-            counts = _Counts(one.good, one.failed, one.timed, one.pace, one.seconds, one.beside)
-            key = _Key(one.url, Role(one.role), one.bits, one.partner)
-            found.setdefault(key, _Counts()).add(counts)
             if number % AT_ONCE == 0:
                 yield
         return found
