@@ -254,9 +254,8 @@ PUBLISHING = {"kv_events": ANY, "enable_prompt_tokens_details": True}
 
 async def connected(known: Known, count: int) -> None:
     await until(lambda: known.world.metric("pdproxy_kv_event_sources", state="connected") == count)
-    replays = count * len(known.world.workers)  # each worker has its own
     await until(
-        lambda: known.world.metric("pdproxy_kv_event_replays_total", result="complete") >= replays
+        lambda: known.world.metric("pdproxy_kv_event_replays_total", result="complete") >= count
     )
 
 
