@@ -29,7 +29,7 @@ SERVE = textwrap.dedent(
     import sys
     from functools import partial
     from pdproxy.observe import logs
-    from pdproxy.workers import supervisor
+    from pdproxy.workers import scheduler_link, supervisor
     from pdproxy.settings.listen import Listen
     from pdproxy.settings.health import Probes
     from pdproxy.settings.keys import Auth
@@ -38,6 +38,7 @@ SERVE = textwrap.dedent(
     from pdproxy.settings.pools import Pool
     port, prefill, decode, log_format, max_bytes, workers, interval, linger = sys.argv[1:]
     supervisor.SupervisorTimes = partial(supervisor.SupervisorTimes, pauses=(0.0,))
+    scheduler_link.PATIENCE = 60.0  # however slow this machine is
     if int(workers) > 1:
         from pdproxy.workers.parent import run
     else:
