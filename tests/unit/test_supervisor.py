@@ -203,6 +203,8 @@ async def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
 async def test_one_process_for_all_begins_first_and_ends_last(tmp_path: Path) -> None:
     """It is started again as a worker is, but after a short pause at most, and counted apart."""
     async with toy("for_all", tmp_path) as process:
+        # one that ends before any worker has served ends all
+        await process.until(lambda lines: len(process._ready(lines)) == 3)
         for times in range(1, 5):
             await process.until(
                 lambda lines, times=times: (  # type: ignore[misc]
