@@ -377,6 +377,37 @@ async def test_nobody_waits_long_for_a_scheduler(monkeypatch) -> None:
     w.link.close()
 
 
+async def test_one_that_ends_before_it_chooses_was_ended_by_no_question(monkeypatch) -> None:
+    """However often. One that does not begin to choose is waited for no longer than one that does
+    not come.
+    """
+    w = Worker()
+    asking = asyncio.ensure_future(w.scheduler.choose("id", ASK))
+    for _ in range(scheduler_link.TRIES + 1):
+        client = Deciding(restarted=True).connect(w.link)
+        await settled()
+        client.close()
+        await settled()
+    s = Deciding(restarted=True)
+    client = s.connect(w.link)
+    await settled()
+    assert not asking.done()
+    client.welcome()
+    assert (await asking) is not None
+    client.close()
+    await settled()
+    monkeypatch.setattr(scheduler_link, "PATIENCE", 0.0)
+    w.link._patience.cancel()
+    w.link._patience = None
+    client = Deciding(restarted=True).connect(w.link)
+    with pytest.raises(OverloadedError, match="no scheduler process"):
+        await w.scheduler.choose("id", ASK)
+    client.welcome()
+    await settled()
+    assert urls((await w.pair()).leases)[0] == P
+    w.link.close()
+
+
 # -- hostile workers
 
 
