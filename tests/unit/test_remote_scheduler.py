@@ -197,9 +197,17 @@ async def test_what_legs_show_is_told(both) -> None:
 
 
 async def test_an_engine_that_the_worker_does_not_know_yet_gets_nothing(both) -> None:
+    """Another one is chosen, if there is any."""
     s, w = both
     w.engines.known.pop(D)
-    assert await w.scheduler.choose_one(ASK, without=(D2,)) is None
+    for _ in range(4):
+        chosen = await w.pair()
+        assert urls(chosen.leases) == [P, D2]
+        for lease in chosen.leases:
+            w.scheduler.close(lease, Verdict.GOOD, 3.0)
+    w.engines.known.pop(D2)
+    assert await w.scheduler.choose("id", ASK) is None
+    assert await w.scheduler.choose_one(ASK) is None
     await settled()
     assert (s.loads(), w.link.leases) == ({}, {})
 
@@ -397,6 +405,7 @@ async def test_one_that_ends_before_it_chooses_was_ended_by_no_question(monkeypa
     client.close()
     await settled()
     monkeypatch.setattr(scheduler_link, "PATIENCE", 0.0)
+    assert w.link._patience is not None
     w.link._patience.cancel()
     w.link._patience = None
     client = Deciding(restarted=True).connect(w.link)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from pdproxy.app.capacity import FULL
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.events import Event, LegFailed, NodeChanged, Observers
@@ -38,7 +40,7 @@ from pdproxy.workers.scheduler_messages import (
 
 _NUMBER_OF = {verdict: number for number, verdict in enumerate(VERDICTS)}
 MOST_UNKNOWN = 3
-"""How often a choice is made again because this worker does not know one of its engines yet."""
+"""How often a choice is made where this worker does not know one of the engines yet."""
 
 
 class RemoteScheduler:
@@ -81,11 +83,11 @@ class RemoteScheduler:
             item = Choose(number, self._pool, request_id, ask, constraints)
             found = await self._link.ask(item, 2)
             leases = self._leases(found, constraints.kv_tokens if found.space else 0)
-            if leases is not None:
+            if not isinstance(leases, str):
                 break
-        else:
-            return None
-        if not leases:
+            without = (*constraints.without, leases)
+            constraints = structs.replace(constraints, without=without)
+        if isinstance(leases, str) or not leases:
             return None
         space = _Space(self._link, leases[-1]) if found.space else None
         return Assignment(tuple(leases), found.reason, found.values, space)
@@ -97,8 +99,9 @@ class RemoteScheduler:
         for _ in range(MOST_UNKNOWN):
             item = ChooseOne(self._link.numbers(1), self._pool, ask, without, avoid)
             leases = self._leases(await self._link.ask(item, 1))
-            if leases is not None:
+            if not isinstance(leases, str):
                 return leases[0] if leases else None
+            without = (*without, leases)
         return None
 
     async def choose_encoders(
@@ -107,11 +110,12 @@ class RemoteScheduler:
         """See `Scheduler`."""
         number = self._link.numbers(len(asks))
         item = ChooseEncoders(number, self._pool, asks, without, proven)
-        return self._leases(await self._link.ask(item, len(asks))) or []
+        leases = self._leases(await self._link.ask(item, len(asks)))
+        return [] if isinstance(leases, str) else leases
 
-    def _leases(self, found: Chosen, space: int = 0) -> list[HeldLease] | None:
-        """Return the leases of a choice. None: this worker does not know one of the engines, which
-        was just added; the leases are ended.
+    def _leases(self, found: Chosen, space: int = 0) -> list[HeldLease] | str:
+        """Return the leases of a choice; or the URL of an engine that was just added, and that this
+        worker does not know yet. Then the leases are ended.
         """
         leases: list[HeldLease] = []
         for number, one in enumerate(found.leases, found.number):
@@ -120,7 +124,7 @@ class RemoteScheduler:
                 for unwanted in leases:
                     self._link.forget(unwanted.number)
                 self._link.tell(Unwanted(found.number, len(found.leases)))
-                return None
+                return one.url
             lease = HeldLease(
                 engine.in_ledger,
                 Role(one.role),
