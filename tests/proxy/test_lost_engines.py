@@ -565,7 +565,8 @@ async def test_what_is_no_loss() -> None:
                 await reply.serve()
             else:
                 gone.append(reply.engine)
-                w.proxy.ledger.mark_draining(reply.engine.url, "rolling restart")
+                for one in w.workers:
+                    one.ledger.mark_draining(reply.engine.url, "rolling restart")
                 reply.engine.stop()
 
         for one in w.aggregated:
