@@ -104,8 +104,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_notifier.py::test_notices_for_a_proxy_that_is_gone": INSIDE,
         "test_notifier.py::test_the_decode_engine_is_asked_before_the_prefills_answer": INSIDE,
         "test_other_routes.py::test_bodies_of_all_routes_share_one_bound": DIVIDED,
-        "test_other_routes_fail.py::test_an_engine_that_dies_in_a_stream": EACH,
-        "test_other_routes_fail.py::test_the_breaker_hears_of_failures": EACH,
         "test_overload.py::test_a_full_queue_says_when_there_may_be_room": PREDICTED,
         (
             "test_overload.py::test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once"

@@ -84,7 +84,7 @@ async def test_an_engine_that_dies_in_a_stream(path: str, then: str, part: bytes
         assert b"http" not in last, "where engines are is not for clients"
         assert (await w.ended()).outcome == "engine"
         assert w.metric("pdproxy_deadline_total", wait="between_tokens") == (then == "stall")
-        assert w.proxy.ledger.engines[1].failures == 1
+        await until(lambda: w.proxy.ledger.engines[1].failures == 1)
 
 
 @pytest.mark.parametrize("path", STREAMED)
@@ -189,7 +189,7 @@ async def test_the_breaker_hears_of_failures(path: str) -> None:
         everyone(w, path, script)
         answer = await w.ask(path, {"model": "tiny"})
         assert (answer.status, answer.body) == (500, own)
-        assert w.proxy.ledger.engines[1].failures == 2
+        await until(lambda: w.proxy.ledger.engines[1].failures == 2)
         assert not w.proxy.ledger.engines[1].usable(w.proxy.service.resources.now())
 
 
@@ -292,7 +292,7 @@ async def test_a_client_that_leaves_ends_the_leg(stream: bool) -> None:
         ended = await w.ended()
         assert ended.outcome == "client_left"
         await w.quiet()
-        assert w.proxy.ledger.engines[1].failures == 0
+        await until(lambda: w.proxy.ledger.engines[1].failures == 0)
 
 
 async def test_a_client_that_leaves_with_a_request_behind_ends_the_leg() -> None:

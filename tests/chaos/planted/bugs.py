@@ -176,8 +176,8 @@ BUGS: Mapping[str, Bug] = {
         changes=(
             Change(
                 "serving/dispatch/resources.py",
-                "            self.transfers.failed(one.prefill, one.decode, first=one.first, "
-                "at=one.at)\n",
+                "            self.scheduler.kv_failed(one.prefill, one.decode, one.at, "
+                "first=one.first)\n",
                 "            pass\n",
             ),
         ),
@@ -280,8 +280,10 @@ BUGS: Mapping[str, Bug] = {
         changes=(
             Change(
                 "serving/dispatch/decode_leg.py",
-                "            transfers.loaded(custody.prefill, self._url, self.since)\n",
-                "            transfers.loaded(custody.prefill, self._url, -1.0)\n",
+                "            self._resources.scheduler.kv_loaded(custody.prefill, self._url, "
+                "self.since)\n",
+                "            self._resources.scheduler.kv_loaded(custody.prefill, self._url, "
+                "-1.0)\n",
             ),
         ),
     ),
