@@ -25,14 +25,19 @@ list.
 """
 _BEGIN, _END = b"[]"
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_FLAT = rb'[\[{] (?: [^\[\]{}"]++ | %b )*+ [\]}]' % _STRING
+_PLAIN = rb'[^\[\]{}"]*+ (?: %b [^\[\]{}"]*+ )*+' % _STRING
+"""What holds no array or object."""
+_FLAT = rb"[\[{] %b [\]}]" % _PLAIN
 """An array or object that holds no others."""
 _VALUE = re.compile(rb'%b | %b | [^\[\]{}", \t\n\r]++' % (_STRING, _FLAT), re.VERBOSE | re.DOTALL)
 _BRACKETS = re.compile(
-    rb'(?: [^\[\]{}"]++ | %b | %b )*+ (?: ([\[{]++) | ([\]}]++) )' % (_STRING, _FLAT),
+    rb"%b (?: %b %b ){0,256} (?: ([\[{]++) | ([\]}]++) )?" % (_PLAIN, _FLAT, _PLAIN),
     re.VERBOSE | re.DOTALL,
 )
-"""All up to the next brackets that begin, or end, an array or object with others in it."""
+"""All up to the next brackets that begin, or end, an array or object with others in it; or a long
+part of what is before them. Python before 3.11.5 matches a possessive group wrongly that can fail
+behind its first character, and any other group takes memory each time that it is repeated.
+"""
 _BETWEEN = re.compile(rb"[ \t\n\r,]*+")
 """The bytes between two values of a list."""
 
@@ -106,7 +111,10 @@ def _behind(listed: memoryview, at: int) -> int:
     while True:
         found = _BRACKETS.match(listed, at)
         assert found is not None
+        assert found.end() > at
         at = found.end()
+        if found.lastindex is None:
+            continue
         if (opened := found.span(1))[0] >= 0:
             depth += at - opened[0]
         elif (closed := at - found.start(2)) >= depth:
