@@ -12,7 +12,7 @@ from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import OverloadedError, RefusalReason, TooLateError
+from pdproxy.kit.errors import BadRequestError, OverloadedError, RefusalReason, TooLateError
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.leases import Assignment, Verdict
 from pdproxy.scheduling.ledger import Ledger
@@ -471,6 +471,33 @@ async def test_many_items_of_one_worker_let_others_have_their_turn(both) -> None
     assert sum(one.done() for one in many) < len(many)
     await asyncio.gather(*many)
     other.link.close()
+
+
+@pytest.mark.parametrize(
+    "ask", [Ask("\ud800", 1, 1.0), Ask("m" * (1 << 20), 1, 1.0), Ask("m", 1, 1.0, limit=1 << 70)]
+)
+async def test_a_question_that_can_not_be_sent_is_nobody_elses_trouble(both, ask: Ask) -> None:
+    s, w = both
+    before = asyncio.ensure_future(w.pair())
+    bad = asyncio.ensure_future(w.scheduler.choose("id", ask))
+    behind = asyncio.ensure_future(w.pair())
+    with pytest.raises(BadRequestError):
+        await bad
+    for found in (await before, await behind):
+        for lease in found.leases:
+            w.scheduler.close(lease, Verdict.GOOD, 3.0)
+    await settled()
+    assert (s.loads(), w.link.leases, w.link._open) == ({}, {}, {})
+
+
+async def test_much_that_is_said_in_one_turn_comes_in_its_order(both, monkeypatch) -> None:
+    monkeypatch.setattr(scheduler_link, "AT_ONCE", 100)
+    s, w = both
+    for found in await asyncio.gather(*[w.pair() for _ in range(50)]):
+        for lease in found.leases:
+            w.scheduler.close(lease, Verdict.GOOD, 3.0)
+    await settled()
+    assert (s.loads(), s.clients[0].leases, w.link.leases) == ({}, 0, {})
 
 
 async def test_a_busy_scheduler_process_gets_no_more_questions(both, monkeypatch) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdproxy.kit.errors import OverloadedError, RefusalReason
+from pdproxy.kit.errors import BadRequestError, OverloadedError, RefusalReason
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.workers.links import Link, LinkError, Message
@@ -46,6 +46,10 @@ the one before.
 """
 MAX_UNSENT = 1 << 20
 """Bytes that the scheduler process has not read: behind more, no question is added."""
+MAX_ITEM = 1 << 20
+"""Bytes of one question. Only a model's name can make one so long."""
+AT_ONCE = 1 << 18
+"""Bytes behind which items are sent before the turn of the event loop ends."""
 TRIES = 2
 """How many scheduler processes are sent one question: one that ends them must not end more."""
 
@@ -66,7 +70,7 @@ class HeldLease(Lease):
 class _Question(msgspec.Struct, eq=False):
     """`most`: how many leases it may get; `tries`: how many scheduler processes were sent it."""
 
-    item: Choice
+    item: msgspec.Raw
     most: int
     answer: asyncio.Future[Chosen]
     tries: int = 0
@@ -79,8 +83,12 @@ class SchedulerLink:
         self._link: Link | None = None
         self._is_welcome = False
         """Whether the process at the other end chooses."""
-        self._items: list[FromWorker] = []
-        """What is sent at the end of this turn."""
+        self._items: list[msgspec.Raw] = []
+        """What is sent at the end of this turn. Each item is encoded by itself: one that can't be
+        encoded keeps back no other.
+        """
+        self._size = 0
+        """Their bytes."""
         self._next = 0
         self._open: dict[int, _Question] = {}
         self.leases: dict[int, HeldLease] = {}
@@ -119,7 +127,7 @@ class SchedulerLink:
             )
             for one in self.leases.values()
         ]
-        self._items = [Holds(held)]
+        self._items = [msgspec.Raw(encode_items(Holds(held)))]
         self._flush()
 
     def _welcome(self) -> None:
@@ -133,7 +141,7 @@ class SchedulerLink:
         for number, question in list(self._open.items()):
             if question.tries < TRIES:
                 question.tries += 1
-                self.tell(question.item)
+                self._say(question.item, 0)
             else:
                 self._refuse(number, "its engines could not be chosen")
 
@@ -155,7 +163,7 @@ class SchedulerLink:
         logger.warning("the scheduler process is gone: %s", error)
         self._drop_link()
         # What was to be said was about leases, and the next process is told which are left.
-        self._items = []
+        self._items, self._size = [], 0
         self._be_patient()
 
     def _be_patient(self) -> None:
@@ -187,14 +195,22 @@ class SchedulerLink:
 
         Raises:
             OverloadedError: it is refused, or there is no scheduler process.
+            BadRequestError: what the client has sent can't be passed on.
         """
         if self._is_hopeless or (self._link is not None and self._link.unsent > MAX_UNSENT):
             raise _no_scheduler("the scheduler process does not answer")
+        try:
+            encoded = encode_items(item)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise BadRequestError(f"a field of the request can't be passed on: {error}") from None
+        if len(encoded) > MAX_ITEM:
+            raise BadRequestError("the name of the model is too long", param="model")
         answer: asyncio.Future[Chosen] = asyncio.get_running_loop().create_future()
-        question = self._open[item.number] = _Question(item, most, answer)
+        question = _Question(msgspec.Raw(encoded), most, answer)
+        self._open[item.number] = question
         if self._is_welcome:
             question.tries = 1
-            self.tell(item)
+            self._say(question.item, len(encoded))
         else:
             self._be_patient()
         try:
@@ -207,11 +223,17 @@ class SchedulerLink:
 
     def tell(self, item: FromWorker) -> None:
         """Tell the scheduler process something, in the order of these calls."""
-        if self._link is None:
-            return  # the next one is told what is left
+        if self._link is not None:  # the next one is told what is left
+            encoded = encode_items(item)
+            self._say(msgspec.Raw(encoded), len(encoded))
+
+    def _say(self, item: msgspec.Raw, size: int) -> None:
         if not self._items:
             self._loop.call_soon(self._flush)
         self._items.append(item)
+        self._size += size
+        if self._size > AT_ONCE:
+            self._flush()
 
     def began(self, lease: HeldLease) -> None:
         """Keep a lease of this worker, which its engine's load shows."""
@@ -239,7 +261,7 @@ class SchedulerLink:
     def _flush(self) -> None:
         if self._link is None or not self._items:
             return
-        items, self._items = self._items, []
+        items, self._items, self._size = self._items, [], 0
         try:
             self._link.send(Message(ITEMS, body=encode_items(items)))
             if self._link.unsent:

@@ -304,7 +304,7 @@ def _from_plain(wanted: type, value: object) -> object:
 
 
 encode_items = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
-"""Returns a list of items as bytes."""
+"""Returns a list of items as bytes; or one item, to be an element of a list as `msgspec.Raw`."""
 decode_of_worker = msgspec.msgpack.Decoder(list[FromWorker], dec_hook=_from_plain).decode
 """Returns what a worker has sent. Raises msgspec.MsgspecError."""
 decode_of_scheduler = msgspec.msgpack.Decoder(list[FromScheduler]).decode

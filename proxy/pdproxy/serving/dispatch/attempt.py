@@ -249,6 +249,8 @@ class Attempt:
             self.custody.release()  # whatever has not ended by now
 
 
+MAX_LIMIT = 1 << 31
+"""Tokens of an answer: a limit beyond them is none."""
 MAX_USER = 256
 """Bytes of a body's `user` that name a session. What follows makes no other session."""
 # -- what the scheduler is asked
@@ -286,7 +288,7 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
         session=session_within(request.headers.salt, session),
         slo=hints.slo,
         beginning=request.beginning,
-        limit=limit_of(parsed),
+        limit=None if (limit := limit_of(parsed)) is None else min(limit, MAX_LIMIT),
         is_silent=parsed.starts_in_silence,
     )
 
