@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -488,6 +489,28 @@ async def test_a_question_that_can_not_be_sent_is_nobody_elses_trouble(both, ask
             w.scheduler.close(lease, Verdict.GOOD, 3.0)
     await settled()
     assert (s.loads(), w.link.leases, w.link._open) == ({}, {}, {})
+
+
+async def test_a_choice_that_fails_is_nobody_elses_trouble(both, monkeypatch) -> None:
+    """A policy may be somebody's own."""
+    s, w = both
+    choose = s.scheduler.choose
+
+    async def fails(request_id: str, *arguments: Any) -> Assignment | None:
+        if request_id == "bad":
+            raise ZeroDivisionError
+        return await choose(request_id, *arguments)
+
+    monkeypatch.setattr(s.scheduler, "choose", fails)
+    asking = [asyncio.ensure_future(w.pair(name)) for name in ("a", "bad", "b")]
+    first, bad, last = await asyncio.gather(*asking, return_exceptions=True)
+    assert isinstance(bad, OverloadedError)
+    for found in (first, last):
+        assert isinstance(found, Assignment)
+        for lease in found.leases:
+            w.scheduler.close(lease, Verdict.GOOD, 3.0)
+    await settled()
+    assert (s.loads(), s.lost, w.link._open) == ({}, [], {})
 
 
 async def test_much_that_is_said_in_one_turn_comes_in_its_order(both, monkeypatch) -> None:

@@ -20,7 +20,8 @@ import msgspec
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
-from pdproxy.kit.errors import OverloadedError
+from pdproxy.kit.errors import OverloadedError, RefusalReason
+from pdproxy.kit.frames import frames
 from pdproxy.scheduling.leases import NEUTRAL, Assignment, Lease, Space
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
@@ -169,12 +170,15 @@ class SchedulerClient:
 
     def _work(self) -> None:
         items, self._held_back = self._held_back[:AT_ONCE], self._held_back[AT_ONCE:]
-        try:
-            for item in items:
+        for item in items:
+            try:
                 self._received(item)
-        except LinkError as error:
-            self._end(error)
-            return
+            except LinkError as error:
+                self._end(error)
+                return
+            except Exception as error:  # a policy's, for example: other requests go on
+                name = type(item).__name__
+                logger.error("%s of a worker failed in pdproxy itself: %s", name, frames(error))  # noqa: TRY400
         self._flush()
 
     def _received(self, item: FromWorker) -> None:
@@ -262,6 +266,9 @@ class SchedulerClient:
             except OverloadedError as error:
                 self._answer(refused(item.number, error))
                 return
+            except Exception:
+                self._answer(refused(item.number, _failed()))
+                raise
         task = self._loop.create_task(self._wait(item, pool), name="choose")
         self._choosing[item.number] = task
         task.add_done_callback(partial(self._over, item.number))
@@ -274,6 +281,9 @@ class SchedulerClient:
             await self._choice(item, pool)
         except OverloadedError as error:
             self._answer(refused(item.number, error))
+        except Exception:
+            self._answer(refused(item.number, _failed()))
+            raise
 
     async def _choice(self, item: Choice, pool: PoolChoices) -> None:
         """Choose, and answer. Raises OverloadedError."""
@@ -353,11 +363,11 @@ class SchedulerClient:
             found[0].scheduler.began(found[1], item.at)
 
     def _closed(self, item: Closed) -> None:
+        if not 0 <= item.verdict < len(VERDICTS):
+            raise LinkError(f"there is no verdict {item.verdict}")
         found = self._take(item.lease)
         if found is None:
             return  # of a scheduler process that was before
-        if not 0 <= item.verdict < len(VERDICTS):
-            raise LinkError(f"there is no verdict {item.verdict}")
         pool, lease = found
         if item.reported is not None:
             pool.scheduler.cached(lease, item.reported, item.prompt)
@@ -431,3 +441,7 @@ class SchedulerClient:
         if held.space:
             buffers = pool.buffers
             self._spaces[held.number] = buffers.take(held.url, buffers.chunks(held.space))
+
+
+def _failed() -> OverloadedError:
+    return OverloadedError("choosing engines failed in pdproxy itself", RefusalReason.NO_ENGINE)
