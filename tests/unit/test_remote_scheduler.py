@@ -26,7 +26,7 @@ from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.workers import links, scheduler_clients, scheduler_link
 from pdproxy.workers.remote_scheduler import RemoteScheduler
-from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
+from pdproxy.workers.scheduler_clients import Hears, PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import HeldLease, SchedulerLink
 from pdproxy.workers.scheduler_messages import error_of, refused
 from tests.fakes.recorder import Recorder
@@ -67,6 +67,7 @@ class Deciding:
             None,
         )
         self._restarted = restarted
+        self.hears: dict[str, Hears] = {}
         self.clients: list[SchedulerClient] = []
         self.lost: list[SchedulerClient] = []
 
@@ -75,7 +76,7 @@ class Deciding:
         mine, its = links.pair()
         pool = PoolChoices(self.scheduler, self.ledger, self.buffers, lambda: None, lambda: 2.0)
         said = (lambda _: None) if self._restarted else SchedulerClient.welcome
-        client = SchedulerClient(mine, [pool], self.lost.append, said)
+        client = SchedulerClient(mine, [pool], self.lost.append, said, self.hears)
         self.ledger.transfers.changed = self._transfers_changed
         self.clients.append(client)
         link.connect(its)
@@ -156,6 +157,36 @@ async def test_a_pair_is_leased_and_closed(both) -> None:
     windows = s.outliers._windows.items()
     counted = {key.url: (one.now.good, one.now.timed) for key, one in windows}
     assert counted == {P: (1, 1), d: (1, 1)}
+
+
+async def test_what_is_said_of_topics_arrives_in_order_and_is_held_for_the_next_process() -> None:
+    s, w = Deciding(), Worker()
+    heard: list[object] = []
+    s.hears["a"] = lambda client, body: heard.append((client, body, client.has_said))
+    s.hears["wrong"] = lambda client, body: heard.append(body.decode("ascii"))
+    w.link.hears["b"] = heard.append
+    w.link.hears["wrong"] = lambda body: heard.append(body.decode("ascii"))
+    w.link.holds["a"] = lambda: b"held"
+    w.link.holds["none"] = lambda: None
+    client = s.connect(w.link)
+    w.link.say("wrong", b"\xff")
+    w.link.say("a", b"more")
+    await settled()
+    # what is held is said before a process chooses, and what fails keeps nothing back
+    assert heard == [(client, b"held", False), (client, b"more", True)]
+    heard.clear()
+    client.say("wrong", b"\xff")
+    client.say("b", b"told")
+    await settled()
+    assert heard == [b"told"]
+    heard.clear()
+    client.close()
+    await settled()
+    client = s.connect(w.link)
+    await settled()
+    assert heard == [(client, b"held", False)]
+    w.link.close()
+    client.close()
 
 
 async def test_what_constrains_a_choice_counts(both) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -49,6 +50,7 @@ from pdproxy.workers.scheduler_messages import (
     LostModel,
     RefusesMore,
     RefusesReports,
+    Said,
     SpaceFree,
     TransfersKnown,
     Unwanted,
@@ -78,11 +80,15 @@ class PoolChoices(msgspec.Struct, frozen=True, eq=False):
     now: Callable[[], float]
 
 
+Hears = Callable[["SchedulerClient", bytes], None]
+"""Takes what a worker has said."""
+
+
 class SchedulerClient:
     """One worker. `end`: of a pair of sockets; `pools`: those of the proxy, in their order.
 
     `lost`: called when nothing more comes from it; `said`: when it has said what it has, which is
-    before it asks: it does so behind `welcome`.
+    before it asks: it does so behind `welcome`. `hears`: what takes what it says, by topics.
     """
 
     def __init__(
@@ -91,11 +97,12 @@ class SchedulerClient:
         pools: Sequence[PoolChoices],
         lost: Callable[[SchedulerClient], None],
         said: Callable[[SchedulerClient], None],
+        hears: Mapping[str, Hears] = MappingProxyType({}),
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._link = Link(end)
         self._pools = pools
-        self._lost, self._said = lost, said
+        self._lost, self._said, self._hears = lost, said, hears
         self._leases: dict[int, tuple[PoolChoices, Lease]] = {}
         self._spaces: dict[int, Space] = {}
         self._choosing: dict[int, asyncio.Task[None]] = {}
@@ -121,6 +128,7 @@ class SchedulerClient:
             FoundGone: self._found_gone,
             RefusesMore: self._refuses_more,
             SpaceFree: self._space_free,
+            Said: self._heard,
             Holds: self._holds,
         }
         for pool in range(len(pools)):
@@ -138,6 +146,10 @@ class SchedulerClient:
     def welcome(self) -> None:
         """Have the worker ask from now on."""
         self._answer(Welcome())
+
+    def say(self, topic: str, body: bytes) -> None:
+        """Say something about a topic."""
+        self._answer(Said(topic, body))
 
     # -- the link
 
@@ -417,6 +429,9 @@ class SchedulerClient:
     def _refuses_more(self, item: RefusesMore) -> None:
         if (capacity := self._pool(item.pool).capacity()) is not None:
             capacity.refused(item.url)
+
+    def _heard(self, item: Said) -> None:
+        self._hears[item.topic](self, item.body)
 
     def _pool(self, number: int) -> PoolChoices:
         if not 0 <= number < len(self._pools):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdproxy.kit.errors import BadRequestError, OverloadedError, RefusalReason
+from pdproxy.kit.frames import frames
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.workers.links import Link, LinkError, Message
@@ -28,6 +29,7 @@ from pdproxy.workers.scheduler_messages import (
     Held,
     Holds,
     Refused,
+    Said,
     TransfersKnown,
     Unwanted,
     Welcome,
@@ -95,6 +97,12 @@ class SchedulerLink:
         """The leases of this worker, by their numbers."""
         self.know_transfers: dict[int, Callable[[KnownTransfers], None]] = {}
         """What takes what is known of transfers, by the numbers of the pools."""
+        self.hears: dict[str, Callable[[bytes], None]] = {}
+        """What takes what the scheduler process says, by its topics."""
+        self.holds: dict[str, Callable[[], bytes | None]] = {}
+        """By topics: what is said to each new scheduler process first, before it chooses; None is
+        nothing.
+        """
         self._patience: asyncio.TimerHandle | None = None
         self._since = 0.0
         """When this began, in the event loop's seconds."""
@@ -127,7 +135,11 @@ class SchedulerLink:
             )
             for one in self.leases.values()
         ]
-        self._items = [msgspec.Raw(encode_items(Holds(held)))]
+        self._items, self._size = [], 0
+        for topic, body_of in self.holds.items():
+            if (body := body_of()) is not None:
+                self.say(topic, body)
+        self.tell(Holds(held))
         self._flush()
 
     def _welcome(self) -> None:
@@ -227,6 +239,10 @@ class SchedulerLink:
             encoded = encode_items(item)
             self._say(msgspec.Raw(encoded), len(encoded))
 
+    def say(self, topic: str, body: bytes) -> None:
+        """Say something about a topic, in the order of these calls and those of `tell`."""
+        self.tell(Said(topic, body))
+
     def _say(self, item: msgspec.Raw, size: int) -> None:
         if not self._items:
             self._loop.call_soon(self._flush)
@@ -298,6 +314,9 @@ class SchedulerLink:
         if isinstance(item, TransfersKnown):
             self.know_transfers[item.pool](item.known)
             return
+        if isinstance(item, Said):
+            self._hear(item)
+            return
         question = self._open.pop(item.number, None)
         if question is None or question.answer.done():
             return  # its asker has gone, and has said so
@@ -305,6 +324,12 @@ class SchedulerLink:
             question.answer.set_exception(error_of(item))
         else:
             question.answer.set_result(item)
+
+    def _hear(self, item: Said) -> None:
+        try:
+            self.hears[item.topic](item.body)
+        except Exception as error:  # what comes behind it counts all the same
+            logger.error("%r of the scheduler process failed: %s", item.topic, frames(error))  # noqa: TRY400
 
 
 def _no_scheduler(why: str) -> OverloadedError:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
-from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
+from pdproxy.workers.scheduler_clients import Hears, PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 
 EXPECTED = 0.25
@@ -26,6 +27,12 @@ class SchedulerLinks:
         self._workers = workers
         self.link = SchedulerLink()
         """That of a worker."""
+        self.hears: dict[str, Hears] = {}
+        """In the scheduler process: what takes what workers say, by topics."""
+        self.greets: list[Callable[[SchedulerClient], None]] = []
+        """In the scheduler process: what says to each new worker all that workers are to know."""
+        self.leaves: list[Callable[[SchedulerClient], None]] = []
+        """In the scheduler process: what is told of each worker that says no more."""
         self._pools: list[PoolChoices] = []
         self._clients: set[SchedulerClient] = set()
         self._early: list[socket.socket] = []
@@ -56,6 +63,11 @@ class SchedulerLinks:
         else:
             self._early.append(end)
 
+    def say(self, topic: str, body: bytes) -> None:
+        """In the scheduler process: say something to all workers."""
+        for client in self._clients:
+            client.say(topic, body)
+
     @property
     def leases(self) -> int:
         """How many leases the workers have of this process."""
@@ -81,7 +93,15 @@ class SchedulerLinks:
         self.link.close()
 
     def _serve(self, end: socket.socket) -> None:
-        self._clients.add(SchedulerClient(end, self._pools, self._clients.discard, self._said))
+        client = SchedulerClient(end, self._pools, self._gone, self._said, self.hears)
+        self._clients.add(client)
+        for greet in self.greets:
+            greet(client)
+
+    def _gone(self, client: SchedulerClient) -> None:
+        self._clients.discard(client)
+        for leave in self.leaves:
+            leave(client)
 
     def _said(self, client: SchedulerClient) -> None:
         """A worker has said what it has."""

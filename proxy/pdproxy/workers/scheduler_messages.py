@@ -187,9 +187,16 @@ class Held(msgspec.Struct, array_like=True):
 
 
 class Holds(msgspec.Struct, array_like=True, tag=12):
-    """The first item on a link: what the worker has of a scheduler process that was before."""
+    """What the worker has of a scheduler process that was before. Behind it, the worker asks."""
 
     leases: Sequence[Held]
+
+
+class Said(msgspec.Struct, array_like=True, tag=17):
+    """Something rare, either way: `topic` says what it is about, and so how `body` is read."""
+
+    topic: str
+    body: bytes
 
 
 FromWorker = (
@@ -209,6 +216,7 @@ FromWorker = (
     | FoundGone
     | RefusesMore
     | SpaceFree
+    | Said
     | Holds
 )
 
@@ -264,7 +272,7 @@ class TransfersKnown(msgspec.Struct, array_like=True, tag=3):
     known: KnownTransfers
 
 
-FromScheduler = Chosen | Refused | Welcome | TransfersKnown
+FromScheduler = Chosen | Refused | Welcome | TransfersKnown | Said
 
 _KINDS: tuple[type[OverloadedError], ...] = (OverloadedError, TooLateError, LimitError)
 
