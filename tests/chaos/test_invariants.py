@@ -138,7 +138,7 @@ def _lease(w: World) -> None:
 
 
 def _place(w: World) -> None:
-    w.proxy.admission = SimpleNamespace(inflight=1, waiting=0)  # type: ignore[assignment]
+    w.proxy.admission = SimpleNamespace(inflight=1, waiting=0)
 
 
 def _body(w: World) -> None:

@@ -409,9 +409,12 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     async def metrics() -> bytes:
         return b"pdproxy_requests_total 1.0\n"
 
+    async def load() -> int:
+        return 0
+
     app = create_app(
         AnswerMakers(
-            Operation(lambda: 0, ready, metrics),
+            Operation(load, ready, metrics),
             models,
             passthrough,
             Cors(),

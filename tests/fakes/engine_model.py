@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.observe.events import Observers
+from pdproxy.scheduling.admission import Place, RequestDemand
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.admission import Admission, Place
-from pdproxy.serving.request.demand import RequestDemand
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from tests.chaos.virtual.loop import VirtualLoop
 from tests.chaos.virtual.network import VirtualNetwork
@@ -155,7 +155,7 @@ class Model:
         self._pool, self._chance = pool, random.Random(seed)
         self.engines = Engines(pool, random.Random(seed + 1))
         self.clock = Clock(now=asyncio.get_running_loop().time)
-        self.admission = Admission(
+        self.admission = LocalAdmission(
             Limits(max_inflight=pool.places, max_queue=1024),
             Deadlines(queue=timeout),
             Overload(),

@@ -20,9 +20,7 @@ INSIDE = (
     "it looks into one process, or changes that one alone: its tasks and parts, its engines, its "
     "admin API"
 )
-PREDICTED = "it is about predicted waits, which each worker knows from what it has served itself"
 LOST = "it counts engines that are lost under requests, which each worker does by itself"
-SHARES = "it is about tenants' shares while requests wait, which hold in each worker"
 
 ONE_WORKER: Mapping[str, str] = MappingProxyType(
     {
@@ -104,10 +102,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_notifier.py::test_notices_for_a_proxy_that_is_gone": INSIDE,
         "test_notifier.py::test_the_decode_engine_is_asked_before_the_prefills_answer": INSIDE,
         "test_other_routes.py::test_bodies_of_all_routes_share_one_bound": DIVIDED,
-        "test_overload.py::test_a_full_queue_says_when_there_may_be_room": PREDICTED,
-        (
-            "test_overload.py::test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once"
-        ): PREDICTED,
         "test_placement.py": INSIDE,
         "test_prefixes.py::test_a_prefill_engine_is_asked_to_report_and_may_refuse": EACH,
         "test_registered.py::test_a_decode_engine_that_waits_for_a_writer_that_failed": INSIDE,
@@ -119,13 +113,18 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,
         "test_settings_file.py::test_other_settings_are_followed": INSIDE,
         "test_settings_file.py::test_the_file_of_the_settings_is_followed": INSIDE,
-        "test_shares.py": SHARES,
+        "test_shares.py::test_a_body_that_goes_on_is_not_the_one_that_gives_way": DIVIDED,
+        "test_shares.py::test_a_client_with_fewer_connections_loses_none": DIVIDED,
+        "test_shares.py::test_a_client_with_its_share_gets_no_more_of_others": DIVIDED,
+        "test_shares.py::test_a_connection_too_many_is_told_so": DIVIDED,
+        "test_shares.py::test_a_stalled_body_gives_way_to_a_client_with_less": DIVIDED,
+        "test_shares.py::test_an_idle_connection_gives_way_to_a_new_one": DIVIDED,
+        "test_shares.py::test_answers_that_nobody_reads_have_a_bound": DIVIDED,
+        "test_shares.py::test_bodies_in_service_leave_room_for_others": DIVIDED,
+        "test_shares.py::test_bodies_that_engines_work_on_give_way_to_nobody": DIVIDED,
+        "test_shares.py::test_half_a_request_is_idle": DIVIDED,
         "test_signals.py::test_a_hangup_ends_no_stream": EACH,
         "test_sources.py": INSIDE,
-        "test_tenants.py::test_a_tenant_is_named_by_a_header_of_clients_with_a_key": SHARES,
-        "test_tenants.py::test_places_are_divided_by_weight": SHARES,
-        "test_tenants.py::test_priority_orders_the_requests_of_one_tenant": SHARES,
-        "test_tenants.py::test_weights_of_the_settings": SHARES,
         "test_tls.py::test_a_certificate_that_expires_is_reported": EACH,
         "test_tls.py::test_half_of_a_renewal_changes_nothing": EACH,
         "test_tls_engines.py::test_engines_in_tls": KEPT,

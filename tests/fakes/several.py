@@ -85,13 +85,9 @@ class Several:
         first.choose()
 
     def close(self) -> None:
-        """Close the counters by which workers wake each other, and the sockets to which engines
-        send.
-        """
+        """Close the sockets to which engines send."""
         for listener in self._shared.listeners():
             listener.close()
-        for wake in self._shared.wakes:
-            os.close(wake)
 
 
 _NAMED = Attempt._named_dispatch

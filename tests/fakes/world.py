@@ -32,6 +32,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
 from pdproxy_lab.sim.api.template import render
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
+from tests.fakes.admitted import admission_of
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
@@ -121,12 +122,12 @@ class World:
     @property
     def inflight(self) -> int:
         """Requests with a place."""
-        return sum(one.admission.inflight for one in self.workers)
+        return admission_of(self.proxy).inflight
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a place."""
-        return sum(one.admission.waiting for one in self.workers)
+        return admission_of(self.proxy).waiting
 
     @property
     def body_bytes(self) -> int:
@@ -233,6 +234,7 @@ class World:
     async def ended(self, count: int = 1) -> RequestEnded:
         """Wait until so many requests are over; return the report of the last of them."""
         await until(lambda: len(self.events(RequestEnded)) >= count)
+        await self.told()
         return self.events(RequestEnded)[count - 1]
 
     def metric(self, name: str, **labels: str) -> float:

@@ -63,7 +63,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "serving/request/lifecycle": ("proxy/test_monitoring.py", "proxy/test_requests.py"),
     "serving/request/body_reader": ("proxy/test_audio.py", "proxy/test_requests.py"),
-    "serving/request/admission": (
+    "deciding/local_admission": (
         "unit/test_admission_overload.py",
         "proxy/test_admission_and_drain.py",
         "proxy/test_overload_virtual.py",

@@ -650,14 +650,14 @@ async def test_a_prompt_that_the_decode_engine_refuses_first_is_paid_once_it_is_
         if (tokens := pair.world.proxy.tokens) is not None:
             await until(lambda: tokens.canaries.trusted("tiny", Route.COMPLETIONS))
         assert (await pair.ask(COMPLETIONS, completion(prompt="other text " * 9), A)).status == 200
-        before, gate = left(pair.world), Gate()
+        before, gate = await left(pair.world), Gate()
         pair.p.faults.script(gate.then(fails(400)) if prefill == "refuses" else gate)
         pair.d.faults.script(fails(400, "temperature"))
         assert (await pair.ask(COMPLETIONS, completion(), A)).status == 400
-        assert left(pair.world) == before
+        assert await left(pair.world) == before
         gate.opened.set()
         await clock.through(pair.world.quiet())
         usage = json.loads((await pair.asked_plain(COMPLETIONS, completion())).body)["usage"]
-        assert before - left(pair.world) == (
+        assert before - await left(pair.world) == (
             usage["prompt_tokens"] if goes_on and prefill == "answers" else 0
         )

@@ -13,6 +13,7 @@ from pdproxy.observe.events import NodeChanged
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.metrics_page import Scrape
 from tests.fakes import scripts
+from tests.fakes.admitted import admission_of
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import prefill
 from tests.fakes.passed import everyone
@@ -232,7 +233,7 @@ async def test_prompts_that_are_too_much_together_wait() -> None:
 async def test_tokens_per_engine() -> None:
     """Each engine that answers clients adds its part."""
     async with world(1, 2, limits={"engine_tokens": 1500, "max_inflight_tokens": 4000}) as w:
-        assert w.proxy.admission._queue.max_size == 3000
+        assert admission_of(w.proxy)._queue.max_size == 3000
         go = asyncio.Event()
         w.prefill[0].script(*[scripts.gate(go, prefill)] * 2)
         clients = [await w.client() for _ in range(2)]
@@ -242,7 +243,7 @@ async def test_tokens_per_engine() -> None:
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 2
         w.proxy.setup.remove(w.decode[1].url)
-        assert w.proxy.admission._queue.max_size == 1500
+        assert admission_of(w.proxy)._queue.max_size == 1500
 
 
 # -- what engines can take
@@ -257,7 +258,7 @@ def report(
 
 
 def places(w: World) -> int:
-    return w.proxy.admission._queue.places
+    return admission_of(w.proxy)._queue.places
 
 
 async def test_a_number_of_requests_per_engine() -> None:

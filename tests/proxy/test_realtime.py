@@ -390,13 +390,13 @@ async def test_tokens_of_a_minute(tmp_path: Path) -> None:
         w.decode[0].sim.websocket = writing(30)
         socket = await served(w, *KEY)
         await socket.until("transcription.done")
-        assert left(w) == pytest.approx(10, abs=2)
+        assert await left(w) == pytest.approx(10, abs=2)
         socket.send(commit())
         found = await socket.until("error")
         assert found[-1]["code"] == "key_tokens"
         assert len(found) < 20
         assert await socket.closed() == 1013
-        assert left(w) < 1
+        assert await left(w) < 1
 
 
 # -- deadlines

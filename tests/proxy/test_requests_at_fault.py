@@ -269,7 +269,7 @@ async def test_a_stream_that_its_client_did_not_read_is_paid(tmp_path: Path) -> 
         await until(lambda: any(isinstance(leg, DecodeLeg) and leg.relay.paused for leg in legs))
         client.close()
         await until(lambda: w.events(RequestEnded))
-        assert most <= minute - left(w) < most + 100
+        assert most <= minute - await left(w) < most + 100
 
 
 @pytest.mark.parametrize("limit", [None, 50_000])
@@ -306,7 +306,7 @@ async def test_a_stream_that_was_read_before_its_client_stopped_is_paid(
         await until(lambda: any(isinstance(leg, DecodeLeg) and leg.relay.paused for leg in legs))
         client.close()
         await until(lambda: w.events(RequestEnded))
-        assert minute - left(w) >= read
+        assert minute - await left(w) >= read
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ async def test_an_answer_without_space_costs_no_more_than_was_asked_for(
         assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
         await until(lambda: w.events(RequestEnded))
         w.proxy.answer_budget.held -= (1 << 20) - 300_000
-        assert most <= minute - left(w) < most + 200
+        assert most <= minute - await left(w) < most + 200
 
 
 @pytest.mark.parametrize(("stream", "part"), [(False, 4), (True, 0)])
@@ -367,7 +367,7 @@ async def test_an_answer_without_space_and_limit_costs_what_who_leaves_pays(
         await until(lambda: w.events(RequestEnded))
         w.proxy.answer_budget.held -= taken
         least = minute / part if part else 0
-        assert least <= minute - left(w) < least + 200
+        assert least <= minute - await left(w) < least + 200
 
 
 @pytest.mark.parametrize("limit", [100, 5000])
@@ -397,7 +397,7 @@ async def test_a_list_without_space_costs_no_more_than_was_reported(
         answer = await w.ask(COMPLETIONS, body, bearer("sk-a"))
         assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
         await until(lambda: w.events(RequestEnded))
-        assert minute - left(w) <= count * (made + 20)
+        assert minute - await left(w) <= count * (made + 20)
 
 
 async def test_an_answer_without_space_makes_no_others_of_its_list_free(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ async def test_an_answer_without_space_makes_no_others_of_its_list_free(tmp_path
         )
         assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
         await until(lambda: w.events(RequestEnded))
-        assert minute - left(w) > 40 * made
+        assert minute - await left(w) > 40 * made
 
 
 async def test_an_answer_without_space_is_paid_as_far_as_it_had_come(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ async def test_an_answer_without_space_is_paid_as_far_as_it_had_come(tmp_path: P
         assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
         await until(lambda: w.events(RequestEnded))
         w.proxy.answer_budget.held -= (1 << 20) - 400_000
-        assert minute - left(w) > 400_000 / 4 - 100
+        assert minute - await left(w) > 400_000 / 4 - 100
 
 
 @pytest.mark.parametrize(
@@ -478,5 +478,5 @@ async def test_an_answer_that_is_too_large_is_paid(
         assert answer.status == 502
         assert "limits.max_answer_bytes" in answer.json["error"]["message"]
         await until(lambda: w.events(RequestEnded))
-        assert MADE <= minute - left(w) < MADE + 100
+        assert MADE <= minute - await left(w) < MADE + 100
         untouched(w)

@@ -303,7 +303,7 @@ async def test_what_a_client_that_leaves_pays(
             await clock.reach(ACCEPT_GRACE)
         await w.quiet()
         await w.ended()
-        assert 60_000 - left(w) == LENGTH + unseen
+        assert 60_000 - await left(w) == LENGTH + unseen
 
 
 async def test_a_decode_engine_may_never_compute_a_prompt() -> None:

@@ -29,7 +29,7 @@ from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion
 from tests.proxy.test_batches import BATCH, batch
 from tests.proxy.test_connectors import CONNECTORS, SHAPES, same
 from tests.proxy.test_continued import TOKENS, UNBROKEN, cut
-from tests.proxy.test_quotas import keys, left
+from tests.proxy.test_quotas import keys, level
 from tests.proxy.test_tenant_salts import tenants
 
 TPM = 60_000
@@ -195,7 +195,7 @@ def charged(w: World, ended: RequestEnded) -> tuple[int, int]:
     assert w.metric("pdproxy_tenant_tokens_total", tenant="a") == sum(found)
     assert w.metric("pdproxy_tokens_total", kind="prompt") == found[0]
     assert w.metric("pdproxy_tokens_total", kind="completion") == found[1]
-    assert left(w) == pytest.approx(TPM - sum(found), abs=1e-3)
+    assert level(w) == pytest.approx(TPM - sum(found), abs=1e-3)
     return found
 
 
@@ -414,7 +414,7 @@ async def test_whoever_leaves_an_answer_that_shows_nothing_pays_for_its_limit(
         ended = await w.ended()
         assert (ended.outcome, ended.completion_tokens) == ("client_left", None)
         assert w.metric("pdproxy_tenant_tokens_total", tenant="a") == ended.prompt_tokens
-        assert left(w) == TPM - 500 - (ended.prompt_tokens or 0)
+        assert level(w) == TPM - 500 - (ended.prompt_tokens or 0)
 
 
 @pytest.mark.parametrize("path", STREAMED)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdproxy.deciding.local_admission import LocalAdmission, LocalPlace
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
@@ -19,7 +20,6 @@ from pdproxy.observe.events import DeadlinePassed, Evicted, KvCounted, KvShortfa
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import parse
@@ -327,11 +327,11 @@ def admitting(
     queue: int = 5,
     clock: Clock | None = None,
     clients: Clients | None = None,
-) -> Admission:
-    """Admission with so many places, and so long a queue."""
+) -> LocalAdmission:
+    """LocalAdmission with so many places, and so long a queue."""
     limits = Limits(max_inflight=places, max_queue=queue)
     own = Clients() if clients is None else clients
-    return Admission(
+    return LocalAdmission(
         limits, Deadlines(queue=60), Overload(), Observers(observers), clock or Clock(), own
     )
 
@@ -350,8 +350,8 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
     async def run() -> None:
         admission = admitting(places=places, queue=queue)
         one = Client("one")
-        inside: list[asyncio.Task[Place]] = []
-        waiting: list[asyncio.Task[Place]] = []
+        inside: list[asyncio.Task[LocalPlace]] = []
+        waiting: list[asyncio.Task[LocalPlace]] = []
         for step in steps:
             if step == "enter":
                 task = asyncio.ensure_future(admission.enter(one))

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from pdproxy.scheduling.admission import MOST_TOKENS, RequestDemand
 from pdproxy.serving.request.demand import (
     MOST_ANSWERS,
-    MOST_TOKENS,
     PRIORITY,
-    RequestDemand,
     demand_of,
     passed_demand,
     prioritized,

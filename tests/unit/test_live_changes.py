@@ -24,6 +24,7 @@ from pdproxy.settings.kv import KvEvents
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
+from tests.fakes.admitted import admission_of
 from tests.fakes.tokenizer import Shelf
 from tests.unit.test_live_settings import NODES, settings
 
@@ -38,15 +39,15 @@ async def test_more_requests_than_engines_can_take() -> None:
         for engine in proxy.engines.values():
             proxy.ledger.mark_up(engine.url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
         proxy.observers.notify(NodeChanged(NODES[1].url, "decode", up=True, reason=""))
-        assert proxy.admission.places == 4
+        assert admission_of(proxy).places == 4
         live, less = (
             LiveSettings(proxy, lambda _: None),
             msgspec.structs.replace(old, limits=Limits(engine_requests=4, max_inflight=2)),
         )
         live.use(old, less)
-        assert proxy.admission.places == 2
+        assert admission_of(proxy).places == 2
         live.use(less, old)
-        assert proxy.admission.places == 4
+        assert admission_of(proxy).places == 4
     finally:
         await proxy.stop()
 

@@ -26,6 +26,7 @@ from pdproxy.settings.limits import Limits
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import fields_of, is_section
+from tests.fakes.admitted import admission_of
 from tests.fakes.tokenizer import Shelf
 
 NODES = (
@@ -82,7 +83,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.read_body": (9.5, lambda p: p.bodies._deadlines.read_body, 9.5),
     "deadlines.queue": (
         9.5,
-        lambda p: (p.admission._timeout, p.buffers._deadlines.queue),
+        lambda p: (admission_of(p)._timeout, p.buffers._deadlines.queue),
         (9.5, 9.5),
     ),
     "deadlines.tokenize": (
@@ -129,11 +130,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.probe": (9.5, lambda p: p.admin.deadlines.probe, 9.5),
     "limits.max_inflight": (
         7,
-        lambda p: (p.admission.places, p.retries.limits.max_inflight),
+        lambda p: (admission_of(p).places, p.retries.limits.max_inflight),
         (7, 7),
     ),
-    "limits.max_queue": (7, lambda p: p.admission._queue.max_waiting, 7),
-    "limits.max_inflight_tokens": (7, lambda p: p.admission._queue._max_size, 7),
+    "limits.max_queue": (7, lambda p: admission_of(p)._queue.max_waiting, 7),
+    "limits.max_inflight_tokens": (7, lambda p: admission_of(p)._queue._max_size, 7),
     "limits.max_connections": (99, lambda p: p.connections.max_open, 99),
     "limits.max_body_bytes": (
         99,
@@ -156,7 +157,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "limits.continuations": (7, lambda p: p.pools[0].resources.limits.continuations, 7),
     "limits.engine_requests": (
         7,
-        lambda p: (p.admission.places, p.pools[0].capacity._windows.fixed),  # type: ignore[union-attr]
+        lambda p: (admission_of(p).places, p.pools[0].capacity._windows.fixed),  # type: ignore[union-attr]
         (1024, 7),
     ),
     "limits.engine_tokens": (7, lambda p: p.pools[0].capacity._tokens, 7),  # type: ignore[union-attr]
@@ -168,11 +169,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "limits.breaker_cooldown": (9.5, lambda p: p.ledger.breakers._cooldown, 9.5),
     "overload.tenant_header": ("X-Who", lambda p: p.front.tenants._header, b"x-who"),
     "overload.weights": ({"a": 3.0}, lambda p: p.front.tenants._weights, {"a": 3.0}),
-    "overload.output_weight": (9.5, lambda p: p.admission._output_weight, 9.5),
+    "overload.output_weight": (9.5, lambda p: admission_of(p)._output_weight, 9.5),
     "media.urls": ("any", lambda p: p.bodies._bounds.media.urls, "any"),
     "media.hosts": (("a",), lambda p: p.bodies._bounds.media.hosts, ("a",)),
     "media.embeds": (True, lambda p: p.bodies._bounds.media.embeds, True),
-    "overload.priority": ("ignore", lambda p: p.admission._by_priority, False),
+    "overload.priority": ("ignore", lambda p: admission_of(p)._by_priority, False),
     "tenants.caches": ("separate", lambda p: p.front.tenants.salt("x") is not None, True),
     "health.stalled_after": (9.5, lambda p: p.stalls.health.stalled_after, 9.5),
     "health.canary_timeout": (
@@ -334,10 +335,10 @@ async def test_all_or_nothing(what: str, tmp_path: Path) -> None:
         with pytest.raises(MembershipError if what == "an engine" else SettingsError):
             live.use(old, new)
         assert [*proxy.engines] == before
-        assert (proxy.admission.places, _engine_key(proxy)) == (1024, None)
+        assert (admission_of(proxy).places, _engine_key(proxy)) == (1024, None)
         proxy.credentials.keys.check(b"Bearer old")
         live.use(old, changed(old, ("limits", "max_inflight"), 8))
-        assert proxy.admission.places == 8
+        assert admission_of(proxy).places == 8
     finally:
         await proxy.stop()
 
@@ -414,9 +415,9 @@ async def test_limits_are_fitted_to_the_machine() -> None:
         live = LiveSettings(proxy, lambda _: None, fit)
         more = changed(old, ("limits", "max_inflight"), 9)
         live.use(old, more)
-        assert proxy.admission.places == 3
+        assert admission_of(proxy).places == 3
         live.use(more, changed(more, ("deadlines", "queue"), 9.0))
-        assert proxy.admission.places == 3, "also where something else has changed"
+        assert admission_of(proxy).places == 3, "also where something else has changed"
     finally:
         await proxy.stop()
 

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdproxy.deciding.local_quotas import LocalQuotas, LocalUse
 from pdproxy.kit.errors import LimitError, RefusalReason
-from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.settings.keys import KeyLimits
 
 
 class Keys:
-    """Quotas on a clock that a test moves."""
+    """`LocalQuotas` on a clock that a test moves."""
 
     def __init__(self, **limits: KeyLimits) -> None:
         self.now = 1000.0
         self.limits = limits
-        self.quotas = Quotas(lambda: self.limits, lambda: self.now)
+        self.quotas = LocalQuotas(lambda: self.limits, lambda: self.now)
 
-    def enter(self, key: str | None = "a") -> Use | None:
-        return self.quotas.enter(key)
+    def enter(self, key: str = "a") -> LocalUse | None:
+        return self.quotas.begin(key)
 
-    def used(self, key: str = "a") -> Use:
+    def used(self, key: str = "a") -> LocalUse:
         use = self.enter(key)
         assert use is not None
         return use
@@ -40,7 +40,6 @@ class Keys:
 
 def test_keys_without_limits_cost_nothing_and_keep_nothing() -> None:
     keys = Keys(b=KeyLimits(rpm=1))
-    assert keys.enter(None) is None
     assert keys.enter("file:3") is None
     assert keys.quotas._accounts == {}
 
@@ -85,7 +84,7 @@ def kept_out(keys: Keys, prompt: int, most: int | None) -> float | None:
     """A request is refused once it is read; return after how many seconds it may come again."""
     use = keys.used()
     with pytest.raises(LimitError) as caught:
-        use.reserve(prompt, most)
+        use.take(prompt, most)
     assert (caught.value.reason, caught.value.status) == (RefusalReason.KEY_TOKENS, 429)
     use.end(0)
     return caught.value.retry_after
@@ -97,8 +96,8 @@ def test_what_a_request_may_use_is_reserved_until_its_end() -> None:
     """
     keys = Keys(a=KeyLimits(tpm=6000))
     first, second = keys.used(), keys.used()
-    first.reserve(1000, 3000)
-    second.reserve(500, 1500)
+    first.take(1000, 3000)
+    second.take(500, 1500)
     assert level(keys) == 0
     assert keys.refused() == (RefusalReason.KEY_TOKENS, 0.01)
     first.end(100)
@@ -106,7 +105,7 @@ def test_what_a_request_may_use_is_reserved_until_its_end() -> None:
     second.end(2000)
     assert level(keys) == 6000 - 100 - 2000
     assert kept_out(keys, 1000, 3000) == pytest.approx(1.0)
-    keys.used().reserve(900, 3000)
+    keys.used().take(900, 3000)
     assert level(keys) == 0
 
 
@@ -115,7 +114,7 @@ def test_who_leaves_answers_without_a_limit_pays_for_each(answers: int, paid: in
     """But they reserve no more than one: most clients stay, and pay what was made."""
     keys = Keys(a=KeyLimits(tpm=4000))
     use = keys.used()
-    use.reserve(1, None, answers)
+    use.take(1, None, answers)
     assert level(keys) == 3000
     use.end(0, unseen=1.0)
     assert level(keys) == 4000 - paid
@@ -126,7 +125,7 @@ def test_four_requests_without_a_limit_at_once(tpm: int) -> None:
     keys = Keys(a=KeyLimits(tpm=tpm))
     uses = [keys.used() for _ in range(4)]
     for use in uses[: 4 if tpm >= 4 else 1]:
-        use.reserve(1, None)
+        use.take(1, None)
     assert keys.refused()[0] is RefusalReason.KEY_TOKENS
     for use in uses:
         use.end(0)
@@ -145,14 +144,14 @@ def test_a_whole_minute_is_the_most_that_a_request_needs() -> None:
     ):
         keys = Keys(a=KeyLimits(tpm=600))
         one = keys.used()
-        one.reserve(prompt, most)
+        one.take(prompt, most)
         assert level(keys) == 0
         assert keys.refused()[0] is RefusalReason.KEY_TOKENS
         one.end(500)
         assert kept_out(keys, prompt, most) == pytest.approx((needed - 100) / 10)
         keys.now += (needed - 100) / 10
         again = keys.used()
-        again.reserve(prompt, most)
+        again.take(prompt, most)
         assert level(keys) == pytest.approx(needed - 600)
         assert keys.refused() == (
             RefusalReason.KEY_TOKENS,
@@ -168,12 +167,12 @@ def test_an_answer_that_nobody_has_seen_counts_with_its_limit() -> None:
     for most, wanted in ((400, 400), (None, 1500), (10**9, 6000)):
         keys = Keys(a=KeyLimits(tpm=6000))
         one = keys.used()
-        one.reserve(100, most)
+        one.take(100, most)
         one.end(100, unseen=1.0)
         assert level(keys) == 6000 - 100 - wanted
     keys = Keys(a=KeyLimits(tpm=6000))
     one = keys.used()
-    one.reserve(100, 400)
+    one.take(100, 400)
     one.end(130, unseen=0.25)
     assert level(keys) == 6000 - 130 - 100
 
@@ -182,7 +181,7 @@ def test_a_debt_is_paid_before_the_next_request() -> None:
     """One request may take more than a minute has; then the key waits for as long as that takes."""
     keys = Keys(a=KeyLimits(tpm=600))
     one = keys.used()
-    one.reserve(100, 100)
+    one.take(100, 100)
     one.end(9000)  # one request costs ten minutes at most
     reason, seconds = keys.refused()
     assert reason is RefusalReason.KEY_TOKENS
@@ -198,7 +197,7 @@ def test_what_was_not_served_is_not_charged() -> None:
     keys = Keys(a=KeyLimits(tpm=600))
     for _ in range(10):
         one = keys.used()
-        one.reserve(100, 400)
+        one.take(100, 400)
         one.end(0)
     assert level(keys) == 600
     one.add(100)
@@ -213,7 +212,7 @@ def test_no_more_tokens_than_a_minute_and_its_refill(tpm: int, seed: int) -> Non
     """
     keys, chance = Keys(a=KeyLimits(tpm=tpm)), random.Random(seed)
     began, used = keys.now, 0
-    going: list[tuple[Use, int]] = []
+    going: list[tuple[LocalUse, int]] = []
     for _ in range(300):
         keys.now += chance.choice([0.0, 0.01, 0.3, 2.0])
         if going and chance.random() < 0.4:
@@ -221,10 +220,10 @@ def test_no_more_tokens_than_a_minute_and_its_refill(tpm: int, seed: int) -> Non
             use.end(tokens)
             used += tokens
         prompt, most = chance.randrange(1, tpm // 4), chance.randrange(1, 400)
-        new: Use | None = None
+        new: LocalUse | None = None
         try:
             new = keys.used()
-            new.reserve(prompt, most)
+            new.take(prompt, most)
         except LimitError:
             if new is not None:
                 new.end(0)
@@ -262,10 +261,10 @@ def test_a_new_file_gives_nobody_a_new_minute() -> None:
 def test_limits_that_come_and_go_leave_requests_that_run_alone() -> None:
     keys = Keys(a=KeyLimits(tpm=100))
     one = keys.used()
-    one.reserve(10, 40)
+    one.take(10, 40)
     keys.limits = {"a": KeyLimits(inflight=5)}
     two = keys.used()
-    two.reserve(500, 500)
+    two.take(500, 500)
     keys.limits = {"a": KeyLimits(tpm=100)}
     keys.used().end(0)
     one.end(10**6)

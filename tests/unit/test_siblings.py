@@ -225,7 +225,6 @@ def _counted(parent: Parent, number: int, count: list[float]) -> ShownOfAll:
         metrics,
         parent.all[number],
         number,
-        lambda: 0,
     )
 
 

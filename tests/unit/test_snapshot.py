@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.app.gauges import CONNECTIONS, TASK_RESTARTS, WORKERS
+from pdproxy.deciding.local_admission import PLACES
 from pdproxy.fleet.gauges import NODE_UP
 from pdproxy.fleet.membership import MEMBER_CHANGES
 from pdproxy.observe.description import MergeRule
@@ -15,7 +16,6 @@ from pdproxy.observe.events import Evicted, LegFailed, LoopBeat, MemberChanged
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
 from pdproxy.serving.kv.custodian import KV_HANDLE_AGE
-from pdproxy.serving.request.admission import PLACES
 
 
 def _samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

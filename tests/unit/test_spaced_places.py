@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from pdproxy.deciding.spaced_places import FASTER, LEAST, SpacedPlaces
 from pdproxy.kit.fair_queue import FairQueue, TenantRequest
-from pdproxy.serving.request.spaced_places import FASTER, LEAST, SpacedPlaces
 from tests.fakes.engine_model import Model, Pool, in_virtual_time
 
 TOGETHER = Pool(step=0.0055, prefill_tokens_per_s=14_000.0, together=True)

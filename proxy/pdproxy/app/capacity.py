@@ -46,7 +46,7 @@ class Places(Protocol):
 
     @property
     def inflight(self) -> int:
-        """Requests being served, by all workers."""
+        """Requests being served."""
 
     def resize(self, places: int | None, tokens: int) -> None:
         """Change the number of places, and how many tokens they hold; None and 0: no bound."""
@@ -60,9 +60,7 @@ class Bounded(Protocol):
 
 
 class ProxyPlaces:
-    """The places of a proxy with several pools or workers: as many as all pools together can
-    take.
-    """
+    """The places of a proxy with several pools: as many as all pools together can take."""
 
     def __init__(self, admission: Bounded) -> None:
         self._admission = admission

@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.scheduling.admission import Admission
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turns import PoolTurns
-from pdproxy.serving.request.admission import Admission
 from pdproxy.settings.limits import Deadlines
 
 logger = logging.getLogger("pdproxy")

@@ -12,11 +12,11 @@ from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
+from pdproxy.scheduling.admission import Admission
 from pdproxy.serving.access.cache_salts import CacheSalts
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys, ValidKey
 from pdproxy.serving.access.tenants import Tenants
-from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.realtime import serve_websocket

@@ -79,7 +79,7 @@ class Parts(Process):
             OverloadedError: no engine is up.
             EngineError: no engine that is up gave a list that can be read.
         """
-        use = self.quotas.enter(None if key is None else key.name)  # engines are asked
+        use = None if key is None else await self.quotas.enter(key.name)  # engines are asked
         try:
             found = await asyncio.gather(
                 *(self._cards_of(pool, authorization) for pool in self.pools)

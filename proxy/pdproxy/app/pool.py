@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.app.bootstraps import build_bootstraps
-from pdproxy.app.capacity import PoolCapacity
+from pdproxy.app.capacity import PoolCapacity, ProxyPlaces
 from pdproxy.app.continuations import build_continuing
 from pdproxy.app.engines import EngineSetup, Profiles, no_key
 from pdproxy.app.gauges import show_placement
@@ -203,7 +203,9 @@ class PoolParts:
             else None
         )
         if (limits.engine_requests or limits.engine_tokens) and chooses:
-            places = process.admission if process.places is None else process.places.of(engines)
+            places = process.places
+            places = places.of(engines) if isinstance(places, ProxyPlaces) else places
+            assert places is not None  # whoever chooses engines bounds their requests
             scraped.capacity = PoolCapacity(limits, engines, places, settings.replicas.at_first)
             if own is not None:
                 own.capacity = scraped.capacity

@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from pdproxy.app.capacity import ProxyPlaces
+from pdproxy.app.capacity import Places, ProxyPlaces
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.gauges import show_process
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.share import Share, SoleProcess
 from pdproxy.app.tokens import Library
 from pdproxy.app.watch import Watch
+from pdproxy.deciding.local_admission import LocalAdmission
+from pdproxy.deciding.local_quotas import LocalQuotas
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
+from pdproxy.scheduling.admission import Admission, Quotas
 from pdproxy.serving.access.cache_salts import CacheSalts
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.models import Models
-from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
-from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.worker_admission import WorkerAdmission
 from pdproxy.settings.changes import own
 from pdproxy.settings.listen import UNIX, parsed_networks
 from pdproxy.settings.schema import Settings
@@ -67,8 +67,10 @@ class Process:
     quotas: Quotas
     cache_salts: CacheSalts
     models: Models
-    places: ProxyPlaces | None
-    """None where one pool of one process has all places."""
+    places: Places | ProxyPlaces | None
+    """What bounds requests by what engines can take: those of one pool, or of all; None where
+    another process does.
+    """
     heartbeat: Heartbeat
     wrong_keys: WrongKeys
 
@@ -106,11 +108,12 @@ class Process:
             parsed_networks(listen.trusted_proxies),
             trusts_unix=listen.uds is not None and UNIX in listen.trusted_proxies,
         )
-        admitted = limits, deadlines, settings.overload, observers, clock, known_clients
-        if (several := share.several) is None:
-            admission = Admission(*admitted)
-        else:
-            admission = several.admission = WorkerAdmission(*admitted, shared=several.places())
+        admission = share.admission(
+            lambda: LocalAdmission(
+                limits, deadlines, settings.overload, observers, clock, known_clients
+            ),
+            known_clients,
+        )
         retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock, observers)
         bodies = BodyReader(limits, deadlines, settings.media, clock, observers)
         show_process(observers, tasks, log, lines)
@@ -133,26 +136,26 @@ class Process:
             body_budget=BodyBudget(limits.max_buffered_bytes, observers),
             unread_answers=UnreadAnswers(limits.max_buffered_answer_bytes, observers),
             connections=Connections(limits.max_connections, observers),
-            quotas=share.quotas(credentials.keys.limits, clock.now),
+            quotas=share.quotas(
+                lambda: LocalQuotas(credentials.keys.limits, clock.now), credentials.keys.limits
+            ),
             cache_salts=CacheSalts(
                 settings.tenants, credentials.keys, partial(_secret, credentials, share)
             ),
             models=models,
-            places=_places(settings, share, admission),
+            places=_places(settings, admission),
             heartbeat=Heartbeat(observers),
             wrong_keys=WrongKeys(clock.now, observers),
         )
 
 
-def _places(
-    settings: Settings, share: Share | SoleProcess, admission: Admission
-) -> ProxyPlaces | None:
-    """Return what bounds requests by all pools' engines, None where one pool of one process has all
-    places.
+def _places(settings: Settings, admission: Admission) -> Places | ProxyPlaces | None:
+    """Return what bounds requests by the engines of one pool, or of all; None where another process
+    does.
     """
-    if (several := share.several) is not None:
-        return ProxyPlaces(several.bound(admission))
-    return ProxyPlaces(admission) if len(settings.pools) > 1 else None
+    if not isinstance(admission, LocalAdmission):
+        return None
+    return ProxyPlaces(admission) if len(settings.pools) > 1 else admission
 
 
 def _secret(credentials: Credentials, share: Share | SoleProcess) -> bytes:

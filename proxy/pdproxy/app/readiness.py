@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from pdproxy.kit.text import truncate
 from pdproxy.observe.prompt_shares import PromptShares
+from pdproxy.scheduling.admission import Admission
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
-from pdproxy.serving.request.admission import Admission
 from pdproxy.web.operation import OperationState, Readiness
 
 MAX_DETAIL, MAX_DETAILS = 1000, 200

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from secrets import token_bytes
 from typing import Protocol
 
-from pdproxy.app.capacity import Bounded, PoolCapacity
+from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown
 from pdproxy.app.sockets import Sockets
 from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.local_admission import LocalAdmission
+from pdproxy.deciding.local_quotas import LocalQuotas
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -23,19 +25,17 @@ from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
 from pdproxy.kit.records import Records
-from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.kit.shared_table import Column, Others
 from pdproxy.kit.siblings import Siblings
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
+from pdproxy.scheduling.admission import Admission, Quotas
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.scheduler import Scheduler
-from pdproxy.serving.access.quotas import Quotas
+from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.worker_turns import WorkerTurns
-from pdproxy.serving.request.admission import Admission
-from pdproxy.serving.request.worker_admission import WorkerAdmission
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Settings
@@ -77,8 +77,6 @@ class Share(Protocol):
     """Those of each pool. Whoever makes one adds it here."""
     registrations: list[WorkerRegistrations]
     """Those of each pool whose engines register. Whoever makes one adds it here."""
-    admission: WorkerAdmission | None
-    """Set by whoever makes it."""
 
     @property
     def lead(self) -> Lead:
@@ -106,18 +104,17 @@ class Share(Protocol):
         messages, its own.
         """
 
-    def places(self) -> SharedPlaces:
-        """Return the places of requests, of all processes."""
-
-    def bound(self, places: Bounded) -> Bounded:
-        """Return what bounds the requests of all processes by what engines can take. `places`: the
-        requests of this one.
+    def admission(self, local: Callable[[], LocalAdmission], clients: Clients) -> Admission:
+        """Return what requests of this process ask for places. `local`: makes what gives places to
+        the requests of all processes, if this one does.
         """
 
     def quotas(
-        self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]
+        self, local: Callable[[], LocalQuotas], limits: Callable[[], Mapping[str, KeyLimits]]
     ) -> Quotas:
-        """Return the process's limits of keys. The arguments: those of `Quotas`."""
+        """Return what requests of this process ask for the limits of their keys. `local`: makes
+        what counts for all processes, if this one does; `limits`: returns those in force.
+        """
 
     def shown(
         self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
@@ -190,12 +187,23 @@ class SoleProcess:
 
     several = None
     """See `Share`."""
-    quotas = Quotas
     shown = Shown
 
     def __init__(self) -> None:
         self.cache_secret = token_bytes(SECRET_BYTES)
         """The key of the hash that makes tenants' salts, where the settings have none."""
+
+    @staticmethod
+    def admission(local: Callable[[], LocalAdmission], _: Clients) -> LocalAdmission:
+        """Return what requests ask for places. See `Share`."""
+        return local()
+
+    @staticmethod
+    def quotas(
+        local: Callable[[], LocalQuotas], _: Callable[[], Mapping[str, KeyLimits]]
+    ) -> LocalQuotas:
+        """Return what requests ask for the limits of their keys. See `Share`."""
+        return local()
 
     @staticmethod
     def pool(at: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pdproxy.app.readiness import judged
 from pdproxy.observe.metrics import Metrics
-from pdproxy.serving.request.admission import Admission
+from pdproxy.scheduling.admission import Admission
 from pdproxy.web.operation import Readiness
 
 
@@ -20,7 +20,7 @@ class Shown:
         self._own_readiness = readiness
         self._own_metrics = metrics
 
-    def load(self) -> int:
+    async def load(self) -> int:
         """Return the number of requests that are served or wait."""
         return self._admission.inflight + self._admission.waiting
 

@@ -169,10 +169,6 @@ class FairQueue(Generic[Ticket]):
         """The size of the requests that have them."""
         self.waiting = 0
         """Requests that wait."""
-        self.taken_elsewhere = self.size_elsewhere = self.waiting_elsewhere = 0
-        """The same three numbers of others that share the places and the bounds. Written by whoever
-        knows them.
-        """
 
     def __repr__(self) -> str:
         return f"<FairQueue {self.taken} of {self._places} taken, {self.waiting} waiting>"
@@ -200,11 +196,7 @@ class FairQueue(Generic[Ticket]):
         """Take a place if one is free and nobody waits; None if not. Each success is matched by one
         `leave`.
         """
-        if (
-            self.taken + self.taken_elsewhere >= self._places
-            or self.waiting
-            or not self._fits(size)
-        ):
+        if self.taken >= self._places or self.waiting or not self._fits(size):
             return None
         tenant = self._tenant(name, weight)
         entry = TenantRequest(tenant, ticket, cost, size)
@@ -214,6 +206,18 @@ class FairQueue(Generic[Ticket]):
             self._charge(entry)
         else:
             tenant.free_cost += cost
+        self._give_place(entry)
+        return entry
+
+    def restore(
+        self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int
+    ) -> TenantRequest[Ticket]:
+        """Take a place that a request has already, whatever the bounds are. It is matched by one
+        `leave`.
+        """
+        tenant = self._tenant(name, weight)
+        entry = TenantRequest(tenant, ticket, cost, size)
+        tenant.free_cost += cost
         self._give_place(entry)
         return entry
 
@@ -236,7 +240,7 @@ class FairQueue(Generic[Ticket]):
             QueueFullError: too many requests wait, and no other tenant has more of them.
         """
         tenant, loser = self._tenant(name, weight), None
-        if self.waiting + self.waiting_elsewhere >= self.max_waiting:
+        if self.waiting >= self.max_waiting:
             loser = self._displace(tenant, priority)
             if loser is None:
                 self._rest(tenant)
@@ -289,11 +293,6 @@ class FairQueue(Generic[Ticket]):
         for tenant in self._queued.values():
             for entry in tenant.entries:
                 yield entry.ticket
-
-    def first(self) -> Ticket | None:
-        """Return the ticket of the request that gets the next place, None if nobody waits."""
-        tenant = self._following()
-        return None if tenant is None else tenant.entries[0].ticket
 
     def over_share(self, name: Hashable) -> bool:
         """Return whether a tenant has more than its part of all places, by weight, while others
@@ -410,9 +409,7 @@ class FairQueue(Generic[Ticket]):
     # -- places
 
     def _fits(self, size: int) -> bool:
-        if not self._max_size or not self.taken + self.taken_elsewhere:
-            return True
-        return self.size + self.size_elsewhere + size <= self._max_size
+        return not self._max_size or not self.taken or self.size + size <= self._max_size
 
     @staticmethod
     def _charge(entry: TenantRequest[Ticket]) -> None:
@@ -435,10 +432,7 @@ class FairQueue(Generic[Ticket]):
 
     def fill(self) -> None:
         """Grant free places to requests that wait."""
-        while (
-            self.taken + self.taken_elsewhere < self._places
-            and (tenant := self._following()) is not None
-        ):
+        while self.taken < self._places and (tenant := self._following()) is not None:
             entry = tenant.entries[0]
             if not self._fits(entry.size):
                 return  # nobody overtakes it: it would wait as long as smaller ones come

@@ -43,7 +43,7 @@ class Readiness:
 class Operation:
     """What the routes call to make their answers, once per request."""
 
-    load: Callable[[], int]
+    load: Callable[[], Awaitable[int]]
     readiness: Callable[[], Awaitable[Readiness]]
     metrics: Callable[[], Awaitable[bytes]]
     not_taking: Callable[[], str | None] = lambda: None
@@ -89,7 +89,7 @@ def add_operation(
         return JSONResponse({"status": "ok", **more})
 
     async def load() -> Response:
-        return JSONResponse({"server_load": answers.load()})
+        return JSONResponse({"server_load": await answers.load()})
 
     async def version() -> Response:
         return JSONResponse({"version": __version__})

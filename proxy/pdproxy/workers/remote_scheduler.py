@@ -16,7 +16,7 @@ from pdproxy.scheduling.ledger import DOWN, Ledger
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.scheduler import ANY, Constraints
-from pdproxy.workers.scheduler_link import HeldLease, SchedulerLink
+from pdproxy.workers.scheduler_link import Answer, HeldLease, SchedulerLink
 from pdproxy.workers.scheduler_messages import (
     VERDICTS,
     Began,
@@ -81,7 +81,7 @@ class RemoteScheduler:
         for _ in range(MOST_UNKNOWN):
             number = self._link.numbers(2)
             item = Choose(number, self._pool, request_id, ask, constraints)
-            found = await self._link.ask(item, 2)
+            found = _chosen(await self._link.ask(item, 2))
             leases = self._leases(found, constraints.kv_tokens if found.space else 0)
             if not isinstance(leases, str):
                 break
@@ -98,7 +98,7 @@ class RemoteScheduler:
         """See `Scheduler`."""
         for _ in range(MOST_UNKNOWN):
             item = ChooseOne(self._link.numbers(1), self._pool, ask, without, avoid)
-            leases = self._leases(await self._link.ask(item, 1))
+            leases = self._leases(_chosen(await self._link.ask(item, 1)))
             if not isinstance(leases, str):
                 return leases[0] if leases else None
             without = (*without, leases)
@@ -110,7 +110,7 @@ class RemoteScheduler:
         """See `Scheduler`."""
         number = self._link.numbers(len(asks))
         item = ChooseEncoders(number, self._pool, asks, without, proven)
-        leases = self._leases(await self._link.ask(item, len(asks)))
+        leases = self._leases(_chosen(await self._link.ask(item, len(asks))))
         return [] if isinstance(leases, str) else leases
 
     def _leases(self, found: Chosen, space: int = 0) -> list[HeldLease] | str:
@@ -233,6 +233,11 @@ class RemoteScheduler:
         if engine is not None and self._view.mark_down(url, why, at, tells=False):
             role = engine.role.value
             self._observers.notify(NodeChanged(url, role, up=False, reason=why, elsewhere=True))
+
+
+def _chosen(answer: Answer) -> Chosen:
+    assert isinstance(answer, Chosen)
+    return answer
 
 
 class Refusals:

@@ -26,6 +26,7 @@ from pdproxy.kit.frames import frames
 from pdproxy.scheduling.leases import NEUTRAL, Assignment, Lease, Space
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
+from pdproxy.workers.admitted_worker import AdmissionOfAll, AdmittedWorker
 from pdproxy.workers.links import Link, LinkError, Message
 from pdproxy.workers.scheduler_link import ITEMS, MAX_UNSENT
 from pdproxy.workers.scheduler_messages import (
@@ -62,8 +63,8 @@ from pdproxy.workers.scheduler_messages import (
 
 logger = logging.getLogger("pdproxy.workers")
 
-MAX_OPEN = 1 << 16
-"""Leases and choices that one worker may have open."""
+MAX_OPEN = 1 << 17
+"""Leases, choices, places and uses of keys that one worker may have open."""
 AT_ONCE = 64
 """Items of one worker that are done before others have their turn."""
 
@@ -89,6 +90,7 @@ class SchedulerClient:
 
     `lost`: called when nothing more comes from it; `said`: when it has said what it has, which is
     before it asks: it does so behind `welcome`. `hears`: what takes what it says, by topics.
+    `of_all`: what gives its requests places, if this does.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class SchedulerClient:
         lost: Callable[[SchedulerClient], None],
         said: Callable[[SchedulerClient], None],
         hears: Mapping[str, Hears] = MappingProxyType({}),
+        of_all: AdmissionOfAll | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._link = Link(end)
@@ -131,6 +134,10 @@ class SchedulerClient:
             Said: self._heard,
             Holds: self._holds,
         }
+        self._admitted: AdmittedWorker | None = None
+        if of_all is not None:
+            self._admitted = AdmittedWorker(of_all, self._answer, self._refuse)
+            self._do |= self._admitted.do
         for pool in range(len(pools)):
             self.know_transfers(pool)
         self._loop.add_reader(self._link.fileno(), self._read)
@@ -199,13 +206,17 @@ class SchedulerClient:
             do(item)
         else:
             self._choose(item)  # type: ignore[arg-type]
-        if len(self._leases) + len(self._choosing) > MAX_OPEN:
-            raise LinkError(f"a worker has more than {MAX_OPEN} leases")
+        held = 0 if self._admitted is None else len(self._admitted)
+        if len(self._leases) + len(self._choosing) + held > MAX_OPEN:
+            raise LinkError(f"a worker has more than {MAX_OPEN} leases and places")
 
     def _answer(self, answer: FromScheduler) -> None:
         if not self._answers:
             self._loop.call_soon(self._flush)
         self._answers.append(answer)
+
+    def _refuse(self, number: int, error: OverloadedError) -> None:
+        self._answer(refused(number, error))
 
     def know_transfers(self, pool: int) -> None:
         """Tell the worker what is known of a pool's transfers, which has changed: once per turn."""
@@ -261,6 +272,8 @@ class SchedulerClient:
         for space in self._spaces.values():
             space.release()
         self._spaces.clear()
+        if self._admitted is not None:
+            self._admitted.close()
 
     # -- choices
 
@@ -354,6 +367,8 @@ class SchedulerClient:
             self._give_up(number)
             if (space := self._spaces.pop(number, None)) is not None:
                 space.release()
+        if self._admitted is not None:
+            self._admitted.unwanted(item.number)
 
     def _give_up(self, number: int) -> None:
         if (found := self._take(number)) is not None:
@@ -443,6 +458,8 @@ class SchedulerClient:
     def _holds(self, item: Holds) -> None:
         for held in item.leases:
             self._restore(held)
+        if self._admitted is not None:
+            self._admitted.restore(item.places, item.uses)
         self.has_said = True
         self._said(self)
 

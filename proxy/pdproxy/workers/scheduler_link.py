@@ -19,6 +19,16 @@ from pdproxy.kit.errors import BadRequestError, OverloadedError, RefusalReason
 from pdproxy.kit.frames import frames
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.transfer_faults import KnownTransfers
+from pdproxy.workers.admission_messages import (
+    Enter,
+    Evict,
+    Granted,
+    HeldPlace,
+    HeldUse,
+    Overdrawn,
+    Reserve,
+    UseKey,
+)
 from pdproxy.workers.links import Link, LinkError, Message
 from pdproxy.workers.scheduler_messages import (
     Choice,
@@ -56,6 +66,10 @@ TRIES = 2
 """How many scheduler processes are sent one question: one that ends them must not end more."""
 
 
+Question = Choice | Enter | UseKey | Reserve
+Answer = Chosen | Granted
+
+
 class HeldLease(Lease):
     """A lease of this worker, with its number and its pool's. `reported`, `prompt`: what its engine
     says of its cache. `space`: tokens whose KV has space at its engine, 0: none was taken, or it is
@@ -74,7 +88,7 @@ class _Question(msgspec.Struct, eq=False):
 
     item: msgspec.Raw
     most: int
-    answer: asyncio.Future[Chosen]
+    answer: asyncio.Future[Answer]
     tries: int = 0
 
 
@@ -103,6 +117,13 @@ class SchedulerLink:
         """By topics: what is said to each new scheduler process first, before it chooses; None is
         nothing.
         """
+        self.places: Callable[[], list[HeldPlace]] = list
+        """Returns the places that requests of this worker have. Set by what has them, as all these
+        are.
+        """
+        self.uses: Callable[[], list[HeldUse]] = list
+        self.evict: Callable[[Evict], None] = lambda _: None
+        self.overdrawn: Callable[[Overdrawn], None] = lambda _: None
         self._patience: asyncio.TimerHandle | None = None
         self._since = 0.0
         """When this began, in the event loop's seconds."""
@@ -139,7 +160,7 @@ class SchedulerLink:
         for topic, body_of in self.holds.items():
             if (body := body_of()) is not None:
                 self.say(topic, body)
-        self.tell(Holds(held))
+        self.tell(Holds(held, self.places(), self.uses()))
         self._flush()
 
     def _welcome(self) -> None:
@@ -194,6 +215,13 @@ class SchedulerLink:
         if not question.answer.done():
             question.answer.set_exception(_no_scheduler(why))
 
+    def refuse(self, number: int, error: OverloadedError) -> None:
+        """Refuse a question that waits for its answer."""
+        question = self._open.pop(number, None)
+        if question is not None and not question.answer.done():
+            self.tell(Unwanted(number, question.most))
+            question.answer.set_exception(error)
+
     # -- asking and telling
 
     def numbers(self, most: int) -> int:
@@ -202,8 +230,9 @@ class SchedulerLink:
         self._next += most
         return number
 
-    async def ask(self, item: Choice, most: int) -> Chosen:
-        """Return what is chosen. Whoever is cancelled here gets no leases.
+    async def ask(self, item: Question, most: int) -> Answer:
+        """Return what is chosen, or granted. Whoever is cancelled here gets nothing. `most`: how
+        many numbers the item has.
 
         Raises:
             OverloadedError: it is refused, or there is no scheduler process.
@@ -217,7 +246,7 @@ class SchedulerLink:
             raise BadRequestError(f"a field of the request can't be passed on: {error}") from None
         if len(encoded) > MAX_ITEM:
             raise BadRequestError("the name of the model is too long", param="model")
-        answer: asyncio.Future[Chosen] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         question = _Question(msgspec.Raw(encoded), most, answer)
         self._open[item.number] = question
         if self._is_welcome:
@@ -316,6 +345,12 @@ class SchedulerLink:
             return
         if isinstance(item, Said):
             self._hear(item)
+            return
+        if isinstance(item, Evict):
+            self.evict(item)
+            return
+        if isinstance(item, Overdrawn):
+            self.overdrawn(item)
             return
         question = self._open.pop(item.number, None)
         if question is None or question.answer.done():

@@ -8,6 +8,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from pdproxy.workers.admitted_worker import AdmissionOfAll
 from pdproxy.workers.scheduler_clients import Hears, PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 
@@ -31,6 +32,8 @@ class SchedulerLinks:
         """In the scheduler process: what takes what workers say, by topics."""
         self.greets: list[Callable[[SchedulerClient], None]] = []
         """In the scheduler process: what says to each new worker all that workers are to know."""
+        self.of_all: AdmissionOfAll | None = None
+        """In the scheduler process: what gives requests places."""
         self.leaves: list[Callable[[SchedulerClient], None]] = []
         """In the scheduler process: what is told of each worker that says no more."""
         self._pools: list[PoolChoices] = []
@@ -93,7 +96,7 @@ class SchedulerLinks:
         self.link.close()
 
     def _serve(self, end: socket.socket) -> None:
-        client = SchedulerClient(end, self._pools, self._gone, self._said, self.hears)
+        client = SchedulerClient(end, self._pools, self._gone, self._said, self.hears, self.of_all)
         self._clients.add(client)
         for greet in self.greets:
             greet(client)

@@ -18,6 +18,7 @@ from pdproxy.scheduling.prefix.keys import PromptKeys
 from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.scheduler import Constraints
 from pdproxy.scheduling.transfer_faults import KnownTransfers
+from pdproxy.workers.admission_messages import ForAdmission, HeldPlace, HeldUse, OfAdmission
 
 VERDICTS = (*Verdict,)
 """A verdict is sent as its number here."""
@@ -190,6 +191,8 @@ class Holds(msgspec.Struct, array_like=True, tag=12):
     """What the worker has of a scheduler process that was before. Behind it, the worker asks."""
 
     leases: Sequence[Held]
+    places: Sequence[HeldPlace] = ()
+    uses: Sequence[HeldUse] = ()
 
 
 class Said(msgspec.Struct, array_like=True, tag=17):
@@ -216,6 +219,7 @@ FromWorker = (
     | FoundGone
     | RefusesMore
     | SpaceFree
+    | OfAdmission
     | Said
     | Holds
 )
@@ -272,7 +276,7 @@ class TransfersKnown(msgspec.Struct, array_like=True, tag=3):
     known: KnownTransfers
 
 
-FromScheduler = Chosen | Refused | Welcome | TransfersKnown | Said
+FromScheduler = Chosen | Refused | Welcome | TransfersKnown | Said | ForAdmission
 
 _KINDS: tuple[type[OverloadedError], ...] = (OverloadedError, TooLateError, LimitError)
 

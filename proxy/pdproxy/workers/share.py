@@ -7,54 +7,49 @@ proxy that differ from those of a process that serves alone.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from secrets import token_bytes
 from socket import socket
 
-from pdproxy.app.capacity import Bounded
 from pdproxy.app.share import SECRET_BYTES, Served
 from pdproxy.app.shown import Shown
+from pdproxy.deciding.local_admission import LocalAdmission
+from pdproxy.deciding.local_quotas import LocalQuotas, decode_levels, encode_levels
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
 from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
-from pdproxy.kit import shared_places
 from pdproxy.kit.leading import ALWAYS, NEVER, Lead
-from pdproxy.kit.shared_places import SharedPlaces
-from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import MergeRule, counter, gauge
 from pdproxy.observe.metrics import Metrics
-from pdproxy.serving.access import worker_quotas
-from pdproxy.serving.access.quotas import Quotas
-from pdproxy.serving.access.worker_quotas import WorkerQuotas
-from pdproxy.serving.request.admission import Admission
-from pdproxy.serving.request.worker_admission import WorkerAdmission
+from pdproxy.scheduling.admission import Admission, Quotas
+from pdproxy.serving.access.clients import Clients
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
 from pdproxy.workers import custodian, heirs
 from pdproxy.workers.admin_of_all import AdminApiOfAll
+from pdproxy.workers.admitted_worker import AdmissionOfAll
 from pdproxy.workers.followed_changes import KINDS, FollowedChanges
 from pdproxy.workers.heirs import ADOPT, ADOPTED
 from pdproxy.workers.journal import ChangeJournal
 from pdproxy.workers.links import Message
-from pdproxy.workers.places_of_all import PLACES, PlacesOfAll
 from pdproxy.workers.pool_share import PoolMemory, WorkerPoolShare
 from pdproxy.workers.records import SharedRecords
+from pdproxy.workers.remote_admission import RemoteAdmission, RemoteQuotas
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.shown_of_all import ShownOfAll
 from pdproxy.workers.siblings import LinkedSiblings
 
-MAX_KEYS = 8192
-"""Names of keys whose use is shared. That of further ones counts in each worker by itself."""
 REFRESH_EVERY = 0.25
 """Seconds between two looks at all that is shared: an engine that drains is looked at without a
 request, and a store that another core saw late is found.
 """
+LEVELS = "levels"
+"""What the scheduler process sends the parent: what keys have left."""
 UNSHARED = counter(
     "pdproxy_kv_handles_unshared_total",
     "handles",
@@ -88,25 +83,19 @@ class WorkersMemory:
         """
         self.starts = [0] * processes
         """How often each was started. Not shared: a process has a copy from its fork."""
+        self.levels = b""
+        """What keys had left in a scheduler process, as that one has said last. Not shared: the
+        parent's own, of which a process has a copy from its fork.
+        """
         self.cache_secret = token_bytes(SECRET_BYTES)
         """See `SoleProcess`. All workers have the same one."""
         self.pools = [PoolMemory(processes) for _ in range(pools)]
-        self.places = SharedTable(processes, 1, shared_places.MEASURES)
-        self.quotas = SharedTable(processes, MAX_KEYS, worker_quotas.MEASURES, worker_quotas.KEPT)
         self.custody = SharedRecords(processes, custodian.UNITS)
         self.journal = ChangeJournal()
         """Not shared: the parent's own, of which a worker has a copy from its fork."""
-        # Where the system has no such counters, waiting workers look every few milliseconds.
-        self.wakes = (
-            [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(processes)]
-            if hasattr(os, "eventfd")
-            else []
-        )
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        for table in (self.places, self.quotas):
-            table.clear(number)
         for pool in self.pools:
             pool.clear(number)
 
@@ -155,9 +144,9 @@ class WorkerShare:
         self._shown: ShownOfAll | None = None
         self._send = send
         self._choosing = SchedulerLinks(chooses=self.lead.leads, workers=shared.processes - 1)
-        self._places: PlacesOfAll | None = None
-        self.admission: WorkerAdmission | None = None
-        """Set by whoever makes it."""
+        self._of_all: tuple[LocalAdmission, Clients] | None = None
+        self._levels = b""
+        """What keys had left when the parent was told last."""
 
     def __repr__(self) -> str:
         return f"<WorkerShare of worker {self.number}>"
@@ -177,16 +166,12 @@ class WorkerShare:
             registrations.start(tasks)
         for pool in self._pools:
             pool.start()
-        if self.admission is not None:
-            self.admission.start()
         if self._shown is not None:
             self._shown.start(tasks)
         tasks.keep(self._follow, "shared load")
 
     def stop(self) -> None:
         """See `Share`."""
-        if self.admission is not None:
-            self.admission.stop()
         if self._shown is not None:
             self._shown.report()  # nothing is counted any more
         self._choosing.stop()
@@ -215,15 +200,21 @@ class WorkerShare:
         while True:
             await asyncio.sleep(REFRESH_EVERY)
             self.refresh()
-            if self.admission is not None:
-                self.admission.look()
+            self.tell_levels()
 
     def refresh(self) -> None:
         """Look at what other processes have."""
         for pool in self._pools:
             pool.refresh()
-        if self._places is not None:
-            self._places.look()
+
+    def tell_levels(self) -> None:
+        """Tell the parent what keys have left, for a scheduler process that comes behind this."""
+        if (of_all := self._choosing.of_all) is None:
+            return
+        levels = encode_levels(of_all.quotas.levels())
+        if levels != self._levels:
+            self._levels = levels
+            self._send(Message(LEVELS, body=levels))
 
     def pool(self, at: int) -> WorkerPoolShare:
         """See `Share`."""
@@ -240,16 +231,6 @@ class WorkerShare:
         self._pools.append(pool)
         return pool
 
-    def bound(self, places: Bounded) -> Bounded:
-        """See `Share`."""
-        siblings = self.siblings
-        made = PlacesOfAll(places, lambda body: siblings.tell(PLACES, body))
-        if self.lead.leads:
-            self._places = made
-        else:
-            siblings.hears[PLACES] = made.received
-        return made
-
     def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
         """See `Share`."""
         siblings = self.siblings
@@ -258,29 +239,35 @@ class WorkerShare:
         self._answers.append(made)
         return made
 
-    def places(self) -> SharedPlaces:
+    def admission(self, local: Callable[[], LocalAdmission], clients: Clients) -> Admission:
         """See `Share`."""
-        return SharedPlaces(
-            self.number, *self._shared.places.of(self.number), self._shared.wakes, self._now
-        )
+        if not self.lead.leads:
+            return RemoteAdmission(self._choosing.link, clients)
+        made = local()
+        self._of_all = made, clients
+        return made
 
     def quotas(
-        self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]
+        self, local: Callable[[], LocalQuotas], limits: Callable[[], Mapping[str, KeyLimits]]
     ) -> Quotas:
         """See `Share`."""
-        return WorkerQuotas(limits, now, *self._shared.quotas.of(self.number))
+        if self._of_all is None:
+            return RemoteQuotas(self._choosing.link, limits)
+        admission, clients = self._of_all
+        made = local()
+        if self._shared.levels:
+            made.take_over(decode_levels(self._shared.levels))
+        self._choosing.of_all = AdmissionOfAll(admission, made, clients)
+        return made
 
     def shown(
         self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
     ) -> Shown:
         """See `Share`."""
-        assert isinstance(admission, WorkerAdmission)
         metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
         if self.lead.leads:
             metrics.show(LEASES, lambda: [((), self._choosing.leases)])
-        self._shown = ShownOfAll(
-            admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
-        )
+        self._shown = ShownOfAll(admission, readiness, metrics, self.siblings, self.number)
         return self._shown
 
     def admin_api(self, service: AdminService, process: Served) -> AdminApi:

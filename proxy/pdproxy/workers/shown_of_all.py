@@ -27,7 +27,7 @@ from pdproxy.observe.snapshot import (
     merged,
     of_process,
 )
-from pdproxy.serving.request.admission import Admission
+from pdproxy.scheduling.admission import Admission
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.workers.links import Message
 from pdproxy.workers.siblings import SCHEDULER as SCHEDULER_NAME
@@ -38,6 +38,8 @@ REPORT_EVERY = 1.0
 """Seconds between two reports of a worker's counts: what a killed one has counted since its last
 report is lost.
 """
+LOAD = "load"
+"""The question for the requests that a process serves, or has waiting."""
 RESTARTS = counter(
     "pdproxy_worker_restarts_total",
     "starts",
@@ -61,9 +63,7 @@ SCHEDULER = gauge(
 
 
 class ShownOfAll(Shown):
-    """What one of several workers shows: of all of them. `number`: its own; `everywhere`: the
-    requests of all.
-    """
+    """What one of several workers shows: of all of them. `number`: its own."""
 
     def __init__(
         self,
@@ -72,21 +72,24 @@ class ShownOfAll(Shown):
         metrics: Metrics,
         siblings: LinkedSiblings,
         number: int,
-        everywhere: Callable[[], int],
     ) -> None:
         super().__init__(admission, readiness, metrics)
         self._siblings = siblings
         self._number = number
-        self._everywhere = everywhere
         self._process: list[OfProcess] = []
         """As read last: no report is older than one before."""
         self._is_scheduler = number == siblings.scheduler
         siblings.answers_in_turns["metrics"] = self._answer
+        siblings.answers[LOAD] = lambda: str(admission.inflight + admission.waiting).encode()
         siblings.answers["ready"] = lambda: _encode_ready(self._own_readiness())
 
-    def load(self) -> int:
-        """See `Shown`."""
-        return self._everywhere()
+    async def load(self) -> int:
+        """See `Shown`. The scheduler process has the requests of all."""
+        if self._is_scheduler:
+            return await super().load()
+        answers = await self._siblings.ask(LOAD)
+        scheduler = self._siblings.scheduler
+        return int(answers.of[scheduler]) if scheduler in answers.of else await super().load()
 
     async def readiness(self) -> Readiness:
         """See `Shown`. Connections come to all workers: one that is not ready makes the whole

@@ -319,7 +319,7 @@ BUGS: Mapping[str, Bug] = {
         ),
         changes=(
             Change(
-                "serving/request/admission.py",
+                "deciding/local_admission.py",
                 """\
             self._queue.stop_waiting(entry)
 """,
@@ -328,7 +328,7 @@ BUGS: Mapping[str, Bug] = {
 """,
             ),
             Change(
-                "serving/request/admission.py",
+                "deciding/local_admission.py",
                 """\
         return still_waits
 """,

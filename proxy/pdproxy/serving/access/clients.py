@@ -74,6 +74,8 @@ class Clients:
         self._known: dict[bytes | str, Client] = {}
         self.with_slow: dict[Client, None] = {}
         """Those that read an answer too slowly now."""
+        self.caught_up: Callable[[Client], None] = lambda _: None
+        """Called with each client that reads no answer too slowly any more."""
 
     def __repr__(self) -> str:
         return f"<Clients {len(self._known)}>"
@@ -109,6 +111,7 @@ class Clients:
         """
         if client.slow and client.slow.pop(connection, connection) is None and not client.slow:
             del self.with_slow[client]
+            self.caught_up(client)
 
     def trusts(self, address: str) -> bool:
         """Return whether a peer is a trusted proxy, which names its clients."""
@@ -116,15 +119,24 @@ class Clients:
             return self._trusts_unix
         return bool(self._trusted) and inside(read_address(address), self._trusted)
 
-    def evict_slow(self, client: Client, over_share: Callable[[Client], bool]) -> None:
+    def get(self, name: bytes | str) -> Client | None:
+        """Return a client that is known now, None if none has that name."""
+        return self._known.get(name)
+
+    def evict_slow(self, client: object, over_share: Callable[[Client], bool]) -> None:
         """Drop one slow reader of another client that holds more than its share."""
         for other in self.with_slow:
             if other is not client and over_share(other):
-                error = OverloadedError(
-                    "others wait, and the client reads too slowly", RefusalReason.SLOW_READER
-                )
-                next(iter(other.slow)).evict(error)
+                self.evict_reader(other)
                 return
+
+    @staticmethod
+    def evict_reader(client: Client) -> None:
+        """Drop one slow reader of a client, if the client has one."""
+        for connection in client.slow:
+            text = "others wait, and the client reads too slowly"
+            connection.evict(OverloadedError(text, RefusalReason.SLOW_READER))
+            return
 
     def name_behind(self, proxy: bytes | str, forwarded_for: Iterable[bytes]) -> bytes | str:
         """Return the name of the client behind a trusted proxy; the proxy's own name `proxy`, if it

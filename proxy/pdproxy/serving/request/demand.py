@@ -8,18 +8,13 @@ from contextlib import suppress
 
 import msgspec
 
+from pdproxy.scheduling.admission import BYTES_PER_TOKEN, MOST_TOKENS, RequestDemand
 from pdproxy.wire.fields import lenient_integer
 from pdproxy.wire.passthrough_body import NO_PAIRS, Pairs
 from pdproxy.wire.request import Parsed, limit_of
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Prompt
 
-BYTES_PER_TOKEN = 4
-"""Of a text. What it is exactly is known at the end."""
-MOST_TOKENS = 2**20
-"""Of a prompt: images in base64 are many bytes and few tokens. Also of what a prompt has besides
-its bytes (a chat template's words, a video behind a URL), and of an answer without a limit.
-"""
 MOST_ANSWERS = 2**14
 """To one prompt: engines refuse more (vLLM's `VLLM_MAX_N_SEQUENCES`), so that nobody may wait or
 pay for them.
@@ -28,33 +23,6 @@ PRIORITY = b"x-vllm-priority"
 Lines = tuple[tuple[bytes, bytes], ...]
 _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
 _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
-
-
-class RequestDemand(msgspec.Struct, frozen=True):
-    """What a request asks for. `prompt`: tokens of all its prompts; `answers`: how many it wants, 0
-    for a route without any.
-
-    `limit`: the most tokens of one answer, None if it has none. `priority` as vLLM reads it: the
-    smallest is the most urgent. `best_of`: answers that are generated for each one that it wants.
-    `longest`: the most tokens that its prompts may have.
-    """
-
-    prompt: int = 1
-    answers: int = 0
-    limit: int | None = None
-    priority: int = 0
-    best_of: int = 1
-    longest: int = MOST_TOKENS
-
-    @property
-    def most(self) -> int | None:
-        """The most tokens that engines may generate for it, None if it has no limit."""
-        if not self.answers:
-            return 0
-        return None if self.limit is None else max(self.limit, 0) * self.answers * self.best_of
-
-
-NO_DEMAND = RequestDemand()
 
 
 def demand_of(parsed: Parsed) -> RequestDemand:

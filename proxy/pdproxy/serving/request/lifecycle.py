@@ -31,12 +31,10 @@ from pdproxy.kit.ids import mint, usable
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.observe.events import DeadlinePassed, LegTimes, RequestEnded
 from pdproxy.observe.recent import RunningRequest, SoFar
+from pdproxy.scheduling.admission import NO_DEMAND, Admission, Place, Quotas, Use
 from pdproxy.serving.access.keys import CHALLENGE, Keys
-from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.request.admission import Admission, Place
-from pdproxy.serving.request.demand import NO_DEMAND
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.client_websocket import ClientWebSocket
@@ -210,12 +208,13 @@ class Lifecycle:
         try:
             if request.writer.ended_by is not None:
                 raise request.writer.ended_by
-            use = request.use = self._quotas.enter(request.key)
+            if (key := request.key) is not None:
+                use = request.use = await self._quotas.enter(key)
             changes = self._keys.changes
             serve = await request.read()
             if use is not None:
                 demand = request.demand
-                use.reserve(demand.prompt, demand.most, demand.answers)
+                await use.reserve(demand.prompt, demand.most, demand.answers)
             deadline = None
             if request.timeout is not None and request.timeout < total:
                 deadline = request.received + request.timeout

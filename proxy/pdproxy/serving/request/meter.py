@@ -19,10 +19,10 @@ from pdproxy.kit.errors import (
     PdproxyError,
     RevokedError,
 )
+from pdproxy.scheduling.admission import BYTES_PER_TOKEN, MOST_TOKENS, RequestDemand
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.following import Streams
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.request.demand import BYTES_PER_TOKEN, MOST_TOKENS, RequestDemand
 
 
 class Meter(msgspec.Struct, eq=False):

@@ -29,12 +29,12 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes
+from pdproxy.scheduling.admission import Admission, Quotas, RequestDemand
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
-from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.routes import RouteKind
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
 from pdproxy.serving.dispatch.failure_class import (
@@ -52,9 +52,8 @@ from pdproxy.serving.dispatch.loss import SOON, RequestLosses
 from pdproxy.serving.dispatch.recovery import has_stalled
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
-from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.demand import RequestDemand, passed_demand, prioritized
+from pdproxy.serving.request.demand import passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
 from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import STREAM_TYPE, Lifecycle, LiveRequest, Serve

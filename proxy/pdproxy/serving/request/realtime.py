@@ -28,12 +28,12 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, LegTimes
+from pdproxy.scheduling.admission import RequestDemand
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.resources import LegHeaders
-from pdproxy.serving.request.demand import RequestDemand
 from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import LiveRequest, Serve
 from pdproxy.serving.request.open_leg import OpenWebSocketLeg

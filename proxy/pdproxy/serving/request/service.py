@@ -23,17 +23,16 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import LegTimes, ServedAlone
+from pdproxy.scheduling.admission import Admission, Quotas
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
-from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.failure_class import is_clients_fault
 from pdproxy.serving.dispatch.hints import NO_HINTS
 from pdproxy.serving.dispatch.loss import RequestLosses
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
-from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import (
     demand_of,

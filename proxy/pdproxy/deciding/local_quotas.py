@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from pdproxy.kit.errors import LimitError, RefusalReason
 from pdproxy.settings.keys import KeyLimits
 
@@ -60,14 +62,12 @@ class Bucket:
 class Account:
     """What the keys of one name have used."""
 
-    __slots__ = ("elsewhere", "inflight", "limits", "requests", "reserved", "tokens")
+    __slots__ = ("inflight", "limits", "requests", "reserved", "tokens")
 
     def __init__(self, limits: KeyLimits, now: float) -> None:
         self.inflight = 0
-        self.elsewhere = 0
-        """Requests that other workers serve."""
         self.reserved = 0.0
-        """Tokens that its requests in this process have reserved."""
+        """Tokens that its requests have reserved."""
         self.limits = limits
         self.requests = Bucket(limits.rpm, now) if limits.rpm is not None else None
         self.tokens = Bucket(limits.tpm, now) if limits.tpm is not None else None
@@ -85,6 +85,16 @@ class Account:
                 seconds = min(seconds, _SOON)
             text = f"this key may use {tokens.per_minute} tokens per minute"
             raise LimitError(text, RefusalReason.KEY_TOKENS, retry_after=seconds)
+
+    def bounded(self, used: float, own: int) -> float:
+        """Return how much of what a request has used counts. `own`: see `most_of`."""
+        tokens = self.tokens
+        return used if tokens is None else min(used, max(own, MOST_MINUTES * tokens.per_minute))
+
+    def charge(self, tokens: int, own: int) -> None:
+        """Charge tokens that became known behind the end of a request. `own`: see `most_of`."""
+        if self.tokens is not None:
+            self.tokens.level -= self.bounded(tokens, own)
 
     def change(self, limits: KeyLimits, now: float) -> None:
         """Follow changed limits: what was used counts on."""
@@ -104,10 +114,30 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucke
     return bucket
 
 
-class Use:
-    """One request's use of its key's limits. Ended by one call of `end`. `now` returns the time of
-    the buckets.
+class Levels(msgspec.Struct, array_like=True, frozen=True):
+    """The levels of a name's two buckets, each with the time when it had filled to that; None: it
+    has no such limit. Of tokens what requests in flight have reserved is left.
     """
+
+    requests: tuple[float, float] | None
+    tokens: tuple[float, float] | None
+
+
+encode_levels = msgspec.msgpack.Encoder().encode
+decode_levels = msgspec.msgpack.Decoder(dict[str, Levels]).decode
+
+
+def _level(bucket: Bucket | None, reserved: float = 0.0) -> tuple[float, float] | None:
+    return None if bucket is None else (bucket.level + reserved, bucket.since)
+
+
+def _go_on(bucket: Bucket | None, level: tuple[float, float] | None) -> None:
+    if bucket is not None and level is not None:
+        bucket.level, bucket.since = level
+
+
+class LocalUse:
+    """A `Use`. `now` returns the time of the buckets."""
 
     __slots__ = ("_account", "_most", "_now", "_own", "_reserved", "_spent")
 
@@ -119,42 +149,39 @@ class Use:
         """The most tokens that the request may use by its own size and limit."""
         self._spent = 0
 
-    def reserve(self, prompt: int, most: int | None, answers: int = 1) -> None:
-        """Reserve the tokens of a prompt, and the most that may be generated for its answers; None:
-        they have no limit.
+    async def reserve(self, prompt: int, most: int | None, answers: int = 1) -> None:
+        """See `Use`, and `take`."""
+        self.take(prompt, most, answers)
+
+    def take(self, prompt: int, most: int | None, answers: int = 1, *, check: bool = True) -> None:
+        """Reserve tokens as `reserve`, whatever is left if not `check`.
 
         A request never reserves more than a whole minute; without a limit, a quarter of it, or its
         prompt. Of a prompt no more than a quarter must be left: a picture has many bytes and few
         tokens, and would wait for an idle minute. The bucket is in debt then, so that only one such
         request runs. Who leaves before anything was seen pays a quarter for each answer.
-
-        Raises:
-            LimitError: the key's minute has fewer tokens left.
         """
         account = self._account
         tokens = account.tokens
         if tokens is None:
             return
-        self._own = _BYTES_PER_TOKEN * prompt + (most or 0)
+        self._own = most_of(prompt, most)
         minute = float(tokens.per_minute)
         part = minute / WITHOUT_LIMIT
         self._most = (
             min(part * answers, minute) if most is None else float(min(most, tokens.per_minute))
         )
         reserved = min(max(part, prompt) if most is None else self._most + prompt, minute)
-        tokens.fill(self._now())
-        account.check_tokens(part if most is None else min(self._most + min(prompt, part), minute))
+        if check:
+            tokens.fill(self._now())
+            needed = part if most is None else min(self._most + min(prompt, part), minute)
+            account.check_tokens(needed)
         tokens.level -= reserved
         account.reserved += reserved
         self._reserved = reserved
 
     def spend(self, tokens: int) -> None:
-        """Charge tokens now, of a request without an end in sight: what it reserves grows with what
-        it has used.
-
-        Raises:
-            LimitError: the key's minute has none left.
-        """
+        """See `Use`. What it reserves grows with what it has used."""
         bucket = self._account.tokens
         if bucket is None:
             return
@@ -172,30 +199,33 @@ class Use:
         self._own = max(self._own, self._spent)
 
     def end(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> None:
-        """End the use. `tokens`: those that the request has used, as far as they were seen.
-
-        `unseen`: the part of its answers that nobody has seen to the end. The most that may have
-        been generated for these counts, and not the tokens that were `seen` of these.
-        """
+        """See `Use`."""
         self._account.inflight -= 1
         self._account.reserved -= self._reserved
         if self._account.tokens is not None:
             self._account.tokens.level -= self._used(tokens, unseen, seen) - self._reserved
 
+    def forfeit(self) -> None:
+        """End the use of a request that is lost: what it reserved is what it has used."""
+        self._account.inflight -= 1
+        self._account.reserved -= self._reserved
+
     def add(self, tokens: int) -> None:
-        """Charge tokens that became known behind the end."""
-        if self._account.tokens is not None:
-            self._account.tokens.level -= self._used(tokens)
+        """See `Use`."""
+        self._account.charge(tokens, self._own)
 
-    def _used(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> float:
-        used = tokens + max(unseen * self._most - seen, 0.0)
-        bucket = self._account.tokens
-        return (
-            used if bucket is None else min(used, max(self._own, MOST_MINUTES * bucket.per_minute))
-        )
+    def _used(self, tokens: int, unseen: float, seen: int) -> float:
+        return self._account.bounded(tokens + max(unseen * self._most - seen, 0.0), self._own)
 
 
-class Quotas:
+def most_of(prompt: int, most: int | None) -> int:
+    """Return the most tokens that a request may use by its own size and limit. The arguments: see
+    `Use.reserve`.
+    """
+    return _BYTES_PER_TOKEN * prompt + (most or 0)
+
+
+class LocalQuotas:
     """The limits of all keys. `limits` returns those in force, by the name of the keys."""
 
     def __init__(
@@ -207,21 +237,19 @@ class Quotas:
         self._seen: Mapping[str, KeyLimits] = {}
 
     def __repr__(self) -> str:
-        return f"<Quotas of {len(self._accounts)} names>"
+        return f"<LocalQuotas of {len(self._accounts)} names>"
 
-    def enter(self, key: str | None) -> Use | None:
-        """Begin a request of a key; None if the key has no limits.
+    async def enter(self, key: str) -> LocalUse | None:
+        """See `Quotas`, and `begin`."""
+        return self.begin(key)
 
-        Raises:
-            LimitError: it is over one of them.
-        """
-        limits = self._limits()
-        if limits is not self._seen:
-            self._follow(limits)
-        if key is None or (own := limits.get(key)) is None:
+    def begin(self, key: str) -> LocalUse | None:
+        """Begin a request as `enter`."""
+        own = self._limits_of(key)
+        if own is None:
             return None
         account = self._account(key, own)
-        if own.inflight is not None and account.inflight + account.elsewhere >= own.inflight:
+        if own.inflight is not None and account.inflight >= own.inflight:
             raise LimitError(
                 f"{own.inflight} requests of this key are being served", RefusalReason.KEY_INFLIGHT
             )
@@ -239,10 +267,42 @@ class Quotas:
                 )
             requests.level -= 1
         account.inflight += 1
-        return self._begun(key, account)
+        return LocalUse(account, self._now)
 
-    def _begun(self, key: str, account: Account) -> Use:
-        return Use(account, self._now)
+    def restore(self, key: str) -> LocalUse | None:
+        """Return the use of a request that another process has let begin, and that goes on."""
+        own = self._limits_of(key)
+        if own is None:
+            return None
+        account = self._account(key, own)
+        account.inflight += 1
+        return LocalUse(account, self._now)
+
+    def charge(self, key: str, tokens: int, own: int) -> None:
+        """Charge tokens that became known behind the end of a request. `own`: see `most_of`."""
+        if (account := self._accounts.get(key)) is not None:
+            account.charge(tokens, own)
+
+    def levels(self) -> dict[str, Levels]:
+        """Return the levels of names that have used some of theirs."""
+        return {
+            name: Levels(_level(account.requests), _level(account.tokens, account.reserved))
+            for name, account in self._accounts.items()
+        }
+
+    def take_over(self, levels: Mapping[str, Levels]) -> None:
+        """Go on from the levels that another process had."""
+        for name, level in levels.items():
+            if (own := self._limits_of(name)) is not None:
+                account = self._account(name, own)
+                _go_on(account.requests, level.requests)
+                _go_on(account.tokens, level.tokens)
+
+    def _limits_of(self, key: str) -> KeyLimits | None:
+        limits = self._limits()
+        if limits is not self._seen:
+            self._follow(limits)
+        return limits.get(key)
 
     def _account(self, key: str, own: KeyLimits) -> Account:
         """Return the account of a name."""

@@ -16,31 +16,33 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
+from pdproxy.deciding.patience import may_wait
+from pdproxy.deciding.spaced_places import SpacedPlaces
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, RefusalReason, Wait
 from pdproxy.kit.fair_queue import FairQueue, QueueFullError, TenantRequest
 from pdproxy.observe.description import MergeRule, gauge
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
+from pdproxy.scheduling.admission import MOST_TOKENS, NO_DEMAND, AdmittedClient, RequestDemand
 from pdproxy.scheduling.concurrency_limit import ConcurrencyLimit
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import MEAN_OVER, Waits
-from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.demand import MOST_TOKENS, NO_DEMAND, RequestDemand
-from pdproxy.serving.request.patience import may_wait
-from pdproxy.serving.request.spaced_places import SpacedPlaces
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """How a request ended its place.
+class SlowReaders(Protocol):
+    """The clients that read an answer too slowly."""
 
-    `seconds`: for how long the place was taken. `prompt`, `completion`: the tokens that the request
-    had, None where no engine has reported any. `late`: whether it missed a deadline. `answered`:
-    whether it got a whole answer.
-    """
+    def evict_slow(self, client: object, over_share: Callable[[AdmittedClient], bool]) -> None:
+        """Drop one slow reader of another client that has more than its share."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a request ended its place: see `Place.leave`."""
 
     seconds: float = 0.0
     prompt: int | None = None
@@ -49,24 +51,26 @@ class Ended(msgspec.Struct, frozen=True):
     answered: bool = True
 
 
-class Place(msgspec.Struct, eq=False):
+class LocalPlace(msgspec.Struct, eq=False):
     """A request's place, or its wait for one. Released by one `leave`, which calls `left`."""
 
-    left: Callable[[Place, Ended], None]
+    left: Callable[[LocalPlace, Ended], None]
     demand: RequestDemand
     expected: float
     """How many tokens its answers are likely to have."""
-    entry: TenantRequest[Place] | None = None
+    entry: TenantRequest[LocalPlace] | None = None
     """None before it is in the queue, and after its end."""
     begun: float = 0.0
     served_before: float = 0.0
     """When it got its place, and for how many seconds in sum requests had had places until then."""
     time: float | None = None
     """The seconds that it had from its arrival on, None if its client named none."""
+    patience: float = 0.0
+    """For how many seconds it waits, 0 if it was free."""
     wake: asyncio.Future[None] | None = None
     """Done once the place is granted or refused. None if it was free."""
 
-    def out_of_queue(self) -> TenantRequest[Place]:
+    def out_of_queue(self) -> TenantRequest[LocalPlace]:
         """Return its entry, and refer to it no more: they refer to each other."""
         entry, self.entry = self.entry, None
         assert entry is not None
@@ -97,9 +101,7 @@ class Place(msgspec.Struct, eq=False):
         late: bool = False,
         answered: bool = True,
     ) -> None:
-        """Release the place: it is granted to a request that waits, if there is one. The arguments:
-        see `Ended`.
-        """
+        """See `Place`."""
         self.left(self, Ended(seconds, prompt, completion, late, answered))
 
 
@@ -130,7 +132,7 @@ TOKENS_IN_FLIGHT = gauge(
 )
 
 
-class Admission:
+class LocalAdmission:
     """At most so many requests at once, with so many tokens, as `limits` say; others wait in a
     queue, as all three sections say.
 
@@ -144,11 +146,11 @@ class Admission:
         overload: Overload,
         observers: Observers,
         clock: Clock,
-        clients: Clients,
+        slow_readers: SlowReaders,
     ) -> None:
         self._limits, self._deadlines, self._overload = limits, deadlines, overload
         self._take_settings()
-        self._queue: FairQueue[Place] = FairQueue(
+        self._queue: FairQueue[LocalPlace] = FairQueue(
             limits.max_inflight,
             limits.max_queue,
             limits.max_inflight_tokens,
@@ -157,11 +159,9 @@ class Admission:
         )
         self._engines_places: int | None = None
         self._engines_tokens = 0
-        self._observers, self._clock, self._clients = observers, clock, clients
+        self._observers, self._clock, self._slow_readers = observers, clock, slow_readers
         self._outputs, self._waits, self._limit = Outputs(), Waits(), ConcurrencyLimit()
         self._spaced = SpacedPlaces(self._give_back_late)
-        self._elsewhere = 0
-        """Places that other workers have taken."""
         self._served = self._served_at = 0.0
         """The sum of the seconds for which requests have had places, up to a time."""
         self._queued_since = 0.0
@@ -176,7 +176,7 @@ class Admission:
 
     def __repr__(self) -> str:
         return (
-            f"<Admission {self.inflight} in flight, {self.waiting} "
+            f"<LocalAdmission {self.inflight} in flight, {self.waiting} "
             f"waiting{', closed' * self._closed}>"
         )
 
@@ -232,22 +232,27 @@ class Admission:
         )
 
     async def enter(
-        self, client: Client, demand: RequestDemand = NO_DEMAND, deadline: float | None = None
-    ) -> Place:
-        """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client
-        wants its answer at the latest.
+        self,
+        client: AdmittedClient,
+        demand: RequestDemand = NO_DEMAND,
+        deadline: float | None = None,
+    ) -> LocalPlace:
+        """See `Admission`."""
+        place = self.begin(client, demand, deadline)
+        if place.patience:
+            await self.wait(client, place)
+        return place
 
-        Raises:
-            OverloadedError: shutting down, the queue is full, no place came free in time, or the
-                deadline can't be met.
-            LimitError: the queue is full, and the client has the most requests in it.
-        """
+    def begin(
+        self, client: AdmittedClient, demand: RequestDemand, deadline: float | None
+    ) -> LocalPlace:
+        """Take a place as `enter`. If it has `patience`, call `wait` behind this, in any case."""
         if self._closed:
-            raise _shutting_down()
+            raise shutting_down()
         # engines read a text with many others a few at a time
         prompt = min(demand.prompt, MOST_TOKENS)
         expected = self._outputs.expected(prompt, demand.limit) * demand.answers
-        place, size = Place(self._left, demand, expected), prompt + int(expected)
+        place, size = LocalPlace(self._left, demand, expected), prompt + int(expected)
         cost = prompt + self._output_weight * expected
         if self._spaced.kept and not self._queue.waiting:
             self._spaced.release()
@@ -275,23 +280,35 @@ class Admission:
                 raise OverloadedError(
                     text, RefusalReason.QUEUE_FULL, retry_after=self._wait_of(client)
                 ) from None
-            await self._wait(client, place, patience)
+            place.patience = patience
+        return place
+
+    def restore(self, client: AdmittedClient, demand: RequestDemand) -> LocalPlace:
+        """Take the place of a request that another process has given it, and that goes on."""
+        prompt = min(demand.prompt, MOST_TOKENS)
+        expected = self._outputs.expected(prompt, demand.limit) * demand.answers
+        place = LocalPlace(self._left, demand, expected)
+        cost = prompt + self._output_weight * expected
+        place.entry = self._queue.restore(
+            client.name, client.weight, place, cost, prompt + int(expected)
+        )
+        self._begin(place, self._queue.taken - 1)
         return place
 
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
         self._closed = True
         for place in self._queue.tickets():
-            place.refuse(_shutting_down())
+            place.refuse(shutting_down())
         self._spaced.release()
         self._check_drained()
         await self._drained.wait()
 
-    def over_share(self, client: Client) -> bool:
+    def over_share(self, client: AdmittedClient) -> bool:
         """Return whether a client holds more places than its share while others wait for one."""
         return self._queue.over_share(client.name)
 
-    def _left(self, place: Place, ended: Ended) -> None:
+    def _left(self, place: LocalPlace, ended: Ended) -> None:
         """A request ends its place."""
         demand, prompt, completion, late = place.demand, ended.prompt, ended.completion, ended.late
         entry, time, now = place.out_of_queue(), place.time, self._clock.now()
@@ -319,20 +336,22 @@ class Admission:
         else:
             self._give_back(entry, cost)
 
-    def _give_back_late(self, entry: TenantRequest[Place], cost: float | None) -> None:
+    def _give_back_late(self, entry: TenantRequest[LocalPlace], cost: float | None) -> None:
         """A place that was kept back is free."""
         self._add_up(self._clock.now(), self._queue.taken)
         self._give_back(entry, cost)
 
-    def _give_back(self, entry: TenantRequest[Place], cost: float | None) -> None:
+    def _give_back(self, entry: TenantRequest[LocalPlace], cost: float | None) -> None:
         self._queue.leave(entry, cost)
         if self._closed:
             self._check_drained()
 
-    async def _wait(self, client: Client, place: Place, patience: float) -> None:
+    async def wait(self, client: AdmittedClient, place: LocalPlace) -> None:
+        """Wait until a place is granted. Raises as `enter`."""
+        patience = place.patience
         place.wake = asyncio.get_running_loop().create_future()
         # a client is over its share only while others wait
-        self._clients.evict_slow(client, self.over_share)
+        self._slow_readers.evict_slow(client, self.over_share)
         # this request may have displaced the large one that the others waited for
         self._queue.fill()
         try:
@@ -359,7 +378,7 @@ class Admission:
             # a place that was granted to a request that no longer wants it was released
             self._check_drained()
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: LocalPlace) -> None:
         entry = place.out_of_queue()
         if entry.has_place:
             self._add_up(self._clock.now(), self._queue.taken)
@@ -369,12 +388,12 @@ class Admission:
         else:
             self._queue.stop_waiting(entry)
 
-    def _granted(self, place: Place) -> bool:
+    def _granted(self, place: LocalPlace) -> bool:
         if still_waits := place.grant():
             self._begin(place, self._queue.taken)
         return still_waits
 
-    def _begin(self, place: Place, taken: int) -> None:
+    def _begin(self, place: LocalPlace, taken: int) -> None:
         """A request gets its place. `taken`: those that were taken until now."""
         place.begun = now = self._clock.now()
         self._add_up(now, taken)
@@ -384,7 +403,7 @@ class Admission:
         self._limit.begun(tenant.name, tenant.weight, timed=place.time is not None)
 
     def _add_up(self, now: float, taken: int) -> None:
-        self._served += (taken + self._elsewhere) * (now - self._served_at)
+        self._served += taken * (now - self._served_at)
         self._served_at = now
 
     def _resize(self) -> None:
@@ -400,14 +419,14 @@ class Admission:
         if (places, tokens) != (self._queue.places, self._queue.max_size):
             self._queue.resize(places, tokens)
 
-    def _displaced(self, place: Place) -> None:
+    def _displaced(self, place: LocalPlace) -> None:
         text = "requests of other clients wait, and this client has the most of them"
         if place.refuse(LimitError(text, RefusalReason.SHARE)):
             self._observers.notify(Evicted("queue"))
 
     def _check(
         self,
-        client: Client,
+        client: AdmittedClient,
         demand: RequestDemand,
         cost: float,
         priority: int,
@@ -434,7 +453,7 @@ class Admission:
         return patience
 
     def _wait_of(
-        self, client: Client, cost: float = 0.0, priority: int = 0, until: float = math.inf
+        self, client: AdmittedClient, cost: float = 0.0, priority: int = 0, until: float = math.inf
     ) -> float | None:
         """Return the predicted wait of a new request of a client, None if nothing is known.
 
@@ -445,7 +464,7 @@ class Admission:
         ahead = cost + self._queue.cost_ahead(client.name, client.weight, cost, priority, until)
         return self._waits.wait(now, ahead, served)
 
-    def _too_late(self, client: Client) -> OverloadedError:
+    def _too_late(self, client: AdmittedClient) -> OverloadedError:
         text = "the request can't be served within its X-Request-Timeout now"
         return OverloadedError(text, RefusalReason.DEADLINE, retry_after=self._wait_of(client))
 
@@ -454,5 +473,6 @@ class Admission:
             self._drained.set()
 
 
-def _shutting_down() -> OverloadedError:
+def shutting_down() -> OverloadedError:
+    """Return what requests are refused with."""
     return OverloadedError("pdproxy is shutting down", RefusalReason.DRAINING)

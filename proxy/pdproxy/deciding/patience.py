@@ -5,9 +5,9 @@ The time that similar requests took lately is the time that the request needs on
 
 from __future__ import annotations
 
+from pdproxy.scheduling.admission import RequestDemand
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import Waits
-from pdproxy.serving.request.demand import RequestDemand
 
 LEAST_SERVICE = 0.1
 """Seconds: a request that has less left is not begun."""
