@@ -73,7 +73,6 @@ class Scheduler:
         while self.workers:
             worker = self.workers.pop()
             worker._is_over = True  # its places end with it
-            worker._loop.remove_reader(worker._link.fileno())
             worker._link.close()
 
 

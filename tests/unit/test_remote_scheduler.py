@@ -24,11 +24,11 @@ from pdproxy.scheduling.scheduler import ANY, Constraints
 from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
-from pdproxy.workers import links, scheduler_clients, scheduler_link
+from pdproxy.workers import item_link, links, scheduler_clients, scheduler_link
 from pdproxy.workers.remote_scheduler import RemoteScheduler
 from pdproxy.workers.scheduler_clients import Hears, PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import HeldLease, SchedulerLink
-from pdproxy.workers.scheduler_messages import error_of, refused
+from pdproxy.workers.scheduler_messages import Choose, error_of, refused
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 
@@ -387,7 +387,7 @@ async def test_a_question_that_ends_schedulers_ends_two_at_most() -> None:
     for _ in range(scheduler_link.TRIES):
         s = Deciding()
         client = s.connect(w.link)
-        s.clients[0]._choose = lambda item: None  # type: ignore[method-assign]
+        client._do[Choose] = lambda item: None
         await settled()
         assert not asking.done()
         client.close()
@@ -403,7 +403,7 @@ async def test_nobody_waits_long_for_a_scheduler(monkeypatch) -> None:
     monkeypatch.setattr(scheduler_link, "PATIENCE", 0.0)
     s, w = Deciding(), Worker()
     client = s.connect(w.link)
-    client._choose = lambda item: None  # type: ignore[method-assign]
+    client._do[Choose] = lambda item: None
     asking = asyncio.ensure_future(w.scheduler.choose("id", ASK))
     await settled()
     client.close()
@@ -471,17 +471,16 @@ async def w_closed(w: Worker) -> None:
 async def test_a_worker_that_sends_nonsense_is_not_listened_to(both, body: bytes) -> None:
     s, w = both
     await w.scheduler.choose("id", ASK)
-    w.link._link.send(links.Message(scheduler_link.ITEMS, body=body))
+    w.link._link._socket.send(len(body).to_bytes(4, "big") + body)
     await settled()
     assert (s.loads(), s.lost) == ({}, s.clients)
 
 
-async def test_a_worker_that_does_not_read_is_not_listened_to(both, monkeypatch) -> None:
+async def test_a_worker_that_does_not_read_is_not_listened_to(both) -> None:
     s, w = both
-    monkeypatch.setattr(scheduler_clients, "MAX_UNSENT", 1000)
     await settled()
-    loop = asyncio.get_running_loop()
-    loop.remove_reader(w.link._link.fileno())
+    s.clients[0]._link._most = 1000
+    w.link._link.pause()
     asking = [
         asyncio.ensure_future(w.scheduler.choose("id", ASK, Constraints(without=(P,))))
         for _ in range(30000)
@@ -544,8 +543,41 @@ async def test_a_choice_that_fails_is_nobody_elses_trouble(both, monkeypatch) ->
     assert (s.loads(), s.lost, w.link._open) == ({}, [], {})
 
 
+@pytest.mark.parametrize("chunks", [None, 2])
+async def test_an_answer_that_can_not_be_sent_is_nobody_elses_trouble(
+    monkeypatch, chunks: int | None
+) -> None:
+    """A placement may be somebody's own, and so its reasons."""
+    s, w = Deciding(chunks=chunks), Worker()
+    s.connect(w.link)
+    choose = s.scheduler.choose
+
+    async def fails(request_id: str, *arguments: Any) -> Assignment | None:
+        found = await choose(request_id, *arguments)
+        if request_id == "bad" and found is not None:
+            found.reason = "\ud800"
+        return found
+
+    monkeypatch.setattr(s.scheduler, "choose", fails)
+    asking = [
+        asyncio.ensure_future(w.pair(name, Constraints(kv_tokens=16))) for name in ("a", "bad", "b")
+    ]
+    first, bad, last = await asyncio.gather(*asking, return_exceptions=True)
+    assert isinstance(bad, OverloadedError)
+    for found in (first, last):
+        assert isinstance(found, Assignment)
+        if found.space is not None:
+            found.space.release()
+        for lease in found.leases:
+            w.scheduler.close(lease, Verdict.GOOD, 3.0)
+    await settled()
+    assert (s.loads(), s.spaces(), s.lost, w.link._open) == ({}, 0, [], {})
+    w.link.close()
+    s.clients[0].close()
+
+
 async def test_much_that_is_said_in_one_turn_comes_in_its_order(both, monkeypatch) -> None:
-    monkeypatch.setattr(scheduler_link, "AT_ONCE", 100)
+    monkeypatch.setattr(item_link, "AT_ONCE", 100)
     s, w = both
     for found in await asyncio.gather(*[w.pair() for _ in range(50)]):
         for lease in found.leases:

@@ -11,14 +11,12 @@ from msgspec import structs
 from pdproxy.app.capacity import FULL
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.events import Event, LegFailed, NodeChanged, Observers
-from pdproxy.scheduling.leases import Assignment, Lease, Verdict
+from pdproxy.scheduling.leases import GOOD, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger import DOWN, Ledger
-from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.scheduler import ANY, Constraints
 from pdproxy.workers.scheduler_link import Answer, HeldLease, SchedulerLink
 from pdproxy.workers.scheduler_messages import (
-    VERDICTS,
     Began,
     Choose,
     ChooseEncoders,
@@ -38,7 +36,6 @@ from pdproxy.workers.scheduler_messages import (
     Unwanted,
 )
 
-_NUMBER_OF = {verdict: number for number, verdict in enumerate(VERDICTS)}
 MOST_UNKNOWN = 3
 """How often a choice is made where this worker does not know one of the engines yet."""
 
@@ -127,7 +124,7 @@ class RemoteScheduler:
                 return one.url
             lease = HeldLease(
                 engine.in_ledger,
-                Role(one.role),
+                one.role,
                 one.prompt_bytes,
                 trial=one.trial,
                 since=one.since,
@@ -168,7 +165,7 @@ class RemoteScheduler:
         lease.closed = True
         told = Closed(
             lease.number,
-            _NUMBER_OF[verdict],
+            verdict,
             at,
             pace,
             tokens,
@@ -177,7 +174,7 @@ class RemoteScheduler:
             lease.prompt,
         )
         self._link.end(lease, told)
-        if (why := DOWN.get(verdict)) is not None:
+        if verdict is not GOOD and (why := DOWN.get(verdict)) is not None:
             self._down(lease.engine.url, why, at)
 
     def cached(self, lease: Lease, reported: int, prompt: int) -> None:
@@ -187,7 +184,7 @@ class RemoteScheduler:
 
     def failed(self, lease: Lease, at: float) -> None:
         """See `Scheduler`."""
-        told = Failed(self._pool, lease.engine.url, lease.role.value, lease.trial, at)
+        told = Failed(self._pool, lease.engine.url, lease.role, lease.trial, at)
         self._link.tell(told)
 
     def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:

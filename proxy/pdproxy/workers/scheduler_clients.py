@@ -25,15 +25,15 @@ from pdproxy.kit.errors import OverloadedError, RefusalReason
 from pdproxy.kit.frames import frames
 from pdproxy.scheduling.leases import NEUTRAL, Assignment, Lease, Space
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.workers.admitted_worker import AdmissionOfAll, AdmittedWorker
-from pdproxy.workers.links import Link, LinkError, Message
-from pdproxy.workers.scheduler_link import ITEMS, MAX_UNSENT
+from pdproxy.workers.item_link import ItemLink
+from pdproxy.workers.links import LinkError
+from pdproxy.workers.scheduler_link import MAX_UNSENT
 from pdproxy.workers.scheduler_messages import (
-    VERDICTS,
     Began,
     Choice,
     Choose,
+    ChooseEncoders,
     ChooseOne,
     Chosen,
     Closed,
@@ -57,7 +57,7 @@ from pdproxy.workers.scheduler_messages import (
     Unwanted,
     Welcome,
     decode_of_worker,
-    encode_items,
+    encode_item,
     refused,
 )
 
@@ -103,7 +103,6 @@ class SchedulerClient:
         of_all: AdmissionOfAll | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._link = Link(end)
         self._pools = pools
         self._lost, self._said, self._hears = lost, said, hears
         self._leases: dict[int, tuple[PoolChoices, Lease]] = {}
@@ -111,13 +110,15 @@ class SchedulerClient:
         self._choosing: dict[int, asyncio.Task[None]] = {}
         self._held_back: list[FromWorker] = []
         """Items that came behind `AT_ONCE` others."""
-        self._answers: list[FromScheduler] = []
         self._transfers: set[int] = set()
-        """Pools of whose transfers the worker is told at the end of this turn."""
+        """Pools of whose transfers the worker is told in the next turn."""
         self._is_over = False
         self.has_said = False
         """Whether it has said what it has."""
         self._do: dict[type, Callable[[Any], None]] = {
+            Choose: self._choose,
+            ChooseOne: self._choose,
+            ChooseEncoders: self._choose,
             Unwanted: self._unwanted,
             Began: self._began,
             Closed: self._closed,
@@ -138,9 +139,9 @@ class SchedulerClient:
         if of_all is not None:
             self._admitted = AdmittedWorker(of_all, self._answer, self._refuse)
             self._do |= self._admitted.do
+        self._link = ItemLink(end, decode_of_worker, self._received, self._end, MAX_UNSENT)
         for pool in range(len(pools)):
             self.know_transfers(pool)
-        self._loop.add_reader(self._link.fileno(), self._read)
 
     def __repr__(self) -> str:
         return f"<SchedulerClient {len(self._leases)} leases, {len(self._choosing)} choices wait>"
@@ -160,60 +161,42 @@ class SchedulerClient:
 
     # -- the link
 
-    def _read(self) -> None:
-        try:
-            for message in self._link.read():
-                self._held_back += decode_of_worker(message.body)
-        except LinkError as error:
-            self._end(error)
+    def _received(self, items: list[FromWorker]) -> None:
+        if len(items) <= AT_ONCE:
+            self._work(items)
             return
-        except msgspec.MsgspecError as error:
-            self._end(LinkError(str(error)))
-            return
-        self._work()
-        if self._held_back and not self._is_over:
-            # nothing more is read before these are done
-            self._loop.remove_reader(self._link.fileno())
-            self._loop.call_soon(self._go_on)
+        # nothing more is read before these are done
+        self._link.pause()
+        self._held_back = items
+        self._go_on()
 
     def _go_on(self) -> None:
         """Do more of what was held back."""
-        if not self._is_over:
-            self._work()
         if self._is_over:
             return
+        items, self._held_back = self._held_back[:AT_ONCE], self._held_back[AT_ONCE:]
+        self._work(items)
         if self._held_back:
             self._loop.call_soon(self._go_on)
-        else:
-            self._loop.add_reader(self._link.fileno(), self._read)
+        elif not self._is_over:
+            self._link.resume()
 
-    def _work(self) -> None:
-        items, self._held_back = self._held_back[:AT_ONCE], self._held_back[AT_ONCE:]
+    def _work(self, items: list[FromWorker]) -> None:
         for item in items:
             try:
-                self._received(item)
+                self._do[type(item)](item)
             except LinkError as error:
                 self._end(error)
                 return
             except Exception as error:  # a policy's, for example: other requests go on
                 name = type(item).__name__
                 logger.error("%s of a worker failed in pdproxy itself: %s", name, frames(error))  # noqa: TRY400
-        self._flush()
-
-    def _received(self, item: FromWorker) -> None:
-        do = self._do.get(type(item))
-        if do is not None:
-            do(item)
-        else:
-            self._choose(item)  # type: ignore[arg-type]
         held = 0 if self._admitted is None else len(self._admitted)
         if len(self._leases) + len(self._choosing) + held > MAX_OPEN:
-            raise LinkError(f"a worker has more than {MAX_OPEN} leases and places")
+            self._end(LinkError(f"a worker has more than {MAX_OPEN} leases and places"))
 
     def _answer(self, answer: FromScheduler) -> None:
-        if not self._answers:
-            self._loop.call_soon(self._flush)
-        self._answers.append(answer)
+        self._link.say(encode_item(answer))
 
     def _refuse(self, number: int, error: OverloadedError) -> None:
         self._answer(refused(number, error))
@@ -221,34 +204,13 @@ class SchedulerClient:
     def know_transfers(self, pool: int) -> None:
         """Tell the worker what is known of a pool's transfers, which has changed: once per turn."""
         if not self._transfers:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._tell_transfers)
         self._transfers.add(pool)
 
-    def _flush(self) -> None:
-        if self._is_over or not (self._answers or self._transfers):
-            return
-        answers, self._answers = self._answers, []
-        if self._transfers:
-            for pool in self._transfers:
-                known = self._pools[pool].ledger.transfers.known()
-                answers.append(TransfersKnown(pool, known))
-            self._transfers.clear()
-        try:
-            self._link.send(Message(ITEMS, body=encode_items(answers)))
-            if self._link.unsent > MAX_UNSENT:
-                raise LinkError(f"{self._link.unsent} bytes are not read")
-            if self._link.unsent:
-                self._loop.add_writer(self._link.fileno(), self._write)
-        except LinkError as error:
-            self._end(error)
-
-    def _write(self) -> None:
-        try:
-            self._link.flush()
-            if not self._link.unsent:
-                self._loop.remove_writer(self._link.fileno())
-        except LinkError as error:
-            self._end(error)
+    def _tell_transfers(self) -> None:
+        for pool in self._transfers:
+            self._answer(TransfersKnown(pool, self._pools[pool].ledger.transfers.known()))
+        self._transfers.clear()
 
     def _end(self, error: LinkError) -> None:
         """The worker has ended, or is not listened to any more."""
@@ -262,8 +224,6 @@ class SchedulerClient:
         if self._is_over:
             return
         self._is_over = True
-        self._loop.remove_reader(self._link.fileno())
-        self._loop.remove_writer(self._link.fileno())
         self._link.close()
         for task in self._choosing.values():
             task.cancel()
@@ -278,9 +238,7 @@ class SchedulerClient:
     # -- choices
 
     def _choose(self, item: Choice) -> None:
-        if not 0 <= item.pool < len(self._pools):
-            raise LinkError(f"there is no pool {item.pool}")
-        pool = self._pools[item.pool]
+        pool = self._pool(item.pool)
         if not pool.scheduler.waits:
             try:
                 self._choice(item, pool).send(
@@ -337,27 +295,32 @@ class SchedulerClient:
         leases: Sequence[Lease],
         found: Assignment | None = None,
     ) -> None:
+        told: list[Leased] = []
         for at, lease in enumerate(leases, number):
             self._leases[at] = pool, lease
-            lease.engine.lend(1, lease.prompt_bytes)
-        told = [
-            Leased(
-                one.engine.url,
-                one.role.value,
-                one.prompt_bytes,
-                one.since,
-                one.trial,
-                one.expected,
-                one.reports,
-                one.beside_idle,
+            engine = lease.engine
+            engine.lend(1, lease.prompt_bytes)
+            one = Leased(
+                engine.url,
+                lease.role,
+                lease.prompt_bytes,
+                lease.since,
+                lease.trial,
+                lease.expected,
+                lease.reports,
+                lease.beside_idle,
             )
-            for one in leases
-        ]
-        if found is None:
-            self._answer(Chosen(number, told))
-        else:
+            told.append(one)
+        chosen = Chosen(number, told)
+        if found is not None:
             has_space = found.space is not None
-            self._answer(Chosen(number, told, found.reason, found.values, has_space))
+            chosen = Chosen(number, told, found.reason, found.values, has_space)
+        try:
+            self._answer(chosen)
+        except Exception:  # what somebody's own placement gives may be none that can be sent
+            for at in range(number, number + len(told)):
+                self._give_up(at)
+            raise
 
     def _unwanted(self, item: Unwanted) -> None:
         task = self._choosing.pop(item.number, None)
@@ -365,8 +328,6 @@ class SchedulerClient:
             task.cancel()
         for number in range(item.number, item.number + min(item.most, MAX_OPEN)):
             self._give_up(number)
-            if (space := self._spaces.pop(number, None)) is not None:
-                space.release()
         if self._admitted is not None:
             self._admitted.unwanted(item.number)
 
@@ -374,6 +335,8 @@ class SchedulerClient:
         if (found := self._take(number)) is not None:
             pool, lease = found
             pool.scheduler.close(lease, NEUTRAL, pool.now())
+        if (space := self._spaces.pop(number, None)) is not None:
+            space.release()
 
     def _take(self, number: int) -> tuple[PoolChoices, Lease] | None:
         """Take a lease from the worker, None if it has none of this number."""
@@ -390,8 +353,6 @@ class SchedulerClient:
             found[0].scheduler.began(found[1], item.at)
 
     def _closed(self, item: Closed) -> None:
-        if not 0 <= item.verdict < len(VERDICTS):
-            raise LinkError(f"there is no verdict {item.verdict}")
         found = self._take(item.lease)
         if found is None:
             return  # of a scheduler process that was before
@@ -400,7 +361,7 @@ class SchedulerClient:
             pool.scheduler.cached(lease, item.reported, item.prompt)
         pool.scheduler.close(
             lease,
-            VERDICTS[item.verdict],
+            item.verdict,
             item.at,
             pace=item.pace,
             tokens=item.tokens,
@@ -415,7 +376,7 @@ class SchedulerClient:
         pool = self._pool(item.pool)
         engine = pool.ledger.get(item.url)
         if engine is not None:
-            lease = Lease(engine, Role(item.role), 0, closed=True, trial=item.trial)
+            lease = Lease(engine, item.role, 0, closed=True, trial=item.trial)
             pool.scheduler.failed(lease, item.at)
 
     def _kv_took(self, item: KvTook) -> None:
@@ -465,7 +426,7 @@ class SchedulerClient:
 
     def _restore(self, held: Held) -> None:
         pool = self._pool(held.pool)
-        lease = pool.ledger.restore(held.url, Role(held.role), held.prompt_bytes, held.since)
+        lease = pool.ledger.restore(held.url, held.role, held.prompt_bytes, held.since)
         if lease is None:
             return  # its engine was removed
         self._leases[held.number] = pool, lease

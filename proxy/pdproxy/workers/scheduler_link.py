@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ from pdproxy.kit.errors import BadRequestError, OverloadedError, RefusalReason
 from pdproxy.kit.frames import frames
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.transfer_faults import KnownTransfers
+from pdproxy.workers import links
 from pdproxy.workers.admission_messages import (
     Enter,
     Evict,
@@ -29,7 +31,8 @@ from pdproxy.workers.admission_messages import (
     Reserve,
     UseKey,
 )
-from pdproxy.workers.links import Link, LinkError, Message
+from pdproxy.workers.item_link import ItemLink
+from pdproxy.workers.links import LinkError
 from pdproxy.workers.scheduler_messages import (
     Choice,
     Chosen,
@@ -44,24 +47,20 @@ from pdproxy.workers.scheduler_messages import (
     Unwanted,
     Welcome,
     decode_of_scheduler,
-    encode_items,
+    encode_item,
     error_of,
 )
 
 logger = logging.getLogger("pdproxy.workers")
 
-ITEMS = "items"
-"""The kind of a message with items."""
 PATIENCE = 2.0
 """Seconds for which questions wait for a scheduler process that is started again, from the end of
 the one before.
 """
 MAX_UNSENT = 1 << 20
 """Bytes that the scheduler process has not read: behind more, no question is added."""
-MAX_ITEM = 1 << 20
+MAX_QUESTION = 1 << 20
 """Bytes of one question. Only a model's name can make one so long."""
-AT_ONCE = 1 << 18
-"""Bytes behind which items are sent before the turn of the event loop ends."""
 TRIES = 2
 """How many scheduler processes are sent one question: one that ends them must not end more."""
 
@@ -86,7 +85,7 @@ class HeldLease(Lease):
 class _Question(msgspec.Struct, eq=False):
     """`most`: how many leases it may get; `tries`: how many scheduler processes were sent it."""
 
-    item: msgspec.Raw
+    item: bytes
     most: int
     answer: asyncio.Future[Answer]
     tries: int = 0
@@ -96,15 +95,9 @@ class SchedulerLink:
     """One per worker. `connect` gives it each scheduler process. Lives in one event loop."""
 
     def __init__(self) -> None:
-        self._link: Link | None = None
+        self._link: ItemLink[FromScheduler] | None = None
         self._is_welcome = False
         """Whether the process at the other end chooses."""
-        self._items: list[msgspec.Raw] = []
-        """What is sent at the end of this turn. Each item is encoded by itself: one that can't be
-        encoded keeps back no other.
-        """
-        self._size = 0
-        """Their bytes."""
         self._next = 0
         self._open: dict[int, _Question] = {}
         self.leases: dict[int, HeldLease] = {}
@@ -124,6 +117,16 @@ class SchedulerLink:
         self.uses: Callable[[], list[HeldUse]] = list
         self.evict: Callable[[Evict], None] = lambda _: None
         self.overdrawn: Callable[[Overdrawn], None] = lambda _: None
+        self._do: dict[type, Callable[[Any], None]] = {
+            Chosen: self._answered,
+            Granted: self._answered,
+            Refused: self._answered,
+            Welcome: self._welcome,
+            TransfersKnown: self._know_transfers,
+            Said: self._hear,
+            Evict: lambda item: self.evict(item),
+            Overdrawn: lambda item: self.overdrawn(item),
+        }
         self._patience: asyncio.TimerHandle | None = None
         self._since = 0.0
         """When this began, in the event loop's seconds."""
@@ -139,9 +142,9 @@ class SchedulerLink:
     def connect(self, end: socket.socket) -> None:
         """Use a scheduler process from now on. `end`: of a pair of sockets."""
         self._drop_link()
-        self._link = Link(end)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._link.fileno(), self._read)
+        self._link = ItemLink(
+            end, decode_of_scheduler, self._received, self._gone, links.MAX_UNSENT
+        )
         if self._open:
             self._be_patient()
         held = [
@@ -149,32 +152,32 @@ class SchedulerLink:
                 one.number,
                 one.pool,
                 one.engine.url,
-                one.role.value,
+                one.role,
                 one.prompt_bytes,
                 one.since,
                 one.space,
             )
             for one in self.leases.values()
         ]
-        self._items, self._size = [], 0
         for topic, body_of in self.holds.items():
             if (body := body_of()) is not None:
                 self.say(topic, body)
         self.tell(Holds(held, self.places(), self.uses()))
-        self._flush()
+        self._link.flush()
 
-    def _welcome(self) -> None:
+    def _welcome(self, _: Welcome) -> None:
         """The scheduler process chooses: ask it what waits."""
         self._is_welcome, self._is_hopeless = True, False
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
-            seconds = self._loop.time() - self._since
+            seconds = asyncio.get_running_loop().time() - self._since
             logger.info("engines are chosen again, %.3f s behind the end of a scheduler", seconds)
+        assert self._link is not None
         for number, question in list(self._open.items()):
             if question.tries < TRIES:
                 question.tries += 1
-                self._say(question.item, 0)
+                self._link.say(question.item)
             else:
                 self._refuse(number, "its engines could not be chosen")
 
@@ -188,15 +191,12 @@ class SchedulerLink:
     def _drop_link(self) -> None:
         link, self._link, self._is_welcome = self._link, None, False
         if link is not None:
-            self._loop.remove_reader(link.fileno())
-            self._loop.remove_writer(link.fileno())
             link.close()
 
     def _gone(self, error: LinkError) -> None:
         logger.warning("the scheduler process is gone: %s", error)
-        self._drop_link()
         # What was to be said was about leases, and the next process is told which are left.
-        self._items, self._size = [], 0
+        self._drop_link()
         self._be_patient()
 
     def _be_patient(self) -> None:
@@ -241,17 +241,17 @@ class SchedulerLink:
         if self._is_hopeless or (self._link is not None and self._link.unsent > MAX_UNSENT):
             raise _no_scheduler("the scheduler process does not answer")
         try:
-            encoded = encode_items(item)
+            encoded = encode_item(item)
         except (OverflowError, UnicodeEncodeError) as error:
             raise BadRequestError(f"a field of the request can't be passed on: {error}") from None
-        if len(encoded) > MAX_ITEM:
+        if len(encoded) > MAX_QUESTION:
             raise BadRequestError("the name of the model is too long", param="model")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        question = _Question(msgspec.Raw(encoded), most, answer)
+        question = _Question(encoded, most, answer)
         self._open[item.number] = question
-        if self._is_welcome:
+        if self._is_welcome and self._link is not None:
             question.tries = 1
-            self._say(question.item, len(encoded))
+            self._link.say(encoded)
         else:
             self._be_patient()
         try:
@@ -265,20 +265,11 @@ class SchedulerLink:
     def tell(self, item: FromWorker) -> None:
         """Tell the scheduler process something, in the order of these calls."""
         if self._link is not None:  # the next one is told what is left
-            encoded = encode_items(item)
-            self._say(msgspec.Raw(encoded), len(encoded))
+            self._link.say(encode_item(item))
 
     def say(self, topic: str, body: bytes) -> None:
         """Say something about a topic, in the order of these calls and those of `tell`."""
         self.tell(Said(topic, body))
-
-    def _say(self, item: msgspec.Raw, size: int) -> None:
-        if not self._items:
-            self._loop.call_soon(self._flush)
-        self._items.append(item)
-        self._size += size
-        if self._size > AT_ONCE:
-            self._flush()
 
     def began(self, lease: HeldLease) -> None:
         """Keep a lease of this worker, which its engine's load shows."""
@@ -303,55 +294,13 @@ class SchedulerLink:
         """Return the URLs of a pool's engines that this worker has leases of."""
         return {one.engine.url for one in self.leases.values() if one.pool == pool}
 
-    def _flush(self) -> None:
-        if self._link is None or not self._items:
-            return
-        items, self._items, self._size = self._items, [], 0
-        try:
-            self._link.send(Message(ITEMS, body=encode_items(items)))
-            if self._link.unsent:
-                self._loop.add_writer(self._link.fileno(), self._write)
-        except LinkError as error:
-            self._gone(error)
-
-    def _write(self) -> None:
-        assert self._link is not None
-        try:
-            self._link.flush()
-            if not self._link.unsent:
-                self._loop.remove_writer(self._link.fileno())
-        except LinkError as error:
-            self._gone(error)
-
     # -- what comes
 
-    def _read(self) -> None:
-        assert self._link is not None
-        try:
-            for message in self._link.read():
-                for item in decode_of_scheduler(message.body):
-                    self._received(item)
-        except LinkError as error:
-            self._gone(error)
-        except msgspec.MsgspecError as error:
-            self._gone(LinkError(str(error)))
+    def _received(self, items: list[FromScheduler]) -> None:
+        for item in items:
+            self._do[type(item)](item)
 
-    def _received(self, item: FromScheduler) -> None:
-        if isinstance(item, Welcome):
-            self._welcome()
-            return
-        if isinstance(item, TransfersKnown):
-            self.know_transfers[item.pool](item.known)
-            return
-        if isinstance(item, Said):
-            self._hear(item)
-            return
-        if isinstance(item, Evict):
-            self.evict(item)
-            return
-        if isinstance(item, Overdrawn):
-            self.overdrawn(item)
-            return
+    def _answered(self, item: Answer | Refused) -> None:
         question = self._open.pop(item.number, None)
         if question is None or question.answer.done():
             return  # its asker has gone, and has said so
@@ -359,6 +308,9 @@ class SchedulerLink:
             question.answer.set_exception(error_of(item))
         else:
             question.answer.set_result(item)
+
+    def _know_transfers(self, item: TransfersKnown) -> None:
+        self.know_transfers[item.pool](item.known)
 
     def _hear(self, item: Said) -> None:
         try:

@@ -13,16 +13,13 @@ import msgspec
 
 from pdproxy.kit.errors import LimitError, OverloadedError, RefusalReason, TooLateError
 from pdproxy.scheduling.leases import Verdict
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.keys import PromptKeys
 from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.scheduler import Constraints
 from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.workers.admission_messages import ForAdmission, HeldPlace, HeldUse, OfAdmission
-
-VERDICTS = (*Verdict,)
-"""A verdict is sent as its number here."""
-
 
 # -- from a worker
 
@@ -75,12 +72,10 @@ class Began(msgspec.Struct, array_like=True, tag=4):
 
 
 class Closed(msgspec.Struct, array_like=True, tag=5):
-    """`Scheduler.close`, with what `Scheduler.cached` was told before. `verdict`: see
-    `VERDICTS`.
-    """
+    """`Scheduler.close`, with what `Scheduler.cached` was told before."""
 
     lease: int
-    verdict: int
+    verdict: Verdict
     at: float
     pace: float | None
     tokens: int | None
@@ -94,7 +89,7 @@ class Failed(msgspec.Struct, array_like=True, tag=6):
 
     pool: int
     url: str
-    role: str
+    role: Role
     trial: int
     at: float
 
@@ -181,7 +176,7 @@ class Held(msgspec.Struct, array_like=True):
     number: int
     pool: int
     url: str
-    role: str
+    role: Role
     prompt_bytes: int
     since: float
     space: int
@@ -234,7 +229,7 @@ class Leased(msgspec.Struct, array_like=True):
     """
 
     url: str
-    role: str
+    role: Role
     prompt_bytes: int
     since: float
     trial: int
@@ -315,8 +310,8 @@ def _from_plain(wanted: type, value: object) -> object:
     raise TypeError(wanted.__name__)
 
 
-encode_items = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
-"""Returns a list of items as bytes; or one item, to be an element of a list as `msgspec.Raw`."""
+encode_item = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
+"""Returns an item as bytes."""
 decode_of_worker = msgspec.msgpack.Decoder(list[FromWorker], dec_hook=_from_plain).decode
 """Returns what a worker has sent. Raises msgspec.MsgspecError."""
 decode_of_scheduler = msgspec.msgpack.Decoder(list[FromScheduler]).decode

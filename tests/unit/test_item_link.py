@@ -1,0 +1,138 @@
+"""Lists of items between two processes: whole, in order, bounded, whatever the other end sends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from pdproxy.workers import item_link, links
+from pdproxy.workers.item_link import ItemLink
+from pdproxy.workers.links import EndedError, LinkError, TooLongError
+
+encode = msgspec.msgpack.encode
+
+
+class End:
+    """One end, with what has come there."""
+
+    def __init__(self, end: socket.socket, most: int = 1 << 30) -> None:
+        self.lists: list[list[bytes]] = []
+        self.lost: list[LinkError] = []
+        decode = msgspec.msgpack.Decoder(list[bytes]).decode
+        self.link = ItemLink(end, decode, self.received, self.lost.append, most)
+
+    def received(self, items: list[bytes]) -> None:
+        self.lists.append(items)
+
+    @property
+    def items(self) -> list[bytes]:
+        return [one for each in self.lists for one in each]
+
+
+@pytest.fixture
+async def ends():
+    one, other = links.pair()
+    both = End(one), End(other)
+    yield both
+    for end in both:
+        end.link.close()
+
+
+async def until(found: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not found():
+            await asyncio.sleep(0)
+
+
+async def test_items_of_one_turn_are_one_message(ends) -> None:
+    one, other = ends
+    for item in (b"a", b"b"):
+        one.link.say(encode(item))
+    await until(lambda: other.items)
+    one.link.say(encode(b"c"))
+    await until(lambda: len(other.items) == 3)
+    assert other.lists == [[b"a", b"b"], [b"c"]]
+
+
+async def test_what_is_said_while_items_are_taken_is_sent_at_once(ends) -> None:
+    one, other = ends
+    other.received = lambda items: other.link.say(encode(items[0]))
+    other.link._received = other.received
+    one.link.say(encode(b"a"))
+    one.link.flush()
+    other.link._read()
+    one.link._read()
+    assert one.items == [b"a"]
+
+
+async def test_items_come_whole_and_in_order(ends) -> None:
+    """Also where the other process reads late, and what it reads begins or ends anywhere."""
+    one, other = ends
+    sent = [bytes([at % 251]) * (at * 7919 % 90_000) for at in range(100)]
+    other.link.pause()
+    for at, item in enumerate(sent):
+        one.link.say(encode(item))
+        if at % 3:
+            one.link.flush()
+        if at == 50:
+            await until(lambda: one.link.unsent)
+            other.link.resume()
+    await until(lambda: len(other.items) >= len(sent))
+    assert other.items == sent
+    assert (one.link.unsent, one.lost, other.lost) == (0, [], [])
+
+
+async def test_who_does_not_read_is_lost(ends) -> None:
+    one, other = ends
+    one.link._most = 1000
+    other.link.pause()
+    while not one.lost:
+        one.link.say(encode(bytes(1000)))
+        one.link.flush()
+    assert "are not read" in str(one.lost[0])
+    assert one.link.unsent < 5000
+
+
+async def test_an_item_that_is_too_long_keeps_back_no_other(ends, monkeypatch) -> None:
+    monkeypatch.setattr(item_link, "MAX_ITEM", 1000)
+    monkeypatch.setattr(item_link, "AT_ONCE", 500)
+    one, other = ends
+    one.link.say(encode(b"a"))
+    with pytest.raises(TooLongError):
+        one.link.say(encode(bytes(1000)))
+    one.link.say(encode(b"b"))
+    await until(lambda: len(other.items) == 2)
+    assert other.items == [b"a", b"b"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x00\x00\x00\x00", b"\x00\x00\x00\x02\x91\xc1", b"\xff\xff\xff\xff\x91", b"\x7f" * 9]
+)
+async def test_who_sends_what_is_no_message_is_lost(ends, data: bytes) -> None:
+    one, other = ends
+    one.link._socket.send(data)
+    await until(lambda: other.lost)
+    assert not other.items
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x00", b"\x00\x00\x00\x09\x91"])
+async def test_the_end_of_the_other_process_is_seen(ends, begun: bytes) -> None:
+    one, other = ends
+    if begun:
+        one.link._socket.send(begun)
+    await asyncio.sleep(0)
+    one.link._socket.shutdown(socket.SHUT_WR)
+    await until(lambda: other.lost)
+    assert isinstance(other.lost[0], EndedError)
+
+
+async def test_nothing_is_sent_to_a_process_that_has_ended(ends) -> None:
+    one, other = ends
+    other.link._socket.shutdown(socket.SHUT_RDWR)
+    one.link.say(encode(b"a"))
+    one.link.flush()
+    assert isinstance(one.lost[0], EndedError)
