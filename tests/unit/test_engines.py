@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from pdproxy.fleet.contacts import MIN_CONTACTS, Contacts
 from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError
@@ -18,7 +19,6 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.orphans import PrefillRecord
-from pdproxy.serving.kv.release import MIN_CONTACTS, Contacts
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Handle
 from pdproxy.transfer.nixl import NIXL

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
 
+from pdproxy.fleet.contacts import Contacts
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
@@ -22,7 +23,7 @@ from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observ
 from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.serving.kv.custody import Custody, CustodyState, End
 from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
-from pdproxy.serving.kv.release import Contacts, OngoingRelease, ReleaseResources, release_for
+from pdproxy.serving.kv.release import OngoingRelease, ReleaseResources, release_for
 from pdproxy.serving.kv.stuck import StuckKv
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle

@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from pdproxy.fleet.contacts import FIRST_CONTACT, Contacts
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.errors import (
     EngineError,
@@ -27,7 +28,6 @@ from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import DeadlinePassed, Observers, TurnReleased
 from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.serving.kv.kept_turns import TurnRecord
-from pdproxy.serving.kv.release import FIRST_CONTACT, Contacts
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
 from pdproxy.wire.route import Route
