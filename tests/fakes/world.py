@@ -30,6 +30,7 @@ from pdproxy.settings.listen import Cors, Listen, OperatorRoutes
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
+from pdproxy.workers.legs_of_all import AuditorOfAll
 from pdproxy_lab.sim.api.template import render
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes.admitted import admission_of
@@ -215,6 +216,9 @@ class World:
             (one, engine) for one in self.workers if leads(one) for engine in one.engines.values()
         ]
         await asyncio.gather(*(proxy.prober.probe(engine, scrape=True) for proxy, engine in every))
+        for auditor in {pool.watching.auditor for one in self.workers for pool in one.pools}:
+            if isinstance(auditor, AuditorOfAll) and auditor.comparing is not None:
+                await auditor.comparing
         await self.told()
 
     async def told(self) -> None:

@@ -209,7 +209,6 @@ async def test_who_leads_in_place_of_a_dead_one_goes_on_with_the_audit(
         url = w.decode[0].url
         for other in w.others:
             other.engines[url].audit.account = AuditAccount(1.0, 2.0, 3.0, settled=64)
-            other.pools[0].watching.auditor._bases[url] = 16  # type: ignore[attr-defined]
         share = w.proxy.share.several
         assert isinstance(share, WorkerShare)
         share._shared.clear(0)
@@ -220,7 +219,6 @@ async def test_who_leads_in_place_of_a_dead_one_goes_on_with_the_audit(
         try:
             await until(lambda: again.engines[url].audit.account is not None)
             assert again.engines[url].audit.account == AuditAccount(1.0, 2.0, 3.0, settled=64)
-            assert again.pools[0].watching.auditor.base(url) == 16  # type: ignore[attr-defined]
             assert again.engines[url].in_ledger.probed
         finally:
             await again.stop()

@@ -48,8 +48,9 @@ def scrape(external: float, local: float = 0.0, started: float = 1.0) -> Scrape:
 
 def moved(auditor: Auditor, tokens: int) -> None:
     """A leg with KV, from its begin to its end, that has shown data."""
-    auditor.asked("d", tokens)
-    auditor.over("d", tokens, loaded=True)
+    engine = auditor._engines["d"]
+    auditor.asked(engine, tokens)
+    auditor.over(engine, tokens, loaded=True)
 
 
 @given(
@@ -74,11 +75,11 @@ def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]
     for now in range(len(legs) + 12):
         for begin, (tokens, lasts, lag, how) in enumerate(legs):
             if now == begin:
-                auditor.asked("d", tokens)
+                auditor.asked(engine, tokens)
             if how != "failed" and now == begin + min(lag, lasts + 2):
                 external += tokens
             if now == begin + lasts:
-                auditor.over("d", tokens, loaded=how == "ok")
+                auditor.over(engine, tokens, loaded=how == "ok")
         auditor.scraped(engine, scrape(external))
     assert not [event for event in recorder.events if isinstance(event, KvShortfall)]
     found = sum(event.moved for event in recorder.events if isinstance(event, KvCounted))
@@ -125,10 +126,10 @@ def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
     """
     auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(0))
-    auditor.asked("d", 160)
+    auditor.asked(engine, 160)
     for _ in range(20):
         auditor.scraped(engine, scrape(160))
-    auditor.over("d", 160, loaded=True)
+    auditor.over(engine, 160, loaded=True)
     for _ in range(5):
         auditor.scraped(engine, scrape(160))
     assert [type(event) for event in recorder.events] == [KvCounted]
@@ -146,10 +147,10 @@ def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -
     for _ in range(3):
         auditor.scraped(engine, scrape(60, local=100))
     moved(auditor, 160)
-    auditor.asked("d", 320)
+    auditor.asked(engine, 320)
     for _ in range(3):
         auditor.scraped(engine, again)
-    auditor.over("d", 320, loaded=False)
+    auditor.over(engine, 320, loaded=False)
     for _ in range(3):
         auditor.scraped(engine, again)
     assert not [event for event in recorder.events if isinstance(event, KvShortfall)]

@@ -1,113 +1,213 @@
-"""The audit of several workers: one compares, and expects what the requests of all have moved."""
+"""The audit of several workers: the scheduler process compares, and expects what the requests of
+all have moved.
+"""
 
 from __future__ import annotations
 
-from pdproxy.fleet import worker_audit
-from pdproxy.fleet.engine import Engine
+import asyncio
+
+import pytest
+
+from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engine import AuditAccount, Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.worker_audit import WorkerAuditor
-from pdproxy.kit.shared_table import SharedTable, key_of
+from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import KvCounted, KvShortfall, Observers
-from pdproxy.scheduling.ledger import Ledger, LedgerOptions
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import EngineSpec, Role
 from pdproxy.upstream.metrics_page import Scrape
+from pdproxy.workers import legs_of_all, links
+from pdproxy.workers.legs_of_all import AuditorOfAll, LegsOfAll
+from pdproxy.workers.own_legs import OwnLegs, WorkerAuditor
+from pdproxy.workers.scheduler_links import SchedulerLinks
 from tests.fakes.recorder import Recorder
+from tests.fakes.registry import registry, unused_client
+
+D = "http://d:1"
 
 
-class Worker(Recorder):
-    """A worker's audit of one decode engine."""
+class Process(Recorder):
+    """What a process has of one decode engine."""
 
-    def __init__(self, table: SharedTable, number: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=10))
-        self.engines = EngineRegistry(ledger)
-        self.engine: Engine = self.engines.add(EngineSpec("d", Role.DECODE), None)  # type: ignore[arg-type]
-        column, others = table.column(number), table.others(number)
-        self.audit = WorkerAuditor(
-            self.engines, ledger, Observers([self]), column=column, others=others
-        )
+        self.engines, self.ledger = registry()
+        self.engine: Engine = self.engines.add(EngineSpec(D, Role.DECODE), unused_client(D))
+
+    def audited(self) -> tuple[EngineRegistry, Ledger, Observers]:
+        return self.engines, self.ledger, Observers([self])
+
+
+class Worker(Process):
+    """A worker's audit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.audit = WorkerAuditor(*self.audited())
+        self.links = SchedulerLinks(chooses=False, workers=2)
+        OwnLegs(self.links.link, 0, self.audit)
 
     def moves(self, tokens: int) -> None:
         """A leg whose KV arrives."""
         self.audit.asked(self.engine, tokens)
-        self.audit.over("d", tokens, loaded=True)
+        self.audit.over(self.engine, tokens, loaded=True)
 
-    def scraped(self, external: float, started: float = 1.0) -> None:
-        found = Scrape(started, 16, 0.0, None, 0.0, {"external_kv_transfer": external})
-        self.audit.scraped(self.engine, found)
+
+class Schedules(Process):
+    """The scheduler process with its workers."""
+
+    def __init__(self, workers: int = 2) -> None:
+        super().__init__()
+        self.links = SchedulerLinks(chooses=True, workers=workers)
+        self.tasks = TaskOwner("audit")
+        self.legs = LegsOfAll(self.links, 0)
+        self.audit: Auditor = AuditorOfAll(*self.audited(), self.legs, self.tasks)
+        self.workers = [Worker() for _ in range(workers)]
+        self.links.start()
+        for worker in self.workers:
+            self.connect(worker)
+
+    def connect(self, worker: Worker) -> None:
+        mine, its = links.pair()
+        self.links.connect(mine)
+        worker.links.connect(its)
+
+    async def scraped(self, external: float, started: float = 1.0) -> None:
+        by_source = {"external_kv_transfer": external}
+        self.audit.scraped(self.engine, _page(started, by_source))
+        while self.tasks._tasks:
+            await asyncio.sleep(0)
+
+    async def scraped_often(self, external: float) -> None:
+        for _ in range(4):
+            await self.scraped(external)
 
     @property
     def missing(self) -> int:
         return sum(one.tokens for one in self.events if isinstance(one, KvShortfall))
 
-
-def workers(count: int = 2) -> tuple[SharedTable, list[Worker]]:
-    table = SharedTable(count, 8, worker_audit.MEASURES, worker_audit.KEPT)
-    return table, [Worker(table, number) for number in range(count)]
-
-
-def test_kv_of_other_workers_requests_is_expected() -> None:
-    """Without it, what they have moved would be a surplus that hides a shortfall."""
-    _, (leader, other) = workers()
-    leader.scraped(0)
-    leader.moves(100)
-    other.moves(300)
-    for _ in range(4):
-        leader.scraped(300)  # 100 tokens of the 400 never came
-    assert leader.missing == 100
-    assert sum(one.moved for one in leader.events if isinstance(one, KvCounted)) == 300
-    assert other.events == []
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.links.stop()
+        self.links.stop()
 
 
-def test_no_alarm_while_everything_arrives() -> None:
-    _, (leader, other) = workers()
-    leader.scraped(50)
-    other.audit.asked("d", 200)  # it loads: its engine may count it before it sends data
-    leader.scraped(250)
-    leader.scraped(250)
-    other.audit.over("d", 200, loaded=True)
-    for _ in range(4):
-        leader.scraped(250)
-    assert leader.missing == 0
+def _page(started: float, by_source: dict[str, float]) -> Scrape:
+    return Scrape(started, 16, 0.0, None, 0.0, by_source)
 
 
-def test_another_worker_goes_on_with_the_account() -> None:
-    """What was missing stays so, and what the dead one has moved was moved."""
-    table, (leader, other) = workers()
-    leader.scraped(0)
-    leader.moves(100)
-    other.moves(60)
-    for _ in range(4):
-        leader.scraped(60)
-    assert leader.missing == 100
-    leader.audit.asked("d", 500)
-    other.audit.follow(
-        other.engine, leader.engine.audit.account, leader.audit.base("d"), blind=False
-    )
-    table.clear(0)
-    assert other.audit.missing() == {"d": 100}
-    other.moves(40)
-    for _ in range(4):
-        other.scraped(100)
-    assert other.missing == 0
-    account = other.engine.audit.account
+@pytest.fixture
+async def both(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(legs_of_all, "GATHERED", 0.0)
+    made = Schedules()
+    await made.legs.hear()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    yield made
+    made.close()
+
+
+async def test_kv_of_all_workers_requests_is_expected(both: Schedules) -> None:
+    """Without it, what one has moved would be a surplus that hides another one's shortfall."""
+    await both.scraped(0)
+    both.workers[0].moves(100)
+    both.workers[1].moves(300)
+    await both.scraped_often(300)  # 100 tokens of the 400 never came
+    assert both.missing == 100
+    assert sum(one.moved for one in both.events if isinstance(one, KvCounted)) == 300
+    assert both.workers[0].events == both.workers[1].events == []
+
+
+async def test_no_alarm_while_everything_arrives(both: Schedules) -> None:
+    await both.scraped(50)
+    worker = both.workers[1]
+    worker.audit.asked(worker.engine, 200)  # its engine may count it before it sends data
+    await both.scraped(250)
+    await both.scraped(250)
+    worker.audit.over(worker.engine, 200, loaded=True)
+    await both.scraped_often(250)
+    assert both.missing == 0
+
+
+async def test_what_a_worker_that_ends_has_moved_was_moved(both: Schedules) -> None:
+    """Its prompts that were loading will not arrive, and their engine may count them, or not."""
+    await both.scraped(0)
+    both.workers[0].moves(100)
+    both.workers[0].audit.asked(both.workers[0].engine, 500)
+    await both.scraped(100)
+    account = both.engine.audit.account
     assert account is not None
-    assert (account.expected, account.loading) == (200, 0)
+    assert (account.expected, account.loading) == (100, 500)
+    both.workers[0].links.stop()
+    both.workers[1].moves(40)
+    await both.scraped_often(140)
+    assert (account.expected, account.loading, both.missing) == (140, 0, 0)
 
 
-def test_a_restart_begins_anew() -> None:
-    _, (leader, other) = workers()
-    leader.scraped(0)
-    other.moves(300)
-    leader.scraped(0, started=2.0)
-    for _ in range(4):
-        leader.scraped(0, started=2.0)
-    assert leader.missing == 0
+async def test_another_scheduler_process_goes_on_with_the_account(both: Schedules) -> None:
+    """What was missing stays so. Workers tell again what is loading, and nothing twice."""
+    await both.scraped(0)
+    worker = both.workers[0]
+    worker.moves(160)
+    worker.audit.asked(worker.engine, 500)
+    await both.scraped_often(60)
+    assert both.missing == 100
+    known = both.engine.audit.account
+    both.links.stop()
+    again = Schedules(0)
+    again.audit.follow(again.engine, known, blind=False)
+    again.connect(worker)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert again.audit.missing() == {D: 100}
+    worker.moves(40)
+    await again.scraped_often(100)
+    assert again.missing == 0
+    account = again.engine.audit.account
+    assert account is not None
+    assert (account.expected, account.loading) == (200, 500)
+    again.close()
 
 
-def test_a_forgotten_engine_leaves_its_place() -> None:
-    _, (leader, other) = workers()
-    leader.scraped(0)
-    other.moves(300)
-    other.audit.forget("d")
-    assert leader.audit._others.sums(key_of("d")) == (0, 0)
+async def test_a_restart_begins_anew(both: Schedules) -> None:
+    await both.scraped(0)
+    both.workers[1].moves(300)
+    for _ in range(5):
+        await both.scraped(0, started=2.0)
+    assert both.missing == 0
+
+
+async def test_a_worker_that_is_stopped_is_waited_for_once(
+    both: Schedules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compared meanwhile: what it has moved, and not told, is no surplus."""
+    monkeypatch.setattr(legs_of_all, "WITHIN", 0.01)
+    await both.scraped(0)
+    stopped, other = both.workers
+    heard = stopped.links.link.hears
+    (topic,) = heard
+    bodies: list[bytes] = []
+    answer = heard[topic]
+    heard[topic] = bodies.append
+    stopped.moves(100)
+    other.moves(100)
+    await both.scraped_often(200)
+    account = both.engine.audit.account
+    assert isinstance(account, AuditAccount)
+    assert (len(bodies), account.expected) == (1, 100)
+    answer(bodies[0])
+    heard[topic] = answer
+    await asyncio.sleep(0.01)
+    assert account.expected == 200
+    stopped.moves(20)
+    await both.scraped_often(210)
+    assert (account.expected, both.missing) == (220, 10)
+
+
+def test_what_is_over_is_not_kept() -> None:
+    """Engines come and go."""
+    worker = Worker()
+    worker.moves(100)
+    for _ in range(2):
+        worker.audit.changes()
+    assert worker.audit._moved == {}

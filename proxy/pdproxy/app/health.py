@@ -18,7 +18,6 @@ from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.life_signs import LifeSigns
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
-from pdproxy.fleet.worker_audit import WorkerAuditor
 from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Outliers
@@ -80,8 +79,11 @@ def build_watching(
     share = process.share.several
     lead: Lead = ALWAYS if share is None else share.lead
     wishes = _Wishes()
-    audited = engines, ledger, observers
-    auditor = Auditor(*audited) if own is None else WorkerAuditor(*audited, *own.moved)
+    auditor = (
+        Auditor(engines, ledger, observers)
+        if own is None
+        else own.auditor(engines, ledger, observers, tasks)
+    )
     scraped = Scraped(auditor, ledger, observers, now)
     derenders = bool(settings.limits.continuations) and settings.continuations.parsed == "auto"
     prober = Prober(
@@ -142,8 +144,7 @@ def _findings(
     engines: EngineRegistry,
     ledger: Ledger,
 ) -> Findings:
-    topic, siblings, auditor = f"findings {settings.pool.name}", share.siblings, watching.auditor
-    assert isinstance(auditor, WorkerAuditor)
+    topic, siblings = f"findings {settings.pool.name}", share.siblings
 
     def probe(engine: Engine) -> None:
         watching.prober.soon(engine)
@@ -153,7 +154,7 @@ def _findings(
         lambda body: siblings.tell(topic, body),
         engines,
         ledger,
-        auditor,
+        watching.auditor,
         watching.outliers,
         watching.stalls,
         watching.scraped,
@@ -165,5 +166,4 @@ def _findings(
     found.is_behind = lambda: siblings.is_behind()
     siblings.hears[topic] = found.received
     share.findings.append(found)
-    engines.when_forgotten(auditor.forget)
     return found

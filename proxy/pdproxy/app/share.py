@@ -16,6 +16,7 @@ from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas
 from pdproxy.deciding.local_scheduler import LocalScheduler
+from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
@@ -145,10 +146,6 @@ class PoolShare(Protocol):
         """How the pool's sockets are bound to which engines send messages."""
 
     @property
-    def moved(self) -> Part:
-        """Of the KV that was moved."""
-
-    @property
     def signs(self) -> Part:
         """Of the engines' signs of life."""
 
@@ -166,6 +163,17 @@ class PoolShare(Protocol):
     ) -> Scheduler:
         """Return what this process's requests ask for engines. `local`: what chooses, if this
         process does; `buffers`: those of the decode engines.
+        """
+
+    def auditor(
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        observers: Observers,
+        tasks: TaskOwner,
+    ) -> Auditor:
+        """Return the audit of what this process's requests move, or those of all, if this process
+        chooses. The arguments: those of `Auditor`, and the owner of its tasks.
         """
 
     def custodian(

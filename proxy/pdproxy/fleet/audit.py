@@ -50,11 +50,7 @@ PAIRS_EJECTED = counter(
 
 
 class Auditor:
-    """Compares what was sent with what arrived, for every decode engine.
-
-    A leg is counted for an `Engine`, which may have been removed, or for the engine that has the
-    URL now.
-    """
+    """Compares what was sent with what arrived, for every decode engine."""
 
     def __init__(self, engines: EngineRegistry, ledger: Ledger, observers: Observers) -> None:
         self._engines = engines
@@ -64,25 +60,30 @@ class Auditor:
             KV_MISSING, lambda: [((url,), tokens) for url, tokens in self.missing().items()]
         )
 
-    def asked(self, decode: Engine | str, prompt_tokens: int) -> None:
+    def asked(self, decode: Engine, prompt_tokens: int) -> None:
         """Count a prompt whose KV a decode engine was given. The engine may count the KV long
         before it sends data.
         """
-        if (account := self._account(decode)) is not None:
+        if (account := decode.audit.account) is not None:
             account.loading += self._blocks(prompt_tokens)
 
-    def over(self, decode: Engine | str, prompt_tokens: int, *, loaded: bool) -> None:
+    def over(self, decode: Engine, prompt_tokens: int, *, loaded: bool) -> None:
         """Count the end of that leg. `loaded`: the engine has sent data for it, so the KV must have
         arrived.
         """
-        if (account := self._account(decode)) is not None:
+        if (account := decode.audit.account) is not None:
             moved = self._blocks(prompt_tokens)
             account.loading = max(0, account.loading - moved)
             account.expected += moved if loaded else 0
 
-    def _account(self, decode: Engine | str) -> AuditAccount | None:
-        engine = self._engines.known.get(decode) if isinstance(decode, str) else decode
-        return engine.audit.account if engine is not None else None
+    def moved(self, url: str, loading: int, arrived: int) -> None:
+        """Count what many legs have shown: how the prompt tokens under way have changed, and how
+        many have arrived.
+        """
+        engine = self._engines.known.get(url)
+        if engine is not None and (account := engine.audit.account) is not None:
+            account.loading = max(0, account.loading + loading)
+            account.expected += arrived
 
     def _blocks(self, prompt_tokens: int) -> int:
         block = self._ledger.block_size or 1
@@ -132,6 +133,10 @@ class Auditor:
         if missing > account.missing:
             self._observers.notify(KvShortfall(url, missing - account.missing, fresh))
             account.missing = missing
+
+    def follow(self, engine: Engine, account: AuditAccount | None, *, blind: bool) -> None:
+        """Go on with an account that another auditor has begun."""
+        engine.audit.account, engine.audit.blind = account, blind
 
     def missing(self) -> dict[str, int]:
         """Return for each decode engine how many prompt tokens never arrived since it started."""

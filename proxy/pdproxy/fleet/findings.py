@@ -18,10 +18,10 @@ from typing import Protocol
 
 import msgspec
 
+from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import AuditAccount, Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.stalls import Stalls
-from pdproxy.fleet.worker_audit import WorkerAuditor
 from pdproxy.kit.leading import Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
@@ -44,7 +44,7 @@ class HealthFinding(msgspec.Struct, array_like=True):
     `Outliers.left_out`.
 
     `ejected`: engines with which it is not paired. Of the leader, as it has sent them last:
-    `scrape`, the engine's metrics, the audit's `account`, `base` and `blind`, and the `breaker`.
+    `scrape`, the engine's metrics, the audit's `account` and `blind`, and the `breaker`.
     """
 
     url: str
@@ -56,7 +56,6 @@ class HealthFinding(msgspec.Struct, array_like=True):
     ejected: list[str]
     scrape: Scrape | None = None
     account: AuditAccount | None = None
-    base: int = 0
     blind: bool = False
     breaker: BreakerState | None = None
 
@@ -94,7 +93,7 @@ class Findings:
         tell: Callable[[bytes], None],
         engines: EngineRegistry,
         ledger: Ledger,
-        auditor: WorkerAuditor,
+        auditor: Auditor,
         outliers: Outliers,
         stalls: Stalls,
         reader: Reported,
@@ -226,11 +225,7 @@ class Findings:
             sorted(ledger_engine.ejected),
         )
         made.scrape = self._scrapes.get(url)
-        made.account, made.base, made.blind = (
-            engine.audit.account,
-            self._auditor.base(url),
-            engine.audit.blind,
-        )
+        made.account, made.blind = engine.audit.account, engine.audit.blind
         made.breaker = self._ledger.breakers.state(ledger_engine)
         return made
 
@@ -253,7 +248,7 @@ class Findings:
                 continue
             if finding.url in self._lacks and finding.account is not None:
                 self._lacks.discard(finding.url)
-                self._auditor.follow(engine, finding.account, finding.base, blind=finding.blind)
+                self._auditor.follow(engine, finding.account, blind=finding.blind)
             if self._counts(finding, leaders=told.leads):
                 self._take(engine, finding, leaders=told.leads)
             elif told.leads and finding.version < self._versions.get(finding.url, 0):
@@ -292,7 +287,7 @@ class Findings:
         if finding.breaker is not None and (leaders or not was_known):
             self._ledger.breakers.follow(engine.in_ledger, finding.breaker)
         if leaders:
-            self._auditor.follow(engine, finding.account, finding.base, blind=finding.blind)
+            self._auditor.follow(engine, finding.account, blind=finding.blind)
             if finding.scrape is not None:
                 self._scrapes[url] = finding.scrape
                 self._reader.reported(engine, finding.scrape)

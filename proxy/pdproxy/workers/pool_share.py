@@ -10,13 +10,15 @@ from pdproxy.app.share import Part
 from pdproxy.app.sockets import BoundBefore
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
-from pdproxy.fleet import life_signs, worker_audit
+from pdproxy.fleet import life_signs
+from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
 from pdproxy.kit.shared_table import SharedTable
+from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.scheduler import Scheduler
@@ -27,6 +29,8 @@ from pdproxy.serving.kv.worker_turns import WorkerTurns
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract
 from pdproxy.workers.custodian import WorkerCustodian
+from pdproxy.workers.legs_of_all import AuditorOfAll, LegsOfAll
+from pdproxy.workers.own_legs import OwnLegs, WorkerAuditor
 from pdproxy.workers.records import Area, SharedRecords
 from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
 from pdproxy.workers.scheduler_clients import PoolChoices
@@ -41,7 +45,6 @@ class PoolMemory:
     """The memory of one pool, for so many workers."""
 
     def __init__(self, workers: int) -> None:
-        self.moved = SharedTable(workers, MAX_ENGINES, worker_audit.MEASURES, worker_audit.KEPT)
         self.signs = SharedTable(workers, MAX_ENGINES, life_signs.MEASURES)
         self.turns = SharedRecords(workers, worker_turns.UNITS)
         self.listeners: dict[str, socket] = {}
@@ -51,8 +54,7 @@ class PoolMemory:
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        for table in (self.moved, self.signs):
-            table.clear(number)
+        self.signs.clear(number)
 
 
 class WorkerPoolShare:
@@ -76,7 +78,6 @@ class WorkerPoolShare:
     ) -> None:
         self.number = number
         self.at = at
-        self.moved: Part = memory.moved.of(number)
         self.signs: Part = memory.signs.of(number)
         self.kept_turns = memory.turns.area(number)
         self._memory = memory
@@ -132,6 +133,17 @@ class WorkerPoolShare:
         engines.keep_known(lambda: link.urls(at))
         observers.add(Refusals(link, at))
         return RemoteScheduler(link, at, engines, ledger, observers, local.fits, self._now)
+
+    def auditor(
+        self, engines: EngineRegistry, ledger: Ledger, observers: Observers, tasks: TaskOwner
+    ) -> Auditor:
+        """See `PoolShare`."""
+        if self.chooses:
+            legs = LegsOfAll(self._choosing, self.at)
+            return AuditorOfAll(engines, ledger, observers, legs, tasks)
+        auditor = WorkerAuditor(engines, ledger, observers)
+        OwnLegs(self._choosing.link, self.at, auditor)
+        return auditor
 
     def custodian(
         self,
