@@ -214,8 +214,7 @@ async def pool(
         proxy, *others = made.proxies
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         world.others = others
-        for worker in world.workers:
-            worker.observers._observers += (recorder,)
+        world.record()
         made.start()
         together = bool(others)
         world.servers = [

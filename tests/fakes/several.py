@@ -82,6 +82,8 @@ class Several:
         for other in others:
             for share, end in zip((first, other), pair(), strict=True):
                 share.connect(end)
+        for share in self.shares:
+            share.listen()
         first.choose()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from pdproxy.app.server import uvicorn_config
 from pdproxy.app.share import ALONE, Share, SoleProcess
 from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
-from pdproxy.observe.events import HandleEnded, NodeChanged, RequestEnded
+from pdproxy.observe.events import HandleEnded, RequestEnded
 from pdproxy.observe.page import Family
 from pdproxy.observe.snapshot import families, merged, page_of
 from pdproxy.settings.engines import ConfiguredEngine
@@ -224,16 +224,19 @@ class World:
     async def told(self) -> None:
         """Wait until each worker knows what the others have found."""
         for _ in range(
-            4 if self.others else 0
-        ):  # a message is made, sent, taken and answered in one turn of the loop each
+            12 if self.others else 0
+        ):  # a message is made, sent, taken and answered in some turns of the loop each
             await asyncio.sleep(0)
+
+    def record(self) -> None:
+        """See the events of all workers from now on."""
+        self.proxy.observers._observers += (self._recorder,)
+        for one in self.others:
+            one.observers._observers += (self._recorder.of_follower(),)
 
     def events(self, kind: type[_E]) -> list[_E]:
         """The events of one kind so far."""
-        found = [event for event in self._recorder.events if isinstance(event, kind)]
-        return [
-            event for event in found if not (isinstance(event, NodeChanged) and event.elsewhere)
-        ]
+        return self._recorder.of(kind)
 
     async def ended(self, count: int = 1) -> RequestEnded:
         """Wait until so many requests are over; return the report of the last of them."""
@@ -330,8 +333,7 @@ class World:
 
 def leads(proxy: Proxy) -> bool:
     """Return whether a worker does what one does for all: a proxy that is alone does."""
-    share = proxy.share.several
-    return share is None or share.lead.leads
+    return proxy.share.chooses
 
 
 async def until(condition: Callable[[], object], patience: float = LONG) -> None:
@@ -419,8 +421,7 @@ async def world(
     proxy, *others = [Proxy.build(settings, library, clock=clock, share=share) for share in shares]
     made = World(proxy, books, engines, recorder)
     made.others = others
-    for one in made.workers:
-        one.observers._observers += (recorder,)
+    made.record()
     made.tls = client_tls
     if before is not None:
         before(made)

@@ -92,6 +92,7 @@ async def test_the_client_gets_404_if_all_refuse(ask: str) -> None:
         answer = await w.ask(path, body)
         assert answer.status == 404
         assert b"does not exist" in answer.body
+        await w.told()
         assert not any(has_model(w, engine) for engine in w.decode)
     async with world(1, 5) as w:
         loses(*w.decode[:4])
@@ -134,7 +135,7 @@ async def test_a_probe_that_lists_it_again_gives_it_back() -> None:
 async def test_workers_know_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(several, "WORKERS", 2)
     async with world(1, 2, leaves=True) as w:
-        w.workers[1].ledger.lost_model(w.decode[0].url, "tiny")
+        w.workers[1].pools[0].resources.scheduler.lost_model(w.decode[0].url, "tiny")
         await w.told()
         assert [one.engines[w.decode[0].url].in_ledger.serves("tiny") for one in w.workers] == [
             False,

@@ -2,7 +2,7 @@
 finds holds for all at once.
 """
 
-# Three workers in one event loop; `test_workers_leader` has processes.
+# Three workers in one event loop; `test_workers_killed` has processes.
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import msgspec
 import pytest
 
 from pdproxy.app.compose import Proxy
-from pdproxy.fleet import findings
 from pdproxy.fleet.engine import AuditAccount
-from pdproxy.observe.events import Event, NodeChanged
+from pdproxy.observe.events import Event, LegFailed, NodeChanged
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.schema import Settings
+from pdproxy.workers.links import pair
+from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.share import WorkerShare
 from tests.fakes import answers, scripts, several
 from tests.fakes.engine import FakeEngine, Reply
@@ -49,6 +50,60 @@ def nodes(w: World, engine: FakeEngine) -> list[LedgerEngine]:
 
 def why_down(w: World, engine: FakeEngine) -> set[str | None]:
     return {ledger_engine.down_because for ledger_engine in nodes(w, engine)}
+
+
+def found_gone(worker: Proxy, engine: FakeEngine, why: str) -> None:
+    """Have a worker's request find that an engine is gone."""
+    worker.pools[0].resources.scheduler.found_gone(engine.url, why, time.monotonic())
+
+
+def failed(worker: Proxy, engine: FakeEngine) -> None:
+    """Have a leg of a worker fail."""
+    worker.observers.notify(LegFailed("id", engine.url, engine.role, "refused", False))
+
+
+def links(proxy: Proxy) -> SchedulerLinks:
+    share = proxy.share.several
+    assert isinstance(share, WorkerShare)
+    return share._choosing
+
+
+@asynccontextmanager
+async def another(w: World, number: int) -> AsyncIterator[tuple[Proxy, WorkerShare]]:
+    """Another process in place of one that has ended, connected as the supervisor does."""
+    old = w.workers[number].share.several
+    assert isinstance(old, WorkerShare)
+    old._choosing.stop()
+    old._shared.clear(number)
+    share = old._shared.of(number, old._send)
+    again = Proxy.build(w.workers[number].settings, Shelf(), share=share)
+    proxies = [again if at == number else one for at, one in enumerate(w.workers)]
+    first, *others = [one.share.several for one in proxies]
+    for other in others if number == 0 else [share]:
+        for one, end in zip((first, other), pair(), strict=True):
+            assert isinstance(one, WorkerShare)
+            one.connect(end)
+    share.start(again.tasks)
+    share.listen()
+    share.choose()
+    try:
+        yield again, share
+    finally:
+        share.stop()
+        await again.stop()
+
+
+class Seeing:
+    """Sees events of a worker."""
+
+    only = (NodeChanged,)
+
+    def __init__(self, seen: list[Event]) -> None:
+        self._seen = seen
+
+    def notify(self, event: Event) -> None:
+        """See one."""
+        self._seen.append(event)
 
 
 def count_probes(w: World) -> dict[str, int]:
@@ -85,25 +140,31 @@ async def test_one_worker_probes_and_all_know(monkeypatch: pytest.MonkeyPatch) -
             assert len({ledger_engine.evidence for ledger_engine in nodes(w, engine)}) == 1
             assert why_down(w, engine) == {None}
             assert nodes(w, engine)[1].serves("tiny")
-        scrapes = [pool.watching.findings._scrapes for one in w.workers for pool in one.pools]  # type: ignore[union-attr]
-        assert scrapes[0] == scrapes[1] == scrapes[2]
-        assert len(scrapes[0]) == 2
-        w.others[0].prober.soon(w.others[0].engines[w.decode[0].url])
+        assert [one.pools[0].watching.probing is None for one in w.workers] == [False, True, True]
+        for _ in range(2):
+            failed(w.others[0], w.decode[0])
         await until(lambda: len(asked) == 3)
         assert asked[2] == w.decode[0].url
 
 
-async def test_each_change_is_logged_by_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_change_is_logged_by_one_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All see it, with its reason."""
     async with workers(monkeypatch) as w:
-        w.forget_events()
+        seen: list[Event] = []
+        for one in w.workers:
+            one.observers.add(Seeing(seen))
+        caplog.clear()
         w.decode[0].stop()
         await w.probe()
-        (change,) = w.events(NodeChanged)
-        assert (change.node, change.up) == (w.decode[0].url, False)
-        told = [one for one in w._recorder.events if isinstance(one, NodeChanged) and one.elsewhere]
-        assert [(one.node, one.up, one.reason) for one in told] == 2 * [
-            (change.node, False, change.reason)
+        assert [one.message for one in caplog.records if one.name == "pdproxy.fleet"] == [
+            "engine is down"
         ]
+        changes = [one for one in seen if isinstance(one, NodeChanged)]
+        assert len(changes) == COUNT
+        assert len(set(changes)) == 1
+        assert (changes[0].node, changes[0].up) == (w.decode[0].url, False)
 
 
 async def test_an_engine_that_refuses_a_connection_is_down_for_all(
@@ -115,8 +176,8 @@ async def test_an_engine_that_refuses_a_connection_is_down_for_all(
     async with workers(monkeypatch, decode=2) as w:
         follower, bad = w.others[1], w.decode[0]
         asked = count_probes(w)
-        follower.ledger.mark_down(bad.url, "connection refused", 0.0)
-        follower.prober.soon(follower.engines[bad.url])
+        found_gone(follower, bad, "connection refused")
+        failed(follower, bad)
         await w.told()
         assert why_down(w, bad) == {"connection refused"}
         await until(lambda: why_down(w, bad) == {None})
@@ -129,45 +190,28 @@ async def test_a_state_from_before_a_change_is_ignored(monkeypatch: pytest.Monke
     """
     async with workers(monkeypatch) as w:
         url = w.decode[0].url
-        w.proxy.pools[0].watching.findings._post(url)  # type: ignore[union-attr]
-        w.others[0].ledger.mark_down(url, "connection refused", 0.0)
-        for _ in range(10):
+        w.proxy.ledger.when_noted(url)
+        await asyncio.sleep(0)
+        found_gone(w.others[0], w.decode[0], "connection refused")
+        for _ in range(20):
             await asyncio.sleep(0)
             assert nodes(w, w.decode[0])[1].down_because == "connection refused"
         assert why_down(w, w.decode[0]) == {"connection refused"}
 
 
-async def test_what_is_found_waits_while_too_much_is_to_be_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The supervisor stands still. Of each engine one state waits; all know it once the supervisor
-    reads again.
-    """
-    async with workers(monkeypatch) as w:
-        own = w.others[0].pools[0].watching.findings
-        assert own is not None
-        behind = True
-        own.is_behind = lambda: behind
-        for number in range(5):
-            w.others[0].ledger.mark_up(w.decode[0].url, nodes(w, w.decode[0])[0].evidence)  # type: ignore[arg-type]
-            w.others[0].ledger.mark_down(w.decode[0].url, f"gone {number}", 0.0)
-        await asyncio.sleep(2 * findings.AGAIN)
-        assert why_down(w, w.decode[0]) == {None, "gone 4"}
-        assert list(own._due) == [w.decode[0].url]
-        behind = False
-        await until(lambda: why_down(w, w.decode[0]) == {"gone 4"})
-
-
 async def test_two_workers_find_different_things_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All end with what the leader has found."""
+    """All end with the same state."""
     async with workers(monkeypatch) as w:
         url = w.decode[0].url
-        w.proxy.ledger.mark_down(url, "of the leader", 0.0)
-        w.others[0].ledger.mark_down(url, "of a follower", 0.0)
-        w.others[1].ledger.mark_stalled(url, "of another one")
+        w.others[1].ledger.mark_stalled(url, "stands still")
+        found_gone(w.others[0], w.decode[0], "of a follower")
+        w.proxy.ledger.mark_down(url, "of the scheduler", 0.0)
         await w.told()
         await w.told()
-        assert why_down(w, w.decode[0]) == {"of the leader"}
+        assert len(why_down(w, w.decode[0])) == 1
+        assert None not in why_down(w, w.decode[0])
+        await w.probe()
+        assert {(one.down_because, one.stalled) for one in nodes(w, w.decode[0])} == {(None, None)}
 
 
 async def test_a_worker_that_starts_again_knows_what_others_know(
@@ -176,97 +220,65 @@ async def test_a_worker_that_starts_again_knows_what_others_know(
     """Without a probe of its own; also that an engine is down, stalled, and not paired."""
     async with workers(monkeypatch, prefill=2, decode=2) as w:
         asked = count_probes(w)
-        w.others[0].ledger.mark_down(w.prefill[0].url, "gone", 0.0)
+        found_gone(w.others[0], w.prefill[0], "gone")
         w.others[0].ledger.mark_stalled(w.decode[0].url, "stands still")
         w.others[0].ledger.eject(w.prefill[1].url, w.decode[1].url)
         await w.told()
-        old = w.others[1]
-        share = old.share.several
-        assert isinstance(share, WorkerShare)
-        share._shared.clear(2)
-        share.findings.clear()
-        again = Proxy.build(old.settings, Shelf(), share=share)
-        share.start(again.tasks)
-        try:
+        async with another(w, 2) as (again, share):
             await until(lambda: all(engine.probed for engine in again.ledger.engines))
             seen = {engine.url: engine for engine in again.ledger.engines}
             assert seen[w.prefill[0].url].down_because == "gone"
             assert seen[w.decode[0].url].stalled == "stands still"
             assert w.decode[1].url in seen[w.prefill[1].url].ejected
             assert set(asked.values()) == {0}
-            assert not share.lead.leads
-        finally:
-            await again.stop()
+            assert not share.chooses
 
 
-async def test_who_leads_in_place_of_a_dead_one_goes_on_with_the_audit(
+async def test_a_new_scheduler_process_knows_what_workers_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By what the others have heard last. KV of legs that go on would be missing from a new
+    """It asks no engine, and what one worker has found while there was none counts, too. Then all
+    know it.
+    """
+    async with workers(monkeypatch, prefill=2, decode=2) as w:
+        asked = count_probes(w)
+        found_gone(w.others[0], w.prefill[0], "gone")
+        await w.told()
+        links(w.proxy).stop()
+        await asyncio.sleep(0.01)
+        found_gone(w.others[1], w.decode[0], "refused")
+        async with another(w, 0) as (again, _):
+            known = {engine.url: engine for engine in again.ledger.engines}
+            await until(lambda: all(engine.probed for engine in known.values()))
+            await w.told()
+            for one in (again, *w.others):
+                states = {engine.url: engine.down_because for engine in one.ledger.engines}
+                assert states == {
+                    w.prefill[0].url: "gone",
+                    w.prefill[1].url: None,
+                    w.decode[0].url: "refused",
+                    w.decode[1].url: None,
+                }
+            assert set(asked.values()) == {0}
+
+
+async def test_a_new_scheduler_process_goes_on_with_the_audit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what workers have heard last. KV of legs that go on would be missing from a new
     account.
     """
     async with workers(monkeypatch) as w:
         url = w.decode[0].url
-        for other in w.others:
-            other.engines[url].audit.account = AuditAccount(1.0, 2.0, 3.0, settled=64)
-        share = w.proxy.share.several
-        assert isinstance(share, WorkerShare)
-        share._shared.clear(0)
-        share.findings.clear()
-        share.succeeds = True
-        again = Proxy.build(w.proxy.settings, Shelf(), share=share)
-        share.start(again.tasks)
-        try:
+        account = AuditAccount(1.0, 2.0, 3.0, settled=64)
+        w.proxy.engines[url].audit.account = account
+        w.proxy.ledger.when_noted(url)
+        await w.told()
+        assert [one.engines[url].audit.account for one in w.workers] == [account] * COUNT
+        async with another(w, 0) as (again, _):
             await until(lambda: again.engines[url].audit.account is not None)
-            assert again.engines[url].audit.account == AuditAccount(1.0, 2.0, 3.0, settled=64)
+            assert again.engines[url].audit.account == account
             assert again.engines[url].in_ledger.probed
-        finally:
-            await again.stop()
-
-
-async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that starts asks until it knows all engines."""
-    monkeypatch.setattr(findings, "ASK_EVERY", 0.01)
-    lost: list[bytes] = []
-    async with workers(monkeypatch) as w:
-        follower = w.others[0]
-        follower.ledger._engines[w.decode[0].url].probed = False
-        hears = follower.share.several.siblings.hears  # type: ignore[union-attr]
-        topic = next(one for one in hears if one.startswith("findings"))
-        take = hears[topic]
-
-        def lose(body: bytes) -> None:
-            lost.append(body)
-            if len(lost) > 2:
-                hears[topic] = take
-
-        hears[topic] = lose
-        await until(lambda: follower.ledger._engines[w.decode[0].url].probed)
-        assert len(lost) == 3
-
-
-async def test_what_the_leader_was_never_told_is_told_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else a worker would keep what it has found, and never hear the leader."""
-    async with workers(monkeypatch) as w:
-        follower, url = w.others[0], w.decode[0].url
-        share = follower.share.several
-        assert isinstance(share, WorkerShare)
-        send, share.siblings._send = share.siblings._send, lambda message: None
-        follower.ledger.mark_down(url, "connection refused", 0.0)
-        await w.told()
-        share.siblings._send = send
-        assert [engine.down_because for engine in nodes(w, w.decode[0])] == [
-            None,
-            "connection refused",
-            None,
-        ]
-        await w.proxy.prober.probe(w.proxy.engines[url], scrape=True)
-        await w.told()
-        assert why_down(w, w.decode[0]) == {"connection refused"}
-        await w.probe()
-        assert why_down(w, w.decode[0]) == {None}
 
 
 async def test_an_engine_that_a_follower_adds_later_is_known_to_it(
@@ -301,7 +313,7 @@ async def test_failures_of_all_workers_open_a_breaker_in_all(
 
 
 async def test_an_outlier_is_excluded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason, and how often, is known to the next leader."""
+    """The reason, and how often, is known to the next scheduler process."""
 
     def adjust(settings: Settings) -> Settings:
         return msgspec.structs.replace(
@@ -322,7 +334,11 @@ async def test_an_outlier_is_excluded_in_all(monkeypatch: pytest.MonkeyPatch) ->
         assert {ledger_engine.excluded_because for ledger_engine in nodes(w, w.decode[0])} == {
             "75 % of its requests failed"
         }
-        assert len({one.pools[0].watching.outliers.left_out(bad.url) for one in w.workers}) == 1
+        left_out = outliers.left_out(bad.url)
+        async with another(w, 0) as (again, _):
+            await until(lambda: again.engines[bad.url].in_ledger.probed)
+            assert again.pools[0].watching.outliers.left_out(bad.url) == left_out
+            assert again.engines[bad.url].in_ledger.state(now) == "excluded"
 
 
 async def test_a_pair_that_one_worker_ejects_is_ejected_by_all(
@@ -344,7 +360,6 @@ async def test_an_engine_that_stands_still_is_out_of_use_for_all(
     """
     async with workers(monkeypatch, decode=2) as w:
         url = w.decode[0].url
-        seen: list[Event] = w._recorder.events
         follower = w.others[0]
         follower.ledger.mark_stalled(url, "stands still")
         await w.told()
@@ -355,17 +370,11 @@ async def test_an_engine_that_stands_still_is_out_of_use_for_all(
         now = time.monotonic()
         assert [engine.state(now) for engine in nodes(w, w.decode[0])] == ["half_open"] * COUNT
         assert len({engine.trial_number for engine in nodes(w, w.decode[0])}) == 1
-        told = [
-            one
-            for one in seen
-            if isinstance(one, NodeChanged) and one.node == url and one.elsewhere
-        ]
-        assert len(told) >= 4
 
 
 async def test_one_process_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What workers share is not there."""
     monkeypatch.setattr(several, "WORKERS", 1)
     async with world() as w:
-        assert w.proxy.pools[0].watching.findings is None
+        assert w.proxy.share.several is None
         assert type(w.proxy.ledger) is Ledger

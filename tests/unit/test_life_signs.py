@@ -27,7 +27,7 @@ class Lead:
 
 class Workers:
     """The same two engines, as so many workers see them. A verdict of one is passed on, as
-    `fleet.findings` does.
+    `workers.state_writer` does.
     """
 
     def __init__(self, count: int = 2) -> None:

@@ -45,6 +45,7 @@ class Worker(Process):
         super().__init__()
         self.audit = WorkerAuditor(*self.audited())
         self.links = SchedulerLinks(chooses=False, workers=2)
+        self.links.start()
         OwnLegs(self.links.link, 0, self.audit)
 
     def moves(self, tokens: int) -> None:

@@ -10,7 +10,6 @@ from typing import Protocol
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.findings import Findings
 from pdproxy.observe.description import NODE, MergeRule, Samples, gauge
 from pdproxy.observe.events import (
     Event,
@@ -228,9 +227,7 @@ class PoolCapacity:
 
 
 class Scraped:
-    """Passes what engines report to the audit, the pool's capacity, the ledger and other
-    processes.
-    """
+    """Passes what engines report to the audit, the pool's capacity and the ledger."""
 
     def __init__(
         self, auditor: Auditor, ledger: Ledger, observers: Observers, now: Callable[[], float]
@@ -242,23 +239,12 @@ class Scraped:
         self._now = now
         self.capacity: PoolCapacity | None = None
         """None where there are no windows."""
-        self.findings: Findings | None = None
-        """None where there are no other workers."""
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine has just reported."""
         self._auditor.scraped(engine, metrics)
         if self.capacity is not None:
             self.capacity.scraped(engine, metrics)
-        self._note(engine, metrics)
-        if self.findings is not None:
-            self.findings.scraped(engine, metrics)
-
-    def reported(self, engine: Engine, metrics: Scrape) -> None:
-        """Take what an engine has reported to another process."""
-        self._note(engine, metrics, elsewhere=True)
-
-    def _note(self, engine: Engine, metrics: Scrape, *, elsewhere: bool = False) -> None:
         engine.kv_expired = metrics.expired
         if self._replicas is not None:
             count = None if metrics.waiting is None else metrics.running + metrics.waiting
@@ -266,10 +252,10 @@ class Scraped:
         if self._ledger.mark_asleep(engine.url, metrics.asleep):
             role, how = engine.in_ledger.role.value, metrics.asleep
             reason = "it is awake" if how is None else how
-            event = NodeChanged(
-                engine.url, role, up=how is None, reason=reason, elsewhere=elsewhere, state="asleep"
+            self._observers.notify(
+                NodeChanged(engine.url, role, up=how is None, reason=reason, state="asleep")
             )
-            self._observers.notify(event)
+        self._ledger.when_noted(engine.url)
 
 
 def _load(engine: Engine) -> Load:

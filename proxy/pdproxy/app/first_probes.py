@@ -6,12 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.signals import Ending
 
 LOOK_EVERY = 0.01
 """Seconds between two looks whether the engines were probed."""
+
+
+async def sources_found(proxy: Proxy, ending: Ending, most: float | None = None) -> None:
+    """Wait until all sources of engines have answered once, also that nothing could be found out.
+    `most`: see `first_probes`.
+    """
+    await _until(lambda: all(one.counts for one in proxy.sources.found), proxy, ending, most)
 
 
 async def first_probes(proxy: Proxy, ending: Ending, most: float | None = None) -> None:
@@ -21,21 +29,28 @@ async def first_probes(proxy: Proxy, ending: Ending, most: float | None = None) 
     For `most` seconds, None: for no longer than two probes may take; and not once the end was asked
     for. A source is waited for until its first answer, also if nothing could be found out.
     """
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(2 * proxy.settings.deadlines.probe if most is None else most):
-            await _probed(proxy, ending)
-
-
-async def _probed(proxy: Proxy, ending: Ending) -> None:
     registered = [
         pool.registrations.known for pool in proxy.pools if pool.registrations is not None
     ]
-    while not (
-        all(one.counts for one in proxy.sources.found)
-        and all(engine.probed for pool in proxy.pools for engine in pool.ledger.engines)
-        and all(one.complete for one in registered)
-    ):
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_EVERY):
-                await ending.requested.wait()
-                return
+    await _until(
+        lambda: (
+            all(one.counts for one in proxy.sources.found)
+            and all(engine.probed for pool in proxy.pools for engine in pool.ledger.engines)
+            and all(one.complete for one in registered)
+        ),
+        proxy,
+        ending,
+        most,
+    )
+
+
+async def _until(
+    is_known: Callable[[], bool], proxy: Proxy, ending: Ending, most: float | None
+) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(2 * proxy.settings.deadlines.probe if most is None else most):
+            while not is_known():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_EVERY):
+                        await ending.requested.wait()
+                        return

@@ -1,6 +1,4 @@
-"""Wiring of what watches a pool's engines: probes, the audit, the stall watch, outliers; and of
-what workers share of it.
-"""
+"""Wiring of what watches a pool's engines: probes, the audit, the stall watch, outliers."""
 
 from __future__ import annotations
 
@@ -8,12 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdproxy.app.capacity import Scraped
-from pdproxy.app.share import PoolShare, Share
+from pdproxy.app.share import PoolShare
 from pdproxy.fleet.audit import Auditor
-from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
-from pdproxy.fleet.findings import Findings
 from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.life_signs import LifeSigns
 from pdproxy.fleet.prober import Prober
@@ -31,36 +27,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Watching:
-    """What watches the engines of a pool. `findings`: what workers share of it, None for a process
-    that is alone.
-    """
+class Probing:
+    """What finds out how engines are, in the process that chooses them."""
 
-    auditor: Auditor
     scraped: Scraped
     prober: Prober
-    canary: HealthCanary
-    stalls: Stalls
-    outliers: Outliers
     exclusions: Exclusions
-    findings: Findings | None
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to ask engines, and to compare them."""
         self.prober.start()
-        self.stalls.start()
         self.exclusions.start()
 
 
-class _Wishes:
-    """Asks the process that probes for a probe, once there are `findings`."""
+@dataclass(slots=True, kw_only=True)
+class Watching:
+    """What watches the engines of a pool. `probing`: None in a process that does not choose
+    engines.
+    """
 
-    def __init__(self) -> None:
-        self.findings: Findings | None = None
+    auditor: Auditor
+    canary: HealthCanary
+    stalls: Stalls
+    outliers: Outliers
+    probing: Probing | None
 
-    def wish(self, url: str) -> None:
-        if self.findings is not None:
-            self.findings.wish(url)
+    def start(self) -> None:
+        """Begin to watch."""
+        if self.probing is not None:
+            self.probing.start()
+        self.stalls.start()
 
 
 def build_watching(
@@ -75,30 +71,13 @@ def build_watching(
     """Return what watches the engines of the pool of these settings. Nothing is asked yet. `own`:
     see `build_ledger`.
     """
-    observers, tasks, now, probes = process.observers, process.tasks, process.now, settings.probes
+    observers, tasks = process.observers, process.tasks
     share = process.share.several
     lead: Lead = ALWAYS if share is None else share.lead
-    wishes = _Wishes()
     auditor = (
         Auditor(engines, ledger, observers)
         if own is None
         else own.auditor(engines, ledger, observers, tasks)
-    )
-    scraped = Scraped(auditor, ledger, observers, now)
-    derenders = bool(settings.limits.continuations) and settings.continuations.parsed == "auto"
-    prober = Prober(
-        engines,
-        ledger,
-        admin,
-        scraped,
-        observers,
-        tasks,
-        probes,
-        now,
-        derenders=derenders,
-        messages=Route.MESSAGES in contract.capabilities.routes,
-        lead=lead,
-        pass_on=wishes.wish,
     )
     canary = HealthCanary(admin, observers, contract.capabilities.canary_on, settings.health)
     signs = None if own is None else LifeSigns(*own.signs)
@@ -116,54 +95,41 @@ def build_watching(
         signs,
     )
     outliers = Outliers(settings.outliers)
-    exclusions = Exclusions(
-        engines, ledger, outliers, observers, tasks, now, settings.outliers, lead
-    )
+    probing: Probing | None = None
+    if process.share.chooses:
+        probing = _probing(settings, process, ledger, engines, admin, contract, auditor, outliers)
     made = Watching(
-        auditor=auditor,
-        scraped=scraped,
-        prober=prober,
-        canary=canary,
-        stalls=stalls,
-        outliers=outliers,
-        exclusions=exclusions,
-        findings=None,
+        auditor=auditor, canary=canary, stalls=stalls, outliers=outliers, probing=probing
     )
-    if share is not None:
-        made.findings = wishes.findings = scraped.findings = _findings(
-            made, share, settings, process, engines, ledger
-        )
+    if own is not None:
+        own.share_states(made, engines, ledger, observers)
     return made
 
 
-def _findings(
-    watching: Watching,
-    share: Share,
+def _probing(
     settings: Settings,
     process: Process,
-    engines: EngineRegistry,
     ledger: Ledger,
-) -> Findings:
-    topic, siblings = f"findings {settings.pool.name}", share.siblings
-
-    def probe(engine: Engine) -> None:
-        watching.prober.soon(engine)
-
-    found = Findings(
-        share.lead,
-        lambda body: siblings.tell(topic, body),
+    engines: EngineRegistry,
+    admin: EngineAdmin,
+    contract: Contract,
+    auditor: Auditor,
+    outliers: Outliers,
+) -> Probing:
+    observers, tasks, now = process.observers, process.tasks, process.now
+    scraped = Scraped(auditor, ledger, observers, now)
+    derenders = bool(settings.limits.continuations) and settings.continuations.parsed == "auto"
+    prober = Prober(
         engines,
         ledger,
-        watching.auditor,
-        watching.outliers,
-        watching.stalls,
-        watching.scraped,
-        process.observers,
-        process.now,
-        probe,
-        succeeds=share.succeeds,
+        admin,
+        scraped,
+        observers,
+        tasks,
+        settings.probes,
+        now,
+        derenders=derenders,
+        messages=Route.MESSAGES in contract.capabilities.routes,
     )
-    found.is_behind = lambda: siblings.is_behind()
-    siblings.hears[topic] = found.received
-    share.findings.append(found)
-    return found
+    exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers)
+    return Probing(scraped=scraped, prober=prober, exclusions=exclusions)

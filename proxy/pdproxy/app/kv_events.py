@@ -58,8 +58,8 @@ def build_kv_events(
     `index` None: nobody asks it. `of_engine`: an engine's own settings by its URL. `sockets`: how
     the pool's are bound. Call it before engines are added.
     """
-    events, share = settings.pool.kv_events, process.share.several
-    if index is None or not events.enabled or (share is not None and not share.lead.leads):
+    events = settings.pool.kv_events
+    if index is None or not events.enabled or not process.share.chooses:
         return None
     places = {place.port: place for place in kv_events_places(settings)}
     sources = KvEventSources(

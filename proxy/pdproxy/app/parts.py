@@ -177,7 +177,9 @@ class Parts(Process):
 
     @property
     def prober(self) -> Prober:
-        return self.pools[0].watching.prober
+        probing = self.pools[0].watching.probing
+        assert probing is not None
+        return probing.prober
 
     @property
     def stalls(self) -> Stalls:
@@ -185,7 +187,9 @@ class Parts(Process):
 
     @property
     def exclusions(self) -> Exclusions:
-        return self.pools[0].watching.exclusions
+        probing = self.pools[0].watching.probing
+        assert probing is not None
+        return probing.exclusions
 
     @property
     def transfer(self) -> KvTransfer:

@@ -144,7 +144,7 @@ class PoolParts:
         transfer = build_transfer(settings, engines, clock, observers)
         buffers = build_buffers(settings, engines, clock, observers)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, own)
-        scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
+        probing, outliers, auditor = watching.probing, watching.outliers, watching.auditor
         bootstraps = build_bootstraps(
             process, pool.name, engines, ledger, admin, probes, transfer.contract
         )
@@ -194,7 +194,8 @@ class PoolParts:
         )
         if transfer.contract.capabilities.peers_from is PeerSource.BOOTSTRAP:
             observers.add(bootstraps)  # not for others: each event costs
-        observers.add(watching.prober, *([tokens.canaries] if tokens is not None else []))
+        observers.add(*([probing.prober] if probing is not None else []))
+        observers.add(*([tokens.canaries] if tokens is not None else []))
 
         shown = settings.listen.admin is not None
         decisions = (
@@ -202,16 +203,18 @@ class PoolParts:
             if shown
             else None
         )
-        if (limits.engine_requests or limits.engine_tokens) and chooses:
+        capacity: PoolCapacity | None = None
+        if (limits.engine_requests or limits.engine_tokens) and probing is not None:
             places = process.places
             places = places.of(engines) if isinstance(places, ProxyPlaces) else places
             assert places is not None  # whoever chooses engines bounds their requests
-            scraped.capacity = PoolCapacity(limits, engines, places, settings.replicas.at_first)
+            capacity = PoolCapacity(limits, engines, places, settings.replicas.at_first)
+            probing.scraped.capacity = capacity
             if own is not None:
-                own.capacity = scraped.capacity
-            engines.watch(scraped.capacity)
-            observers.add(scraped.capacity)
-            scraped.capacity.show(observers)
+                own.capacity = capacity
+            engines.watch(capacity)
+            observers.add(capacity)
+            capacity.show(observers)
         stalls = watching.stalls
         works = Works(
             engines.known,
@@ -321,7 +324,7 @@ class PoolParts:
             setup=setup,
             membership=membership,
             admin=admin,
-            capacity=scraped.capacity,
+            capacity=capacity,
             watching=watching,
             bootstraps=bootstraps,
             transfer=transfer,

@@ -101,7 +101,7 @@ class Process:
         metrics = Metrics(
             lambda model: any(one.lists(model) for one in registries) or models.knows(model)
         )
-        lines = LogObserver(log)
+        lines = LogObserver(log, engines=share.chooses)
         observers = Observers([metrics, lines])
         listen = settings.listen
         known_clients = Clients(

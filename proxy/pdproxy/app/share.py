@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from secrets import token_bytes
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.readiness import ReadinessCheck
@@ -19,7 +19,6 @@ from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.findings import Findings
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
@@ -44,6 +43,9 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
+
+if TYPE_CHECKING:
+    from pdproxy.app.health import Watching
 
 SECRET_BYTES = 32
 Part = tuple[Column, Others]
@@ -70,12 +72,14 @@ class Share(Protocol):
     workers: int
     cache_secret: bytes
     """See `SoleProcess`. All processes have the same one."""
+    chooses: bool
+    """Whether this process chooses engines, and finds out how they are, for itself and for all
+    others.
+    """
     serves: bool
     """Whether it serves clients. If not, no engine sends it notices, and none registers at it."""
     succeeds: bool
     """Whether another process has had its number before: the others may know what that one knew."""
-    findings: list[Findings]
-    """Those of each pool. Whoever makes one adds it here."""
     registrations: list[WorkerRegistrations]
     """Those of each pool whose engines register. Whoever makes one adds it here."""
 
@@ -176,6 +180,15 @@ class PoolShare(Protocol):
         chooses. The arguments: those of `Auditor`, and the owner of its tasks.
         """
 
+    def share_states(
+        self,
+        watching: Watching,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        observers: Observers,
+    ) -> None:
+        """Have all processes know how engines are. `watching`: what watches them here."""
+
     def custodian(
         self,
         contract: Contract,
@@ -194,7 +207,8 @@ class SoleProcess:
     """The parts of a process that serves alone."""
 
     several = None
-    """See `Share`."""
+    """See `Share`, as for the next one."""
+    chooses = True
     shown = Shown
 
     def __init__(self) -> None:

@@ -144,7 +144,7 @@ class Engine:
     - `kv_lease`: seconds for which it keeps KV that nobody reads, as configured. None: as its
       connector does.
     - `kv_expired`: how many of its KV handles have expired, as it has reported last; None: it does
-      not report it. Written by `app.capacity`.
+      not report it. Written by `app.capacity`, or taken over with the engine's state.
     - `probes`, `audit`, `run`: state, each with one writer. `open_legs`: legs add and remove
       themselves.
     """

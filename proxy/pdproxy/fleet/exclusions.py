@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import NODE, Label, Samples, counter
 from pdproxy.observe.events import NodeChanged, Observers
@@ -36,8 +35,6 @@ EXCLUSIONS = counter(
 class Exclusions:
     """Excludes the outliers of a pool, at the interval of `settings`; 0: never. A watcher of the
     registry.
-
-    `lead`: of several processes, one compares.
     """
 
     def __init__(
@@ -49,9 +46,7 @@ class Exclusions:
         tasks: TaskOwner,
         now: Callable[[], float],
         settings: OutlierSettings,
-        lead: Lead = ALWAYS,
     ) -> None:
-        self._lead = lead
         self._engines = engines
         self._ledger = ledger
         self._outliers = outliers
@@ -83,8 +78,7 @@ class Exclusions:
         """Compare engines until cancelled."""
         while True:
             await asyncio.sleep(self._settings.interval)
-            if self._lead.leads:
-                await self.compare()
+            await self.compare()
 
     async def compare(self) -> None:
         """Compare engines once, and exclude outliers."""

@@ -21,7 +21,6 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.kit.frames import frames
-from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
@@ -71,8 +70,7 @@ class Prober:
 
     An observer: an engine to which a leg has failed is probed at once. `tasks` runs a task for each
     engine. `derenders`: engines are asked whether they derender; `messages`: also for the length of
-    a message. `lead`: of several workers, one
-    probes; the others `pass_on` the URL of an engine that they want to have probed.
+    a message.
     """
 
     only = (LegFailed,)
@@ -90,11 +88,7 @@ class Prober:
         *,
         derenders: bool = False,
         messages: bool = False,
-        lead: Lead = ALWAYS,
-        pass_on: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._lead = lead
-        self._pass_on = pass_on
         self._asks_derender = derenders
         self._asks_messages = messages
         self._engines = engines
@@ -142,9 +136,6 @@ class Prober:
         """Probe one engine until cancelled."""
         count = 0
         while True:
-            if not self._lead.leads:
-                await self._lead.turn()
-                count = 0
             await self._logged(engine, self.probe(engine, scrape=count % self._scrape_every() == 0))
             count += 1
             wake = engine.probes.wake
@@ -161,10 +152,7 @@ class Prober:
 
     def soon(self, engine: Engine) -> None:
         """Probe an engine now: something about it has just changed."""
-        if self._lead.leads:
-            engine.probes.wake.set()
-        else:
-            self._pass_on(engine.url)
+        engine.probes.wake.set()
 
     async def _watch_removed(self, engine: Engine) -> None:
         while engine.in_ledger.requests:

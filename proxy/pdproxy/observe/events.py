@@ -285,15 +285,12 @@ class EngineLost(msgspec.Struct, frozen=True):
 class NodeChanged(msgspec.Struct, frozen=True):
     """An engine has another state. `up`: it gets requests as before; else `state` says why it gets
     none, or few.
-
-    `elsewhere`: another worker has found it, and logs it.
     """
 
     node: str
     role: str
     up: bool
     reason: str
-    elsewhere: bool = False
     state: str = "down"
 
 

@@ -105,12 +105,13 @@ HELD_UP = 1.0
 
 class LogObserver:
     """Writes events to the log. Access lines go straight to `log`, if there is one, all others
-    through the logging package.
+    through the logging package. `engines`: whether changes of engines' states are logged here.
     """
 
-    def __init__(self, log: Log | None = None) -> None:
+    def __init__(self, log: Log | None = None, *, engines: bool = True) -> None:
         """Make one. Without a log, as in tests and tools, all lines are records."""
         self._log = log
+        self._logs_engines = engines
         self.refusals = FewLines(time.monotonic)
         """The lines about refusals, and the access lines of requests without a valid key."""
 
@@ -142,7 +143,7 @@ class LogObserver:
                     "an engine has disappeared under a request",
                     _fields(event),
                 )
-            case NodeChanged(elsewhere=True):
+            case NodeChanged() if not self._logs_engines:
                 pass
             case NodeChanged(up=up, state=state):
                 words = "engine is up" if up else _STATE_LINES[state]
@@ -376,7 +377,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _fields(event: Event) -> Fields:
-    return {name: getattr(event, name) for name in event.__struct_fields__ if name != "elsewhere"}
+    return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
 def _log(logger: logging.Logger, level: int, message: str, fields: Fields) -> None:

@@ -18,7 +18,7 @@ what any engine has.
 
 
 class BreakerState(msgspec.Struct, array_like=True, frozen=True):
-    """The breaker of an engine, for other processes: as `LedgerEngine` has it."""
+    """The breaker of an engine, as `LedgerEngine` has it."""
 
     failures: int
     open_until: float
@@ -162,7 +162,7 @@ class Breakers:
         )
 
     def follow(self, engine: LedgerEngine, state: BreakerState) -> None:
-        """Have a breaker be as another process has it."""
+        """Have a breaker be in a state."""
         engine.failures, engine.excluded_because = state.failures, state.why
         engine.open_until, engine.slow_until = state.open_until, state.slow_until
         engine.trial_places = state.trial_places

@@ -76,10 +76,8 @@ class Ledger(EngineStates):
         self.runs = RunNumbers()
         self.transfers = TransferFaults(failures, cooldown)
         """Between which engines KV does not move. Written only here; read by those who show it."""
-        self.tell: Callable[[str], None] = lambda _: None
-        """Called with an engine's URL when something of its health was noted here, for the views of
-        other processes.
-        """
+        self.when_noted: Callable[[str], None] = lambda _: None
+        """Called with an engine's URL when something of its health was noted."""
         self.when_forgiven: Callable[[TransferFault], None] = lambda _: None
         """Called with each fault that is over because its engine was removed or started again."""
         self._engines.update({spec.url: self._engine(spec) for spec in specs})
@@ -92,7 +90,7 @@ class Ledger(EngineStates):
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
         self.breakers = Breakers(failures, cooldown, options.slow_start)
-        self.breakers.changed = lambda engine: self.tell(engine.url)
+        self.breakers.changed = lambda engine: self.when_noted(engine.url)
         self._eligibility = Eligibility(self._engines.values(), self._policies)
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
@@ -143,13 +141,11 @@ class Ledger(EngineStates):
         if another_run:
             self._when_up(url, started_again)
         if new:
-            self.tell(url)
+            self.when_noted(url)
         return new
 
-    def mark_down(self, url: str, reason: str, now: float, *, tells: bool = True) -> bool:
-        """Note that an engine can't serve. Return whether it could before. `tells`: whether other
-        processes are told.
-        """
+    def mark_down(self, url: str, reason: str, now: float) -> bool:
+        """Note that an engine can't serve. Return whether it could before."""
         if (engine := self._engines.get(url)) is None:
             return False  # it was removed
         was_up = engine.down_because is None
@@ -160,8 +156,8 @@ class Ledger(EngineStates):
         self._changed()
         if was_up:
             self._when_lost(url)
-        if is_new and tells:
-            self.tell(url)
+        if is_new:
+            self.when_noted(url)
         return was_up
 
     def mark_stalled(self, url: str, why: str) -> bool:
@@ -174,7 +170,7 @@ class Ledger(EngineStates):
         engine.stalled = why
         self._changed()
         self._when_lost(url)
-        self.tell(url)
+        self.when_noted(url)
         return True
 
     def let_in(self, url: str, now: float) -> bool:
@@ -187,7 +183,7 @@ class Ledger(EngineStates):
         engine.stalled = None
         self.breakers.let_in(engine, now)
         self._changed()
-        self.tell(url)
+        self.when_noted(url)
         return True
 
     def exclude(self, url: str, why: str, until: float, now: float) -> bool:
@@ -197,7 +193,7 @@ class Ledger(EngineStates):
         engine = self._engines.get(url)
         if engine is not None and (in_use := engine.usable(now)):
             self.breakers.exclude(engine, why, until)
-            self.tell(url)
+            self.when_noted(url)
         return engine is not None and in_use
 
     def mark_asleep(self, url: str, how: str | None) -> bool:
@@ -207,11 +203,12 @@ class Ledger(EngineStates):
             return False
         engine.asleep = how
         self._changed()
+        self.when_noted(url)
         return True
 
-    def lost_model(self, url: str, model: str, *, tells: bool = True) -> bool:
+    def lost_model(self, url: str, model: str) -> bool:
         """Note that an engine has refused a model that it does not have. Return whether it had
-        listed that. `tells`: see `mark_down`.
+        listed that.
         """
         engine = self._engines.get(url)
         if engine is None or engine.evidence is None or not engine.serves(model):
@@ -219,8 +216,7 @@ class Ledger(EngineStates):
         left, adapters = engine.evidence.models - {model}, engine.evidence.adapters - {model}
         engine.evidence = replace(engine.evidence, models=left, adapters=adapters)
         self._changed()
-        if tells:
-            self.tell(url)
+        self.when_noted(url)
         return True
 
     def mark_draining(self, url: str, why: str | None) -> None:
@@ -261,6 +257,7 @@ class Ledger(EngineStates):
         engine.down_because = down_because
         if was_up and down_because is not None:
             self._when_lost(engine.url)
+        self.when_noted(engine.url)
 
     def eject(self, prefill: str, decode: str) -> None:
         """Never pair these two again, until one of them changes."""
@@ -269,7 +266,7 @@ class Ledger(EngineStates):
         self._engines[prefill].ejected.add(decode)
         self._engines[decode].ejected.add(prefill)
         self._changed()
-        self.tell(decode)
+        self.when_noted(decode)
 
     def _pardon(self, engine: LedgerEngine) -> None:
         for url in engine.ejected:

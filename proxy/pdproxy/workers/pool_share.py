@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from socket import socket
 
 from pdproxy.app.capacity import PoolCapacity
+from pdproxy.app.health import Watching
 from pdproxy.app.share import Part
 from pdproxy.app.sockets import BoundBefore
 from pdproxy.deciding.buffers import ReceiveBuffers
@@ -36,6 +37,8 @@ from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
 from pdproxy.workers.scheduler_clients import PoolChoices
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.siblings import LinkedSiblings
+from pdproxy.workers.state_view import StateView
+from pdproxy.workers.state_writer import StateWriter
 
 MAX_ENGINES = 4096
 """Engines whose load is shared: as many as a pool can have."""
@@ -144,6 +147,24 @@ class WorkerPoolShare:
         auditor = WorkerAuditor(engines, ledger, observers)
         OwnLegs(self._choosing.link, self.at, auditor)
         return auditor
+
+    def share_states(
+        self,
+        watching: Watching,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        observers: Observers,
+    ) -> None:
+        """See `PoolShare`."""
+        auditor, stalls, probing = watching.auditor, watching.stalls, watching.probing
+        links, topic, now = self._choosing, f"engines {self.at}", self._now
+        if probing is None:
+            StateView(links.link, topic, engines, ledger, auditor, stalls, observers, now)
+        else:
+            outliers, probe = watching.outliers, probing.prober.soon
+            StateWriter(
+                links, topic, engines, ledger, auditor, stalls, outliers, observers, now, probe
+            )
 
     def custodian(
         self,

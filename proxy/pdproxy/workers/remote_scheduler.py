@@ -217,7 +217,7 @@ class RemoteScheduler:
     def lost_model(self, url: str, model: str) -> None:
         """See `Scheduler`."""
         self._link.tell(LostModel(self._pool, url, model))
-        self._view.lost_model(url, model, tells=False)
+        self._view.lost_model(url, model)
 
     def found_gone(self, url: str, why: str, at: float) -> None:
         """See `Scheduler`."""
@@ -227,9 +227,9 @@ class RemoteScheduler:
     def _down(self, url: str, why: str, at: float) -> None:
         """Note here what the scheduler process was just told."""
         engine = self._view.get(url)
-        if engine is not None and self._view.mark_down(url, why, at, tells=False):
+        if engine is not None and self._view.mark_down(url, why, at):
             role = engine.role.value
-            self._observers.notify(NodeChanged(url, role, up=False, reason=why, elsewhere=True))
+            self._observers.notify(NodeChanged(url, role, up=False, reason=why))
 
 
 def _chosen(answer: Answer) -> Chosen:

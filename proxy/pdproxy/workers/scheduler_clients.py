@@ -151,6 +151,11 @@ class SchedulerClient:
         """How many leases the worker has."""
         return len(self._leases)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the worker has not read what it was sent."""
+        return self._link.unsent > 0
+
     def welcome(self) -> None:
         """Have the worker ask from now on."""
         self._answer(Welcome())

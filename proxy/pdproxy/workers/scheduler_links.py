@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from pdproxy.workers.admitted_worker import AdmissionOfAll
 from pdproxy.workers.scheduler_clients import Hears, PoolChoices, SchedulerClient
@@ -39,8 +39,8 @@ class SchedulerLinks:
         self._pools: list[PoolChoices] = []
         self._clients: set[SchedulerClient] = set()
         self._early: list[socket.socket] = []
-        """Sockets that came before the engines were known."""
-        self._is_started = self._may_choose = False
+        """Sockets that came before the start."""
+        self._is_started = self._engines_known = self._may_choose = False
 
     def __repr__(self) -> str:
         own = f"{len(self._clients)} workers" if self._chooses else repr(self.link)
@@ -59,12 +59,12 @@ class SchedulerLinks:
 
     def connect(self, end: socket.socket) -> None:
         """Use a socket to the other process, which has just begun, or this one has."""
-        if not self._chooses:
-            self.link.connect(end)
-        elif self._is_started:
+        if not self._is_started:
+            self._early.append(end)
+        elif self._chooses:
             self._serve(end)
         else:
-            self._early.append(end)
+            self.link.connect(end)
 
     def say(self, topic: str, body: bytes) -> None:
         """In the scheduler process: say something to all workers."""
@@ -76,14 +76,24 @@ class SchedulerLinks:
         """How many leases the workers have of this process."""
         return sum(client.leases for client in self._clients)
 
+    @property
+    def clients(self) -> Collection[SchedulerClient]:
+        """In the scheduler process: the workers."""
+        return self._clients
+
     def start(self) -> None:
-        """Begin to choose for workers, in the running loop. The engines are known."""
-        if not self._chooses:
-            return
+        """Use the links from now on, in the running loop: all that hears what is said is made."""
         self._is_started = True
         early, self._early = self._early, []
         for end in early:
-            self._serve(end)
+            self.connect(end)
+
+    def choose(self) -> None:
+        """In the scheduler process: choose as soon as workers have said what they have. The engines
+        are known.
+        """
+        self._engines_known = True
+        self._look()
         asyncio.get_running_loop().call_later(EXPECTED, self._choose)
 
     def stop(self) -> None:
@@ -110,7 +120,12 @@ class SchedulerLinks:
         """A worker has said what it has."""
         if self._may_choose:
             client.welcome()
-        elif sum(one.has_said for one in self._clients) >= self._workers:
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        has_said = sum(one.has_said for one in self._clients)
+        if self._engines_known and has_said >= self._workers:
             self._choose()
 
     def _choose(self) -> None:

@@ -17,7 +17,6 @@ from pdproxy.app.shown import Shown
 from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas, decode_levels, encode_levels
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.findings import Findings
 from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.leading import ALWAYS, NEVER, Lead
@@ -133,17 +132,16 @@ class WorkerShare:
         self.changes = FollowedChanges(send, shared.journal)
         self._area = shared.custody.area(number)
         self._pools: list[WorkerPoolShare] = []
-        self.lead: Lead = ALWAYS if number == shared.scheduler else NEVER
+        self.chooses = number == shared.scheduler
+        self.lead: Lead = ALWAYS if self.chooses else NEVER
         self.serves = number != shared.scheduler or shared.scheduler_serves
         self.succeeds = shared.starts[number] > 1
-        self.findings: list[Findings] = []
-        """Those of each pool."""
         self._answers: list[WorkerAnswers] = []
         self.registrations: list[WorkerRegistrations] = []
         """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
         self._send = send
-        self._choosing = SchedulerLinks(chooses=self.lead.leads, workers=shared.processes - 1)
+        self._choosing = SchedulerLinks(chooses=self.chooses, workers=shared.processes - 1)
         self._of_all: tuple[LocalAdmission, Clients] | None = None
         self._levels = b""
         """What keys had left when the parent was told last."""
@@ -158,8 +156,6 @@ class WorkerShare:
 
     def start(self, tasks: TaskOwner) -> None:
         """See `Share`."""
-        for findings in self.findings:
-            findings.start(tasks)
         for answers in self._answers:
             answers.start(tasks)
         for registrations in self.registrations:
@@ -180,9 +176,14 @@ class WorkerShare:
         """Use a socket to another process for choosing engines: see `SchedulerLinks`."""
         self._choosing.connect(end)
 
+    def listen(self) -> None:
+        """Hear what other processes say from now on: the proxy is made."""
+        self._choosing.start()
+
     def choose(self) -> None:
         """Choose engines for other processes from now on, if this one does: they are known."""
-        self._choosing.start()
+        if self.chooses:
+            self._choosing.choose()
 
     def received(self, message: Message) -> None:
         """Process a message of the parent that is not for the process itself."""

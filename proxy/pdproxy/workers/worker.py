@@ -24,7 +24,7 @@ from pdproxy.app.admin import AdminSocket, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import needs_detection, with_connectors
 from pdproxy.app.drain import longest_drain
-from pdproxy.app.first_probes import first_probes
+from pdproxy.app.first_probes import first_probes, sources_found
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.server import follow, serve
@@ -288,8 +288,10 @@ async def _serve(
         # A successor takes over connections that wait: they must not be refused because it has not
         # seen the engines yet. That of the scheduler process is told by workers what they know, and
         # requests wait for it.
-        succeeds = share.succeeds and share.lead.leads
-        await first_probes(proxy, ending, WHILE_OTHERS_WAIT if succeeds else None)
+        most = WHILE_OTHERS_WAIT if share.succeeds and share.chooses else None
+        await sources_found(proxy, ending, most)
+        share.listen()
+        await first_probes(proxy, ending, most)
         share.choose()
         orders.send(Message(READY))
 

@@ -1,0 +1,155 @@
+"""A worker's side of engines' states: a view of what the scheduler process knows.
+
+Owns the last state of each engine that it was told. The rest of this worker reads the ledger and
+the registry, as in the process that writes the states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from msgspec import structs
+
+from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.stalls import Stalls
+from pdproxy.observe.events import Event, LegFailed, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.workers.engine_states import (
+    EngineState,
+    Following,
+    Note,
+    Said,
+    Told,
+    decode_told,
+    encode,
+)
+from pdproxy.workers.scheduler_link import SchedulerLink
+
+WISH_EVERY = 1.0
+"""Seconds between two wishes to have an engine probed."""
+
+
+class StateView:
+    """The view of one pool's engines, a watcher of them. `topic`: of the messages.
+
+    An observer: an engine to which a leg has failed is to be probed at once.
+    """
+
+    only = (LegFailed,)
+
+    def __init__(
+        self,
+        link: SchedulerLink,
+        topic: str,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        auditor: Auditor,
+        stalls: Stalls,
+        observers: Observers,
+        now: Callable[[], float],
+    ) -> None:
+        self._link = link
+        self._topic = topic
+        self._engines = engines
+        self._now = now
+        self._following = Following(engines, ledger, auditor, stalls, observers, now, self._noted)
+        self._told: dict[str, EngineState] = {}
+        """Also of engines that this worker does not have yet."""
+        self._numbers: dict[str, int] = {}
+        """The number of the last note of an engine, until the scheduler process has heard it."""
+        self._number = 0
+        self._wished: dict[str, float] = {}
+        link.hears[topic] = self._hear
+        link.holds[topic] = self._holds
+        engines.watch(self)
+        observers.add(self)
+
+    def __repr__(self) -> str:
+        return f"<StateView of {len(self._told)} engines>"
+
+    def added(self, engine: Engine) -> None:
+        """Have an engine be as it was told before."""
+        if engine.url in self._told:  # behind other watchers, which have to know the engine first
+            asyncio.get_running_loop().call_soon(self._added, engine)
+
+    def _added(self, engine: Engine) -> None:
+        state = self._told.get(engine.url)
+        if state is not None and self._engines.get(engine.url) is engine:
+            self._take(engine, state, None)
+
+    def removed(self, engine: Engine) -> None:
+        """Note nothing of it any more."""
+        self._numbers.pop(engine.url, None)
+        self._wished.pop(engine.url, None)
+
+    def notify(self, event: Event) -> None:
+        """Have an engine probed soon to which a leg has failed."""
+        if isinstance(event, LegFailed) and event.node in self._engines:
+            now = self._now()
+            if now - self._wished.get(event.node, -WISH_EVERY) >= WISH_EVERY:
+                self._wished[event.node] = now
+                self._link.say(self._topic, encode(Said(wanted=[event.node])))
+
+    # -- what the scheduler process says
+
+    def _hear(self, body: bytes) -> None:
+        told: Told = decode_told(body)
+        heard = told.heard
+        if heard:
+            self._numbers = {url: one for url, one in self._numbers.items() if one > heard}
+        for state in told.states:
+            if state.url in self._numbers:
+                continue  # it follows again, behind what this worker has noted
+            before = self._told.get(state.url)
+            self._told[state.url] = state
+            if (engine := self._engines.get(state.url)) is not None:
+                self._take(engine, state, before)
+            else:
+                self._following.follow_leaving(state)
+        for url in told.gone:
+            self._told.pop(url, None)
+
+    def _take(self, engine: Engine, state: EngineState, before: EngineState | None) -> None:
+        self._following.follow(engine, state, before)
+        self._following.follow_audit(engine, state)
+
+    # -- what this worker says
+
+    def _noted(self, url: str) -> None:
+        """Something of an engine was noted by this worker itself."""
+        engine = self._engines.get(url)
+        if engine is None:
+            return
+        self._number += 1
+        self._numbers[url] = self._number
+        told = self._told.get(url)
+        known = engine.in_ledger
+        stalled = known.stalled if told is None or told.stalled is None else None
+        ejected = known.ejected.difference(() if told is None else told.ejected)
+        note = Note(self._number, url, stalled, sorted(ejected))
+        self._link.say(self._topic, encode(Said(notes=[note])))
+
+    def _holds(self) -> bytes | None:
+        """Return what is known, for a new scheduler process."""
+        held = [self._now_known(state) for state in self._told.values()]
+        self._numbers.clear()
+        self._wished.clear()
+        return encode(Said(holds=held)) if held else None
+
+    def _now_known(self, state: EngineState) -> EngineState:
+        engine = self._engines.get(state.url)
+        if engine is None or state.url not in self._numbers:
+            return state
+        known = engine.in_ledger  # with what nobody has heard
+        return structs.replace(
+            state,
+            at=self._now(),
+            evidence=known.evidence,
+            down=known.down_because,
+            down_since=known.down_since,
+            stalled=known.stalled,
+            ejected=sorted(known.ejected),
+        )
