@@ -18,8 +18,8 @@ from tests.proxy.test_tokenize import always
 
 
 async def test_canaries_are_asked_once_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the worker that leads. All trust the tokenizer; of a new run of an engine, it asks
-    again.
+    """By the process that chooses engines. All trust the tokenizer; of a new run of an engine, it
+    asks again.
     """
     monkeypatch.setattr(several, "WORKERS", 3)
     asked: Counter[tuple[EngineAdmin, str]] = Counter()
@@ -45,7 +45,7 @@ async def test_canaries_are_asked_once_for_all_workers(monkeypatch: pytest.Monke
         url = w.decode[0].url
         for one, canaries in zip(w.workers, every, strict=True):
             one.engines[url].run.judgements = None
-            canaries._shared._kept.clear()  # type: ignore[attr-defined]
+            canaries._kept.clear()  # type: ignore[attr-defined]
         for canaries in every:
             canaries.changed()
         await until(lambda: all(len(list(one.agreements())) == 2 for one in every))

@@ -17,7 +17,7 @@ from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.settings.health import OutlierSettings
-from pdproxy.workers import links, state_writer
+from pdproxy.workers import links, state_writer, telling
 from pdproxy.workers.engine_states import Told, decode_told
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
@@ -169,7 +169,7 @@ async def test_a_worker_that_does_not_read_is_told_the_last_states(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not each of those that it has missed; others are told meanwhile."""
-    monkeypatch.setattr(state_writer, "AGAIN", 0.01)
+    monkeypatch.setattr(telling, "AGAIN", 0.01)
     s, w, other = stage.s, stage.w, Worker()
     other.add(P, D)
     (stopped,) = s.links.clients
@@ -185,21 +185,21 @@ async def test_a_worker_that_does_not_read_is_told_the_last_states(
     await asyncio.sleep(0.05)
     assert w.down() == other.down()
     assert len(w.messages) == 1
-    assert not s.writer._behind
+    assert not s.writer._telling.behind
     other.link.close()
 
 
 async def test_a_worker_that_leaves_while_it_does_not_read_is_forgotten(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_writer, "AGAIN", 0.01)
+    monkeypatch.setattr(telling, "AGAIN", 0.01)
     monkeypatch.setattr(SchedulerClient, "is_behind", property(lambda _: True))
     stage.s.ledger.mark_down(P, "gone", 0.0)
     await settled()
-    assert len(stage.s.writer._behind) == 1
+    assert len(stage.s.writer._telling.behind) == 1
     stage.w.link.close()
     await settled()
-    assert not stage.s.writer._behind
+    assert not stage.s.writer._telling.behind
     await asyncio.sleep(0.03)
 
 

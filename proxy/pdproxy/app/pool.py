@@ -186,7 +186,7 @@ class PoolParts:
             admin,
             observers,
             clock,
-            process.share,
+            own,
             needed=needed,
             wanted=wanted,
             own_keys=own_keys,

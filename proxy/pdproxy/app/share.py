@@ -5,6 +5,7 @@ asks a `Share` for them, or `SoleProcess`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +18,7 @@ from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
@@ -39,7 +41,9 @@ from pdproxy.serving.kv.worker_turns import WorkerTurns
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Settings
+from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
+from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
@@ -188,6 +192,20 @@ class PoolShare(Protocol):
         observers: Observers,
     ) -> None:
         """Have all processes know how engines are. `watching`: what watches them here."""
+
+    def canaries(
+        self,
+        engines: EngineRegistry,
+        admin: EngineAdmin,
+        observers: Observers,
+        threads: Executor,
+        *,
+        tokenizer: LocalTokenizer | None,
+        find: Callable[[str], LocalTokenizer],
+    ) -> Canaries:
+        """Return what judges engines' answers to canaries here. The arguments: those of
+        `Canaries`.
+        """
 
     def custodian(
         self,

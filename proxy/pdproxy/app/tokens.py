@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
-from pdproxy.app.share import Share, SoleProcess
+from pdproxy.app.share import PoolShare
 from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.worker_canary import WorkerCanaries
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.tokenizing import THREADS, Tokenizing
@@ -67,7 +65,7 @@ def build_tokens(
     admin: EngineAdmin,
     observers: Observers,
     clock: Clock,
-    share: Share | SoleProcess,
+    own: PoolShare | None,
     *,
     needed: bool,
     wanted: bool,
@@ -76,8 +74,9 @@ def build_tokens(
 ) -> Tokens | None:
     """Return what tokenizes for the pool of these settings, None if nothing does.
 
-    `needed`: the connector needs ids; `wanted`: something else uses them where they can be made;
-    `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key.
+    `own`: see `build_ledger`. `needed`: the connector needs ids; `wanted`: something else uses them
+    where they can be made; `own_keys`: clients send keys of the proxy, so engines are asked with
+    the proxy's key.
 
     Raises:
         SettingsError: the tokenizer that the settings name can't be used.
@@ -92,12 +91,7 @@ def build_tokens(
         except UnusableError as error:
             raise SettingsError(f"pools[0].tokenizer: {quote(pool.tokenizer)}: {error}") from None
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
-    several = share.several
-    make = (
-        Canaries
-        if several is None
-        else partial(WorkerCanaries, shared=several.answers(f"canaries {pool.name}", engines))
-    )
+    make = Canaries if own is None else own.canaries
     canaries = make(engines, admin, observers, threads, tokenizer=named, find=library.find)
 
     async def ask(url: str, body: bytes, authorization: bytes | None) -> TokenIds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from socket import socket
 
 from pdproxy.app.capacity import PoolCapacity
@@ -13,6 +14,7 @@ from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet import life_signs
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
@@ -28,8 +30,11 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turn_messages import is_turn
 from pdproxy.serving.kv.worker_turns import WorkerTurns
 from pdproxy.settings.limits import Deadlines
+from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
+from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.workers.custodian import WorkerCustodian
+from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
 from pdproxy.workers.legs_of_all import AuditorOfAll, LegsOfAll
 from pdproxy.workers.own_legs import OwnLegs, WorkerAuditor
 from pdproxy.workers.records import Area, SharedRecords
@@ -165,6 +170,23 @@ class WorkerPoolShare:
             StateWriter(
                 links, topic, engines, ledger, auditor, stalls, outliers, observers, now, probe
             )
+
+    def canaries(
+        self,
+        engines: EngineRegistry,
+        admin: EngineAdmin,
+        observers: Observers,
+        threads: Executor,
+        *,
+        tokenizer: LocalTokenizer | None,
+        find: Callable[[str], LocalTokenizer],
+    ) -> Canaries:
+        """See `PoolShare`."""
+        links, topic = self._choosing, f"canaries {self.at}"
+        parts = engines, admin, observers, threads
+        if self.chooses:
+            return AskingCanaries(*parts, tokenizer=tokenizer, find=find, links=links, topic=topic)
+        return ToldCanaries(*parts, tokenizer=tokenizer, find=find, link=links.link, topic=topic)
 
     def custodian(
         self,

@@ -1,14 +1,13 @@
-"""The scheduler process's side of engines' states: it tells workers what has changed.
+"""The scheduler process's side of engines' states: it tells workers what has changed, and hears
+what they have noted.
 
-Owns which engines each worker has to be told of. For a worker that does not read, that is a set of
-engines and no queue: it is told their last states once it reads again.
+Owns when each state has changed last.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
@@ -28,9 +27,8 @@ from pdproxy.workers.engine_states import (
 )
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
+from pdproxy.workers.telling import Telling
 
-AGAIN = 0.1
-"""Seconds until a worker that does not read is looked at again."""
 AT_ONCE = 64
 """Engines of which one message tells."""
 HELD_FOR = 5.0
@@ -57,7 +55,6 @@ class StateWriter:
         now: Callable[[], float],
         probe: Callable[[Engine], None],
     ) -> None:
-        self._links = links
         self._topic = topic
         self._engines = engines
         self._ledger = ledger
@@ -71,17 +68,13 @@ class StateWriter:
         """Of when the account of an engine's audit is that a worker had."""
         self._held: dict[str, EngineState] = {}
         """What workers know of engines that are not here yet."""
-        self._due: dict[str, None] = {}
-        self._behind: dict[SchedulerClient, dict[str, None]] = {}
-        """Workers that do not read, and the engines that they have to be told of."""
+        self._telling = Telling(links, topic, engines, self._told, AT_ONCE)
         links.hears[topic] = self._heard
-        links.greets.append(self._greet)
-        links.leaves.append(self._left)
         engines.watch(self)
-        engines.when_forgotten(self._post)
+        engines.when_forgotten(self._telling.post)
 
     def __repr__(self) -> str:
-        return f"<StateWriter of {len(self._engines)} engines, {len(self._behind)} workers behind>"
+        return f"<StateWriter of {len(self._engines)} engines>"
 
     def added(self, engine: Engine) -> None:
         """Take over what workers know of it."""
@@ -97,56 +90,13 @@ class StateWriter:
         """Forget an engine. Workers forget it, too."""
         self._at.pop(engine.url, None)
         self._audited.pop(engine.url, None)
-        self._post(engine.url)
+        self._telling.post(engine.url)
 
     # -- telling
 
     def _changed(self, url: str) -> None:
         self._at[url] = self._now()
-        self._post(url)
-
-    def _post(self, url: str) -> None:
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._tell)
-        self._due[url] = None
-
-    def _tell(self) -> None:
-        urls, self._due = self._due, {}
-        body = self._told(urls) if len(urls) <= AT_ONCE else None
-        for client in self._links.clients:
-            if client in self._behind or client.is_behind or body is None:
-                self._tell_later(client, urls)
-            else:
-                client.say(self._topic, body)
-
-    def _greet(self, client: SchedulerClient) -> None:
-        self._tell_later(client, dict.fromkeys(self._engines))
-
-    def _tell_later(self, client: SchedulerClient, urls: Mapping[str, None]) -> None:
-        if client in self._behind:
-            self._behind[client].update(urls)
-        else:
-            self._behind[client] = dict(urls)
-            self._catch_up(client)
-
-    def _catch_up(self, client: SchedulerClient) -> None:
-        """Tell a worker of some of the engines that it has to be told of, if it reads."""
-        urls = self._behind.get(client)
-        if urls is None:
-            return  # it has left
-        if not client.is_behind:
-            some = [*islice(urls, AT_ONCE)]
-            client.say(self._topic, self._told(some))
-            for url in some:
-                del urls[url]
-        if urls:  # in the next turn it shows whether it reads
-            pause = AGAIN if client.is_behind else 0.0
-            asyncio.get_running_loop().call_later(pause, self._catch_up, client)
-        else:
-            del self._behind[client]
-
-    def _left(self, client: SchedulerClient) -> None:
-        self._behind.pop(client, None)
+        self._telling.post(url)
 
     def _told(self, urls: Iterable[str]) -> bytes:
         told = Told()
@@ -212,7 +162,7 @@ class StateWriter:
             self._at[url] = state.at
             if state.left_out is not None:
                 self._outliers.follow(url, *state.left_out)
-            self._post(url)
+            self._telling.post(url)
 
     def _take_note(self, note: Note) -> None:
         engine = self._engines.get(note.url)
@@ -220,4 +170,4 @@ class StateWriter:
             self._following.stalled(engine, note.stalled)
         for other in note.ejected:
             self._ledger.eject(note.url, other)
-        self._post(note.url)
+        self._telling.post(note.url)
