@@ -7,8 +7,9 @@ Usage: bytecodes.py [--workers 1 2] [--loads whole,streams] [--requests 400] [--
 CPU times vary by more than what is looked for; these counts do not, but each bytecode counts alike,
 and what C code does not count. A trace function of Python counts in all processes of the proxy, in
 front of mock engines. What runs without requests is counted for some seconds before, and taken off
-by the time; probes are rare meanwhile. --top: also the functions with the most bytecodes, and what
-those of the other rows have more than the first one.
+by the time; probes are rare meanwhile, and functions that run mostly without requests are left out.
+--top: also the functions with the most bytecodes, and what those of the other rows have more than
+the first one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -103,7 +105,12 @@ class Counting:
 def serve(path: str, arguments: list[str]) -> int:
     """Be pdproxy, with counts."""
     from pdproxy.cli.main import main as pdproxy  # only here: the other processes do without it
+    from pdproxy.workers import supervisor
 
+    # a process that counts is slow to answer
+    supervisor.SupervisorTimes = partial(  # type: ignore[misc, assignment]
+        supervisor.SupervisorTimes, silent_for_all=PATIENCE
+    )
     Counting(path).start()
     return pdproxy(["serve", *arguments])
 
@@ -180,7 +187,11 @@ def count(
     requests, part = done["ok"], seconds / idle_s
     if done["errors"] or not requests:
         raise SystemExit(f"requests have failed: {done['errors']}")
-    each = {name: (number - part * idle_found[name]) / requests for name, number in found.items()}
+    each = {
+        name: (number - part * idle_found[name]) / requests
+        for name, number in found.items()
+        if part * idle_found[name] < number / 2  # the rest is no part of requests, but much noise
+    }
     return (
         sum(each.values()),
         (calls - part * idle_calls) / requests,

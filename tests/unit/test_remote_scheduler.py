@@ -455,6 +455,7 @@ async def test_one_that_ends_before_it_chooses_was_ended_by_no_question(monkeypa
 async def test_a_worker_that_takes_too_much_is_not_listened_to(both, monkeypatch) -> None:
     s, w = both
     monkeypatch.setattr(scheduler_clients, "MAX_OPEN", 10)
+    monkeypatch.setattr(scheduler_clients, "COUNTED", 10)
     with pytest.raises(OverloadedError):
         await asyncio.gather(*[w.scheduler.choose("id", ASK) for _ in range(20)], w_closed(w))
     assert (s.loads(), s.lost) == ({}, s.clients)

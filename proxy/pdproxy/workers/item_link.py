@@ -25,10 +25,11 @@ AT_ONCE = 1 << 18
 _READ = 1 << 18
 _SIZE = 4
 """Bytes in front of each message: how many bytes it has."""
-_HEAD = struct.Struct(">IBI")
-"""These bytes, and those in front of the items: they are a list (`_LIST`) of so many."""
-_LIST = 0xDD
-"""How msgpack names a list whose length has four bytes."""
+_LIST = b"\xdd"
+"""How msgpack names a list whose length has four bytes, which follow."""
+_HEAD = struct.Struct(">IcI")
+"""In front of the items of a message: its bytes behind these first four, and how long a list."""
+_LIST_HEAD = _HEAD.size - _SIZE
 
 Item = TypeVar("Item")
 
@@ -105,9 +106,9 @@ class ItemLink(Generic[Item]):
         """Send at once what was said."""
         if not self._items:
             return
-        items, size = self._items, self._size + _HEAD.size - _SIZE
+        items, size = self._items, self._size
         self._items, self._size = [], 0
-        data = b"".join([_HEAD.pack(size, _LIST, len(items)), *items])
+        data = _HEAD.pack(_LIST_HEAD + size, _LIST, len(items)) + b"".join(items)
         if self._unsent:
             self._unsent += data
             if len(self._unsent) > self._most:

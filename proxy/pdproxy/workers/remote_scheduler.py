@@ -119,7 +119,7 @@ class RemoteScheduler:
             engine = self._engines.known.get(one.url)
             if engine is None:
                 for unwanted in leases:
-                    self._link.forget(unwanted.number)
+                    self._link.forget(unwanted)
                 self._link.tell(Unwanted(found.number, len(found.leases)))
                 return one.url
             lease = HeldLease(

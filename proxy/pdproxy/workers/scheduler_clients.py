@@ -67,6 +67,8 @@ MAX_OPEN = 1 << 17
 """Leases, choices, places and uses of keys that one worker may have open."""
 AT_ONCE = 64
 """Items of one worker that are done before others have their turn."""
+COUNTED = 1000
+"""Items behind which it is looked how much a worker has open."""
 
 
 class PoolChoices(msgspec.Struct, frozen=True, eq=False):
@@ -110,6 +112,8 @@ class SchedulerClient:
         self._choosing: dict[int, asyncio.Task[None]] = {}
         self._held_back: list[FromWorker] = []
         """Items that came behind `AT_ONCE` others."""
+        self._uncounted = 0
+        """Items that came since it was looked how much the worker has open."""
         self._transfers: set[int] = set()
         """Pools of whose transfers the worker is told in the next turn."""
         self._is_over = False
@@ -196,9 +200,12 @@ class SchedulerClient:
             except Exception as error:  # a policy's, for example: other requests go on
                 name = type(item).__name__
                 logger.error("%s of a worker failed in pdproxy itself: %s", name, frames(error))  # noqa: TRY400
-        held = 0 if self._admitted is None else len(self._admitted)
-        if len(self._leases) + len(self._choosing) + held > MAX_OPEN:
-            self._end(LinkError(f"a worker has more than {MAX_OPEN} leases and places"))
+        self._uncounted += len(items)
+        if self._uncounted > COUNTED:
+            self._uncounted = 0
+            held = 0 if self._admitted is None else len(self._admitted)
+            if len(self._leases) + len(self._choosing) + held > MAX_OPEN:
+                self._end(LinkError(f"a worker has more than {MAX_OPEN} leases and places"))
 
     def _answer(self, answer: FromScheduler) -> None:
         self._link.say(encode_item(answer))

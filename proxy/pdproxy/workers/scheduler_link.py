@@ -279,16 +279,14 @@ class SchedulerLink:
 
     def end(self, lease: HeldLease, closed: Closed) -> None:
         """End a lease of this worker."""
-        if self.forget(lease.number):
-            self.tell(closed)
+        self.forget(lease)
+        self.tell(closed)
 
-    def forget(self, number: int) -> bool:
-        """Drop a lease of this worker. Return whether it had it."""
-        lease = self.leases.pop(number, None)
-        if lease is not None:
-            lease.engine.requests -= 1
-            lease.engine.prompt_bytes -= lease.prompt_bytes
-        return lease is not None
+    def forget(self, lease: HeldLease) -> None:
+        """Drop a lease of this worker."""
+        del self.leases[lease.number]
+        lease.engine.requests -= 1
+        lease.engine.prompt_bytes -= lease.prompt_bytes
 
     def urls(self, pool: int) -> set[str]:
         """Return the URLs of a pool's engines that this worker has leases of."""
