@@ -44,7 +44,7 @@ def half_lost(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
             prefill, lost, other = load.world.engines
             for engine in load.world.engines:
                 engine.sim.journal = Journal(3 * count)
-            retries = load.world.proxy.service.resources.retries
+            retries = load.world.proxy.retries
             asked = [asyncio.ensure_future(load.ask(body, f"s{number}")) for number in range(count)]
             while sum(len(one.sim.requests) for one in (lost, other)) < count:
                 await asyncio.sleep(0.01)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.serving.dispatch.loss import SOON
+from pdproxy.scheduling.losses import SOON
 from pdproxy.settings.limits import Deadlines
 
 from .client import Answer, Progress, ask

@@ -93,18 +93,22 @@ PARTS: dict[str, tuple[str, ...]] = {
         "proxy/test_client_leaves.py",
     ),
     "deciding/local_scheduler": ("proxy/test_placement.py", "proxy/test_decode_fails.py"),
+    "deciding/engines_lost": (
+        "proxy/test_lost_engines.py",
+        "proxy/test_lost_engines_parts.py",
+        "proxy/test_lost_engines_turns.py",
+    ),
+    "deciding/loss": ("proxy/test_lost_engines.py",),
+    "deciding/re": ("unit/test_retry_budget.py", "proxy/test_retry_budget.py"),
+    "deciding/few": ("unit/test_few_first.py", "proxy/test_lost_engines_turns.py"),
+    "deciding/suspects": ("unit/test_suspects.py", "proxy/test_lost_engines.py"),
+    "deciding/comebacks": ("proxy/test_standstill.py",),
     "deciding/": ("unit/test_kv_buffers.py", "proxy/test_connectors.py"),
     "serving/dispatch/attempt": (
         "proxy/test_decode_fails.py",
         "proxy/test_client_leaves.py",
         "proxy/test_connectors.py",
     ),
-    "serving/dispatch/engines_lost": (
-        "proxy/test_lost_engines.py",
-        "proxy/test_lost_engines_parts.py",
-        "proxy/test_lost_engines_turns.py",
-    ),
-    "serving/dispatch/loss": ("proxy/test_lost_engines.py",),
     "serving/dispatch/exchange": (
         "proxy/test_slow_request.py",
         "proxy/test_prefill_fails.py",

@@ -68,7 +68,7 @@ async def test_a_request_whose_time_is_up_between_two_streams(at: str) -> None:
             first, other = other, first
         first.sim.faults.add("reset@mid_stream:events=9")
         other.default = scripts.stall
-        retries = w.proxy.service.resources.retries
+        retries = w.proxy.retries
         taken = [await retries.enter() for _ in range(retries.limit)] if at == "retry" else []
         asking = asyncio.ensure_future(w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
         await until(lambda: retries.waiting if at == "retry" else len(other.requests) == 2)
@@ -133,7 +133,7 @@ async def test_a_forced_usage_of_a_list_whose_streams_all_go_on(at: str) -> None
 async def test_a_client_that_leaves_while_it_waits_for_a_retry(streams: bool) -> None:
     """No place, no record and no garbage stay behind."""
     async with world(decode=2, limits=UNBROKEN, leaves=True) as w:
-        retries = w.proxy.service.resources.retries
+        retries = w.proxy.retries
 
         async def work() -> None:
             retries.limits = Limits(min_retries=0, retry_share=0.0)
@@ -246,7 +246,7 @@ async def test_no_garbage_of_second_streams(case: str) -> None:
 async def test_no_place_for_a_retry_leaves_no_garbage() -> None:
     """The client gets the error of the engine that failed."""
     async with world(decode=2, limits=UNBROKEN, leaves=True) as w:
-        retries = w.proxy.service.resources.retries
+        retries = w.proxy.retries
 
         async def work() -> None:
             retries.limits = Limits(min_retries=0, retry_share=0.0, max_inflight=0)

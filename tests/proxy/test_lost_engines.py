@@ -9,15 +9,13 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 
-from pdproxy.kit.errors import ConnectionLostError
+from pdproxy.deciding import engines_lost
+from pdproxy.deciding.engines_lost import EnginesLost
+from pdproxy.deciding.suspects import MOST_KEPT, Suspect
 from pdproxy.observe.events import EngineLost
-from pdproxy.serving.dispatch import engines_lost
-from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.resources import LegHeaders
-from pdproxy.serving.dispatch.suspects import MOST_KEPT, Suspect
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
 from tests.fakes.engine import FakeEngine, Reply
@@ -88,7 +86,9 @@ def dead(engines: Iterable[SimServer]) -> int:
 
 def lost_of(w: World) -> EnginesLost:
     """What the proxy remembers."""
-    return w.proxy.pools[0].resources.lost
+    lost = w.proxy.pools[0].resources.lost
+    assert isinstance(lost, EnginesLost)
+    return lost
 
 
 async def ask(
@@ -428,7 +428,7 @@ async def test_an_engine_that_dies_by_itself_is_nobodys_fault() -> None:
             *[completion(seed=number) for number in range(20)], addresses=4
         )
         assert [answer.text for answer in answers] == [TEXT] * 20
-        assert not lost_of(w).remembers
+        assert not lost_of(w).known.remembers
         assert {event.several for event in w.events(EngineLost)} == {True}
 
 
@@ -532,7 +532,7 @@ async def test_who_is_beside_one_that_has_left_is_not_blamed() -> None:
         await (await left_by(w, killer(1), COMPLETIONS, "127.0.0.1")).kill()
         await until(lambda: len(w.events(EngineLost)) == 2)
         assert {event.several for event in w.events(EngineLost)} == {True}
-        assert not lost_of(w).remembers
+        assert not lost_of(w).known.remembers
         asked.cancel()
 
 
@@ -601,8 +601,8 @@ async def test_what_is_remembered_is_bounded() -> None:
         for number in range(MOST_KEPT + 5):
             headers = LegHeaders(str(number), COMPLETIONS, (), (), client=str(number))
             engine.run_number = 10**6 + number
-            lost.broke(headers, engine, ConnectionLostError("x"), lost._now(), streamed=False)
-            await lost.judge(headers, {"prompt": msgspec.Raw(b"%d" % number)}, None)
+            lost.broke(headers, engine, lost._now(), streamed=False)
+            await lost.judge(headers, b"%d" % number)
         assert (len(lost._fingerprints), len(lost._clients), len(lost._detector._losses)) == (
             MOST_KEPT,
         ) * 3

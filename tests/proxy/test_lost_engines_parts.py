@@ -7,14 +7,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 import pytest
 
-from pdproxy.kit.errors import ConnectionLostError
+from pdproxy.deciding import engines_lost
 from pdproxy.observe.events import EngineLost
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.policy import Ask
-from pdproxy.serving.dispatch import engines_lost
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.transfer.parsed_events import DERENDER, RENDER
 from tests.fakes.engine import Reply
@@ -50,7 +48,7 @@ async def test_a_batch_that_is_sent_whole_behind_a_refusal(engines: int) -> None
         assert (await ask(w, completion(), address="127.0.0.2")).text == TEXT
         assert refused(await ask(w, batch(KILLS, WRONG), BATCH))
         assert dead(sims(w.aggregated)) == min(engines - 1, 3)
-        assert resources_of(w).retries.running == 0
+        assert w.proxy.retries.running == 0
 
 
 async def test_a_part_that_was_ended_may_have_ended_its_engine() -> None:
@@ -96,16 +94,13 @@ async def test_a_part_that_is_ended_as_its_engine_is_found_lost() -> None:
         lost._detector._is_alive = gone
         lease = w.proxy.ledger.assign_alone(Ask("tiny", 1, lost._now()))
         assert lease is not None
-        headers, fields = (
-            LegHeaders("x", COMPLETIONS, (), (), client="a"),
-            {"prompt": msgspec.Raw(b"1")},
-        )
-        lost.broke(headers, lease.engine, ConnectionLostError("x"), lost._now(), streamed=False)
-        await lost._detector.find_out(headers.lost[0].broken[0].loss).wait()
-        assert not lost.remembers
-        lost.left(headers, [lease], fields, None)
+        headers = LegHeaders("x", COMPLETIONS, (), (), client="a")
+        lost.broke(headers, lease.engine, lost._now(), streamed=False)
+        await lost._detector.find_out(lost._of(headers).broken[0].loss).wait()
+        assert not lost.known.remembers
+        lost.left(headers, [lease], b"1")
         assert [event.losses for event in w.events(EngineLost)] == [1]
-        assert await lost.judge(headers, {}, None) is None
+        assert await lost.judge(headers, None) is None
         assert len(w.events(EngineLost)) == 1
         resources_of(w).close(lease, Verdict.NEUTRAL)
 
@@ -119,7 +114,7 @@ async def test_a_request_that_gets_no_other_engine_gives_its_place_back() -> Non
     async with world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w:
         armed(sims(w.aggregated))
         assert refused(await ask(w, responses(input=MARK), RESPONSES))
-        assert resources_of(w).retries.running == 0
+        assert w.proxy.retries.running == 0
 
 
 @pytest.mark.parametrize("path", [RENDER, DERENDER])

@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 
-from pdproxy.serving.dispatch.few_first import MOMENT, SINGLY, FewFirst, Permit
+from pdproxy.deciding.few_first import MOMENT, SINGLY, FewFirst, Permit
 from tests.fakes.clock import ManualClock
 
 

@@ -347,7 +347,7 @@ def test_work_is_that_of_the_audio() -> None:
 
 def test_a_form_that_is_sent_again_is_known() -> None:
     """A client chooses another boundary each time: its content may have ended an engine."""
-    make = keyed()
+    make = keyed(b"a key")
     known = []
     for boundary, file in (("a" * 20, b"RIFF"), ("b" * 20, b"RIFF"), ("b" * 20, b"FFIR")):
         body = form(("file", file, "a.wav"), ("model", b"tiny"), boundary=boundary)

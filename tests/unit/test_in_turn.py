@@ -16,7 +16,7 @@ from pdproxy.serving.dispatch.in_turn import MOST, AskedFor, first_answer
 from tests.fakes.recorder import Recorder
 
 NOBODY = AskedFor(
-    cast("Any", SimpleNamespace(forbidden=lambda _: (), broke=lambda *_, **__: False)),
+    cast("Any", SimpleNamespace(broke=lambda *_, **__: False)),
     cast("Any", SimpleNamespace(lost=[])),
     None,
 )

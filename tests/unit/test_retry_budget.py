@@ -9,8 +9,8 @@ import random
 
 import pytest
 
+from pdproxy.deciding.retry_budget import RetryBudget, RetrySlot
 from pdproxy.observe.events import Observers
-from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.settings.limits import Deadlines, Limits
 from tests.fakes.clock import ManualClock
 

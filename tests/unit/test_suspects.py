@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
-from pdproxy.serving.dispatch.abandoned import MOST_OF_ENGINE, AbandonedRequest, AbandonedRequests
-from pdproxy.serving.dispatch.few_first import FewFirst
-from pdproxy.serving.dispatch.loss import Loss, RequestLosses
-from pdproxy.serving.dispatch.suspects import (
+from pdproxy.deciding.abandoned import MOST_OF_ENGINE, AbandonedRequest, AbandonedRequests
+from pdproxy.deciding.few_first import FewFirst
+from pdproxy.deciding.loss import Loss, RequestLosses
+from pdproxy.deciding.suspects import (
     FIRST_REFUSAL,
     FRESH,
     KEPT,
@@ -15,6 +14,7 @@ from pdproxy.serving.dispatch.suspects import (
     MOST_LOSSES,
     Suspects,
 )
+from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from tests.fakes.clock import ManualClock
 
 NODE = LedgerEngine(EngineSpec("http://127.0.0.1:1", Role.DECODE))

@@ -26,7 +26,10 @@ from pdproxy.app.sockets import BoundHere
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_buffers, build_transfer, build_turns
 from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.comebacks import Comebacks
+from pdproxy.deciding.engines_lost import EnginesLost
 from pdproxy.deciding.local_scheduler import LocalScheduler
+from pdproxy.deciding.retry_slots import RetrySlots
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
@@ -41,8 +44,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.access.models import PoolModels
-from pdproxy.serving.dispatch.comebacks import Comebacks
-from pdproxy.serving.dispatch.engines_lost import EnginesLost
+from pdproxy.serving.dispatch.fingerprint import keyed
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ended_leases import EndedLeases
@@ -226,7 +228,6 @@ class PoolParts:
         late_pushes = LatePushes(
             custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock
         )
-        comebacks = Comebacks(ledger, clock, observers, limits)
         is_alive = partial(admin.answers, path="/health")
         transfers = Transfers(ledger, observers, now)
         if own is None or own.chooses:
@@ -239,7 +240,14 @@ class PoolParts:
             scheduler = own.scheduler(local, ledger, buffers, engines, observers)
         custodian.when_unread = lambda prefill, decode: scheduler.kv_failed(prefill, decode, now())
         lost = EnginesLost(
-            scheduler, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits
+            local.found_gone,
+            engines,
+            partial(is_alive, late=True),
+            observers,
+            tasks,
+            clock,
+            now,
+            limits,
         )
         observers.add(lost)
         shares = PromptShares(now)
@@ -259,9 +267,11 @@ class PoolParts:
             now=now,
             clock=clock,
             answer_budget=process.answer_budget,
-            retries=process.retries,
-            comebacks=comebacks,
+            slot=RetrySlots(process.retries, lost, deadlines).enter,
+            engines_change=Comebacks(ledger, clock, observers, limits).wait,
             lost=lost,
+            suspects=lost.known,
+            fingerprint=keyed(process.share.cache_secret),
             down_watch=DownWatch(engines, clock, lambda: deadlines.between_tokens),
             works=works.on_all,
             is_push_lost=late_pushes.is_lost,

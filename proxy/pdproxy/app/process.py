@@ -18,6 +18,7 @@ from pdproxy.app.tokens import Library
 from pdproxy.app.watch import Watch
 from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas
+from pdproxy.deciding.retry_budget import RetryBudget
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
@@ -28,7 +29,6 @@ from pdproxy.scheduling.admission import Admission, Quotas
 from pdproxy.serving.access.cache_salts import CacheSalts
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.models import Models
-from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.settings.changes import own
 from pdproxy.settings.listen import UNIX, parsed_networks

@@ -343,7 +343,7 @@ BUGS: Mapping[str, Bug] = {
         rules=("one request takes two engines at most",),
         changes=(
             Change(
-                "serving/dispatch/engines_lost.py",
+                "deciding/engines_lost.py",
                 """\
         if not number or number + request.earlier < MOST:
 """,

@@ -29,6 +29,7 @@ from pdproxy.kit.ids import mint
 from pdproxy.observe.events import DeadlinePassed, MediaEncoded
 from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL, Lease
 from pdproxy.scheduling.ledger_engine import DECODE
+from pdproxy.scheduling.losses import Slot
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import (
@@ -39,7 +40,6 @@ from pdproxy.serving.dispatch.failure_class import (
 )
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import CannotSplit, Failed
-from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.transfer import encoders
 from pdproxy.transfer.encoders import EncodedMedia, Output
 from pdproxy.upstream.client import Answer, Pending
@@ -119,10 +119,10 @@ class EncoderStage:
         """With the places of their media."""
         self._encoders: list[tuple[str, float]] = []
         """Engines that have answered, with their seconds."""
-        self._slot: RetrySlot | None = None
+        self._slot: Slot | None = None
         """The place of its second round, None where the request has one of its own."""
         self._results = [_NO_ENGINE] * len(media)
-        self._without = resources.lost.forbidden(request.headers) if request.headers.lost else ()
+        self._without: Sequence[str] = ()
 
     async def run(self) -> EncodedMedia:
         """Have the media encoded, as far as engines can, in time.
@@ -132,6 +132,8 @@ class EncoderStage:
         """
         resources, before = self._resources, self._request.encoded
         began = resources.now()
+        if self._request.headers.lost:
+            self._without = await resources.lost.forbidden(self._request.headers)
         places = list(range(len(self._media)))
         every: list[EncodeLeg] = []
         try:
@@ -215,8 +217,8 @@ class EncoderStage:
         """
         request = self._request
         if request.headers.lost:
-            lost = self._resources.lost
-            error = await lost.judge(request.headers, request.parsed.fields, request.fingerprint)
+            request.note_fingerprint()
+            error = await self._resources.lost.judge(request.headers, request.fingerprint)
             if error is not None:
                 raise error
 

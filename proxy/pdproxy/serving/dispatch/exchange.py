@@ -19,19 +19,19 @@ once and no KV is left behind:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdproxy.kit.errors import EngineRefusedError, EnginesLostError, StandstillError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone, StreamContinued
 from pdproxy.scheduling.decisions import decided, spelled
+from pdproxy.scheduling.losses import SOON, Fingerprint, Slot, protected
 from pdproxy.scheduling.scheduler import ANY, Constraints
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch.attempt import Attempt, ask_of, why_not_split
 from pdproxy.serving.dispatch.encoding import encode_media
 from pdproxy.serving.dispatch.failure_class import is_doubtful
 from pdproxy.serving.dispatch.following import Following, Streams
-from pdproxy.serving.dispatch.loss import SOON
 from pdproxy.serving.dispatch.orders import ORDERS, load_then_answer, one_engine
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import (
@@ -51,7 +51,6 @@ from pdproxy.serving.dispatch.recovery import (
     after,
 )
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
-from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.dispatch.turn import key_of
 from pdproxy.serving.dispatch.whole_prompts import refusal, spares_decode
 from pdproxy.serving.stream.relay import Relay
@@ -186,13 +185,13 @@ class Exchange(PromptRequest):
                     self.parsed, self.prompt, self.ids
                 )
             # with a slot, it goes on with a stream
-            if resources.lost.remembers and self.slot is None:
+            if resources.suspects.remembers and self.slot is None:
                 await self._admit()
             while True:
                 self._number += 1
                 outcome = await self._try()
                 if isinstance(outcome, Answered):
-                    if resources.lost.remembers:
+                    if resources.suspects.remembers:
                         self._answered(outcome)
                     return outcome.answer
                 if isinstance(outcome, ModelRefused) and not self._is_elsewhere(outcome):
@@ -225,9 +224,8 @@ class Exchange(PromptRequest):
                         del outcome, action  # they hold the error, whose traceback holds this frame
         except asyncio.CancelledError:
             if self.assignment is not None:
-                resources.lost.left(
-                    self.headers, self.assignment.leases, self.parsed.fields, self.fingerprint
-                )
+                if self.parsed.fields:
+                    resources.lost.left(self.headers, self.assignment.leases, self._known())
                 if self.permit is not None:  # it may still end its engine
                     self.permit.leave_in(SOON, harmless=False)
                     self.permit = None
@@ -283,9 +281,10 @@ class Exchange(PromptRequest):
         """Lease engines and run their legs, until there is an outcome."""
         resources, why_alone = self.resources, self._alone
         transfer, states = resources.transfer, resources.states
-        without, avoid, forbidden = self._without, self._avoid, _NONE
+        without, avoid = self._without, self._avoid
+        forbidden: Sequence[str] = _NONE
         if self.headers.lost:
-            forbidden = resources.lost.forbidden(self.headers)
+            forbidden = await resources.lost.forbidden(self.headers)
             without = (*without, *forbidden)
         if self._keep is not None:
             avoid = (*avoid, *states.other_decodes(self._keep))
@@ -307,7 +306,7 @@ class Exchange(PromptRequest):
             why_alone = Alone.DECIDED
         if forbidden and any(lease.engine.url in forbidden for lease in attempt.assignment.leases):
             attempt.close()
-            return Failed(resources.lost.protects())
+            return Failed(protected())
         self._begin(attempt, why_alone)
         if why_alone is not None:
             order = one_engine
@@ -350,21 +349,31 @@ class Exchange(PromptRequest):
         Raises:
             EnginesLostError: it is refused.
         """
-        lost = self.resources.lost
-        self.fingerprint = lost.admit(self.headers, self.parsed.fields)
-        self.permit = await lost.in_turn(
-            self.headers, self.fingerprint, self.resources.deadlines.queue
-        )
+        resources, fingerprint = self.resources, self._known()
+        if resources.suspects.know(fingerprint, self.headers.client):
+            self.permit = await resources.lost.turn(
+                self.headers, fingerprint, resources.deadlines.queue
+            )
+
+    def _known(self) -> Fingerprint:
+        """Return its fingerprint. Its fields were not dropped."""
+        found = self.fingerprint
+        if found is None:
+            found = self.resources.fingerprint(self.headers.path, self.parsed.fields)
+            self.fingerprint = found
+        return found
 
     def _answered(self, outcome: Answered) -> None:
         if outcome.answer is None or outcome.answer.status == 200:
-            self.resources.lost.answered(self.headers, self.parsed.fields, self.fingerprint)
+            self.note_fingerprint()
+            self.resources.cleared(self.headers, self.fingerprint, whole=True)
 
     async def _lost(self, outcome: Failure) -> EnginesLostError | None:
         """Return why no other engine is risked, None if one may be."""
         if isinstance(outcome, PrefillFailed | DecodeFailed):
             drop_traceback(outcome.error)  # the client may leave while this waits
-        return await self.resources.lost.judge(self.headers, self.parsed.fields, self.fingerprint)
+        self.note_fingerprint()
+        return await self.resources.lost.judge(self.headers, self.fingerprint)
 
     async def _engines_changed(self) -> bool:
         """Wait for an engine that stands still, if no other can serve the prompt. Return whether it
@@ -378,7 +387,7 @@ class Exchange(PromptRequest):
             slot.leave()  # others are tried again meanwhile
             self.slot = None
         self._until = self._until or resources.now() + resources.deadlines.queue
-        if not await resources.comebacks.wait(self.parsed.model, self._until):
+        if not await resources.engines_change(self.parsed.model, self._until):
             return False
         if slot is not None:
             self.slot = await resources.retry_slot(self.headers)
@@ -497,7 +506,7 @@ class Exchange(PromptRequest):
         headers: LegHeaders,
         new_relay: Callable[[], Relay],
         failed: str,
-        slot: RetrySlot,
+        slot: Slot,
         *,
         silent: bool,
     ) -> Exchange:

@@ -1,15 +1,15 @@
-"""What a request is known by when its client sends it again. Computed only once an engine has been
-lost under some request.
+"""What a request is known by when its client sends it again: made of its body, and only once an
+engine has been lost under some request.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 
 import msgspec
 
+from pdproxy.scheduling.losses import Fingerprint
 from pdproxy.wire.body_bounds import Body, TooManyFieldsError
 from pdproxy.wire.fields import Fields, decode_fields
 
@@ -38,19 +38,17 @@ behind, the lengths count.
 """
 MOST_FIELDS = 64
 """Fields that count, in the order of their names. Of those behind, the number does."""
-Fingerprint = bytes
 MakeFingerprint = Callable[[str, Fields], Fingerprint]
 """Of a route's path and a body's fields: an answer of one route says nothing of another."""
 
 
-def keyed() -> MakeFingerprint:
-    """Return what makes fingerprints, with a key of its own: nobody can make two bodies that have
-    the same one.
+def keyed(key: bytes) -> MakeFingerprint:
+    """Return what makes fingerprints, with a secret key: nobody who does not know it can make two
+    bodies that have the same one.
     """
-    key = os.urandom(32)
 
     def fingerprint(path: str, fields: Fields) -> Fingerprint:
-        found = hashlib.blake2b(key=key, digest_size=16)
+        found = hashlib.blake2b(key=key, digest_size=16, person=b"fingerprint")
         names = sorted(fields.keys() - LEFT_OUT)
         found.update(f"{len(path)} {path} {len(names)}".encode())
         left = MOST

@@ -15,6 +15,7 @@ from pdproxy.kit.errors import EngineTimeoutError, PdproxyError, UnparsedError, 
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.description import Label, counter, histogram
 from pdproxy.observe.events import DeadlinePassed, LegTimes, StreamContinued
+from pdproxy.scheduling.losses import Slot
 from pdproxy.serving.dispatch.continuing import (
     Continuation,
     cause_of,
@@ -26,7 +27,6 @@ from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.recovery import DecodeFailed
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
-from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.stream.failures import GivenUpError
 from pdproxy.serving.stream.fast_path import FastPath
 from pdproxy.serving.stream.relay import Relay
@@ -162,7 +162,7 @@ class MakeFollower(Protocol):
         headers: LegHeaders,
         new_relay: Callable[[], Relay],
         failed: str,
-        slot: RetrySlot,
+        slot: Slot,
         *,
         silent: bool,
     ) -> Follower:

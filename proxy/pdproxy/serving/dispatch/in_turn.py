@@ -11,8 +11,8 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, OverloadedError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger_engine import LedgerEngine
-from pdproxy.serving.dispatch.engines_lost import EnginesLost, RequestAtRisk
-from pdproxy.serving.dispatch.fingerprint import Fingerprint
+from pdproxy.scheduling.losses import Fingerprint, Losses, RequestAtRisk
+from pdproxy.serving.dispatch.broken_legs import broke
 
 MOST = 2
 """Engines that are asked one question."""
@@ -28,30 +28,28 @@ class AskedFor(msgspec.Struct, eq=False):
     makes the rest of its answer, None before there is one.
     """
 
-    lost: EnginesLost
+    lost: Losses
     sender: RequestAtRisk
     fingerprint: Fingerprint | None
     engine: str | None = None
 
-    def may_ask(self, engines: Sequence[LedgerEngine]) -> Sequence[LedgerEngine]:
+    async def may_ask(self, engines: Sequence[LedgerEngine]) -> Sequence[LedgerEngine]:
         """Return which engines may be asked. Behind a lost one it is one: the one that has the
         request, if there is any.
         """
-        forbidden = self.lost.forbidden(self.sender)
+        forbidden = await self.lost.forbidden(self.sender) if self.sender.lost else ()
         found = [ledger_engine for ledger_engine in engines if ledger_engine.url not in forbidden]
-        if any(one.engines for one in self.sender.lost):
+        if any(one.some for one in self.sender.lost):
             return sorted(found, key=lambda ledger_engine: ledger_engine.url != self.engine)[:1]
         return found[:MOST]
 
     def broke(self, ledger_engine: LedgerEngine, error: EngineError, since: float) -> None:
         """Note an engine that has failed. `since`: when it was asked."""
-        self.lost.broke(self.sender, ledger_engine, error, since, streamed=False)
+        broke(self.lost, self.sender, ledger_engine, error, since, streamed=False)
 
     async def may_go_on(self) -> bool:
         """Find out which engines are lost. Return whether one more may be asked."""
-        return (
-            not self.sender.lost or await self.lost.judge(self.sender, {}, self.fingerprint) is None
-        )
+        return not self.sender.lost or await self.lost.judge(self.sender, self.fingerprint) is None
 
 
 async def first_answer(
@@ -69,9 +67,9 @@ async def first_answer(
     Behind an engine that has disappeared, one more is asked at most, and not the last one of a
     role.
     """
-    asked = asked_for.may_ask(engines)
+    asked = await asked_for.may_ask(engines)
     for ledger_engine in asked:
-        if ledger_engine not in asked_for.may_ask([ledger_engine]):  # the one before was lost
+        if ledger_engine not in await asked_for.may_ask([ledger_engine]):  # the one before was lost
             continue
         since = clock.now()
         try:

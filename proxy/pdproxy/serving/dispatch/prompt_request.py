@@ -14,14 +14,12 @@ from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegTimes
 from pdproxy.scheduling.leases import Assignment, Lease
+from pdproxy.scheduling.losses import SOON, Fingerprint, Slot, Turn
 from pdproxy.scheduling.prefix.prompts import PromptBeginning
+from pdproxy.serving.dispatch.broken_legs import broke
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
-from pdproxy.serving.dispatch.few_first import Permit
-from pdproxy.serving.dispatch.fingerprint import Fingerprint
-from pdproxy.serving.dispatch.loss import SOON
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
-from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.stream.beginning import UNKNOWN
 from pdproxy.serving.stream.relay import Relay
@@ -122,10 +120,10 @@ class PromptRequest:
         none.
         """
         self.fingerprint: Fingerprint | None = None
-        """None while nothing asks for it (`dispatch.engines_lost`)."""
-        self.permit: Permit | None = None
+        """None while nothing asks for it (`scheduling.losses`)."""
+        self.permit: Turn | None = None
         """While requests of its client, or like it, take turns: its own turn."""
-        self.slot: RetrySlot | None = None
+        self.slot: Slot | None = None
         """The place of an attempt behind the first one, until its first data."""
         self._suspects: tuple[OpenLegs, ...] = ()
         # -- what came of it
@@ -226,20 +224,24 @@ class PromptRequest:
         streamed: bool = False,
         beside: bool = False,
     ) -> None:
-        """Note that a leg has failed: its engine may be lost. See `EnginesLost.broke`. `since`
-        None: as the lease.
+        """Note that a leg has failed: its engine may be lost. See `broken_legs.broke`.
+        `since` None: as the lease.
         """
         since = lease.since if since is None else since
-        lost = self.resources.lost
-        may_be_lost = lost.broke(
-            self.headers, lease.engine, error, since, streamed=streamed, beside=beside
+        lost, sender = self.resources.lost, self.headers
+        may_be_lost = broke(
+            lost, sender, lease.engine, error, since, streamed=streamed, beside=beside
         )
         if may_be_lost and self.slot is not None:
-            # The permit ends by its time, not with this attempt: the loss is judged before the next
-            # request begins.
-            self.slot.permit = None
+            self.slot.lost()
         if may_be_lost and self.permit is not None:
             self.permit.leave_in(SOON, harmless=False)  # unless it is tried again before
+
+    def note_fingerprint(self) -> None:
+        """Make the fingerprint, unless that was done, or what it is made of was dropped."""
+        self.fingerprint = self.resources.fingerprint_of(
+            self.headers, self.parsed.fields, self.fingerprint
+        )
 
     def in_doubt(self) -> DoubtfulFailures:
         """Return the failures that it may have caused, to note another one."""
@@ -267,9 +269,11 @@ class PromptRequest:
 
     def stream_flows(self) -> None:
         """Drop what only another attempt would need. Plan what is kept instead."""
-        records, lost = self.resources.records, self.resources.lost
-        if lost.remembers:
-            self.fingerprint = lost.began(self.headers, self.parsed.fields, self.fingerprint)
+        resources = self.resources
+        records = resources.records
+        if resources.suspects.remembers:
+            self.note_fingerprint()  # what it is made of is dropped now
+            resources.cleared(self.headers, self.fingerprint, whole=False)
         if records is not None:
             self.record = (
                 NotContinued.NONE_LEFT

@@ -21,17 +21,22 @@ from pdproxy.observe.prompt_shares import PromptShares
 from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.scheduling.leases import GOOD, Lease, Verdict
 from pdproxy.scheduling.ledger_engine import PREFILL
+from pdproxy.scheduling.losses import (
+    Fingerprint,
+    KnownSuspects,
+    Losses,
+    LostUnder,
+    RequestAtRisk,
+    Slot,
+)
 from pdproxy.scheduling.scheduler import Scheduler
-from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures, FailedTransfer
-from pdproxy.serving.dispatch.engines_lost import EnginesLost
+from pdproxy.serving.dispatch.fingerprint import MakeFingerprint
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
-from pdproxy.serving.dispatch.loss import RequestLosses
 from pdproxy.serving.dispatch.prefixes import PrefixQuestions
 from pdproxy.serving.dispatch.record import ContinuationRecords
-from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
@@ -46,7 +51,7 @@ from pdproxy.transfer.encoders import EncoderContract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.event_template import EventTemplates
-from pdproxy.wire.fields import body_request_id
+from pdproxy.wire.fields import Fields, body_request_id
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route_form import Prompt
 
@@ -85,9 +90,18 @@ class ExchangeResources:
     now: Callable[[], float]
     clock: Clock
     answer_budget: AnswerBudget
-    retries: RetryBudget
-    comebacks: Comebacks
-    lost: EnginesLost
+    slot: Callable[[RequestAtRisk], Awaitable[Slot | None]]
+    """Waits for a place for one more attempt behind one that has failed. None if none came free in
+    time.
+    """
+    engines_change: Callable[[str | None, float], Awaitable[bool]]
+    """Waits until engines have changed that may serve a model, up to a time. Returns False if that
+    is no use, or if too many wait.
+    """
+    lost: Losses
+    suspects: KnownSuspects
+    """The requests and clients that ask `lost` before they begin, and tell it of their answers."""
+    fingerprint: MakeFingerprint
     down_watch: DownWatch
     works: Callable[[str, str], Awaitable[bool]]
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second
@@ -222,25 +236,27 @@ class ExchangeResources:
         """
         return tuple([url for url, engine in self.engines.items() if engine.open_legs.suspects])
 
-    async def retry_slot(self, headers: LegHeaders) -> RetrySlot | None:
+    async def retry_slot(self, headers: LegHeaders) -> Slot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free
         in time.
         """
-        permit, has_lost = None, any(losses.engines for losses in headers.lost)
-        if has_lost:
-            permit = await self.lost.permit(self.deadlines.retry)
-        slot = None
-        try:
-            if permit is not None or not has_lost:
-                slot = await self.retries.enter()
-            if slot is None:
-                self.observers.notify(DeadlinePassed(Wait.RETRY.value))
-            else:
-                slot.permit = permit
-        finally:
-            if slot is None and permit is not None:
-                permit.leave()
+        slot = await self.slot(headers)
+        if slot is None:
+            self.observers.notify(DeadlinePassed(Wait.RETRY.value))
         return slot
+
+    def fingerprint_of(
+        self, headers: LegHeaders, fields: Fields, known: Fingerprint | None
+    ) -> Fingerprint | None:
+        """Return a request's fingerprint, None where its fields were dropped before anything had
+        asked for it. `known`: its fingerprint, if it was computed before.
+        """
+        return known or (self.fingerprint(headers.path, fields) if fields else None)
+
+    def cleared(self, headers: LegHeaders, fingerprint: Fingerprint | None, *, whole: bool) -> None:
+        """Note an answer, which may be to a known suspect. `whole`: as of `Losses.answered`."""
+        if self.suspects.know(fingerprint, headers.client):
+            self.lost.answered(headers.client, fingerprint, whole=whole)
 
     def not_retried(self) -> OverloadedError:
         """Return the error of a request whose engine has failed and that found no such place."""
@@ -271,7 +287,7 @@ class LegHeaders(msgspec.Struct, frozen=True):
     `hints` are for the proxy.
 
     `salt`: of its tenant's caches, None where tenants share them. `client`: the name of its client;
-    `lost`: the engines that were lost under it (`loss.RequestLosses`).
+    `lost`: the engines that were lost under it (`scheduling.losses.RequestAtRisk`).
     """
 
     request_id: str
@@ -281,7 +297,7 @@ class LegHeaders(msgspec.Struct, frozen=True):
     hints: Hints = NO_HINTS
     salt: TenantSalt | None = None
     client: bytes | str = ""
-    lost: list[RequestLosses] = []
+    lost: list[LostUnder] = []
 
     def shown_id(self, parsed: Parsed) -> str:
         """Return the id that a plain engine's answer shows: the client's, or one that is made."""

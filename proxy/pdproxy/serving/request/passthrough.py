@@ -31,11 +31,13 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes
 from pdproxy.scheduling.admission import Admission, Quotas, RequestDemand
 from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.losses import SOON, Fingerprint, LostUnder, Slot, Turn, protected
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.access.routes import RouteKind
+from pdproxy.serving.dispatch.broken_legs import broke
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
 from pdproxy.serving.dispatch.failure_class import (
     SAME_ELSEWHERE,
@@ -46,12 +48,9 @@ from pdproxy.serving.dispatch.failure_class import (
     refused,
     verdict_of,
 )
-from pdproxy.serving.dispatch.few_first import Permit
-from pdproxy.serving.dispatch.fingerprint import Fingerprint, fields_of
-from pdproxy.serving.dispatch.loss import SOON, RequestLosses
+from pdproxy.serving.dispatch.fingerprint import fields_of
 from pdproxy.serving.dispatch.recovery import has_stalled
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
-from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
@@ -119,8 +118,9 @@ class Passthrough:
 
 
 class _Lost:
-    """The engines that disappear under one such request: see `dispatch.engines_lost`. `body`: as
-    engines get it.
+    """The engines that disappear under one such request: see `scheduling.losses`.
+
+    `body`: as engines get it.
 
     `computes`: whether an engine's core computes its prompt. Otherwise its answer says nothing of
     that core.
@@ -134,27 +134,29 @@ class _Lost:
         self._body = body
         self._computes = computes
         self._fingerprint: Fingerprint | None = None
-        self._permit: Permit | None = None
+        self._permit: Turn | None = None
 
-    def _fields(self) -> Fields:
-        return fields_of(self._body.data) if self._body.parts is None else self._body.parts
+    def _known(self) -> Fingerprint:
+        """Return the request's fingerprint."""
+        if self._fingerprint is None:
+            body = self._body
+            fields = fields_of(body.data) if body.parts is None else body.parts
+            self._fingerprint = self._resources.fingerprint(self._headers.path, fields)
+        return self._fingerprint
 
     async def admit(self) -> None:
-        """As `EnginesLost.admit` and `in_turn`. Raises EnginesLostError also if too many engines
-        were lost under it before.
+        """As `Losses.turn`. Raises EnginesLostError also if too many engines were lost under it
+        before.
         """
-        lost, headers = self._resources.lost, self._headers
+        resources, headers = self._resources, self._headers
         if headers.lost:
-            await lost.look_back(headers)
-        if lost.remembers:
-            self._fingerprint = lost.admit(headers, self._fields())
-            self._permit = await lost.in_turn(
-                headers, self._fingerprint, self._resources.deadlines.queue
-            )
-        if headers.lost:
-            why_not = await lost.judge(headers, self._fields(), self._fingerprint)
+            why_not = await resources.lost.judge(headers, self._known(), looks_back=True)
             if why_not is not None:
                 raise why_not
+        if resources.suspects.remembers and resources.suspects.know(self._known(), headers.client):
+            self._permit = await resources.lost.turn(
+                headers, self._known(), resources.deadlines.queue
+            )
 
     def sent(self) -> None:
         """An engine is asked: its turn ends a moment later."""
@@ -168,18 +170,17 @@ class _Lost:
 
     def began(self) -> None:
         """Its stream has begun."""
-        if self._computes and self._resources.lost.remembers:
-            fields = self._fields()
-            self._fingerprint = self._resources.lost.began(self._headers, fields, self._fingerprint)
+        if self._computes and self._resources.suspects.remembers:
+            self._resources.cleared(self._headers, self._known(), whole=False)
 
     def answered(self) -> None:
         """It was answered."""
-        if self._computes and self._resources.lost.remembers:
-            self._resources.lost.answered(self._headers, self._fields(), self._fingerprint)
+        if self._computes and self._resources.suspects.remembers:
+            self._resources.cleared(self._headers, self._known(), whole=True)
 
     def left(self, lease: Lease) -> None:
         """Its client has left before any data."""
-        self._resources.lost.left(self._headers, [lease], self._fields(), self._fingerprint)
+        self._resources.lost.left(self._headers, [lease], self._known())
         if self._permit is not None:  # it may still end its engine
             self._permit.leave_in(SOON, harmless=False)
             self._permit = None
@@ -189,14 +190,14 @@ class _Lost:
     ) -> EnginesLostError | None:
         """Note an engine that has failed. Return why no other one is risked, None if one may be."""
         lost, headers = self._resources.lost, self._headers
-        may_be_lost = lost.broke(headers, lease.engine, error, lease.since, streamed=streamed)
+        may_be_lost = broke(lost, headers, lease.engine, error, lease.since, streamed=streamed)
         if may_be_lost and self._permit is not None:
             self._permit.leave_in(SOON, harmless=False)  # unless it is tried again before
         if not headers.lost:
             return None
         drop_traceback(error)  # the client may leave while this waits
         try:
-            return await lost.judge(headers, self._fields(), self._fingerprint)
+            return await lost.judge(headers, self._known())
         except asyncio.CancelledError:
             if not streamed:
                 self.left(lease)
@@ -234,7 +235,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         service: Passthrough,
         incoming: IncomingPassthrough,
         output: AsyncResponseWriter,
-        losses: list[RequestLosses] | None = None,
+        losses: list[LostUnder] | None = None,
     ) -> None:
         super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
         self.method, self.address, self.key = (
@@ -254,7 +255,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._attempts = 0
         self._beside_idle = False
         """Whether that is an engine for decode although one for prefill had no request."""
-        self._slot: RetrySlot | None = None
+        self._slot: Slot | None = None
         """The place of an attempt behind the first one, until its first data."""
         self._stream: WholeEvents | None = None
         self._events = 0
@@ -358,7 +359,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         lost = self._lost = _Lost(resources, leg_headers, body, computes=incoming.entry.computes)
         try:
             await lost.admit()
-            if any(one.engines for one in losses):
+            if any(one.some for one in losses):
                 await self._take_slot(leg_headers)
             await self._ask_one_after_the_other(body, leg_headers, lost)
         finally:
@@ -379,16 +380,18 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 resources.now(),
                 session=session_within(incoming.salt, incoming.session),
             )
-            forbidden = resources.lost.forbidden(leg_headers)
+            forbidden: Sequence[str] = ()
+            if leg_headers.lost:
+                forbidden = await resources.lost.forbidden(leg_headers)
             lease = await resources.scheduler.choose_one(ask, (*without, *forbidden), avoid)
             if lease is not None and lease.engine.url in forbidden:
                 resources.close(lease, Verdict.NEUTRAL)
-                raise resources.lost.protects()
+                raise protected()
             if lease is None:
                 is_retry = self._slot is not None
                 self._leave_slot()  # others are tried again meanwhile
                 until = until or resources.now() + resources.deadlines.queue
-                if not await resources.comebacks.wait(body.model, until):
+                if not await resources.engines_change(body.model, until):
                     raise OverloadedError(
                         "no engine can serve this request: see /ready", RefusalReason.NO_ENGINE
                     )

@@ -213,7 +213,7 @@ class RealtimeRequest(LiveRequest[ClientWebSocket]):
             ask = Ask(self._known, 0, resources.now(), session=self._session)
             lease = await resources.scheduler.choose_one(ask, tuple(without))
             if lease is None:
-                if not await resources.comebacks.wait(self._known, until):
+                if not await resources.engines_change(self._known, until):
                     raise OverloadedError(
                         "no engine can serve this request: see /ready", RefusalReason.NO_ENGINE
                     )

@@ -24,6 +24,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.scheduling.admission import Admission, Quotas
+from pdproxy.scheduling.losses import LostUnder
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
@@ -31,7 +32,6 @@ from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.failure_class import is_clients_fault
 from pdproxy.serving.dispatch.hints import NO_HINTS
-from pdproxy.serving.dispatch.loss import RequestLosses
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import (
@@ -325,7 +325,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         else:
             self._end_merged(parsed, prompts)
 
-    async def _serve_whole(self, losses: list[RequestLosses]) -> None:
+    async def _serve_whole(self, losses: list[LostUnder]) -> None:
         """Have one engine serve the whole request on the client's route. `losses`: the engines that
         were lost under it before.
 

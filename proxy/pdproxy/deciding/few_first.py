@@ -27,7 +27,7 @@ before.
 
 
 class Permit:
-    """The permission of one request to begin: its places in one or several orders, which are left
+    """A `scheduling.losses.Turn`: a request's places in one or several orders, which are left
     together.
     """
 
@@ -43,15 +43,13 @@ class Permit:
         self._left.append(left)
 
     def leave_in(self, seconds: float, *, harmless: bool = True) -> None:
-        """Leave it later, unless it is left before. The last call counts."""
+        """See `Turn`."""
         self._keep()
         if self._left:
             self._timer = self._clock.after(seconds, partial(self.leave, harmless=harmless))
 
     def leave(self, *, harmless: bool = True) -> None:
-        """Let the next request begin; where this one did no harm, perhaps more of them. Doing so
-        again changes nothing.
-        """
+        """See `Turn`."""
         self._keep()
         places, self._left = self._left, []
         for left in places:

@@ -11,10 +11,10 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from pdproxy.deciding.few_first import FewFirst
+from pdproxy.deciding.loss import Loss
 from pdproxy.kit.expiring import Expiring
 from pdproxy.scheduling.ledger_engine import Role
-from pdproxy.serving.dispatch.few_first import FewFirst
-from pdproxy.serving.dispatch.loss import Loss
 
 KEPT = 600.0
 """Seconds behind its last loss, or behind its last refusal, for which a suspect is remembered."""

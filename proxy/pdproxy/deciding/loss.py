@@ -1,10 +1,11 @@
 """The loss of one engine, and who was under way there: which requests may be the cause.
 
 A request may be the cause of a loss if it had been sent to the engine within the last `SOON`
-seconds, and had no data yet: what ends an engine does so as the engine begins it. Such a request is
-a suspect. The only suspect is treated as the cause, whoever else was under way there. Where there
-are several suspects, or none among several requests, the loss counts for nobody. Once one of them
-has lost another engine, the first loss is explained: the others are no suspects any more.
+seconds (`scheduling.losses`), and had no data yet: what ends an engine does so as the engine begins
+it. Such a request is a suspect. The only suspect is treated as the cause, whoever else was under
+way there. Where there are several suspects, or none among several requests, the loss counts for
+nobody. Once one of them has lost another engine, the first loss is explained: the others are no
+suspects any more.
 """
 
 from __future__ import annotations
@@ -15,11 +16,6 @@ import msgspec
 
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
-
-SOON = 1.0
-"""Seconds behind its beginning in which a request that ends engines does so. Behind them, an engine
-disappears by itself.
-"""
 
 
 class Only(msgspec.Struct, eq=False):
@@ -118,3 +114,8 @@ class RequestLosses(msgspec.Struct, eq=False):
     earlier: int = 0
     protected: frozenset[Role] = frozenset()
     limited: bool = False
+
+    @property
+    def some(self) -> bool:
+        """See `scheduling.losses.LostUnder`."""
+        return bool(self.engines)

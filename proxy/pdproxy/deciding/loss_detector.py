@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from pdproxy.deciding.loss import Loss
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.expiring import Expiring
@@ -17,8 +18,6 @@ from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger_engine import LedgerEngine
-from pdproxy.scheduling.scheduler import Scheduler
-from pdproxy.serving.dispatch.loss import Loss
 
 TOGETHER = 10.0
 """Seconds in which legs to one run of an engine break together."""
@@ -30,8 +29,8 @@ _GONE = "it has disappeared under a request"
 
 
 class LossDetector:
-    """Of one pool and process. `is_alive` asks the engine of a URL for its health; `lost` is called
-    with each that is lost.
+    """Of one pool. `found_gone`: see `Scheduler`. `is_alive` asks the engine of a URL for its
+    health. `lost` is called with each that is lost.
 
     `lost` is called before those that wait for `find_out` go on, and before the engine is taken out
     of use.
@@ -39,7 +38,7 @@ class LossDetector:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        found_gone: Callable[[str, str, float], None],
         engines: EngineRegistry,
         is_alive: Callable[[str], Awaitable[bool]],
         observers: Observers,
@@ -48,7 +47,7 @@ class LossDetector:
         now: Callable[[], float],
         lost: Callable[[Loss], None],
     ) -> None:
-        self._scheduler = scheduler
+        self._found_gone = found_gone
         self._engines = engines
         self._is_alive = is_alive
         self._observers = observers
@@ -123,4 +122,4 @@ class LossDetector:
         others = (one.in_ledger for one in self._engines.values() if one is not engine)
         if not any(other.role is ledger_engine.role and other.available for other in others):
             return  # it may be back in a moment: requests try it as ever
-        self._scheduler.found_gone(ledger_engine.url, _GONE, self._now())
+        self._found_gone(ledger_engine.url, _GONE, self._now())

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdproxy.deciding.few_first import Permit
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.places_in_order import PlacesInOrder
 from pdproxy.observe.description import Label, MergeRule, counter, gauge
 from pdproxy.observe.events import Observers
-from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.settings.limits import Deadlines, Limits
 
 RETRIES = gauge(
@@ -39,9 +39,7 @@ RETRIES_REFUSED = counter(
 
 
 class RetrySlot:
-    """A place for one more attempt, from its beginning to its first data or its answer. Leave it
-    once.
-    """
+    """A `scheduling.losses.Slot`."""
 
     __slots__ = ("_budget", "permit")
 
@@ -51,12 +49,16 @@ class RetrySlot:
         """What other requests wait for behind the loss of an engine. It is left with the place."""
 
     def leave(self) -> None:
-        """Give the place back. Doing so again changes nothing."""
+        """See `Slot`."""
         budget, self._budget = self._budget, None
         if budget is not None:
             budget.leave()
         if self.permit is not None:
             self.permit.leave()
+
+    def lost(self) -> None:
+        """See `Slot`: the permit ends by its time."""
+        self.permit = None
 
 
 class RetryBudget(PlacesInOrder):

@@ -29,29 +29,25 @@ all suspects were the client's. A request whose client has left is a suspect as 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
-from typing import Protocol
 
+from pdproxy.deciding.abandoned import UNDER_WAY, AbandonedRequest, AbandonedRequests
+from pdproxy.deciding.few_first import FewFirst, Permit
+from pdproxy.deciding.loss import BrokenLeg, Loss, RequestLosses
+from pdproxy.deciding.loss_detector import LossDetector
+from pdproxy.deciding.suspects import REFUSED_AT, Suspect, Suspects
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import ConnectionLostError, EngineError, EnginesLostError
+from pdproxy.kit.clock import Clock, Timer
+from pdproxy.kit.errors import EnginesLostError
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import Label, MergeRule, Samples, counter, gauge
 from pdproxy.observe.events import EngineLost, Event, NodeChanged, Observers
-from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
-from pdproxy.scheduling.scheduler import Scheduler
-from pdproxy.serving.dispatch.abandoned import UNDER_WAY, AbandonedRequest, AbandonedRequests
-from pdproxy.serving.dispatch.failure_class import verdict_of
-from pdproxy.serving.dispatch.few_first import FewFirst, Permit
-from pdproxy.serving.dispatch.fingerprint import Fingerprint, keyed
-from pdproxy.serving.dispatch.loss import SOON, BrokenLeg, Loss, RequestLosses
-from pdproxy.serving.dispatch.loss_detector import LossDetector
-from pdproxy.serving.dispatch.suspects import REFUSED_AT, Suspect, Suspects
+from pdproxy.scheduling.losses import SOON, Fingerprint, KnownSuspects, RequestAtRisk
 from pdproxy.settings.limits import Limits
-from pdproxy.wire.fields import Fields
 
 MOST = 2
 """Engines that may be lost under one request. As many losses of a suspect leave it one engine."""
@@ -65,6 +61,8 @@ WAITING = 2
 """Requests of a limited client that wait for their turn. Each holds a place that others could
 have.
 """
+FORGETS_EVERY = 60.0
+"""Seconds behind which what is remembered is looked at, if nothing else has looked at it."""
 _ROLES = frozenset(Role)
 ENGINES_LOST = counter(
     "pdproxy_engines_lost_total",
@@ -96,34 +94,14 @@ SUSPECTED = gauge(
 )
 
 
-class RequestAtRisk(Protocol):
-    """A request, as far as it matters here. `lost` is empty until an engine may be lost under it;
-    then it has one element.
-    """
-
-    @property
-    def request_id(self) -> str:
-        """Its id."""
-
-    @property
-    def path(self) -> str:
-        """The path of its route."""
-
-    @property
-    def client(self) -> bytes | str:
-        """The name of its client."""
-
-    @property
-    def lost(self) -> list[RequestLosses]:
-        """What was lost under it."""
-
-
 class EnginesLost:
-    """Those of one pool and process. `is_alive` asks the engine of a URL for its health."""
+    """The `scheduling.losses.Losses` of one pool. `found_gone`: `Scheduler.found_gone`; `is_alive`
+    asks the engine of a URL for its health.
+    """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        found_gone: Callable[[str, str, float], None],
         engines: EngineRegistry,
         is_alive: Callable[[str], Awaitable[bool]],
         observers: Observers,
@@ -137,10 +115,9 @@ class EnginesLost:
         self._clock = clock
         self._now = now
         self._limits = limits
-        self._fingerprint = keyed()
         self._numbers = count()
         self._detector = LossDetector(
-            scheduler, engines, is_alive, observers, tasks, clock, now, self._count_abandoned
+            found_gone, engines, is_alive, observers, tasks, clock, now, self._count_abandoned
         )
         self._abandoned = AbandonedRequests()
         self._fingerprints: Suspects[Fingerprint] = Suspects()
@@ -150,10 +127,11 @@ class EnginesLost:
         self._burst_until = 0.0
         self._waiting = 0
         """Requests that wait for their turn."""
-        self.remembers = False
-        """Whether any request is treated otherwise than all. An attribute: every request reads
-        it.
-        """
+        self.known = KnownSuspects(self._fingerprints, self._clients)
+        """The requests and clients that are treated otherwise than all others."""
+        self.changed: Callable[[], None] = _nothing
+        """Called when other ones are known than before, or may be."""
+        self._forgetting: Timer | None = None
         observers.show(SUSPECTED, self._suspected)
 
     def __repr__(self) -> str:
@@ -165,24 +143,14 @@ class EnginesLost:
         self,
         sender: RequestAtRisk,
         engine: LedgerEngine,
-        error: EngineError,
         since: float,
         *,
         streamed: bool,
-        beside: bool = False,
+        at: float | None = None,
     ) -> bool:
-        """Note a leg that has failed. Return whether its engine may be lost.
-
-        `since`: when it was sent; `streamed`: data had come.
-
-        `beside`: the leg was ended only since the one beside it had failed, so that its own engine
-        may be lost, too.
-        """
-        broken = isinstance(error, ConnectionLostError) or verdict_of(error) is Verdict.DEAD
-        if not broken and not (beside and sender.lost):
-            return False
+        """See `Losses`. `at`: when it has broken, None: now."""
         self._forget_old()
-        now = self._now()
+        now = self._now() if at is None else at
         loss = self._detector.suspect(engine, now)
         if loss is None:
             return False
@@ -192,18 +160,9 @@ class EnginesLost:
         return True
 
     def left(
-        self,
-        sender: RequestAtRisk,
-        leases: Iterable[Lease],
-        fields: Fields,
-        known: Fingerprint | None,
+        self, sender: RequestAtRisk, leases: Iterable[Lease], fingerprint: Fingerprint
     ) -> None:
-        """Note that a client has left before any data: its request may still end the engines at
-        which it was under way.
-        """
-        fingerprint = self._fingerprint_of(sender, fields, known) if fields else None
-        if fingerprint is None:
-            return
+        """See `Losses`."""
         self._forget_old()
         request, until = self._of(sender), self._now() + UNDER_WAY
         for lease in leases:
@@ -215,11 +174,10 @@ class EnginesLost:
             if loss is not None and loss.is_lost:  # it has left as that was found out
                 self._count_abandoned(loss)
 
-    async def look_back(self, sender: RequestAtRisk) -> None:
+    async def _look_back(self, request: RequestLosses) -> None:
         """Find out which engines are lost where parts of a request were under way that were ended:
         another part has failed.
         """
-        (request,) = sender.lost
         engines = [engine.in_ledger for engine in self._engines.values()]
         at = [
             ledger_engine
@@ -254,34 +212,24 @@ class EnginesLost:
         """Return what was lost under a request."""
         if not sender.lost:
             sender.lost.append(RequestLosses(next(self._numbers)))
-        return sender.lost[0]
-
-    def _fingerprint_of(
-        self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None
-    ) -> Fingerprint | None:
-        """Return a request's fingerprint, None where its fields were dropped before anything had
-        asked for it.
-        """
-        return known or (self._fingerprint(sender.path, fields) if fields else None)
+        request = sender.lost[0]
+        assert isinstance(request, RequestLosses)
+        return request
 
     # -- an engine is lost
 
     async def judge(
-        self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None
+        self, sender: RequestAtRisk, fingerprint: Fingerprint | None, *, looks_back: bool = False
     ) -> EnginesLostError | None:
-        """Find out which engines are lost under a request. Return why it is not tried again, None
-        if it may be.
-
-        `fields`: the request's, empty if they were dropped; `known`: its fingerprint, if it was
-        computed before.
-        """
-        (request,) = sender.lost
+        """See `Losses`."""
+        request = self._of(sender)
+        if looks_back:
+            await self._look_back(request)
         for leg in list(request.broken):
             await self._detector.find_out(leg.loss).wait()
             if leg in request.broken:  # else another prompt of the request has counted it meanwhile
                 request.broken.remove(leg)
                 if leg.loss.is_lost and leg.loss not in request.engines:
-                    fingerprint = self._fingerprint_of(sender, fields, known)
                     self._count(sender.request_id, sender.client, request, fingerprint, leg)
         number = len(request.engines)
         if not number or number + request.earlier < MOST:
@@ -337,7 +285,7 @@ class EnginesLost:
         if is_cause or loss.is_of_client(client):
             counts = None if is_cause else partial(loss.is_of_client, client)
             self._clients.add(client, loss, counts, now, streamed=leg.streamed)
-        self.remembers = bool(self._fingerprints or self._clients)
+        self._remember()
         name = "" if fingerprint is None else fingerprint.hex()[:12]
         self._observers.notify(
             EngineLost(request_id, loss.engine.url, name, losses, loss.requests.several)
@@ -351,13 +299,11 @@ class EnginesLost:
         """
         return await self._retries.enter(seconds)
 
-    def forbidden(self, sender: RequestAtRisk) -> tuple[str, ...]:
-        """Return the engines that a request must not get: the last ones of a role, or too many of
-        those that are left.
-        """
+    async def forbidden(self, sender: RequestAtRisk) -> Sequence[str]:
+        """See `Losses`."""
         if not sender.lost:
             return ()
-        (request,) = sender.lost
+        request = self._of(sender)
         burst = self._now() < self._burst_until
         suspected = [
             loss for loss, suspect in request.engines.items() if suspect and not loss.explained
@@ -380,27 +326,14 @@ class EnginesLost:
                 found += answering
         return tuple(found)
 
-    def protects(self) -> EnginesLostError:
-        """Return the error of a request that could get only engines that it must not get."""
-        return EnginesLostError(
-            "an engine disappeared under this request: it gets none of those that are left"
-        )
-
     # -- a request begins, while something is remembered
 
-    def admit(self, sender: RequestAtRisk, fields: Fields) -> Fingerprint:
-        """Look at a request that begins, and return its fingerprint.
+    def _limit(self, sender: RequestAtRisk, fingerprint: Fingerprint) -> None:
+        """Limit what a request may get by what is known of it.
 
         Raises:
             EnginesLostError: it is refused.
         """
-        self._forget_old()
-        fingerprint = self._fingerprint(sender.path, fields)
-        self._limit(sender, fingerprint)
-        return fingerprint
-
-    def _limit(self, sender: RequestAtRisk, fingerprint: Fingerprint) -> None:
-        """Limit what a request may get by what is known of it. Raises as `admit`."""
         now = self._now()
         losses, of_client = (
             self._fingerprints.losses(fingerprint),
@@ -418,20 +351,18 @@ class EnginesLost:
         elif losses and (roles := self._fingerprints.fresh_roles(fingerprint, now)):
             self._of(sender).protected = roles
 
-    async def in_turn(
+    async def turn(
         self, sender: RequestAtRisk, fingerprint: Fingerprint, seconds: float
     ) -> Permit | None:
-        """Wait for the turn of a request whose client is limited, or whose fingerprint has a loss.
-        None: it is neither.
+        """See `Losses`.
 
         The requests of one fingerprint take turns whoever sends them: sent at once, they would all
         have their engines before the first of these is lost. The permit is left `SOON` behind the
         moment at which the request is sent to its last engine: until then, the request may be the
         cause of a loss.
-
-        Raises:
-            EnginesLostError: its turn did not come within `seconds`, or too many others wait.
         """
+        self._forget_old()
+        self._limit(sender, fingerprint)
         until = self._now() + seconds
         permit: Permit | None = None
         try:
@@ -457,7 +388,7 @@ class EnginesLost:
         """Wait for one turn, and return a permit with it: `permit`, if there is one. `most`: how
         many like it may wait.
 
-        As all who wait keep their places, at most half of the places do. Raises as `in_turn`.
+        As all who wait keep their places, at most half of the places do. Raises as `turn`.
         """
         turns = suspect.turns = suspect.turns or FewFirst(self._clock, singly=1, moment=None)
         waits = turns.waiting < most and self._waiting < self._limits.max_inflight // 2
@@ -474,35 +405,37 @@ class EnginesLost:
 
     # -- a request is answered, while something is remembered
 
-    def began(
-        self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None
-    ) -> Fingerprint | None:
-        """Note the first data of a stream. Return the fingerprint: what it is made of may be
-        dropped now.
-        """
-        return self._clear(sender, fields, known, whole=False)
-
-    def answered(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> None:
-        """Note a whole answer: neither the request nor its client is the cause."""
-        self._clear(sender, fields, known, whole=True)
-
-    def _clear(
-        self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None, *, whole: bool
-    ) -> Fingerprint | None:
-        fingerprint = self._fingerprint_of(sender, fields, known)
+    def answered(
+        self, client: bytes | str, fingerprint: Fingerprint | None, *, whole: bool
+    ) -> None:
+        """See `Losses`."""
         if self._fingerprints.losses(fingerprint) >= MOST:
             self._burst_until = 0.0  # it has lost them by chance
         self._fingerprints.answered(fingerprint, whole=whole)
-        self._clients.answered(sender.client, whole=whole)
+        self._clients.answered(client, whole=whole)
         self._forget_old()
-        return fingerprint
+        self._remember()
 
     def _forget_old(self) -> None:
         now = self._now()
         self._detector.forget_old()
+        before = len(self._fingerprints) + len(self._clients)
         for kept in (self._abandoned, self._fingerprints, self._clients):
             kept.forget_old(now)
-        self.remembers = bool(self._fingerprints or self._clients)
+        if len(self._fingerprints) + len(self._clients) != before:
+            self._remember()
+
+    def _remember(self) -> None:
+        """Note whether anything is remembered, and forget it in time."""
+        self.known.remembers = bool(self._fingerprints or self._clients)
+        if self.known.remembers and self._forgetting is None:
+            self._forgetting = self._clock.after(FORGETS_EVERY, self._forget_again)
+        self.changed()
+
+    def _forget_again(self) -> None:
+        self._forgetting = None
+        self._forget_old()
+        self._remember()
 
     # -- for operators
 
@@ -542,3 +475,7 @@ class EnginesLost:
     @property
     def _limited(self) -> int:
         return sum(one.losses >= LIMITED_AT for one in self._clients.values())
+
+
+def _nothing() -> None:
+    """Do nothing: nobody follows what is known."""

@@ -10,10 +10,10 @@ from collections import deque
 
 import msgspec
 
+from pdproxy.deciding.loss import RequestLosses
 from pdproxy.kit.expiring import Expiring
 from pdproxy.scheduling.ledger_engine import LedgerEngine
-from pdproxy.serving.dispatch.fingerprint import Fingerprint
-from pdproxy.serving.dispatch.loss import RequestLosses
+from pdproxy.scheduling.losses import Fingerprint
 
 UNDER_WAY = 10.0
 """Seconds for which an abandoned request counts as under way at its engines."""
