@@ -26,9 +26,9 @@ from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.workers import item_link, links, scheduler_clients, scheduler_link
 from pdproxy.workers.remote_scheduler import RemoteScheduler
-from pdproxy.workers.scheduler_clients import Hears, PoolChoices, SchedulerClient
+from pdproxy.workers.scheduler_clients import Answers, Hears, PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import HeldLease, SchedulerLink
-from pdproxy.workers.scheduler_messages import Choose, error_of, refused
+from pdproxy.workers.scheduler_messages import Asked, Choose, error_of, refused
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 
@@ -68,6 +68,7 @@ class Deciding:
         )
         self._restarted = restarted
         self.hears: dict[str, Hears] = {}
+        self.answers: dict[str, Answers] = {}
         self.clients: list[SchedulerClient] = []
         self.lost: list[SchedulerClient] = []
 
@@ -76,7 +77,7 @@ class Deciding:
         mine, its = links.pair()
         pool = PoolChoices(self.scheduler, self.ledger, self.buffers, lambda: None, lambda: 2.0)
         said = (lambda _: None) if self._restarted else SchedulerClient.welcome
-        client = SchedulerClient(mine, [pool], self.lost.append, said, self.hears)
+        client = SchedulerClient(mine, [pool], self.lost.append, said, self.hears, self.answers)
         self.ledger.transfers.changed = self._transfers_changed
         self.clients.append(client)
         link.connect(its)
@@ -187,6 +188,55 @@ async def test_what_is_said_of_topics_arrives_in_order_and_is_held_for_the_next_
     assert heard == [(client, b"held", False)]
     w.link.close()
     client.close()
+
+
+async def test_questions_are_answered_whenever_that_can_be() -> None:
+    """Behind one another, or not at all: an error is the asker's, and who leaves is not answered.
+    A question that waits as the scheduler process ends is asked of the next one.
+    """
+    s, w = Deciding(), Worker()
+    go_on, waiting = asyncio.Event(), 0
+
+    async def answer(client: SchedulerClient, number: int, body: bytes) -> bytes:
+        nonlocal waiting
+        if body == b"full":
+            raise OverloadedError("full", RefusalReason.QUEUE_FULL, retry_after=3.0)
+        if body == b"wrong":
+            raise ValueError(body)
+        waiting += 1
+        try:
+            await go_on.wait()
+        finally:
+            waiting -= 1
+        return body + str(number).encode()
+
+    def ask(body: bytes) -> asyncio.Task[Any]:
+        item = Asked(w.link.numbers(1), "a", body)
+        return asyncio.ensure_future(w.link.ask(item, 1))
+
+    s.answers["a"] = answer
+    client = s.connect(w.link)
+    first, left, full, wrong = [ask(body) for body in (b"x", b"y", b"full", b"wrong")]
+    await settled()
+    assert (first.done(), waiting) == (False, 2)
+    with pytest.raises(OverloadedError) as error:
+        full.result()
+    assert (error.value.reason, error.value.retry_after) == (RefusalReason.QUEUE_FULL, 3.0)
+    assert isinstance(wrong.exception(), OverloadedError)
+    left.cancel()
+    await settled()
+    assert waiting == 1
+    client.close()
+    await settled()
+    assert waiting == 0
+    s.connect(w.link)
+    await settled()
+    assert (first.done(), waiting) == (False, 1)
+    go_on.set()
+    await settled()
+    assert first.result().body == b"x0"
+    w.link.close()
+    s.clients[-1].close()
 
 
 async def test_what_constrains_a_choice_counts(both) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ from pdproxy.workers.item_link import ItemLink
 from pdproxy.workers.links import LinkError
 from pdproxy.workers.scheduler_link import MAX_UNSENT
 from pdproxy.workers.scheduler_messages import (
+    Asked,
     Began,
     Choice,
     Choose,
@@ -51,6 +52,7 @@ from pdproxy.workers.scheduler_messages import (
     LostModel,
     RefusesMore,
     RefusesReports,
+    Replied,
     Said,
     SpaceFree,
     TransfersKnown,
@@ -85,14 +87,18 @@ class PoolChoices(msgspec.Struct, frozen=True, eq=False):
 
 Hears = Callable[["SchedulerClient", bytes], None]
 """Takes what a worker has said."""
+Answers = Callable[["SchedulerClient", int, bytes], Awaitable[bytes]]
+"""Returns the answer to a question of a worker, which has this number. Raises OverloadedError.
+Cancelled when the worker has ended, or does not wait for the answer any more.
+"""
 
 
 class SchedulerClient:
     """One worker. `end`: of a pair of sockets; `pools`: those of the proxy, in their order.
 
     `lost`: called when nothing more comes from it; `said`: when it has said what it has, which is
-    before it asks: it does so behind `welcome`. `hears`: what takes what it says, by topics.
-    `of_all`: what gives its requests places, if this does.
+    before it asks: it does so behind `welcome`. `hears`, `answers`: what takes what it says, and
+    what answers what it asks, by topics. `of_all`: what gives its requests places, if this does.
     """
 
     def __init__(
@@ -102,11 +108,12 @@ class SchedulerClient:
         lost: Callable[[SchedulerClient], None],
         said: Callable[[SchedulerClient], None],
         hears: Mapping[str, Hears] = MappingProxyType({}),
+        answers: Mapping[str, Answers] = MappingProxyType({}),
         of_all: AdmissionOfAll | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._pools = pools
-        self._lost, self._said, self._hears = lost, said, hears
+        self._lost, self._said, self._hears, self._asked = lost, said, hears, answers
         self._leases: dict[int, tuple[PoolChoices, Lease]] = {}
         self._spaces: dict[int, Space] = {}
         self._choosing: dict[int, asyncio.Task[None]] = {}
@@ -137,6 +144,7 @@ class SchedulerClient:
             RefusesMore: self._refuses_more,
             SpaceFree: self._space_free,
             Said: self._heard,
+            Asked: self._question,
             Holds: self._holds,
         }
         self._admitted: AdmittedWorker | None = None
@@ -420,6 +428,22 @@ class SchedulerClient:
 
     def _heard(self, item: Said) -> None:
         self._hears[item.topic](self, item.body)
+
+    def _question(self, item: Asked) -> None:
+        task = self._loop.create_task(self._reply(item), name="answer a worker")
+        self._choosing[item.number] = task
+        task.add_done_callback(partial(self._over, item.number))
+
+    async def _reply(self, item: Asked) -> None:
+        try:
+            body = await self._asked[item.topic](self, item.number, item.body)
+        except OverloadedError as error:
+            self._answer(refused(item.number, error))
+        except Exception:
+            self._answer(refused(item.number, _failed()))
+            raise
+        else:
+            self._answer(Replied(item.number, body))
 
     def _pool(self, number: int) -> PoolChoices:
         if not 0 <= number < len(self._pools):

@@ -34,6 +34,7 @@ from pdproxy.workers.admission_messages import (
 from pdproxy.workers.item_link import ItemLink
 from pdproxy.workers.links import LinkError
 from pdproxy.workers.scheduler_messages import (
+    Asked,
     Choice,
     Chosen,
     Closed,
@@ -42,6 +43,7 @@ from pdproxy.workers.scheduler_messages import (
     Held,
     Holds,
     Refused,
+    Replied,
     Said,
     TransfersKnown,
     Unwanted,
@@ -65,8 +67,8 @@ TRIES = 2
 """How many scheduler processes are sent one question: one that ends them must not end more."""
 
 
-Question = Choice | Enter | UseKey | Reserve
-Answer = Chosen | Granted
+Question = Choice | Enter | UseKey | Reserve | Asked
+Answer = Chosen | Granted | Replied
 
 
 class HeldLease(Lease):
@@ -120,6 +122,7 @@ class SchedulerLink:
         self._do: dict[type, Callable[[Any], None]] = {
             Chosen: self._answered,
             Granted: self._answered,
+            Replied: self._answered,
             Refused: self._answered,
             Welcome: self._welcome,
             TransfersKnown: self._know_transfers,

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Collection
 
 from pdproxy.workers.admitted_worker import AdmissionOfAll
-from pdproxy.workers.scheduler_clients import Hears, PoolChoices, SchedulerClient
+from pdproxy.workers.scheduler_clients import Answers, Hears, PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 
 EXPECTED = 0.25
@@ -30,6 +30,8 @@ class SchedulerLinks:
         """That of a worker."""
         self.hears: dict[str, Hears] = {}
         """In the scheduler process: what takes what workers say, by topics."""
+        self.answers: dict[str, Answers] = {}
+        """In the scheduler process: what answers what workers ask, by topics."""
         self.greets: list[Callable[[SchedulerClient], None]] = []
         """In the scheduler process: what says to each new worker all that workers are to know."""
         self.of_all: AdmissionOfAll | None = None
@@ -106,7 +108,9 @@ class SchedulerLinks:
         self.link.close()
 
     def _serve(self, end: socket.socket) -> None:
-        client = SchedulerClient(end, self._pools, self._gone, self._said, self.hears, self.of_all)
+        client = SchedulerClient(
+            end, self._pools, self._gone, self._said, self.hears, self.answers, self.of_all
+        )
         self._clients.add(client)
         for greet in self.greets:
             greet(client)

@@ -197,6 +197,16 @@ class Said(msgspec.Struct, array_like=True, tag=17):
     body: bytes
 
 
+class Asked(msgspec.Struct, array_like=True, tag=30):
+    """Something rare that is asked: `topic` says what it is about, and so how `body` is read. The
+    number is one of those of choices.
+    """
+
+    number: int
+    topic: str
+    body: bytes
+
+
 FromWorker = (
     Choose
     | ChooseOne
@@ -216,6 +226,7 @@ FromWorker = (
     | SpaceFree
     | OfAdmission
     | Said
+    | Asked
     | Holds
 )
 
@@ -271,7 +282,14 @@ class TransfersKnown(msgspec.Struct, array_like=True, tag=3):
     known: KnownTransfers
 
 
-FromScheduler = Chosen | Refused | Welcome | TransfersKnown | Said | ForAdmission
+class Replied(msgspec.Struct, array_like=True, tag=30):
+    """The answer to what was asked."""
+
+    number: int
+    body: bytes
+
+
+FromScheduler = Chosen | Refused | Welcome | TransfersKnown | Said | Replied | ForAdmission
 
 _KINDS: tuple[type[OverloadedError], ...] = (OverloadedError, TooLateError, LimitError)
 
