@@ -137,9 +137,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_tokenize.py::test_now_and_then_an_engine_shows_its_own": EACH,
         "test_tokenize.py::test_one_engine_of_several_that_differs": EACH,
         "test_tokenize.py::test_the_engines_own_model": EACH,
-        "test_turns.py::test_a_handle_that_fails_costs_no_attempt": EACH,
-        "test_turns.py::test_of_a_restarted_engine_none_is_used": EACH,
-        "test_turns.py::test_ready_reports_that_no_notices_come": EACH,
         "test_wrong_keys.py::test_too_many_wrong_keys_of_an_address": EACH,
     }
 )

@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 
+from pdproxy.deciding import turns as turns_module
+from pdproxy.deciding.turns import FAILURES, PAUSE, PoolTurns
 from pdproxy.observe.events import (
     KvNoticed,
     LegFailed,
     StreamContinued,
-    TurnClaimed,
     TurnDropped,
     TurnKept,
     TurnReleased,
     TurnReused,
 )
-from pdproxy.serving.kv import turns as turns_module
 from pdproxy.serving.kv.open_turns import WAIT
-from pdproxy.serving.kv.turns import FAILURES, PAUSE, PoolTurns
 from pdproxy.wire.route import Route
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes import several
@@ -66,8 +65,7 @@ async def talking(turns: dict[str, Any] | None = None, **more: Any) -> AsyncIter
                 ).status == 200
         await quiet(pair)
         await pair.noticed()
-        for turns_ in turns_of(pair):
-            turns_.kept.drop_all("evicted")
+        turns_of(pair).kept.drop_all("evicted")
         await until(lambda: not kept(pair))
         await quiet(pair)
         pair.world._recorder.events.clear()
@@ -89,16 +87,14 @@ async def heard(pair: Pair) -> None:
 
 async def quiet(pair: Pair) -> None:
     """Wait until nothing is under way: no request, no answer without its notice, no release."""
-    await until(
-        lambda: (
-            not pair.world.busy() and not any(turns.releases.pending for turns in turns_of(pair))
-        )
-    )
+    await until(lambda: not pair.world.busy() and not turns_of(pair).releases.pending)
 
 
-def turns_of(pair: Pair) -> list[PoolTurns]:
-    """Return those of all workers."""
-    return [worker.turns for worker in pair.world.workers if worker.turns is not None]
+def turns_of(pair: Pair) -> PoolTurns:
+    """Return those of the process that keeps them, for all workers."""
+    turns = pair.world.proxy.turns
+    assert turns is not None
+    return turns
 
 
 def user(content: str) -> list[dict[str, Any]]:
@@ -106,9 +102,8 @@ def user(content: str) -> list[dict[str, Any]]:
 
 
 def kept(pair: Pair) -> int:
-    """Return how many are kept, once all workers know the same; -1 before."""
-    known = {len(turns.kept) for turns in turns_of(pair)}
-    return known.pop() if len(known) == 1 else -1
+    """Return how many are kept."""
+    return len(turns_of(pair).kept)
 
 
 async def keeps(pair: Pair, count: int) -> None:
@@ -257,7 +252,7 @@ async def test_a_changed_history_uses_the_common_blocks() -> None:
 
 
 def kept_ids(pair: Pair) -> set[str]:
-    return {turn.handle.request_id for turns in turns_of(pair) for turn in turns.kept.own}
+    return {turn.handle.request_id for turn in turns_of(pair).kept._by_age.values()}
 
 
 @pytest.mark.parametrize(
@@ -313,8 +308,7 @@ async def test_engines_that_name_a_host_at_which_others_do_not_reach_them(way: s
         (reused,) = pair.world.events(TurnReused)
         assert reused.tokens == pulled(pair) > 0
         await keeps(pair, 1)
-        for turns in turns_of(pair):
-            turns.kept.drop_all("evicted")
+        turns_of(pair).kept.drop_all("evicted")
         await quiet(pair)
         await until(lambda: not pair.d.engine.handles)
         assert {event.result for event in pair.world.events(TurnReleased)} == {"released"}
@@ -333,9 +327,9 @@ async def test_the_oldest_is_released_for_a_newer_one(bound: str) -> None:
             await quiet(pair)
         assert set(drops(pair)) == {"evicted"}
         await until(lambda: 0 < kept(pair) <= 4)
-        blocks = sum(turns.kept.blocks().get(pair.d.url, 0) for turns in turns_of(pair))
+        blocks = turns_of(pair).kept.blocks().get(pair.d.url, 0)
         assert 0 < blocks <= limits["max_blocks"] or bound != "max_blocks"
-        assert all(0 < turns.kept.size <= 2**16 for turns in turns_of(pair)) or bound != "max_bytes"
+        assert 0 < turns_of(pair).kept.size <= 2**16 or bound != "max_bytes"
         await until(lambda: set(pair.d.engine.handles) == kept_ids(pair), 20)
         released = [event.result for event in pair.world.events(TurnReleased)]
         assert released == ["released"] * len(drops(pair))
@@ -367,8 +361,8 @@ async def test_expired_ones_are_not_used() -> None:
         await alike(pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 4})
         await until(lambda: kept(pair) >= 1)
         begun = clock.now()
-        for turns in turns_of(pair):
-            clock.now = turns._now = turns.kept._now = lambda: begun + 40.5
+        turns = turns_of(pair)
+        clock.now = turns._now = turns.kept._now = lambda: begun + 40.5
         await alike(pair, COMPLETIONS, {"prompt": [*IDS, 5], "max_tokens": 4})
         assert pair.world.events(TurnReused) == []
         assert "expired" in drops(pair)
@@ -408,8 +402,7 @@ async def test_a_handle_that_fails_costs_no_attempt(restarted: bool) -> None:
         assert pair.world.events(LegFailed) == []
         assert pair.world.events(TurnReused) == []
         await until(lambda: len(pair.world.events(TurnReleased)) == FAILURES)
-        turns = pair.world.proxy.turns
-        assert turns is not None
+        turns = turns_of(pair)
         if restarted:  # it failed with P's run before: another run has failed nothing
             await pair.p.engine.restart()
             await pair.world.probe()
@@ -452,8 +445,7 @@ async def test_ready_reports_that_no_notices_come(monkeypatch: pytest.MonkeyPatc
     """
     monkeypatch.setattr(turns_module, "SILENT", 5)
     async with talking(d={"bidirectional_kv_xfer": False}) as pair:
-        turns = pair.world.proxy.turns
-        assert turns is not None
+        turns = turns_of(pair)
         later = 0.0
 
         async def ask(count: int, **fields: Any) -> None:
@@ -466,8 +458,13 @@ async def test_ready_reports_that_no_notices_come(monkeypatch: pytest.MonkeyPatc
                 )
             later += 2 * WAIT
             at = turns._now() + later
-            turns.open._now = lambda: at
-            turns.open._sweep()
+            expected = len(drops(pair))
+            for worker in pair.world.workers:
+                assert worker.open_turns is not None
+                expected += len(worker.open_turns._awaited)
+                worker.open_turns._now = lambda: at
+                worker.open_turns._sweep()
+            await until(lambda: len(drops(pair)) == expected)
 
         await ask(1)
         turns._silent = 0
@@ -508,7 +505,7 @@ async def test_at_the_end_all_are_released() -> None:
         await alike(pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 4})
         await keeps(pair, 1)
         await pair.world.drain()
-        assert [len(turns.kept) for turns in turns_of(pair)] == [0] * len(pair.world.workers)
+        assert kept(pair) == 0
         await until(lambda: not pair.d.engine.handles, 20)
         assert drops(pair) == ["shutdown"]
 
@@ -588,34 +585,30 @@ async def test_whatever_fails_answers_are_right_and_nothing_is_left() -> None:
 
 
 async def test_workers_use_each_others_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever has the connection of the next prompt. All that is kept is one of theirs, and all
-    is released at the end.
+    """Whichever has the connection of the next prompt: each turn is found. All are released at the
+    end.
     """
     monkeypatch.setattr(several, "WORKERS", 2)
     async with talking() as pair:
-        first, second = turns_of(pair)
-        count = asked = 0
-        # the system chooses who gets a connection
-        while count < 8 or not (first.kept.own and second.kept.own):
-            await alike(
-                pair,
-                COMPLETIONS,
-                {"prompt": [count, *IDS], "max_tokens": 4, "stream": count % 2 == 0},
-            )
-            count += 1
-            await keeps(pair, count)
-        while not (results := [event.result for event in pair.world.events(TurnClaimed)]):
+        asked = 0
+        for round_ in range(4):
             forget(pair)
-            asked += count
-            for number in range(count):
+            # the system chooses which worker gets a connection
+            for number in range(8):
                 await alike(
-                    pair, COMPLETIONS, {"prompt": [number, *IDS, *[5] * asked], "max_tokens": 4}
+                    pair,
+                    COMPLETIONS,
+                    {
+                        "prompt": [number, *IDS, *[5] * round_],
+                        "max_tokens": 4,
+                        "stream": number % 2 == 0,
+                    },
                 )
-            await keeps(pair, count)
-        assert results == ["given"] * len(results)
-        assert len(pair.world.events(TurnReused)) == asked
-        first.kept.drop_all("evicted")
-        second.kept.drop_all("evicted")
+                asked += 1
+                await keeps(pair, number + 1 if round_ == 0 else 8)
+        assert len(pair.world.events(TurnReused)) == asked - 8
+        assert drops(pair) == []
+        turns_of(pair).kept.drop_all("evicted")
         await quiet(pair)
         await until(lambda: not pair.d.engine.handles, 20)
 

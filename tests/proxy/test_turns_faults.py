@@ -77,7 +77,7 @@ class Talk:
             core(sim).pool.forget_all()  # what one has of the turn before need not be pulled
         before = self._asked()
         asked = asyncio.ensure_future(self.pair.ask(CHAT, body | {"stream": self._stream}))
-        if waits and WORKERS > 1:  # first the worker that keeps the turn answers, in real time
+        if waits and WORKERS > 1:  # first the scheduler answers, in real time
             with contextlib.suppress(TimeoutError):
                 await until(lambda: asked.done() or self._asked() > before, A_WHILE)
         answer = await (self.clock.through(asked, STEP) if waits else asked)
@@ -140,8 +140,7 @@ class Talk:
                     {name for sim in self.d for name in sim.engine.handles} <= kept_ids(self.pair)
                 )
             )
-        for turns in turns_of(self.pair):
-            turns.kept.drop_all("evicted")
+        turns_of(self.pair).kept.drop_all("evicted")
         await self.quiet()
         for sim in self.d if ttl else ():
             sim.engine.expire_leases()

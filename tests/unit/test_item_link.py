@@ -64,8 +64,8 @@ async def test_what_is_said_while_items_are_taken_is_sent_at_once(ends) -> None:
     other.link._received = other.received
     one.link.say(encode(b"a"))
     one.link.flush()
-    other.link._read()
-    one.link._read()
+    other.link.read()
+    one.link.read()
     assert one.items == [b"a"]
 
 
@@ -130,9 +130,24 @@ async def test_the_end_of_the_other_process_is_seen(ends, begun: bytes) -> None:
     assert isinstance(other.lost[0], EndedError)
 
 
-async def test_nothing_is_sent_to_a_process_that_has_ended(ends) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+async def test_what_a_process_has_sent_that_has_ended_is_read_first(ends, waits: bool) -> None:
+    """Nothing can be sent to it, whether it waits to be sent or not."""
     one, other = ends
+    if waits:
+        one.link.pause()
+        one.link.say(encode(bytes(4 << 20)))
+        one.link.flush()
+        assert one.link.unsent
+    other.link.say(encode(b"last"))
+    other.link.flush()
     other.link._socket.shutdown(socket.SHUT_RDWR)
     one.link.say(encode(b"a"))
     one.link.flush()
+    if waits:
+        await until(lambda: not one.link.unsent)
+        one.link.resume()
+    assert not one.lost
+    await until(lambda: one.lost)
     assert isinstance(one.lost[0], EndedError)
+    assert one.items == [b"last"]

@@ -11,16 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdproxy.deciding.kept_turns import KeptTurns, TurnLimits
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
-from pdproxy.serving.kv.kept_turns import (
-    SCOPE_BYTES,
-    KeptTurn,
-    KeptTurns,
-    TurnLimits,
-    TurnRecord,
-    scope_of,
-)
 from pdproxy.serving.kv.open_turns import MAX_NAMESAKES, MAX_OVER, WAIT, OpenTurn, OpenTurns
+from pdproxy.transfer.kept_turn import SCOPE_BYTES, KeptTurn, TurnRecord, scope_of
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read, shown_in_streams
 from pdproxy_lab.sim.facts import SimFacts
 from tests.sim.engines import Engines, plain
@@ -67,7 +61,7 @@ class Shelf:
         self.engines = {
             url: SimpleNamespace(in_ledger=one, url=url) for url, one in self.nodes.items()
         }
-        self.dropped: list[tuple[str, str, bool]] = []
+        self.drops: list[tuple[str, str, bool]] = []
         self.added: list[KeptTurn] = []
         self.at = 1000.0
         fields = {
@@ -75,20 +69,32 @@ class Shelf:
         }
         self.limits = TurnLimits(**fields)
         self.kept = KeptTurns(
-            TurnRules(), self.limits, cast("Any", self.engines), self.drop, lambda: self.at
+            TurnRules(), self.limits, cast("Any", self.engines), self.dropped, lambda: self.at
         )
         self.open = OpenTurns(
             TurnRules(),
-            self.kept,
-            self.drop,
-            self.added.append,
+            self,
             lambda: self.at,
             max_bytes=self.limits.max_bytes,
             by_notice=by_notice,
         )
 
-    def drop(self, record: TurnRecord, handle: DecodeHandle | None, reason: str) -> None:
-        self.dropped.append((record.remote_request_id, reason, handle is not None))
+    # -- as a keeper of turns
+
+    def keep(self, turn: KeptTurn) -> None:
+        if self.kept.add(turn):
+            self.added.append(turn)
+
+    def dropped(self, record: TurnRecord, handle: DecodeHandle | None, reason: str) -> None:
+        self.drops.append((record.remote_request_id, reason, handle is not None))
+
+    def freed(self, name: str, reason: str) -> None:
+        self.kept.forget(name, reason)
+
+    def leave_space(self, size: int) -> None:
+        self.kept.leave_space(size)
+
+    # -- for tests
 
     def record(self, name: str, prompt: bytes | None = None, decode: str = "d") -> TurnRecord:
         run, tokens = (
@@ -97,7 +103,7 @@ class Shelf:
         )
         return TurnRecord(decode, run, "p", 1, name, "tiny", (), prompt, tokens)
 
-    def keep(self, name: str, *ids: int, decode: str = "d", scope: bytes = SCOPE) -> bool:
+    def put(self, name: str, *ids: int, decode: str = "d", scope: bytes = SCOPE) -> bool:
         handle = read(params(len(ids) - 1, f"cmpl-{name}"))
         assert isinstance(handle, DecodeHandle)
         turn = KeptTurn(
@@ -114,7 +120,7 @@ class Shelf:
 
     @property
     def reasons(self) -> list[tuple[str, str]]:
-        return [(name, reason) for name, reason, _ in self.dropped]
+        return [(name, reason) for name, reason, _ in self.drops]
 
 
 HISTORY = tuple(range(100, 160))
@@ -123,23 +129,23 @@ OTHER = (*HISTORY[:32], *range(500, 540))
 
 def test_the_one_that_is_continued_is_found_and_given_once() -> None:
     shelf = Shelf()
-    shelf.keep("a", *HISTORY)
-    shelf.keep("b", *OTHER)
-    shelf.keep("c", *range(900, 990))
+    shelf.put("a", *HISTORY)
+    shelf.put("b", *OTHER)
+    shelf.put("c", *range(900, 990))
     assert shelf.take(*HISTORY, 1, 2, 3) == ("a", 59)
     assert shelf.take(*HISTORY, 1, 2, 3) == ("b", 32)
     assert shelf.take(*HISTORY, 1, 2, 3) is None
     assert len(shelf.kept) == 1
     assert shelf.kept.blocks() == {"d": 6}
-    assert shelf.dropped == []
+    assert shelf.drops == []
 
 
 def test_ids_are_compared_whole() -> None:
     """12 is no beginning of 123."""
     shelf = Shelf()
-    shelf.keep("a", *range(100, 140), 12, 5, 6)
+    shelf.put("a", *range(100, 140), 12, 5, 6)
     assert shelf.take(*range(100, 140), 123, 5, 6, 7) == ("a", 32)
-    shelf.keep("b", *range(100, 131), 12, 7, 8)
+    shelf.put("b", *range(100, 131), 12, 7, 8)
     assert shelf.take(*range(100, 131), 123, 5) == ("b", 16)
 
 
@@ -154,7 +160,7 @@ def test_another_scope_has_other_kv() -> None:
     ]
     assert len(set(scopes)) == len(scopes)
     shelf = Shelf()
-    shelf.keep("a", *HISTORY)
+    shelf.put("a", *HISTORY)
     assert [shelf.take(*HISTORY, 1, scope=scope) for scope in scopes[1:]] == [None] * 5
     assert shelf.take(*HISTORY, 1) is not None
 
@@ -164,7 +170,7 @@ def test_another_scope_has_other_kv() -> None:
 )
 def test_too_little_in_common_is_left_to_its_own_conversation(limits: dict[str, Any]) -> None:
     shelf = Shelf(**limits)
-    shelf.keep("a", *HISTORY)
+    shelf.put("a", *HISTORY)
     assert shelf.take(*HISTORY[:31], *[7] * 50) is None
     assert shelf.take(*HISTORY[:20], *[7] * 50) is None
     assert shelf.take(*HISTORY[:32], *[7] * 50) == ("a", 32)
@@ -172,9 +178,9 @@ def test_too_little_in_common_is_left_to_its_own_conversation(limits: dict[str, 
 
 def test_the_time_counts_from_the_receipt() -> None:
     shelf = Shelf()
-    shelf.keep("a", *HISTORY)
+    shelf.put("a", *HISTORY)
     shelf.at += 99.9
-    shelf.keep("b", *OTHER)
+    shelf.put("b", *OTHER)
     shelf.at += 0.1
     assert shelf.take(*HISTORY, 1) == ("b", 32)
     assert shelf.reasons == [("a", "expired")]
@@ -186,7 +192,7 @@ def test_a_turn_of_a_slow_stream_is_not_used_after_its_own_time() -> None:
     assert turn is not None
     shelf.open.receive("a", params(59))
     shelf.at += 60
-    shelf.keep("b", *range(900, 990))
+    shelf.put("b", *range(900, 990))
     turn.answered(array("I", HISTORY[40:]), 20)
     shelf.at += 40
     assert shelf.take(*HISTORY, 1) is None
@@ -196,7 +202,7 @@ def test_a_turn_of_a_slow_stream_is_not_used_after_its_own_time() -> None:
 def test_an_engine_that_was_started_again_or_is_gone() -> None:
     shelf = Shelf()
     for name, decode in (("a", "d"), ("b", "e")):
-        shelf.keep(name, *HISTORY, decode=decode)
+        shelf.put(name, *HISTORY, decode=decode)
     shelf.nodes["d"].run_number = 9
     del shelf.engines["e"]
     assert shelf.take(*HISTORY, 1) is None
@@ -209,8 +215,8 @@ def test_an_engine_that_was_started_again_or_is_gone() -> None:
 )
 def test_a_pair_that_may_not_share_kv(why: str) -> None:
     shelf = Shelf()
-    shelf.keep("a", *HISTORY)
-    shelf.keep("b", *OTHER, decode="e")
+    shelf.put("a", *HISTORY)
+    shelf.put("b", *OTHER, decode="e")
     d, without = shelf.nodes["d"], set()
     evidence = d.evidence
     assert evidence is not None
@@ -228,24 +234,24 @@ def test_a_pair_that_may_not_share_kv(why: str) -> None:
         without = {2}
     assert shelf.take(*HISTORY, 1, without=without) == ("b", 32)
     assert len(shelf.kept) == 1
-    assert shelf.dropped == []
+    assert shelf.drops == []
 
 
 def test_bounds() -> None:
     shelf = Shelf(count=3)
     for number in range(5):
-        shelf.keep(str(number), *range(number, number + 40))
+        shelf.put(str(number), *range(number, number + 40))
     assert shelf.reasons == [("0", "evicted"), ("1", "evicted")]
     shelf = Shelf(max_blocks=8)
     for number in range(5):
-        shelf.keep(str(number), *range(number, number + 40), decode="de"[number % 2])
+        shelf.put(str(number), *range(number, number + 40), decode="de"[number % 2])
     assert shelf.reasons == [("0", "evicted")]
     assert shelf.kept.blocks() == {"d": 6, "e": 6}
-    assert not shelf.keep("long", *range(200))
+    assert not shelf.put("long", *range(200))
     assert shelf.reasons[1:] == [("long", "too_long")]
     shelf = Shelf(max_bytes=1000)
     for number in range(5):
-        shelf.keep(str(number), *range(number, number + 40))
+        shelf.put(str(number), *range(number, number + 40))
         assert shelf.kept.size <= 1000
     assert len(shelf.kept) < 5
     shelf.kept.leave_space(900)
@@ -255,7 +261,7 @@ def test_bounds() -> None:
 def test_equal_ones_are_all_found() -> None:
     shelf = Shelf(max_blocks=1000)
     for number in range(50):
-        shelf.keep(str(number), *HISTORY)
+        shelf.put(str(number), *HISTORY)
     found = {shelf.take(*HISTORY, number) for number in range(50)}
     assert len(found) == 50
     assert None not in found
@@ -306,7 +312,7 @@ def test_the_answers_own_handle_counts(other: bool) -> None:
     turn.keeps(params(59))
     turn.answered(ANSWER, 20)
     turn.keeps(params(59, "cmpl-late"))
-    assert shelf.dropped == [("a", "abandoned", True)] * other
+    assert shelf.drops == [("a", "abandoned", True)] * other
     found = shelf.kept.find(SCOPE + text(*HISTORY, 1), shelf.p)
     assert found is not None
     assert found.turn.handle.request_id == "cmpl-d"
@@ -328,10 +334,10 @@ def test_an_answer_without_an_end_is_released_now_or_when_its_notice_comes() -> 
     shelf.open.receive("early", params(59))
     early.close()
     late.close()
-    assert shelf.dropped == [("early", "abandoned", True)]
+    assert shelf.drops == [("early", "abandoned", True)]
     shelf.open.receive("late", params(59))
     shelf.open.receive("late", params(59))
-    assert shelf.dropped[1:] == [("late", "abandoned", True)]
+    assert shelf.drops[1:] == [("late", "abandoned", True)]
     assert shelf.open.size == len(shelf.kept) == 0
 
 
@@ -341,9 +347,9 @@ def test_a_notice_that_never_comes_is_not_awaited_for_ever() -> None:
     assert shelf.open.size == SCOPE_BYTES + 4 * 60
     shelf.at += WAIT
     opened(shelf, "next")
-    assert shelf.dropped == [("a", "no_notice", False)]
+    assert shelf.drops == [("a", "no_notice", False)]
     shelf.open.receive("a", params(59))
-    assert shelf.dropped[1:] == [("a", "abandoned", True)]
+    assert shelf.drops[1:] == [("a", "abandoned", True)]
 
 
 def test_notices_of_others_change_nothing() -> None:
@@ -351,7 +357,7 @@ def test_notices_of_others_change_nothing() -> None:
     shelf = Shelf()
     for number in range(100):
         shelf.open.receive(f"other-{number}", params(59))
-    assert shelf.dropped == []
+    assert shelf.drops == []
     assert len(shelf.open) == len(shelf.kept) == 0
 
 
@@ -363,7 +369,7 @@ def test_a_notice_without_a_handle(params_: bytes) -> None:
     turn = opened(shelf)
     shelf.open.receive("a", params_)
     turn.answered(ANSWER, 20)
-    assert shelf.dropped == [("a", "unusable", False)]
+    assert shelf.drops == [("a", "unusable", False)]
     assert shelf.open.size == 0
 
 
@@ -376,7 +382,7 @@ def test_what_cannot_be_compared_or_cut_is_released() -> None:
     several = opened(shelf, "several")
     shelf.open.receive("several", params(59, groups=2))
     several.answered(ANSWER, 20)
-    assert shelf.dropped == [("unknown", "no_ids", True), ("several", "groups", True)]
+    assert shelf.drops == [("unknown", "no_ids", True), ("several", "groups", True)]
 
 
 def test_two_turns_of_one_name_are_both_released() -> None:
@@ -392,7 +398,7 @@ def test_two_turns_of_one_name_are_both_released() -> None:
     assert len(shelf.open) == shelf.open.size == 0
     for _ in range(4):
         shelf.open.receive("a", params(59))
-    assert shelf.dropped == [("a", "abandoned", True)] * 3
+    assert shelf.drops == [("a", "abandoned", True)] * 3
     assert len(shelf.kept) == 0
     opened(shelf).answered(ANSWER, 20)
     shelf.open.receive("a", params(59))
@@ -410,7 +416,7 @@ def test_the_name_of_a_turn_whose_handle_is_known_is_free(how: str) -> None:
     second = opened(shelf)
     shelf.open.receive("a", params(59, "cmpl-second"))
     second.answered(ANSWER, 20)
-    assert shelf.dropped == [("a", "evicted" if how == "kept" else "abandoned", True)]
+    assert shelf.drops == [("a", "evicted" if how == "kept" else "abandoned", True)]
     assert [turn.handle.request_id for turn in shelf.kept._by_age.values()] == ["cmpl-second"]
 
 
@@ -430,7 +436,7 @@ def test_turns_of_one_name_that_are_remembered_are_bounded() -> None:
         shelf.open.open(shelf.record("a", SCOPE), in_answer=False)
     for _ in range(3 * MAX_NAMESAKES):
         shelf.open.receive("a", params(59))
-    assert len(shelf.dropped) == MAX_NAMESAKES
+    assert len(shelf.drops) == MAX_NAMESAKES
 
 
 def test_without_notices_the_older_turn_of_a_name_is_released_by_its_answer() -> None:
@@ -439,7 +445,7 @@ def test_without_notices_the_older_turn_of_a_name_is_released_by_its_answer() ->
     first, second = (opened(shelf, stream=False) for _ in range(2))
     first.keeps(params(59))
     first.answered(ANSWER, 20)
-    assert shelf.dropped == [("a", "abandoned", True)]
+    assert shelf.drops == [("a", "abandoned", True)]
     second.keeps(params(59))
     second.answered(ANSWER, 20)
     first.close()
@@ -478,7 +484,7 @@ def test_streams_without_notices_are_followed_only_if_they_show_handles() -> Non
 def test_open_ones_are_bounded_and_take_space_from_those_kept() -> None:
     shelf = Shelf(max_bytes=2000)
     for number in range(4):
-        shelf.keep(str(number), *range(number, number + 40))
+        shelf.put(str(number), *range(number, number + 40))
     turns = [opened(shelf, f"open-{number}") for number in range(40)]
     assert shelf.open.size <= 1000
     assert shelf.open.size + shelf.kept.size <= 2000
@@ -578,6 +584,6 @@ def test_a_handle_that_came_before_an_unusable_one_is_released() -> None:
     turn = opened(shelf)
     shelf.open.receive("a", params(59, "cmpl-lost"))
     turn.keeps(b"{}")
-    assert shelf.dropped == [("a", "unusable", True)]
+    assert shelf.drops == [("a", "unusable", True)]
     turn.answered(ANSWER, 20)
     assert shelf.open.size == len(shelf.open) == len(shelf.kept) == 0

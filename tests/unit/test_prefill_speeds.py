@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from pdproxy.deciding.turns import PrefillSpeeds
 from pdproxy.serving.dispatch.turn import TurnBefore
-from pdproxy.serving.kv.turns import PrefillSpeeds
 from pdproxy.transfer.contract import Handle
 
 
@@ -16,8 +16,8 @@ from pdproxy.transfer.contract import Handle
 def test_tokens_of_the_prefix_cache_are_not_computed(created: int | None, seconds: float) -> None:
     """Unless the engine does not say how many these are. A leg of 100 tokens has taken 2 s."""
     speeds, times = PrefillSpeeds(), iter((5.0, 7.0))
-    turns = cast("Any", SimpleNamespace(speeds=speeds))
-    TurnBefore(turns, None, 1, lambda: next(times)).prefilled(
+    scheduler = cast("Any", SimpleNamespace(prefilled=speeds.measured))
+    TurnBefore(scheduler, cast("Any", 1), None, lambda: next(times)).prefilled(
         Handle(b"{}", None, 100, "a", created_cache_tokens=created)
     )
     assert speeds.seconds(1, 10) == pytest.approx(seconds)

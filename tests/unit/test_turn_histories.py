@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdproxy.serving.kv.kept_turns import scope_of
+from pdproxy.transfer.kept_turn import scope_of
 from tests.unit.test_kept_turns import Shelf
 
 ASKED = tuple(range(100, 164))
@@ -42,7 +42,7 @@ def test_only_tokens_that_are_the_same_are_used(edit: str) -> None:
     """Ids are compared, not texts: of what an answer hid from its client nobody needs to know."""
     prompt, tokens = EDITS[edit]
     shelf = Shelf()
-    assert shelf.keep("turn", *TURN)
+    assert shelf.put("turn", *TURN)
     assert shelf.take(*prompt) == (None if tokens is None else ("turn", tokens))
     assert len(shelf.kept) == (tokens is None), "it is given once; what is of no use here stays"
 
@@ -50,7 +50,7 @@ def test_only_tokens_that_are_the_same_are_used(edit: str) -> None:
 @pytest.mark.parametrize("edit", EDITS)
 def test_of_another_model_or_salt_nothing_is_used(edit: str) -> None:
     shelf = Shelf()
-    shelf.keep("turn", *TURN)
+    shelf.put("turn", *TURN)
     for scope in (scope_of("other", b""), scope_of("tiny", b"salt")):
         assert shelf.take(*EDITS[edit][0], scope=scope) is None
     assert len(shelf.kept) == 1
@@ -62,7 +62,7 @@ def test_of_another_model_or_salt_nothing_is_used(edit: str) -> None:
 def test_a_turn_is_used_as_long_as_its_time_lasts(passed: float, used: bool) -> None:
     """Counted from its receipt here: the clock of the engine that keeps it may be any."""
     shelf = Shelf()
-    shelf.keep("turn", *TURN)
+    shelf.put("turn", *TURN)
     shelf.at += passed
     assert (shelf.take(*TURN, *MORE) is not None) == used
     assert shelf.reasons == ([] if used else [("turn", "expired")])
@@ -71,9 +71,9 @@ def test_a_turn_is_used_as_long_as_its_time_lasts(passed: float, used: bool) -> 
 def test_turns_that_nobody_continues_end_with_their_time() -> None:
     """Whatever is asked next: until then the decode engine may still have their blocks."""
     shelf = Shelf()
-    shelf.keep("turn", *TURN)
+    shelf.put("turn", *TURN)
     shelf.at += 50
-    shelf.keep("later", *range(600, 690))
+    shelf.put("later", *range(600, 690))
     shelf.at += 50
     assert shelf.take(*range(900, 990)) is None
     assert shelf.reasons == [("turn", "expired")]
@@ -82,7 +82,7 @@ def test_turns_that_nobody_continues_end_with_their_time() -> None:
 
 def test_of_two_the_one_with_more_in_common_is_used() -> None:
     shelf = Shelf()
-    shelf.keep("short", *TURN[:70])
-    shelf.keep("long", *TURN)
+    shelf.put("short", *TURN[:70])
+    shelf.put("long", *TURN)
     assert shelf.take(*TURN, *MORE) == ("long", 95)
     assert shelf.take(*TURN, *MORE) == ("short", 69)

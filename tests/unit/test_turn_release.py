@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from pdproxy.deciding.turn_release import AT_ONCE, LEAST_WAITING, TurnReleases
 from pdproxy.observe.events import Observers, TurnReleased
-from pdproxy.serving.kv.kept_turns import TurnRecord
-from pdproxy.serving.kv.turn_release import AT_ONCE, LEAST_WAITING, TurnReleases
 from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.kept_turn import TurnRecord
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read
 from tests.fakes.recorder import Recorder
 from tests.unit.test_kept_turns import params

@@ -326,6 +326,7 @@ async def test_a_connector_that_is_found_too_late_is_to_be_named() -> None:
         lambda: 0.0,
         Parent(2).all[0],
         links,
+        1,
     )
     with pytest.raises(
         SettingsError,

@@ -8,11 +8,12 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 
+from pdproxy.deciding.turns import PoolTurns
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.admission import Admission
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.turns import PoolTurns
+from pdproxy.serving.kv.open_turns import OpenTurns
 from pdproxy.settings.limits import Deadlines
 
 logger = logging.getLogger("pdproxy")
@@ -24,7 +25,7 @@ MARGIN = 10.0
 async def drain(
     requests: Collection[asyncio.Task[object]],
     admission: Admission,
-    kept: Sequence[tuple[Custodian, PoolTurns | None]],
+    kept: Sequence[tuple[Custodian, OpenTurns | None, PoolTurns | None]],
     timeout: float,
     observers: Observers,
 ) -> None:
@@ -44,7 +45,7 @@ async def drain(
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-    await asyncio.gather(*(_release(custodian, turns) for custodian, turns in kept))
+    await asyncio.gather(*(_release(*one) for one in kept))
 
 
 def longest_drain(deadlines: Deadlines, linger: float = 0.0) -> float:
@@ -57,8 +58,12 @@ def longest_drain(deadlines: Deadlines, linger: float = 0.0) -> float:
     return linger + deadlines.drain + release + deadlines.release + MARGIN
 
 
-async def _release(custodian: Custodian, turns: PoolTurns | None) -> None:
+async def _release(
+    custodian: Custodian, open_turns: OpenTurns | None, turns: PoolTurns | None
+) -> None:
     if lost := await custodian.settle(custodian.drain_timeout):
         logger.warning("%d prefills and handles did not end in %g s", lost, custodian.drain_timeout)
+    if open_turns is not None:
+        open_turns.drop_all()
     if turns is not None and (left := await turns.close(custodian.drain_timeout)):
         logger.warning("KV of %d turns is left to the decode engines' own time", left)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.app.engines import EngineSetup
+from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.membership import Membership
 from pdproxy.kit.tasks import TaskOwner
@@ -14,7 +15,6 @@ from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.settings.limits import Deadlines
 
 

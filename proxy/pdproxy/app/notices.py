@@ -13,7 +13,7 @@ from pdproxy.app.worker_notices import WorkerNotices
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.notices import NoticeRouter, Telemetry
-from pdproxy.serving.kv.turns import PoolTurns
+from pdproxy.serving.kv.open_turns import OpenTurns
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.notices import NoticeSocket
@@ -66,7 +66,7 @@ def build_notices(
     settings: Settings,
     transfer: KvTransfer,
     custodian: Custodian,
-    turns: PoolTurns | None,
+    turns: OpenTurns | None,
     process: Process,
     sockets: Sockets,
 ) -> Noticing:

@@ -18,6 +18,7 @@ from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.registrations import Registering
 from pdproxy.app.tokens import Tokens
 from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.membership import Membership
@@ -31,7 +32,7 @@ from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import may_use, may_use_pool
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.turns import PoolTurns
+from pdproxy.serving.kv.open_turns import OpenTurns
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.errors import naming_pool
 from pdproxy.upstream.admin import EngineAdmin
@@ -142,7 +143,7 @@ class Parts(Process):
         """Refuse new requests, and wait for those in flight and for the release of their KV. See
         `app.drain`.
         """
-        kept = [(pool.custodian, pool.turns) for pool in self.pools]
+        kept = [(pool.custodian, pool.open_turns, pool.turns) for pool in self.pools]
         await drain(requests, self.admission, kept, self.settings.deadlines.drain, self.observers)
 
     async def stop(self) -> None:
@@ -202,6 +203,10 @@ class Parts(Process):
     @property
     def custodian(self) -> Custodian:
         return self.pools[0].custodian
+
+    @property
+    def open_turns(self) -> OpenTurns | None:
+        return self.pools[0].open_turns
 
     @property
     def turns(self) -> PoolTurns | None:

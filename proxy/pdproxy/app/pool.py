@@ -30,6 +30,7 @@ from pdproxy.deciding.comebacks import Comebacks
 from pdproxy.deciding.engines_lost import EnginesLost
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.deciding.retry_slots import RetrySlots
+from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
@@ -50,7 +51,7 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ended_leases import EndedLeases
 from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
-from pdproxy.serving.kv.turns import PoolTurns
+from pdproxy.serving.kv.open_turns import OpenTurns
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
@@ -65,7 +66,8 @@ from pdproxy.upstream.passthrough import PassthroughLegs
 class PoolParts:
     """The parts of one pool. `policy`, `slo`: its settings in force.
 
-    `shortcomings`: each returns sentences on what is wrong with it.
+    `shortcomings`: each returns sentences on what is wrong with it. `turns`: None in a process that
+    does not keep them.
     """
 
     process: Process
@@ -84,6 +86,7 @@ class PoolParts:
     transfer: KvTransfer
     buffers: ReceiveBuffers
     custodian: Custodian
+    open_turns: OpenTurns | None
     turns: PoolTurns | None
     notices: Noticing
     registrations: Registering | None
@@ -166,10 +169,10 @@ class PoolParts:
         engines.when_forgotten(
             lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url)
         )
-        turns = build_turns(
+        open_turns, turns = build_turns(
             settings, transfer.contract, ledger, engines, clock, observers, own, transfer.hosts
         )
-        notices = build_notices(settings, transfer, custodian, turns, process, sockets)
+        notices = build_notices(settings, transfer, custodian, open_turns, process, sockets)
         registrations = build_registrations(
             settings, engines, ledger, process, sockets, transfer.hosts
         )
@@ -181,7 +184,10 @@ class PoolParts:
         prefixes = build_prefixes(
             knowledge, engines, ledger, observers, now, kv_events, chooses=chooses
         )
-        needed, wanted = transfer.contract.needs_ids, turns is not None or knowledge is not None
+        needed, wanted = (
+            transfer.contract.needs_ids,
+            open_turns is not None or knowledge is not None,
+        )
         tokens = build_tokens(
             settings,
             engines,
@@ -233,7 +239,7 @@ class PoolParts:
         if own is None or own.chooses:
             transfers.start()
         local = LocalScheduler(
-            ledger, outliers, buffers, transfers, observers, now, decisions, knowledge
+            ledger, outliers, buffers, transfers, observers, now, decisions, knowledge, turns
         )
         scheduler: Scheduler = local
         if own is not None:
@@ -279,7 +285,7 @@ class PoolParts:
             is_alive=is_alive,
             shares=shares,
             tokenizing=tokens.tokenizing if tokens is not None else None,
-            turns=turns,
+            turns=open_turns,
             prefixes=prefixes.of_requests if prefixes is not None else None,
             records=continuing.records if continuing is not None else None,
             detokenizing=continuing.detokenizing if continuing is not None else None,
@@ -340,6 +346,7 @@ class PoolParts:
             transfer=transfer,
             buffers=buffers,
             custodian=custodian,
+            open_turns=open_turns,
             turns=turns,
             notices=notices,
             registrations=registrations,

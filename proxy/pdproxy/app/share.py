@@ -14,6 +14,7 @@ from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown
 from pdproxy.app.sockets import Sockets
 from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.kept_turns import TurnLimits
 from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas
 from pdproxy.deciding.local_scheduler import LocalScheduler
@@ -26,7 +27,6 @@ from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
-from pdproxy.kit.records import Records
 from pdproxy.kit.shared_table import Column, Others
 from pdproxy.kit.siblings import Siblings
 from pdproxy.kit.tasks import TaskOwner
@@ -37,12 +37,13 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.worker_turns import WorkerTurns
+from pdproxy.serving.kv.open_turns import TurnKeeper
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Settings
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
+from pdproxy.transfer.turns import TurnRules
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
@@ -135,19 +136,12 @@ class Share(Protocol):
 
 
 class PoolShare(Protocol):
-    """A process's part of the pool with number `at`. `number`: of the process."""
+    """A process's part of one pool."""
 
-    number: int
-    at: int
     chooses: bool
     """Whether this process chooses the engines, for itself and for all others."""
     capacity: PoolCapacity | None
-    """Set by whoever makes it, and so is the next one."""
-    turns: WorkerTurns | None
-
-    @property
-    def siblings(self) -> Siblings:
-        """The other processes."""
+    """Set by whoever makes it."""
 
     @property
     def sockets(self) -> Sockets:
@@ -157,9 +151,19 @@ class PoolShare(Protocol):
     def signs(self) -> Part:
         """Of the engines' signs of life."""
 
-    @property
-    def kept_turns(self) -> Records:
-        """Where records of kept turns are written."""
+    def turns(
+        self,
+        rules: TurnRules,
+        limits: TurnLimits,
+        ledger: Ledger,
+        engines: EngineRegistry,
+        deadlines: Deadlines,
+        observers: Observers,
+        clock: Clock,
+    ) -> TurnKeeper:
+        """Return where finished turns of this process go: if it chooses, a `PoolTurns`. The
+        arguments: those of `PoolTurns`.
+        """
 
     def scheduler(
         self,

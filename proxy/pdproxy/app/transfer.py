@@ -8,16 +8,17 @@ from urllib.parse import urlsplit
 
 from pdproxy.app.share import PoolShare
 from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.kept_turns import TurnLimits
+from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
+from pdproxy.observe.description import Label, MergeRule, Samples, gauge
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.resources import KvTransfer
-from pdproxy.serving.kv.kept_turns import TurnLimits
+from pdproxy.serving.kv.open_turns import OpenTurns, TurnKeeper
 from pdproxy.serving.kv.ready import ReadyWaits
-from pdproxy.serving.kv.turns import PoolTurns
-from pdproxy.serving.kv.worker_turns import WorkerTurns
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.kv import LMCache
 from pdproxy.settings.pools import Pool
@@ -27,6 +28,17 @@ from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.transfer.registry import entry_of
 
 logger = logging.getLogger("pdproxy.kv")
+
+TURN_BYTES = gauge(
+    "pdproxy_turn_bytes",
+    "bytes",
+    "Bytes of token ids and handles that are held (turns.max_bytes)",
+    Label(
+        "of",
+        (("kept", "turns that may be used"), ("open", "turns whose answer or notice has not come")),
+    ),
+    workers=MergeRule.SUM,
+)
 
 
 def build_transfer(
@@ -69,15 +81,15 @@ def build_turns(
     observers: Observers,
     own: PoolShare | None,
     hosts: HandleHosts,
-) -> PoolTurns | None:
-    """Return what hands KV of finished turns back to prefill engines, None where that is not
-    wanted.
+) -> tuple[OpenTurns | None, PoolTurns | None]:
+    """Return what hands KV of finished turns back to prefill engines: the turns of this process's
+    requests, and those that are kept if this process does that. None where that is not wanted.
 
     `own`: see `build_ledger`. `hosts`: which hosts handles may name.
     """
     wanted = settings.pool.turns
     if not wanted.bidirectional or contract.turns is None:
-        return None
+        return None, None
     if not settings.kv_ready.notifier:
         logger.warning(
             "turns.bidirectional without kv_ready.notifier: engines before vLLM 0.33.0 name no "
@@ -93,20 +105,30 @@ def build_turns(
         min_tokens=wanted.min_tokens,
         min_share=wanted.min_share,
     )
-    by_notice = settings.kv_ready.notifier
     arguments = contract.turns, limits, ledger, engines, settings.deadlines, observers, clock
-    if own is None:
-        return PoolTurns(*arguments, by_notice=by_notice, hosts=hosts)
-    own.turns = WorkerTurns(
-        *arguments,
-        by_notice=by_notice,
-        hosts=hosts,
-        number=own.number,
-        pool=own.at,
-        area=own.kept_turns,
-        siblings=own.siblings,
+    keeper: TurnKeeper = PoolTurns(*arguments) if own is None else own.turns(*arguments)
+
+    def host_of(decode: str) -> str | None:
+        engine = engines.known.get(decode)
+        return None if engine is None else engine.kv_host
+
+    opened = OpenTurns(
+        contract.turns,
+        keeper,
+        clock.now,
+        max_bytes=limits.max_bytes,
+        by_notice=settings.kv_ready.notifier,
+        host_of=host_of,
+        checked=hosts.checked,
     )
-    return own.turns
+    turns = keeper if isinstance(keeper, PoolTurns) else None
+
+    def sizes() -> Samples:
+        kept = [] if turns is None else [(("kept",), turns.kept.size)]
+        return [*kept, (("open",), opened.size)]
+
+    observers.show(TURN_BYTES, sizes)
+    return opened, turns
 
 
 def receiver_of(engine: ConfiguredEngine) -> Receiver | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.errors import TooLateError
 from pdproxy.observe.description import Label, counter
@@ -52,6 +53,7 @@ DECISIONS = counter(
 class LocalScheduler:
     """A `scheduling.scheduler.Scheduler` that is called. `decisions`: where they are kept, None
     where nobody is shown them. `knowledge`: of engines' caches, None where nothing asks for it.
+    `turns`: those that are kept, None where none are.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LocalScheduler:
         now: Callable[[], float],
         decisions: Decisions | None,
         knowledge: Knowledge | None,
+        turns: PoolTurns | None = None,
     ) -> None:
         self._ledger = ledger
         self._outliers = outliers
@@ -73,6 +76,7 @@ class LocalScheduler:
         self._now = now
         self._decisions = decisions
         self._knowledge = knowledge
+        self._turns = turns
 
     def __repr__(self) -> str:
         return f"<LocalScheduler {self._ledger!r}>"
@@ -85,7 +89,11 @@ class LocalScheduler:
         return self._buffers.bounded
 
     async def choose(
-        self, request_id: str, ask: Ask, constraints: Constraints = ANY
+        self,
+        request_id: str,
+        ask: Ask,
+        constraints: Constraints = ANY,
+        turn: bytes | None = None,
     ) -> Assignment | None:
         """See `Scheduler`."""
         if self._ledger.has_placement:
@@ -101,6 +109,9 @@ class LocalScheduler:
             self._look_beside(chosen.leases[0])
         if chosen is not None and ask.beginning is not None and self._knowledge is not None:
             self._knowledge.sent(ask.beginning, chosen.leases, self._now())
+        turns = self._turns
+        if turn is not None and turns is not None and chosen is not None and len(chosen.leases) > 1:
+            chosen.turn = turns.find(turn, chosen.leases[0].engine)
         return chosen
 
     def _pair(self, ask: Ask, without: Sequence[str], avoid: Sequence[str]) -> Assignment | None:
@@ -244,6 +255,11 @@ class LocalScheduler:
         """See `Scheduler`."""
         if lease.prediction is not None and self._knowledge is not None:
             self._knowledge.answered(lease.prediction, reported, prompt)
+
+    def prefilled(self, lease: Lease, tokens: int, seconds: float) -> None:
+        """See `Scheduler`."""
+        if self._turns is not None:
+            self._turns.speeds.measured(lease.engine.run_number, tokens, seconds)
 
     def refuses_reports(self, url: str) -> None:
         """See `Scheduler`."""

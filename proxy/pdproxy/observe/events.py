@@ -398,14 +398,6 @@ class TurnDropped(msgspec.Struct, frozen=True):
     reason: str
 
 
-class TurnClaimed(msgspec.Struct, frozen=True):
-    """Another worker was asked for a turn that it keeps. `result`: given, gone or late, see the
-    metric.
-    """
-
-    result: str
-
-
 class TurnReleased(msgspec.Struct, frozen=True):
     """A release of a turn's KV has ended. `result`: released, or left: the decode engine frees it
     after its own time.
@@ -527,7 +519,6 @@ Event = (
     | TurnKept
     | TurnReused
     | TurnDropped
-    | TurnClaimed
     | TurnReleased
     | Tokenized
     | TokenizerJudged

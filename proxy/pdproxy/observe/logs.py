@@ -40,7 +40,6 @@ from pdproxy.observe.events import (
     Tokenized,
     TokenizerJudged,
     TransferFaultSeen,
-    TurnClaimed,
     TurnDropped,
     TurnKept,
     TurnReleased,
@@ -207,7 +206,7 @@ class LogObserver:
                 _debug(event)
             case KvNoticed() | KvTransferred() | KvWaited() | BootstrapAsked():
                 _debug(event)
-            case TurnKept() | TurnReused() | TurnDropped() | TurnClaimed() | TurnReleased():
+            case TurnKept() | TurnReused() | TurnDropped() | TurnReleased():
                 _debug(event)
 
     def _refused(self, event: Refused) -> None:

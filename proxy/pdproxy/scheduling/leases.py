@@ -10,6 +10,7 @@ import msgspec
 
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.prefix.prediction import Prediction
+from pdproxy.scheduling.turn_before import FoundTurn
 
 
 class Verdict(Enum):
@@ -66,13 +67,15 @@ class Assignment(msgspec.Struct, eq=False):
     where nothing was decided.
 
     `values`: what the decision was based on, for those who ask for it; None where nothing was
-    computed. `space`: what was taken for the prompt's KV, None where nothing has to be.
+    computed. `space`: what was taken for the prompt's KV, None where nothing has to be. `turn`: the
+    turn before the prompt, None if none was found.
     """
 
     leases: tuple[Lease, ...]
     reason: str = ""
     values: Mapping[str, float] | None = None
     space: Space | None = None
+    turn: FoundTurn | None = None
 
     def __getitem__(self, role: Role) -> Lease:
         """Return the lease of a role.

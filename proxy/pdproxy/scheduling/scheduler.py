@@ -43,10 +43,17 @@ class Scheduler(Protocol):
     """
 
     async def choose(
-        self, request_id: str, ask: Ask, constraints: Constraints = ANY
+        self,
+        request_id: str,
+        ask: Ask,
+        constraints: Constraints = ANY,
+        turn: bytes | None = None,
     ) -> Assignment | None:
         """Lease the engines for one attempt with a prompt: a prefill and a decode engine, or one
         that serves the request whole. None: there are none for it.
+
+        `turn`: the prompt's scope and token ids, by which the turn before is found; None where no
+        turns are kept.
 
         Raises:
             TooLateError: no engine can serve it in time, and such requests are refused.
@@ -123,6 +130,11 @@ class Scheduler(Protocol):
     def cached(self, lease: Lease, reported: int, prompt: int) -> None:
         """Note how many tokens an engine says that it has found in its cache, before its lease is
         closed. `prompt`: the prompt's tokens.
+        """
+
+    def prefilled(self, lease: Lease, tokens: int, seconds: float) -> None:
+        """Note how long a prefill engine took for so many tokens, without KV of the turn before.
+        Where turns are kept, each such leg is told.
         """
 
     def refuses_reports(self, url: str) -> None:

@@ -22,7 +22,7 @@ _MAX_BLOCKS = 1 << 24
 _Name = msgspec.Meta(min_length=1, max_length=512)
 
 
-class DecodeHandle(msgspec.Struct, frozen=True):
+class DecodeHandle(msgspec.Struct, frozen=True, array_like=True):
     """KV of a finished turn that a decode engine keeps.
 
     - `params`: the engine's `kv_transfer_params`, unchanged.

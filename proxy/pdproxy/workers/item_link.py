@@ -77,7 +77,7 @@ class ItemLink(Generic[Item]):
 
     def resume(self) -> None:
         """Take items."""
-        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._socket.fileno(), self.read)
 
     def close(self) -> None:
         """Close the socket. What is not sent is dropped, and nothing more may be said."""
@@ -118,9 +118,8 @@ class ItemLink(Generic[Item]):
             sent = self._socket.send(data)
         except BlockingIOError:
             sent = 0
-        except OSError as error:
-            self._lost(_ended(error))
-            return
+        except OSError:
+            return  # it has ended: what it has sent before is read first, and then its end
         if sent < len(data):
             self._unsent += data[sent:]
             self._loop.add_writer(self._socket.fileno(), self._write)
@@ -130,14 +129,14 @@ class ItemLink(Generic[Item]):
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
             return
-        except OSError as error:
-            self._lost(_ended(error))
-            return
+        except OSError:
+            sent = len(self._unsent)  # as in `flush`
         del self._unsent[:sent]
         if not self._unsent:
             self._loop.remove_writer(self._socket.fileno())
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take what has come."""
         try:
             data = self._socket.recv(_READ)
             if not data:

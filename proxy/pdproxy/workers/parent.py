@@ -129,7 +129,7 @@ class Parent(Watcher):
         self._shared = shared
         self._listening = listening
         self._switchboard = Switchboard(supervisor, add_up)
-        self._heirs = Heirs(supervisor, shared.custody, *(pool.turns for pool in shared.pools))
+        self._heirs = Heirs(supervisor, shared.custody)
         self._changes = ParentChanges(supervisor, shared.journal)
 
     def received(self, worker: WorkerProcess, message: Message) -> None:

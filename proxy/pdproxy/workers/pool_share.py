@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from socket import socket
 
 from pdproxy.app.capacity import PoolCapacity
@@ -11,7 +13,9 @@ from pdproxy.app.health import Watching
 from pdproxy.app.share import Part
 from pdproxy.app.sockets import BoundBefore
 from pdproxy.deciding.buffers import ReceiveBuffers
+from pdproxy.deciding.kept_turns import TurnLimits
 from pdproxy.deciding.local_scheduler import LocalScheduler
+from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet import life_signs
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.canary import Canaries
@@ -25,13 +29,12 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.scheduler import Scheduler
-from pdproxy.serving.kv import worker_turns
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.turn_messages import is_turn
-from pdproxy.serving.kv.worker_turns import WorkerTurns
+from pdproxy.serving.kv.open_turns import TurnKeeper
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
+from pdproxy.transfer.turns import TurnRules
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.workers.custodian import WorkerCustodian
 from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
@@ -39,11 +42,13 @@ from pdproxy.workers.legs_of_all import AuditorOfAll, LegsOfAll
 from pdproxy.workers.own_legs import OwnLegs, WorkerAuditor
 from pdproxy.workers.records import Area, SharedRecords
 from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
+from pdproxy.workers.remote_turns import RemoteTurns
 from pdproxy.workers.scheduler_clients import PoolChoices
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.siblings import LinkedSiblings
 from pdproxy.workers.state_view import StateView
 from pdproxy.workers.state_writer import StateWriter
+from pdproxy.workers.turns_of_workers import UNITS, RecordedTurns, WorkersTurns
 
 MAX_ENGINES = 4096
 """Engines whose load is shared: as many as a pool can have."""
@@ -54,7 +59,12 @@ class PoolMemory:
 
     def __init__(self, workers: int) -> None:
         self.signs = SharedTable(workers, MAX_ENGINES, life_signs.MEASURES)
-        self.turns = SharedRecords(workers, worker_turns.UNITS)
+        self.turns = SharedRecords(1, UNITS)
+        """Of the scheduler process. Its successor reads them."""
+        self.heard = memoryview(mmap.mmap(-1, 8 * workers)).cast("q")
+        """By worker, the number of the last thing about turns that a scheduler process has heard.
+        A worker reads it for good once that process has ended.
+        """
         self.listeners: dict[str, socket] = {}
         """Where its engines send messages, by the keys of their places. The parent binds and closes
         them.
@@ -70,7 +80,7 @@ class WorkerPoolShare:
     its own, for the records of all pools.
 
     `lead`: whether it does what is done once; `now`: monotonic seconds; `siblings`: the others;
-    `choosing`: the links for choosing engines.
+    `choosing`: the links for choosing engines. `start`: how often the process was started.
     """
 
     def __init__(
@@ -83,31 +93,29 @@ class WorkerPoolShare:
         now: Callable[[], float],
         siblings: LinkedSiblings,
         choosing: SchedulerLinks,
+        start: int,
     ) -> None:
         self.number = number
         self.at = at
         self.signs: Part = memory.signs.of(number)
-        self.kept_turns = memory.turns.area(number)
         self._memory = memory
         self._area = area
         self._lead = lead
         self._now = now
         self.siblings = siblings
         self._choosing = choosing
+        self._first = (start << 32) + 1
         self.sockets = BoundBefore(memory.listeners)
         self.chooses = lead.leads
         self.capacity: PoolCapacity | None = None
-        """This and the next one are set by whoever makes them."""
-        self.turns: WorkerTurns | None = None
+        """Set by whoever makes it."""
+        self._turns: PoolTurns | None = None
+        self._of_workers: WorkersTurns | None = None
+        self._remote_turns: RemoteTurns | None = None
         self._custodian: WorkerCustodian | None = None
 
     def __repr__(self) -> str:
         return f"<WorkerPoolShare of pool {self.at}, worker {self.number}>"
-
-    def start(self) -> None:
-        """Follow the other workers."""
-        if self.turns is not None:
-            self.turns.start()
 
     def refresh(self) -> None:
         """Look at what other processes have of engines on their way out."""
@@ -119,9 +127,36 @@ class WorkerPoolShare:
         hold.
         """
         if self._custodian is not None:
-            self._custodian.adopt([record for record in records if not is_turn(record)])
-        if self.turns is not None:
-            self.turns.adopt([record for record in records if is_turn(record)])
+            self._custodian.adopt(records)
+
+    def turns(
+        self,
+        rules: TurnRules,
+        limits: TurnLimits,
+        ledger: Ledger,
+        engines: EngineRegistry,
+        deadlines: Deadlines,
+        observers: Observers,
+        clock: Clock,
+    ) -> TurnKeeper:
+        """See `PoolShare`."""
+        if self.chooses:
+            kept = partial(RecordedTurns, self._memory.turns.area(0))
+            self._turns = PoolTurns(
+                rules, limits, ledger, engines, deadlines, observers, clock, kept
+            )
+            return self._turns
+        self._remote_turns = RemoteTurns(
+            self._choosing.link,
+            self.at,
+            engines,
+            self.number,
+            self._memory.heard,
+            self._first,
+            limits.seconds,
+            clock.now,
+        )
+        return self._remote_turns
 
     def scheduler(
         self,
@@ -133,14 +168,26 @@ class WorkerPoolShare:
     ) -> Scheduler:
         """See `PoolShare`."""
         if self.chooses:
+            turns = None
+            if self._turns is not None:
+                self._of_workers = turns = WorkersTurns(self._turns, ledger, self._memory.heard)
             self._choosing.add(
-                PoolChoices(local, ledger, buffers, lambda: self.capacity, self._now)
+                PoolChoices(local, ledger, buffers, lambda: self.capacity, self._now, turns)
             )
             return local
         link, at = self._choosing.link, self.at
         engines.keep_known(lambda: link.urls(at))
         observers.add(Refusals(link, at))
-        return RemoteScheduler(link, at, engines, ledger, observers, local.fits, self._now)
+        return RemoteScheduler(
+            link, at, engines, ledger, observers, local.fits, self._now, self._remote_turns
+        )
+
+    def choose(self) -> None:
+        """Choose from now on: first release the turns that a scheduler process has kept which was
+        killed.
+        """
+        if self._of_workers is not None:
+            self._of_workers.adopt(self._memory.turns.taken(0))
 
     def auditor(
         self, engines: EngineRegistry, ledger: Ledger, observers: Observers, tasks: TaskOwner

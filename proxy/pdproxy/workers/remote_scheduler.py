@@ -15,13 +15,16 @@ from pdproxy.scheduling.leases import GOOD, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger import DOWN, Ledger
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.scheduler import ANY, Constraints
+from pdproxy.workers.remote_turns import RemoteTurn, RemoteTurns
 from pdproxy.workers.scheduler_link import Answer, HeldLease, SchedulerLink
 from pdproxy.workers.scheduler_messages import (
     Began,
     Choose,
     ChooseEncoders,
     ChooseOne,
+    ChooseTurn,
     Chosen,
+    ChosenTurn,
     Closed,
     Failed,
     FoundGone,
@@ -30,11 +33,13 @@ from pdproxy.workers.scheduler_messages import (
     KvNotMade,
     KvTook,
     LostModel,
+    Prefilled,
     RefusesMore,
     RefusesReports,
     SpaceFree,
     Unwanted,
 )
+from pdproxy.workers.turn_messages import LARGEST
 
 MOST_UNKNOWN = 3
 """How often a choice is made where this worker does not know one of the engines yet."""
@@ -44,7 +49,8 @@ class RemoteScheduler:
     """A `scheduling.scheduler.Scheduler` of the pool with number `pool`. `fits`: see there.
 
     `view`: what this worker knows of engines' states. What its own legs show at once of an engine
-    that is gone, it notes there, too: the scheduler process tells it a moment later.
+    that is gone, it notes there, too: the scheduler process tells it a moment later. `turns`: where
+    it gets kept turns, None where none are kept.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class RemoteScheduler:
         observers: Observers,
         fits: Callable[[int], bool],
         now: Callable[[], float],
+        turns: RemoteTurns | None = None,
     ) -> None:
         self._link = link
         self._pool = pool
@@ -63,6 +70,7 @@ class RemoteScheduler:
         self._view = view
         self._observers = observers
         self._now = now
+        self._turns = turns
         self.fits = fits
         link.know_transfers[pool] = view.follow_transfers
 
@@ -72,22 +80,35 @@ class RemoteScheduler:
     # -- choosing
 
     async def choose(
-        self, request_id: str, ask: Ask, constraints: Constraints = ANY
+        self,
+        request_id: str,
+        ask: Ask,
+        constraints: Constraints = ANY,
+        turn: bytes | None = None,
     ) -> Assignment | None:
         """See `Scheduler`."""
         for _ in range(MOST_UNKNOWN):
             number = self._link.numbers(2)
-            item = Choose(number, self._pool, request_id, ask, constraints)
-            found = _chosen(await self._link.ask(item, 2))
+            item, ids = Choose(number, self._pool, request_id, ask, constraints), 0
+            if turn is not None and constraints.must_be_whole is None and len(turn) <= LARGEST:
+                item = ChooseTurn(number, self._pool, request_id, ask, constraints, turn)
+                ids = len(turn)
+            found = _chosen(await self._link.ask(item, 2, ids))
             leases = self._leases(found, constraints.kv_tokens if found.space else 0)
             if not isinstance(leases, str):
                 break
+            if isinstance(found, ChosenTurn):
+                self._link.turns[self._pool].ended(found.number, None)
             without = (*constraints.without, leases)
             constraints = structs.replace(constraints, without=without)
         if isinstance(leases, str) or not leases:
             return None
         space = _Space(self._link, leases[-1]) if found.space else None
-        return Assignment(tuple(leases), found.reason, found.values, space)
+        chosen = Assignment(tuple(leases), found.reason, found.values, space)
+        if isinstance(found, ChosenTurn):
+            assert self._turns is not None
+            chosen.turn = leases[0].turn = RemoteTurn(self._turns, found.number, found.turn)
+        return chosen
 
     async def choose_one(
         self, ask: Ask, without: Sequence[str] = (), avoid: Sequence[str] = ()
@@ -163,6 +184,8 @@ class RemoteScheduler:
         if lease.closed:
             return
         lease.closed = True
+        if lease.turn is not None:
+            lease.turn.over()
         told = Closed(
             lease.number,
             verdict,
@@ -209,6 +232,11 @@ class RemoteScheduler:
     def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
         """See `Scheduler`."""
         return self._view.left_out(prefill, decode, failed)
+
+    def prefilled(self, lease: Lease, tokens: int, seconds: float) -> None:
+        """See `Scheduler`."""
+        assert isinstance(lease, HeldLease)
+        self._link.tell(Prefilled(lease.number, tokens, seconds))
 
     def refuses_reports(self, url: str) -> None:
         """See `Scheduler`."""

@@ -36,7 +36,9 @@ from pdproxy.workers.scheduler_messages import (
     Choose,
     ChooseEncoders,
     ChooseOne,
+    ChooseTurn,
     Chosen,
+    ChosenTurn,
     Closed,
     Failed,
     FoundGone,
@@ -50,6 +52,8 @@ from pdproxy.workers.scheduler_messages import (
     KvTook,
     Leased,
     LostModel,
+    OfTurn,
+    Prefilled,
     RefusesMore,
     RefusesReports,
     Replied,
@@ -62,6 +66,7 @@ from pdproxy.workers.scheduler_messages import (
     encode_item,
     refused,
 )
+from pdproxy.workers.turns_of_workers import TurnsOfWorker, WorkersTurns
 
 logger = logging.getLogger("pdproxy.workers")
 
@@ -75,7 +80,8 @@ COUNTED = 1000
 
 class PoolChoices(msgspec.Struct, frozen=True, eq=False):
     """What chooses the engines of one pool, and what else is told of them. `capacity`: returns what
-    bounds its requests, None if nothing does; `now`: monotonic seconds.
+    bounds its requests, None if nothing does; `now`: monotonic seconds. `turns`: those that are
+    kept, None where none are.
     """
 
     scheduler: LocalScheduler
@@ -83,6 +89,7 @@ class PoolChoices(msgspec.Struct, frozen=True, eq=False):
     buffers: ReceiveBuffers
     capacity: Callable[[], PoolCapacity | None]
     now: Callable[[], float]
+    turns: WorkersTurns | None = None
 
 
 Hears = Callable[["SchedulerClient", bytes], None]
@@ -117,6 +124,7 @@ class SchedulerClient:
         self._leases: dict[int, tuple[PoolChoices, Lease]] = {}
         self._spaces: dict[int, Space] = {}
         self._choosing: dict[int, asyncio.Task[None]] = {}
+        self.turns = TurnsOfWorker(lambda pool: self._pool(pool).turns)
         self._held_back: list[FromWorker] = []
         """Items that came behind `AT_ONCE` others."""
         self._uncounted = 0
@@ -128,6 +136,7 @@ class SchedulerClient:
         """Whether it has said what it has."""
         self._do: dict[type, Callable[[Any], None]] = {
             Choose: self._choose,
+            ChooseTurn: self._choose,
             ChooseOne: self._choose,
             ChooseEncoders: self._choose,
             Unwanted: self._unwanted,
@@ -138,6 +147,8 @@ class SchedulerClient:
             KvFailed: self._kv_failed,
             KvNotMade: self._kv_not_made,
             KvLoaded: self._kv_loaded,
+            Prefilled: self._prefilled,
+            OfTurn: self._of_turn,
             RefusesReports: self._refuses_reports,
             LostModel: self._lost_model,
             FoundGone: self._found_gone,
@@ -247,6 +258,7 @@ class SchedulerClient:
         self._link.close()
         for task in self._choosing.values():
             task.cancel()
+        self.turns.close()
         for number in list(self._leases):
             self._give_up(number)
         for space in self._spaces.values():
@@ -294,7 +306,8 @@ class SchedulerClient:
         if isinstance(item, Choose):
             if (beginning := item.ask.beginning) is not None:
                 scheduler.measure(beginning)
-            found = await scheduler.choose(item.request_id, item.ask, item.constraints)
+            turn = item.turn if isinstance(item, ChooseTurn) else None
+            found = await scheduler.choose(item.request_id, item.ask, item.constraints, turn)
             if found is None:
                 self._answer(Chosen(item.number, []))
                 return
@@ -333,13 +346,26 @@ class SchedulerClient:
             told.append(one)
         chosen = Chosen(number, told)
         if found is not None:
-            has_space = found.space is not None
+            has_space, turn = found.space is not None, None
+            if found.turn is not None:
+                turn = self.turns.give(number, pool.turns, found)
             chosen = Chosen(number, told, found.reason, found.values, has_space)
+            if turn is not None:
+                chosen = ChosenTurn(
+                    number,
+                    told,
+                    found.reason,
+                    found.values,
+                    has_space,
+                    pool=self._pools.index(pool),
+                    turn=turn,
+                )
         try:
             self._answer(chosen)
         except Exception:  # what somebody's own placement gives may be none that can be sent
             for at in range(number, number + len(told)):
                 self._give_up(at)
+            self.turns.back(number)
             raise
 
     def _unwanted(self, item: Unwanted) -> None:
@@ -412,6 +438,13 @@ class SchedulerClient:
 
     def _kv_loaded(self, item: KvLoaded) -> None:
         self._pool(item.pool).scheduler.kv_loaded(item.prefill, item.decode, item.since)
+
+    def _prefilled(self, item: Prefilled) -> None:
+        if (found := self._leases.get(item.lease)) is not None:
+            found[0].scheduler.prefilled(found[1], item.tokens, item.seconds)
+
+    def _of_turn(self, item: OfTurn) -> None:
+        self.turns.told(item.pool, item.worker, item.number, item.news)
 
     def _refuses_reports(self, item: RefusesReports) -> None:
         self._pool(item.pool).scheduler.refuses_reports(item.url)

@@ -12,14 +12,16 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from pdproxy.deciding.kept_turns import Reuse
 from pdproxy.kit.errors import BadRequestError, OverloadedError, RefusalReason
 from pdproxy.kit.frames import frames
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.transfer_faults import KnownTransfers
+from pdproxy.scheduling.turn_before import FoundTurn
 from pdproxy.workers import links
 from pdproxy.workers.admission_messages import (
     Enter,
@@ -37,6 +39,7 @@ from pdproxy.workers.scheduler_messages import (
     Asked,
     Choice,
     Chosen,
+    ChosenTurn,
     Closed,
     FromScheduler,
     FromWorker,
@@ -62,7 +65,7 @@ the one before.
 MAX_UNSENT = 1 << 20
 """Bytes that the scheduler process has not read: behind more, no question is added."""
 MAX_QUESTION = 1 << 20
-"""Bytes of one question. Only a model's name can make one so long."""
+"""Bytes of one question, without a prompt's ids. Only a model's name can make one so long."""
 TRIES = 2
 """How many scheduler processes are sent one question: one that ends them must not end more."""
 
@@ -71,10 +74,27 @@ Question = Choice | Enter | UseKey | Reserve | Asked
 Answer = Chosen | Granted | Replied
 
 
+class GivenTurn(FoundTurn, Protocol):
+    """The turn before a prompt, which has come with a lease."""
+
+    def over(self) -> None:
+        """The lease ends."""
+
+
+class GotTurns(Protocol):
+    """The turns that this worker got with its leases, in one pool."""
+
+    def got(self, lease: int, reuse: Reuse) -> None:
+        """Note a turn that has come. `lease`: the number of its lease."""
+
+    def ended(self, lease: int, how: str | None) -> None:
+        """Tell what came of it: the value of a `TurnEnd`, None: it was not taken."""
+
+
 class HeldLease(Lease):
     """A lease of this worker, with its number and its pool's. `reported`, `prompt`: what its engine
     says of its cache. `space`: tokens whose KV has space at its engine, 0: none was taken, or it is
-    free again.
+    free again. `turn`: what has come with it, None: nothing.
     """
 
     number: int = 0
@@ -82,6 +102,7 @@ class HeldLease(Lease):
     reported: int | None = None
     prompt: int = 0
     space: int = 0
+    turn: GivenTurn | None = None
 
 
 class _Question(msgspec.Struct, eq=False):
@@ -106,6 +127,8 @@ class SchedulerLink:
         """The leases of this worker, by their numbers."""
         self.know_transfers: dict[int, Callable[[KnownTransfers], None]] = {}
         """What takes what is known of transfers, by the numbers of the pools."""
+        self.turns: dict[int, GotTurns] = {}
+        """Where the turns are noted that come with choices, by the numbers of the pools."""
         self.hears: dict[str, Callable[[bytes], None]] = {}
         """What takes what the scheduler process says, by its topics."""
         self.holds: dict[str, Callable[[], bytes | None]] = {}
@@ -121,6 +144,7 @@ class SchedulerLink:
         self.overdrawn: Callable[[Overdrawn], None] = lambda _: None
         self._do: dict[type, Callable[[Any], None]] = {
             Chosen: self._answered,
+            ChosenTurn: self._answered_with_turn,
             Granted: self._answered,
             Replied: self._answered,
             Refused: self._answered,
@@ -144,6 +168,8 @@ class SchedulerLink:
 
     def connect(self, end: socket.socket) -> None:
         """Use a scheduler process from now on. `end`: of a pair of sockets."""
+        if self._link is not None:
+            self._link.read()  # what the one before has sent last
         self._drop_link()
         self._link = ItemLink(
             end, decode_of_scheduler, self._received, self._gone, links.MAX_UNSENT
@@ -185,7 +211,9 @@ class SchedulerLink:
                 self._refuse(number, "its engines could not be chosen")
 
     def close(self) -> None:
-        """Close the link, and refuse what waits."""
+        """Close the link behind what was told, and refuse what waits."""
+        if self._link is not None:
+            self._link.flush()
         self._drop_link()
         if self._patience is not None:
             self._patience.cancel()
@@ -233,9 +261,9 @@ class SchedulerLink:
         self._next += most
         return number
 
-    async def ask(self, item: Question, most: int) -> Answer:
+    async def ask(self, item: Question, most: int, ids: int = 0) -> Answer:
         """Return what is chosen, or granted. Whoever is cancelled here gets nothing. `most`: how
-        many numbers the item has.
+        many numbers the item has; `ids`: the bytes of the prompt's ids in it.
 
         Raises:
             OverloadedError: it is refused, or there is no scheduler process.
@@ -247,7 +275,7 @@ class SchedulerLink:
             encoded = encode_item(item)
         except (OverflowError, UnicodeEncodeError) as error:
             raise BadRequestError(f"a field of the request can't be passed on: {error}") from None
-        if len(encoded) > MAX_QUESTION:
+        if len(encoded) - ids > MAX_QUESTION:
             raise BadRequestError("the name of the model is too long", param="model")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         question = _Question(encoded, most, answer)
@@ -262,6 +290,8 @@ class SchedulerLink:
         except asyncio.CancelledError:
             # the answer may have come in this turn, or be on its way
             self._open.pop(item.number, None)
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._came_in_vain(answer.result())
             self.tell(Unwanted(item.number, most))
             raise
 
@@ -304,11 +334,21 @@ class SchedulerLink:
     def _answered(self, item: Answer | Refused) -> None:
         question = self._open.pop(item.number, None)
         if question is None or question.answer.done():
-            return  # its asker has gone, and has said so
+            self._came_in_vain(item)
+            return
         if isinstance(item, Refused):
             question.answer.set_exception(error_of(item))
         else:
             question.answer.set_result(item)
+
+    def _answered_with_turn(self, item: ChosenTurn) -> None:
+        self.turns[item.pool].got(item.number, item.turn)
+        self._answered(item)
+
+    def _came_in_vain(self, item: Answer | Refused) -> None:
+        """Process an answer whose asker has gone, and has said so."""
+        if isinstance(item, ChosenTurn):
+            self.turns[item.pool].ended(item.number, None)
 
     def _know_transfers(self, item: TransfersKnown) -> None:
         self.know_transfers[item.pool](item.known)

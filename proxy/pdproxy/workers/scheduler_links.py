@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Collection
 
 from pdproxy.workers.admitted_worker import AdmissionOfAll
+from pdproxy.workers.remote_turns import TOPIC as TURNS
 from pdproxy.workers.scheduler_clients import Answers, Hears, PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 
@@ -52,6 +53,8 @@ class SchedulerLinks:
         """Choose for a pool, the next one in their order."""
         number = len(self._pools)
         self._pools.append(pool)
+        if pool.turns is not None:
+            self.hears[f"{TURNS} {number}"] = lambda client, body: client.turns.held(number, body)
 
         def changed() -> None:
             for client in self._clients:

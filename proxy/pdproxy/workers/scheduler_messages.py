@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from pdproxy.deciding.kept_turns import Reuse
 from pdproxy.kit.errors import LimitError, OverloadedError, RefusalReason, TooLateError
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger_engine import Role
@@ -20,6 +21,7 @@ from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.scheduler import Constraints
 from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.workers.admission_messages import ForAdmission, HeldPlace, HeldUse, OfAdmission
+from pdproxy.workers.turn_messages import Dropped, Ended, Freed, Kept, Open
 
 # -- from a worker
 
@@ -32,6 +34,12 @@ class Choose(msgspec.Struct, array_like=True, tag=0):
     request_id: str
     ask: Ask
     constraints: Constraints
+
+
+class ChooseTurn(Choose, array_like=True, tag=40):
+    """`Scheduler.choose` where turns are kept. `turn`: what the turn before is found by."""
+
+    turn: bytes
 
 
 class ChooseOne(msgspec.Struct, array_like=True, tag=1):
@@ -54,7 +62,7 @@ class ChooseEncoders(msgspec.Struct, array_like=True, tag=2):
     proven: bool
 
 
-Choice = Choose | ChooseOne | ChooseEncoders
+Choice = Choose | ChooseTurn | ChooseOne | ChooseEncoders
 
 
 class Unwanted(msgspec.Struct, array_like=True, tag=3):
@@ -129,6 +137,23 @@ class KvLoaded(msgspec.Struct, array_like=True, tag=16):
     prefill: str
     decode: str
     since: float
+
+
+class Prefilled(msgspec.Struct, array_like=True, tag=41):
+    """`Scheduler.prefilled`."""
+
+    lease: int
+    tokens: int
+    seconds: float
+
+
+class OfTurn(msgspec.Struct, array_like=True, tag=42):
+    """Something about kept turns. `number`: the worker's own, never used twice."""
+
+    pool: int
+    worker: int
+    number: int
+    news: Kept | Dropped | Ended | Freed | Open
 
 
 class RefusesReports(msgspec.Struct, array_like=True, tag=8):
@@ -209,6 +234,7 @@ class Asked(msgspec.Struct, array_like=True, tag=30):
 
 FromWorker = (
     Choose
+    | ChooseTurn
     | ChooseOne
     | ChooseEncoders
     | Unwanted
@@ -219,6 +245,8 @@ FromWorker = (
     | KvFailed
     | KvNotMade
     | KvLoaded
+    | Prefilled
+    | OfTurn
     | RefusesReports
     | LostModel
     | FoundGone
@@ -261,6 +289,13 @@ class Chosen(msgspec.Struct, array_like=True, tag=0):
     space: bool = False
 
 
+class ChosenTurn(Chosen, array_like=True, kw_only=True, tag=40):
+    """Such leases, with the turn before the prompt. `pool`: the number of the pool."""
+
+    pool: int
+    turn: Reuse
+
+
 class Refused(msgspec.Struct, array_like=True, tag=1):
     """A choice that has ended in an error. `kind`: see `_KINDS`."""
 
@@ -289,7 +324,9 @@ class Replied(msgspec.Struct, array_like=True, tag=30):
     body: bytes
 
 
-FromScheduler = Chosen | Refused | Welcome | TransfersKnown | Said | Replied | ForAdmission
+FromScheduler = (
+    Chosen | ChosenTurn | Refused | Welcome | TransfersKnown | Said | Replied | ForAdmission
+)
 
 _KINDS: tuple[type[OverloadedError], ...] = (OverloadedError, TooLateError, LimitError)
 

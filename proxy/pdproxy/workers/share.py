@@ -160,8 +160,6 @@ class WorkerShare:
             answers.start(tasks)
         for registrations in self.registrations:
             registrations.start(tasks)
-        for pool in self._pools:
-            pool.start()
         if self._shown is not None:
             self._shown.start(tasks)
         tasks.keep(self._follow, "shared load")
@@ -183,6 +181,8 @@ class WorkerShare:
     def choose(self) -> None:
         """Choose engines for other processes from now on, if this one does: they are known."""
         if self.chooses:
+            for pool in self._pools:
+                pool.choose()
             self._choosing.choose()
 
     def received(self, message: Message) -> None:
@@ -228,6 +228,7 @@ class WorkerShare:
             self._now,
             self.siblings,
             self._choosing,
+            self._shared.starts[self.number],
         )
         self._pools.append(pool)
         return pool

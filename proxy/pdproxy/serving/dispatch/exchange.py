@@ -297,7 +297,9 @@ class Exchange(PromptRequest):
                 0 if self.ids is None else self.ids.count,
             )
         ask = ask_of(resources, self, why_alone)
-        assignment = await resources.scheduler.choose(self.headers.request_id, ask, constraints)
+        assignment = await resources.scheduler.choose(
+            self.headers.request_id, ask, constraints, self.key
+        )
         if assignment is None:
             error = None if self._alone is None else refusal(resources, self, self._alone)
             return NoEngines() if error is None else Failed(error)

@@ -171,9 +171,7 @@ class PrefillLeg:
         self._open_legs.add(self)
         try:
             if resources.turns is not None:
-                self._turn = await turn_before(
-                    self._request, self._attempt, resources.turns, self._sent_ids
-                )
+                self._turn = turn_before(self._request, self._attempt, self._lease, self._sent_ids)
             while True:
                 try:
                     answer = await self._in_time(seconds)

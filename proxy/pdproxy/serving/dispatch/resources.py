@@ -40,8 +40,8 @@ from pdproxy.serving.dispatch.record import ContinuationRecords
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
+from pdproxy.serving.kv.open_turns import OpenTurns
 from pdproxy.serving.kv.ready import ReadyWaits
-from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.serving.stream.named_events import NamedTemplates
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.settings.limits import Deadlines, Limits
@@ -119,7 +119,8 @@ class ExchangeResources:
     """Asks the engine of a URL whether it is healthy."""
     shares: PromptShares
     tokenizing: Tokenizing | None = None
-    turns: PoolTurns | None = None
+    turns: OpenTurns | None = None
+    """None where no decode engine keeps KV for the next turn."""
     templates: EventTemplates = field(default_factory=EventTemplates)
     named_templates: NamedTemplates = field(default_factory=NamedTemplates)
     prefixes: PrefixQuestions | None = None

@@ -9,16 +9,18 @@ from collections.abc import Callable
 from msgspec import structs
 
 from pdproxy.fleet.engine import Engine
+from pdproxy.scheduling.leases import Lease
+from pdproxy.scheduling.scheduler import Scheduler
+from pdproxy.scheduling.turn_before import FoundTurn, TurnEnd
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.tokenizing import MAX_BYTES
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.kv.kept_turns import SCOPE_BYTES, Reuse, TurnRecord, scope_of
-from pdproxy.serving.kv.open_turns import OpenTurn
-from pdproxy.serving.kv.turns import PoolTurns
+from pdproxy.serving.kv.open_turns import OpenTurn, OpenTurns
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
+from pdproxy.transfer.kept_turn import SCOPE_BYTES, TurnRecord, scope_of
 from pdproxy.transfer.turns import ids_text, shown_in_streams
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import tokens
@@ -59,20 +61,24 @@ class TurnBefore:
     without.
     """
 
-    __slots__ = ("_answered", "_now", "_reuse", "_run", "_since", "_turns")
+    __slots__ = ("_answered", "_found", "_lease", "_now", "_scheduler", "_since")
 
     def __init__(
-        self, turns: PoolTurns, reuse: Reuse | None, run: int, now: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        lease: Lease,
+        found: FoundTurn | None,
+        now: Callable[[], float],
     ) -> None:
-        self._turns = turns
-        self._reuse = reuse
-        self._run = run
+        self._scheduler = scheduler
+        self._lease = lease
+        self._found = found
         self._now = now
         self._since = now()
         self._answered = False
 
     def __repr__(self) -> str:
-        return f"<TurnBefore {self._reuse.tokens if self._reuse is not None else 'no'} tokens>"
+        return f"<TurnBefore {self._found.tokens if self._found is not None else 'no'} tokens>"
 
     def spend(self) -> bytes | None:
         """Give the KV to the prefill leg whose request is written in this step. Return what its
@@ -80,33 +86,33 @@ class TurnBefore:
 
         It may have gone while the engine was connected to: then the prompt is prefilled without.
         """
-        reuse = self._reuse
-        if reuse is not None and not self._turns.is_there(reuse):
-            self._reuse = None
-            self._turns.unused(reuse)
+        found = self._found
+        if found is not None and not found.is_there():
+            self._found = None
+            found.end(TurnEnd.UNUSED)
             return None
-        return None if reuse is None else reuse.params
+        return None if found is None else found.params
 
     def has_failed(self, status: int) -> bool:
         """Take the status of the engine's answer. Return whether the prompt must be asked again
         without the KV: the KV may be gone, and the prompt is sound.
         """
         self._answered = True
-        if self._reuse is None or status < _FAILED:
+        if self._found is None or status < _FAILED:
             return False
-        self._turns.refused(self._reuse)
-        self._reuse = None
+        self._found.end(TurnEnd.REFUSED)
+        self._found = None
         return True
 
     def prefilled(self, handle: Handle) -> None:
         """The leg has brought a handle of the prompt."""
-        reuse, self._reuse = self._reuse, None
-        if reuse is not None:
-            self._turns.used(reuse)
+        found, self._found = self._found, None
+        if found is not None:
+            found.end(TurnEnd.USED)
         else:
             created = handle.created_cache_tokens
             tokens = handle.prompt_tokens if created is None else created
-            self._turns.speeds.measured(self._run, tokens, self._now() - self._since)
+            self._scheduler.prefilled(self._lease, tokens, self._now() - self._since)
 
     def hung(self) -> str | None:
         """The leg has reached its deadline. Return the decode engine whose KV it was given, None if
@@ -114,37 +120,35 @@ class TurnBefore:
 
         Nobody knows which of the two does not answer the other.
         """
-        reuse, self._reuse = self._reuse, None
-        if reuse is None:
+        found, self._found = self._found, None
+        if found is None:
             return None
-        self._turns.hung(reuse)
-        return reuse.turn.record.decode
+        found.end(TurnEnd.HUNG)
+        return found.decode
 
     def over(self, *, asked: bool) -> None:
         """The leg is over. `asked`: the engine has been sent the prompt, and may still pull if it
         has not answered.
         """
-        reuse, self._reuse = self._reuse, None
-        if reuse is None:
-            return
-        if self._answered or not asked:
-            self._turns.unused(reuse)
-        else:
-            self._turns.left(reuse)
+        found, self._found = self._found, None
+        if found is not None:
+            found.end(TurnEnd.UNUSED if self._answered or not asked else TurnEnd.LEFT)
 
 
-async def turn_before(
-    request: PromptRequest, attempt: Attempt, turns: PoolTurns, sent: TokenIds | None
+def turn_before(
+    request: PromptRequest, attempt: Attempt, lease: Lease, sent: TokenIds | None
 ) -> TurnBefore:
-    """Return the KV of the turn before for the attempt's prefill leg, if there is any.
+    """Return the KV of the turn before for the attempt's prefill leg, if there is any. `lease`: of
+    the prefill engine.
 
     `sent`: the ids that the engine is sent. It compares nothing: what it tokenizes itself might not
     be what the KV is of.
     """
-    engine, prompt = attempt.assignment.leases[0].engine, request.prompt
+    found, prompt = attempt.assignment.turn, request.prompt
     exact = sent is not None or (prompt is not None and prompt.tokens is not None)
-    reuse = await turns.take(request.key, engine) if exact and request.key is not None else None
-    return TurnBefore(turns, reuse, engine.run_number, request.resources.now)
+    if found is not None and not (exact and found.take()):
+        found = None
+    return TurnBefore(request.resources.scheduler, lease, found, request.resources.now)
 
 
 def with_turn(dispatch: Dispatch, params: bytes | None) -> Dispatch:
@@ -157,7 +161,7 @@ def with_turn(dispatch: Dispatch, params: bytes | None) -> Dispatch:
 def opened(
     request: PromptRequest,
     attempt: Attempt,
-    turns: PoolTurns,
+    turns: OpenTurns,
     custody: Custody,
     handle: Handle,
     engine: Engine,
@@ -183,7 +187,7 @@ def opened(
     in_answer = not request.parsed.stream or (
         evidence is not None and shown_in_streams(evidence.version)
     )
-    turn = turns.open.open(record, in_answer=in_answer)
+    turn = turns.open(record, in_answer=in_answer)
     if turn is not None and not request.parsed.stream and request.parsed.route.form.returns_ids:
         attempt.dispatch = structs.replace(attempt.dispatch, answer_ids=True)
     return turn

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.open_turns import OpenTurns
 from pdproxy.serving.kv.ready import ReadyWaits
-from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.notices import Notice, NoticeEvent
 
@@ -17,7 +17,7 @@ class NoticeRouter:
     """Routes the notices of one proxy."""
 
     def __init__(
-        self, ready: ReadyWaits, custodian: Custodian, turns: PoolTurns | None = None
+        self, ready: ReadyWaits, custodian: Custodian, turns: OpenTurns | None = None
     ) -> None:
         self._ready = ready
         self._custodian = custodian
@@ -28,7 +28,7 @@ class NoticeRouter:
         if notice.event is not NoticeEvent.READY:
             self._custodian.receive(notice)
             if self._turns is not None:
-                self._turns.receive(notice)
+                self._turns.noticed(notice)
         elif not self._custodian.orphans.receive(notice):
             self._ready.receive(notice)
 

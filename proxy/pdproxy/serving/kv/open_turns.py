@@ -11,11 +11,13 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
-from pdproxy.serving.kv.kept_turns import KeptTurn, KeptTurns, TurnRecord
+from pdproxy.transfer.kept_turn import KeptTurn, TurnRecord
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
+from pdproxy.wire.notices import Notice, NoticeEvent
 
 WAIT = 30.0
 """Seconds for which a notice is awaited. It comes milliseconds before or after the end of a
@@ -25,6 +27,24 @@ MAX_OVER = 4096
 """Names of turns that are remembered without being kept."""
 MAX_NAMESAKES = 8
 """Turns of one name that are remembered."""
+
+
+class TurnKeeper(Protocol):
+    """Where turns go that are not open any more. All methods return at once."""
+
+    def keep(self, turn: KeptTurn) -> None:
+        """Keep a turn that has just finished."""
+
+    def dropped(self, record: TurnRecord, handle: DecodeHandle | None, reason: str) -> None:
+        """Count a turn that is not kept, and release its KV. `handle`: None if none has come."""
+
+    def freed(self, name: str, reason: str) -> None:
+        """Drop a turn whose blocks its engine has freed. `name`: the prefill engine's id of it; if
+        unknown, nothing changes.
+        """
+
+    def leave_space(self, size: int) -> None:
+        """Leave space for open turns: so many bytes."""
 
 
 class OpenTurn:
@@ -78,16 +98,13 @@ class OpenTurns:
     """All such turns of one pool. `by_notice`: whether handles come in notices, too.
 
     `checked(handle, decode)` returns a handle of the engine with this URL, or why it may not be
-    used. `dropped(record, handle, reason)` is called for each turn that is not kept; the handle is
-    None if none has come.
+    used. `keeper`: where they go.
     """
 
     def __init__(
         self,
         rules: TurnRules,
-        kept: KeptTurns,
-        dropped: Callable[[TurnRecord, DecodeHandle | None, str], None],
-        added: Callable[[KeptTurn], None],
+        keeper: TurnKeeper,
         now: Callable[[], float],
         *,
         max_bytes: int,
@@ -96,9 +113,8 @@ class OpenTurns:
         checked: Callable[[DecodeHandle | str, str], DecodeHandle | str] = lambda handle, _: handle,
     ) -> None:
         self._rules = rules
-        self._kept = kept
-        self._dropped = dropped
-        self._added = added
+        self._keeper = keeper
+        self._dropped = keeper.dropped
         self._now = now
         self._max_bytes = max_bytes
         self._by_notice = by_notice
@@ -141,6 +157,18 @@ class OpenTurns:
         turn = self._open[record.remote_request_id] = OpenTurn(self, record)
         self._hold(len(record.prompt or b""))
         return turn
+
+    def noticed(self, notice: Notice) -> None:
+        """Take a decode engine's notice about KV that it keeps."""
+        name = notice.remote_request_id
+        if notice.role != "D" or name is None:
+            return
+        if notice.event is NoticeEvent.KEPT and notice.params is not None:
+            self.receive(name, notice.params)
+        elif notice.event is NoticeEvent.EXPIRED:
+            self._keeper.freed(name, "expired")
+        elif notice.event is NoticeEvent.RELEASED:
+            self._keeper.freed(name, "released")
 
     def receive(self, name: str, params: bytes) -> None:
         """Take the handle in a notice. `name`: the prefill engine's id of the turn. An unknown one
@@ -248,9 +276,7 @@ class OpenTurns:
             self._dropped(turn.record, handle, "no_ids" if turn.key is None else "groups")
             return
         record = msgspec.structs.replace(turn.record, prompt=None)
-        kept = KeptTurn(record, handle, turn.key, turn.known, turn.received)
-        if self._kept.add(kept):
-            self._added(kept)
+        self._keeper.keep(KeptTurn(record, handle, turn.key, turn.known, turn.received))
 
     def _end(self, turn: OpenTurn) -> None:
         name = turn.record.remote_request_id
@@ -281,7 +307,7 @@ class OpenTurns:
     def _hold(self, more: int) -> None:
         self._bytes += more
         if more:
-            self._kept.leave_space(self._bytes)
+            self._keeper.leave_space(self._bytes)
 
     def _sweep(self) -> None:
         now = self._now()

@@ -27,8 +27,8 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import DeadlinePassed, Observers, TurnReleased
 from pdproxy.scheduling.engine_states import EngineStates
-from pdproxy.serving.kv.kept_turns import TurnRecord
 from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.kept_turn import TurnRecord
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
 from pdproxy.wire.route import Route
 

@@ -1,28 +1,26 @@
 """Turns that hand KV back: what decode engines keep of finished turns, given to prefill engines
 with the next prompt.
 
-Owns the turns of one pool from the question to their use: those under way (`open_turns`), those
-kept (`kept_turns`), the release of the others (`turn_release`); and which pairs must not be given
-any for now.
+Owns the finished turns of one pool until their use: those kept (`kept_turns`), and the release of
+the others (`turn_release`); and which pairs must not be given any for now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Hashable
 
+from pdproxy.deciding.kept_turns import KeptTurns, Reuse, TurnLimits
+from pdproxy.deciding.turn_release import TurnReleases
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.description import NODE, Label, MergeRule, counter, gauge
 from pdproxy.observe.events import Observers, TurnDropped, TurnKept, TurnReused
 from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.scheduling.ledger_engine import LedgerEngine
-from pdproxy.serving.kv.kept_turns import KeptTurn, KeptTurns, Reuse, TurnLimits, TurnRecord
-from pdproxy.serving.kv.open_turns import OpenTurns
-from pdproxy.serving.kv.turn_release import TurnReleases
+from pdproxy.scheduling.turn_before import TurnEnd
 from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.kept_turn import KeptTurn, TurnRecord
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
-from pdproxy.wire.notices import Notice, NoticeEvent
 
 FAILURES = 3
 """Handles that must fail in a row before a pair is given none for a while: an engine that can't
@@ -56,7 +54,7 @@ TURN_DROPS = (
     ("failed", "the prefill engine that was given it has failed"),
     ("unanswered", "the prefill engine that was given it has not answered"),
     ("shutdown", "the proxy has stopped"),
-    ("worker_ended", "the worker that kept it has ended"),
+    ("process_ended", "the process that kept it was killed"),
 )
 TURNS_KEPT = counter(
     "pdproxy_turns_kept_total",
@@ -116,16 +114,6 @@ TURN_BLOCKS = gauge(
     NODE,
     workers=MergeRule.SUM,
 )
-TURN_BYTES = gauge(
-    "pdproxy_turn_bytes",
-    "bytes",
-    "Bytes of token ids and handles that are held (turns.max_bytes)",
-    Label(
-        "of",
-        (("kept", "turns that may be used"), ("open", "turns whose answer or notice has not come")),
-    ),
-    workers=MergeRule.SUM,
-)
 
 
 class PrefillSpeeds:
@@ -151,8 +139,8 @@ class PrefillSpeeds:
 
 
 class PoolTurns:
-    """All turns of one pool. `by_notice`: whether engines report the handles of streams. `hosts`:
-    which hosts these may name.
+    """The finished turns of one pool. `kept`: makes what keeps them; the arguments: those of
+    `KeptTurns`.
     """
 
     def __init__(
@@ -164,60 +152,74 @@ class PoolTurns:
         deadlines: Deadlines,
         observers: Observers,
         clock: Clock,
-        *,
-        by_notice: bool,
-        hosts: HandleHosts,
+        kept: Callable[..., KeptTurns] = KeptTurns,
     ) -> None:
         self._observers = observers
-        self._clock = clock
         self._now = clock.now
         self._failed: dict[tuple[int, int], tuple[int, float]] = {}
         """By the runs of a pair: failed handles in a row, and when the last one failed."""
         self._hung: dict[int, str] = {}
+        self._ends = {
+            TurnEnd.USED: self._used,
+            TurnEnd.UNUSED: self._unused,
+            TurnEnd.REFUSED: self._refused,
+            TurnEnd.LEFT: self._left,
+            TurnEnd.HUNG: self._hung_up,
+        }
         self._silent = 0
         self._engines = engines
         self.speeds = PrefillSpeeds()
         self.releases = TurnReleases(
             rules, states, engines.known, deadlines, observers, clock.now, limits.count
         )
-        self.kept = KeptTurns(rules, limits, engines, self._dropped, clock.now)
-        self.open = OpenTurns(
-            rules,
-            self.kept,
-            self._dropped,
-            self._added,
-            clock.now,
-            max_bytes=limits.max_bytes,
-            by_notice=by_notice,
-            host_of=self._host_of,
-            checked=hosts.checked,
-        )
-        observers.show(TURNS, lambda: [((), len(self.kept.own))])
+        self.kept = kept(rules, limits, engines, self.dropped, clock.now)
+        self._open: dict[Hashable, int] = {}
+        """Bytes of turns whose answer or notice has not come, by who serves them."""
+        observers.show(TURNS, lambda: [((), len(self.kept))])
         observers.show(
             TURN_BLOCKS, lambda: [((url,), count) for url, count in self.kept.blocks().items()]
         )
-        observers.show(
-            TURN_BYTES, lambda: [(("kept",), self.kept.size), (("open",), self.open.size)]
-        )
 
     def __repr__(self) -> str:
-        return f"<Turns {self.open!r}, {self.kept!r}, {self.releases!r}>"
+        return f"<Turns {self.kept!r}, {self.releases!r}>"
+
+    # -- keeping them
+
+    def keep(self, turn: KeptTurn) -> None:
+        """Keep a turn that has just finished."""
+        if self.kept.add(turn):
+            self._silent = 0
+            self._observers.notify(TurnKept(turn.record.decode, turn.handle.tokens))
+
+    def dropped(self, record: TurnRecord, handle: DecodeHandle | None, reason: str) -> None:
+        """Count a turn whose KV will not be used (`TURN_DROPS`), and release what is left of it."""
+        self._silent += reason == "no_notice" and not record.may_stop
+        self._observers.notify(TurnDropped(record.decode, reason))
+        if handle is not None and reason not in _NOT_RELEASED:
+            self.releases.release(record, handle)
+
+    def freed(self, name: str, reason: str) -> None:
+        """Drop a turn whose blocks its engine has freed. `name`: the prefill engine's id of it; if
+        unknown, nothing changes.
+        """
+        self.kept.forget(name, reason)
+
+    def leave_space(self, size: int, by: Hashable = None) -> None:
+        """Leave space for turns whose answer or notice has not come: so many bytes. `by`: who
+        serves them, if several do.
+        """
+        if size:
+            self._open[by] = size
+        else:
+            self._open.pop(by, None)
+        self.kept.leave_space(sum(self._open.values()))
 
     # -- using one
 
-    async def take(self, key: bytes, prefill: LedgerEngine) -> Reuse | None:
+    def find(self, key: bytes, prefill: LedgerEngine) -> KeptReuse | None:
         """Return the turn that a prompt continues, None if there is none for this prefill engine.
-        It is not kept any longer.
+        It is kept until it is taken.
         """
-        found = self._find(key, prefill)
-        if found is not None:
-            self.kept.remove(found.turn)
-        return found
-
-    def _find(
-        self, key: bytes, prefill: LedgerEngine, silent: Collection[int] = ()
-    ) -> Reuse | None:
-        """See `KeptTurns.find`."""
         if not len(self.kept) or prefill.run_number in self._hung:
             return None
         run, begin = prefill.run_number, self._now() - PAUSE
@@ -226,7 +228,12 @@ class PoolTurns:
             for (one, decode), (count, at) in self._failed.items()
             if one == run and count >= FAILURES and at > begin
         }
-        return self.kept.find(key, prefill, paused, silent)
+        found = self.kept.find(key, prefill, paused)
+        return None if found is None else KeptReuse(self, found)
+
+    def give_back(self, reuse: Reuse) -> None:
+        """Keep a turn again that was taken, and not given to its prefill engine."""
+        self.kept.add(reuse.turn)
 
     def is_there(self, reuse: Reuse) -> bool:
         """Return whether a decode engine still keeps what was taken: not if it was restarted, or if
@@ -237,10 +244,11 @@ class PoolTurns:
         fresh = reuse.turn.received > self._now() - self.kept.seconds
         return fresh and engine is not None and engine.in_ledger.run_number == record.decode_run
 
-    def used(self, reuse: Reuse) -> None:
-        """The prefill engine has answered: it has pulled the KV, or has had it, and the decode
-        engine frees it.
-        """
+    def end(self, reuse: Reuse, how: TurnEnd) -> None:
+        """End a turn that was taken."""
+        self._ends[how](reuse)
+
+    def _used(self, reuse: Reuse) -> None:
         record, run = reuse.turn.record, reuse.prefill_run
         self._failed.pop((run, record.decode_run), None)
         # What this engine computed of the turn's own prompt is probably still in its prefix cache.
@@ -249,51 +257,33 @@ class PoolTurns:
         self.releases.contacts.add(run, record.decode_run)
         self._observers.notify(TurnReused(reuse.tokens, reuse.trimmed, saved))
 
-    def unused(self, reuse: Reuse) -> None:
-        """The prefill engine was not asked, or has refused the prompt: nobody will read the KV."""
-        self._dropped(reuse.turn.record, reuse.turn.handle, "unused")
+    def _unused(self, reuse: Reuse) -> None:
+        self.dropped(reuse.turn.record, reuse.turn.handle, "unused")
 
-    def refused(self, reuse: Reuse) -> None:
-        """The prefill engine has failed, perhaps because it could not pull."""
+    def _refused(self, reuse: Reuse) -> None:
         pair = reuse.prefill_run, reuse.turn.record.decode_run
         count, _ = self._failed.pop(pair, (0, 0.0))
         self._failed[pair] = count + 1, self._now()
         if len(self._failed) > _MAX_PAIRS:
             del self._failed[next(iter(self._failed))]
-        self._dropped(reuse.turn.record, reuse.turn.handle, "failed")
+        self.dropped(reuse.turn.record, reuse.turn.handle, "failed")
 
-    def left(self, reuse: Reuse) -> None:
-        """Nobody awaits the prefill engine's answer. It may still pull, and must not find other KV:
-        nothing is released.
-        """
-        self._dropped(reuse.turn.record, reuse.turn.handle, "unanswered")
+    def _left(self, reuse: Reuse) -> None:
+        # It may still pull, and must not find other KV: nothing is released.
+        self.dropped(reuse.turn.record, reuse.turn.handle, "unanswered")
 
-    def hung(self, reuse: Reuse) -> None:
-        """The prefill engine has not answered in time. One without the option never does: its run
-        gets no more handles.
-        """
-        self._never_answers(reuse.prefill_run, reuse.prefill)
-        self.left(reuse)
+    def _hung_up(self, reuse: Reuse) -> None:
+        # One without the option never answers: its run gets no more handles.
+        self._hung[reuse.prefill_run] = reuse.prefill
+        if len(self._hung) > _MAX_PAIRS:
+            del self._hung[next(iter(self._hung))]
+        self._left(reuse)
 
     def engine_leaves(self, url: str) -> None:
         """Drop the turns that a decode engine keeps: it gets no more requests that could use
         them.
         """
         self.kept.engine_leaves(url)
-
-    # -- notices
-
-    def receive(self, notice: Notice) -> None:
-        """Take a decode engine's notice about KV that it keeps."""
-        name = notice.remote_request_id
-        if notice.role != "D" or name is None:
-            return
-        if notice.event is NoticeEvent.KEPT and notice.params is not None:
-            self.open.receive(name, notice.params)
-        elif notice.event is NoticeEvent.EXPIRED:
-            self.kept.forget(name, "expired")
-        elif notice.event is NoticeEvent.RELEASED:
-            self.kept.forget(name, "released")
 
     # -- for an operator
 
@@ -323,25 +313,49 @@ class PoolTurns:
         """Release all that is kept, `timeout` seconds at most. Return how many turns are left to
         their engines' own time.
         """
-        self.open.drop_all()
         self.kept.drop_all("shutdown")
         return await self.releases.settle(timeout)
 
-    def _never_answers(self, run: int, prefill: str) -> None:
-        self._hung[run] = prefill
-        if len(self._hung) > _MAX_PAIRS:
-            del self._hung[next(iter(self._hung))]
 
-    def _host_of(self, decode: str) -> str | None:
-        engine = self._engines.known.get(decode)
-        return None if engine is None else engine.kv_host
+class KeptReuse:
+    """A `scheduling.turn_before.FoundTurn` of the turns that this process keeps."""
 
-    def _added(self, turn: KeptTurn) -> None:
-        self._silent = 0
-        self._observers.notify(TurnKept(turn.record.decode, turn.handle.tokens))
+    __slots__ = ("_turns", "reuse")
 
-    def _dropped(self, record: TurnRecord, handle: DecodeHandle | None, reason: str) -> None:
-        self._silent += reason == "no_notice" and not record.may_stop
-        self._observers.notify(TurnDropped(record.decode, reason))
-        if handle is not None and reason not in _NOT_RELEASED:
-            self.releases.release(record, handle)
+    def __init__(self, turns: PoolTurns, reuse: Reuse) -> None:
+        self._turns = turns
+        self.reuse = reuse
+
+    def __repr__(self) -> str:
+        return f"<KeptReuse of {self.decode}, {self.tokens} tokens>"
+
+    @property
+    def decode(self) -> str:
+        """See `FoundTurn`."""
+        return self.reuse.turn.record.decode
+
+    @property
+    def params(self) -> bytes:
+        """See `FoundTurn`."""
+        return self.reuse.params
+
+    @property
+    def tokens(self) -> int:
+        """See `FoundTurn`."""
+        return self.reuse.tokens
+
+    def take(self) -> bool:
+        """See `FoundTurn`."""
+        kept, turn = self._turns.kept, self.reuse.turn
+        if turn not in kept:
+            return False
+        kept.remove(turn)
+        return True
+
+    def is_there(self) -> bool:
+        """See `FoundTurn`."""
+        return self._turns.is_there(self.reuse)
+
+    def end(self, how: TurnEnd) -> None:
+        """See `FoundTurn`."""
+        self._turns.end(self.reuse, how)

@@ -8,9 +8,8 @@ engine.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from hashlib import blake2b
 
 import msgspec
 
@@ -18,21 +17,13 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.tokens.prefix_index import PrefixIndex
+from pdproxy.transfer.kept_turn import SCOPE_BYTES, KeptTurn, TurnRecord
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
 
-SCOPE_BYTES = 16
 CANDIDATES = 8
 """Turns that are looked at for one prompt: those that have the longest beginning in common with
 it.
 """
-
-
-def scope_of(model: str | None, cache_salt: bytes) -> bytes:
-    """Return what separates prompts whose equal token ids may have different KV: by the model's
-    name (a LoRA has its own), and by the salt with which a client separates its prefix cache.
-    """
-    name = b"" if model is None else b"m" + model.encode("utf-8", "surrogatepass")
-    return blake2b(b"%d:%b%b" % (len(name), name, cache_salt), digest_size=SCOPE_BYTES).digest()
 
 
 class TurnLimits(msgspec.Struct, frozen=True):
@@ -48,50 +39,7 @@ class TurnLimits(msgspec.Struct, frozen=True):
     min_share: float
 
 
-class TurnRecord(msgspec.Struct, frozen=True, eq=False):
-    """A turn from the moment on at which its decode engine is asked.
-
-    `decode`, `prefill`: URLs; `*_run`: the numbers of their runs. `remote_request_id`: the prefill
-    engine's id of the turn, by which notices name it. `prompt`: the scope and the ids (`ids_text`)
-    of the prompt, None if they are not known: such a turn is only released.
-    `authorization`: of its client, for the release. `may_stop`: the answer may end at a stop
-    string; then nothing is kept of it.
-    """
-
-    decode: str
-    decode_run: int
-    prefill: str
-    prefill_run: int
-    remote_request_id: str
-    model: str | None
-    authorization: tuple[tuple[bytes, bytes], ...]
-    prompt: bytes | None
-    prompt_tokens: int
-    may_stop: bool = False
-
-
-class KeptTurn(msgspec.Struct, frozen=True, eq=False):
-    """A finished turn. `key`: the scope and the ids (`ids_text`); `known`: of how many of them
-    there is KV.
-
-    `owner`, `number`: the worker that keeps it, and its number there; None if this process does.
-    """
-
-    record: TurnRecord
-    handle: DecodeHandle
-    key: bytes
-    known: int
-    received: float
-    owner: int | None = None
-    number: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes that are held for it."""
-        return len(self.key) + len(self.handle.params)
-
-
-class Reuse(msgspec.Struct, frozen=True, eq=False):
+class Reuse(msgspec.Struct, frozen=True, eq=False, array_like=True):
     """A turn that is given to a prefill engine, once. `prefill`: its URL, `prefill_run`: the number
     of its run.
 
@@ -107,10 +55,9 @@ class Reuse(msgspec.Struct, frozen=True, eq=False):
 
 
 class KeptTurns:
-    """All turns of one pool, and what is known of other workers' turns.
+    """All turns of one pool.
 
-    `dropped(record, handle, reason)` is called for each own one that leaves unused
-    (`turns.TURN_DROPS`), `removed(turn)` for each that leaves.
+    `dropped(record, handle, reason)` is called for each that leaves unused (`turns.TURN_DROPS`).
     """
 
     def __init__(
@@ -126,13 +73,13 @@ class KeptTurns:
         self._engines = engines
         self._dropped = dropped
         self._now = now
-        self.removed: Callable[[KeptTurn], None] = lambda _: None
         self._by_age: OrderedDict[int, KeptTurn] = OrderedDict()  # by the id of the object
         self._by_name: dict[str, KeptTurn] = {}
         self._index = PrefixIndex[KeptTurn]()
         self._blocks: dict[str, int] = {}
         self._bytes = 0
-        self._elsewhere = 0
+        self._open = 0
+        """Bytes of turns whose answer or notice has not come."""
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -153,18 +100,10 @@ class KeptTurns:
         """How long after its receipt a handle may be used."""
         return self._limits.seconds
 
-    @property
-    def own(self) -> list[KeptTurn]:
-        """Those that this process keeps, the oldest first."""
-        return [turn for turn in self._by_age.values() if turn.owner is None]
-
     def blocks(self) -> dict[str, int]:
-        """Return how many blocks this process keeps, by decode engine."""
+        """Return how many blocks are kept, by decode engine."""
         self.sweep()
-        found: Counter[str] = Counter()
-        for turn in self.own:
-            found[turn.record.decode] += turn.handle.blocks
-        return dict(found)
+        return dict(self._blocks)
 
     def add(self, turn: KeptTurn) -> bool:
         """Keep a turn; drop the oldest ones for it. Return whether it is kept."""
@@ -174,7 +113,7 @@ class KeptTurns:
         if engine is not None and engine.in_ledger.draining is not None:
             self._lose(turn, "leaving")
             return False
-        if turn.size > limits.max_bytes - self._elsewhere or turn.handle.blocks > limits.max_blocks:
+        if turn.size > limits.max_bytes - self._open or turn.handle.blocks > limits.max_blocks:
             self._lose(turn, "too_long")
             return False
         if (namesake := self._by_name.get(turn.record.remote_request_id)) is not None:
@@ -189,32 +128,27 @@ class KeptTurns:
         self._index.add(turn.key, turn)
         self._blocks[url] = self._blocks.get(url, 0) + turn.handle.blocks
         self._bytes += turn.size
-        self.leave_space(self._elsewhere)
+        self.leave_space(self._open)
         return True
 
-    def leave_space(self, elsewhere: int) -> None:
-        """Drop the oldest turns until those that are left fit beside so many bytes that are held
-        elsewhere.
+    def leave_space(self, size: int) -> None:
+        """Drop the oldest turns until those that are left fit beside so many bytes of turns whose
+        answer or notice has not come.
         """
-        self._elsewhere = elsewhere
+        self._open = size
         while self._by_age and (
-            self._bytes + elsewhere > self._limits.max_bytes
-            or len(self._by_age) > self._limits.count
+            self._bytes + size > self._limits.max_bytes or len(self._by_age) > self._limits.count
         ):
             self.drop(next(iter(self._by_age.values())), "evicted")
 
     def find(
-        self,
-        key: bytes,
-        prefill: LedgerEngine,
-        without: Collection[int] = (),
-        silent: Collection[int] = (),
+        self, key: bytes, prefill: LedgerEngine, without: Collection[int] = ()
     ) -> Reuse | None:
         """Return the turn that a prompt continues, None if there is none whose KV this prefill
         engine may pull.
 
-        `key`: the prompt's scope and ids; `without`: runs of decode engines that are left out;
-        `silent`: workers whose turns are. Who uses it removes it.
+        `key`: the prompt's scope and ids; `without`: runs of decode engines that are left out. Who
+        uses it removes it.
         """
         self.sweep()
         gone: list[tuple[KeptTurn, str]] = []
@@ -234,9 +168,7 @@ class KeptTurns:
                 gone.append((turn, "restarted"))
             elif turn.received <= oldest:  # its answer took long: it is not the oldest by its place
                 gone.append((turn, "expired"))
-            elif (
-                found is None and turn.record.decode_run not in without and turn.owner not in silent
-            ):
+            elif found is None and turn.record.decode_run not in without:
                 found = self._reuse(turn, tokens, prompt, prefill, engine.in_ledger)
         for turn, reason in gone:
             self.drop(turn, reason)
@@ -296,11 +228,10 @@ class KeptTurns:
         self._lose(turn, reason)
 
     def _lose(self, turn: KeptTurn, reason: str) -> None:
-        if turn.owner is None:
-            self._dropped(turn.record, turn.handle, reason)
+        self._dropped(turn.record, turn.handle, reason)
 
     def remove(self, turn: KeptTurn) -> None:
-        """Keep a turn no longer: it is used, or another worker has it no more."""
+        """Keep a turn no longer: it is used."""
         url = turn.record.decode
         del self._by_age[id(turn)]
         if self._by_name.get(turn.record.remote_request_id) is turn:
@@ -310,4 +241,3 @@ class KeptTurns:
         self._blocks[url] -= turn.handle.blocks
         if not self._blocks[url]:
             del self._blocks[url]
-        self.removed(turn)
