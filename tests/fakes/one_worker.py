@@ -14,13 +14,12 @@ EACH = (
 KEPT = "it counts connections to engines, which each worker keeps for itself"
 DIVIDED = (
     "it fills a bound that is divided among workers: connections, bytes of bodies and answers, "
-    "readers, retries"
+    "readers"
 )
 INSIDE = (
     "it looks into one process, or changes that one alone: its tasks and parts, its engines, its "
     "admin API"
 )
-LOST = "it counts engines that are lost under requests, which each worker does by itself"
 
 ONE_WORKER: Mapping[str, str] = MappingProxyType(
     {
@@ -32,14 +31,12 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
             "test_auto_placement.py::"
             "test_an_engines_own_settings_say_how_many_tokens_its_steps_have"
         ): INSIDE,
-        "test_continued_edges.py::test_a_client_that_leaves_while_it_waits_for_a_retry": INSIDE,
         "test_continued_edges.py::test_a_request_whose_time_is_up_between_two_streams": EACH,
         "test_continued_not.py::test_records_are_bounded_and_counted": DIVIDED,
         "test_decode_fails.py::test_a_kept_connection_that_the_engine_had_closed": KEPT,
         "test_decode_fails.py::test_connections_are_kept_and_closed_as_the_engine_says": KEPT,
         "test_dns.py::test_a_pool_of_names_alone": INSIDE,
         "test_dns.py::test_engines_come_and_go_with_their_name": INSIDE,
-        "test_encoders.py::test_a_second_engine_is_asked_within_the_retry_budget": DIVIDED,
         "test_engines_come_and_go.py::test_a_decode_engine_comes_and_goes": INSIDE,
         "test_engines_come_and_go.py::test_a_removed_engine_dies_while_it_serves_a_request": INSIDE,
         "test_engines_come_and_go.py::test_a_removed_engine_is_asked_nothing": INSIDE,
@@ -68,24 +65,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_hostile_logs.py::test_the_last_lines_are_written": EACH,
         "test_key_rights.py::test_a_pool_that_a_key_does_not_name": INSIDE,
         "test_keys.py::test_a_file_that_goes_bad_changes_nothing_and_is_told_once": EACH,
-        "test_lost_engines.py::test_a_killer_that_is_known_comes_many_times_at_once": LOST,
-        "test_lost_engines.py::test_a_limited_client_is_served_one_request_at_a_time": LOST,
-        "test_lost_engines.py::test_a_stream_that_others_go_on_with_counts_its_engines": LOST,
-        "test_lost_engines.py::test_an_answer_that_needs_no_core_clears_nobody": LOST,
-        "test_lost_engines.py::test_it_comes_again": LOST,
-        "test_lost_engines.py::test_it_comes_again_and_again_where_each_engine_is_busy": LOST,
-        "test_lost_engines.py::test_killers_that_come_at_once_take_one_more_together": LOST,
-        "test_lost_engines.py::test_many_bodies_of_one_client": LOST,
-        "test_lost_engines.py::test_the_last_engine_of_a_role_is_not_risked": LOST,
-        "test_lost_engines.py::test_who_leaves_before_the_engine_dies_is_counted": LOST,
-        "test_lost_engines.py::test_who_lost_two_engines_by_chance_is_served_the_next_time": LOST,
-        "test_lost_engines_turns.py::test_a_turn_lasts_until_the_last_engine_has_the_request": LOST,
-        "test_lost_engines_turns.py::test_an_hour_of_one_body": LOST,
-        "test_lost_engines_turns.py::test_half_of_the_places_wait_for_a_turn": LOST,
-        "test_lost_engines_turns.py::test_known_bodies_of_a_limited_client_take_turns": LOST,
-        "test_lost_engines_turns.py::test_one_engine_that_dies_by_itself_holds_up_nobody": LOST,
-        "test_lost_engines_turns.py::test_the_turn_of_one_that_is_tried_again_goes_on": LOST,
-        "test_lost_engines_turns.py::test_who_leaves_early_keeps_its_turn_for_a_moment": LOST,
         "test_membership.py::test_a_fleet_that_changes_under_streaming_clients": INSIDE,
         "test_membership.py::test_a_last_engine_that_is_drained_still_releases_kv": INSIDE,
         "test_membership.py::test_a_prefill_engine_stays_until_its_kv_was_read": INSIDE,
@@ -107,8 +86,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_registered.py::test_a_decode_engine_that_waits_for_a_writer_that_failed": INSIDE,
         "test_replicas.py::test_dns_says_how_many_there_are": INSIDE,
         "test_replicas.py::test_one_proxy_has_a_plain_ledger": INSIDE,
-        "test_retry_budget.py::test_a_request_that_waits_too_long_is_refused": DIVIDED,
-        "test_retry_budget.py::test_a_request_waits_until_another_retry_has_its_data": DIVIDED,
         "test_root_tasks.py::test_a_notice_that_can_not_be_handled": INSIDE,
         "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,
         "test_settings_file.py::test_other_settings_are_followed": INSIDE,

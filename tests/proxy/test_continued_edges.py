@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_while_it_waits_for_a_retry(streams: bool) ->
             client.close()
             await until(lambda: retries.waiting == 0)
             await w.quiet()
-            assert retries.running == 0
+            await until(lambda: retries.running == 0)
             assert w.metric("pdproxy_held_bytes", what="records") == 0
             for engine in w.decode:
                 engine.sim.faults.clear()

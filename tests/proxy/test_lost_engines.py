@@ -18,6 +18,7 @@ from pdproxy.observe.events import EngineLost
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
+from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.passed import MESSAGES, RESPONSES, message, responses
 from tests.fakes.pool import pool
@@ -274,7 +275,7 @@ async def test_many_bodies_of_one_client() -> None:
                 await engine.restart()
         await w.probe()
         assert (await ask(w, completion())).text == TEXT
-        assert w.metric("pdproxy_suspected", what="client") == 0
+        await until(lambda: w.metric("pdproxy_suspected", what="client") == 0)
 
 
 async def test_a_limited_client_is_served_one_request_at_a_time() -> None:
@@ -353,7 +354,7 @@ async def test_honest_requests_beside_a_killer_are_served(place: int) -> None:
         assert refused(answers.pop(place))
         assert [answer.text for answer in answers] == [TEXT] * 6
         assert dead(sims(w.aggregated)) == 2
-        assert w.metric("pdproxy_suspected", what="client") == 0
+        await until(lambda: w.metric("pdproxy_suspected", what="client") == 0)
 
 
 async def test_killers_that_come_at_once_take_one_more_together() -> None:
@@ -428,7 +429,7 @@ async def test_an_engine_that_dies_by_itself_is_nobodys_fault() -> None:
             *[completion(seed=number) for number in range(20)], addresses=4
         )
         assert [answer.text for answer in answers] == [TEXT] * 20
-        assert not lost_of(w).known.remembers
+        await until(lambda: not lost_of(w).known.remembers)
         assert {event.several for event in w.events(EngineLost)} == {True}
 
 
@@ -444,7 +445,7 @@ async def test_who_lost_two_engines_by_chance_is_served_the_next_time(path: str)
                 engine.faults.clear()
             assert w.metric("pdproxy_suspected", what="one_engine") == 1
             assert (await ask(w, again, path)).status == 200
-            assert w.metric("pdproxy_suspected", what="one_engine") == 0
+            await until(lambda: w.metric("pdproxy_suspected", what="one_engine") == 0)
             for engine in engines:
                 if engine.life == "down":
                     await engine.restart()
@@ -532,7 +533,7 @@ async def test_who_is_beside_one_that_has_left_is_not_blamed() -> None:
         await (await left_by(w, killer(1), COMPLETIONS, "127.0.0.1")).kill()
         await until(lambda: len(w.events(EngineLost)) == 2)
         assert {event.several for event in w.events(EngineLost)} == {True}
-        assert not lost_of(w).known.remembers
+        await until(lambda: not lost_of(w).known.remembers)
         asked.cancel()
 
 
@@ -590,7 +591,7 @@ async def test_an_engine_whose_core_has_died_is_lost(version: str) -> None:
 
 async def test_what_is_remembered_is_bounded() -> None:
     """Of fingerprints, clients and engines."""
-    async with world(0, 0, aggregated=1, leaves=True) as w:
+    async with world(0, 0, aggregated=1, leaves=True, clock=ManualClock()) as w:
         lost = lost_of(w)
         (engine,) = w.proxy.ledger.engines
 

@@ -95,7 +95,7 @@ async def test_one_engine_that_dies_by_itself_holds_up_nobody(path: str) -> None
         assert begun == [1, 3, 7, 15, 31, 63, 80]
         held.opened.set()
         assert {answer.status for answer in await asyncio.gather(first, *asked)} == {200}
-        assert not lost_of(w).known.remembers
+        await until(lambda: not lost_of(w).known.remembers)
 
 
 async def test_half_of_the_places_wait_for_a_turn() -> None:

@@ -10,7 +10,6 @@ import random
 import pytest
 
 from pdproxy.deciding.retry_budget import RetryBudget, RetrySlot
-from pdproxy.observe.events import Observers
 from pdproxy.settings.limits import Deadlines, Limits
 from tests.fakes.clock import ManualClock
 
@@ -25,7 +24,7 @@ class Made:
         self.inflight = 0
         limits = Limits(retry_share=share, min_retries=least, max_inflight=most)
         self.budget = RetryBudget(
-            limits, Deadlines(retry=SECONDS), lambda: self.inflight, self.clock, Observers([])
+            limits, Deadlines(retry=SECONDS), lambda: self.inflight, self.clock
         )
 
     def enter(self) -> asyncio.Task[RetrySlot | None]:

@@ -22,14 +22,12 @@ from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixe
 from pdproxy.app.process import Process
 from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
+from pdproxy.app.retrying import build_retrying
 from pdproxy.app.sockets import BoundHere
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_buffers, build_transfer, build_turns
 from pdproxy.deciding.buffers import ReceiveBuffers
-from pdproxy.deciding.comebacks import Comebacks
-from pdproxy.deciding.engines_lost import EnginesLost
 from pdproxy.deciding.local_scheduler import LocalScheduler
-from pdproxy.deciding.retry_slots import RetrySlots
 from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.down_watch import DownWatch
@@ -245,17 +243,7 @@ class PoolParts:
         if own is not None:
             scheduler = own.scheduler(local, ledger, buffers, engines, observers)
         custodian.when_unread = lambda prefill, decode: scheduler.kv_failed(prefill, decode, now())
-        lost = EnginesLost(
-            local.found_gone,
-            engines,
-            partial(is_alive, late=True),
-            observers,
-            tasks,
-            clock,
-            now,
-            limits,
-        )
-        observers.add(lost)
+        retrying = build_retrying(settings, process, local, ledger, engines, admin, own)
         shares = PromptShares(now)
         observers.show(PROMPT_TOKENS, shares.samples)
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
@@ -273,10 +261,10 @@ class PoolParts:
             now=now,
             clock=clock,
             answer_budget=process.answer_budget,
-            slot=RetrySlots(process.retries, lost, deadlines).enter,
-            engines_change=Comebacks(ledger, clock, observers, limits).wait,
-            lost=lost,
-            suspects=lost.known,
+            slot=retrying.slot,
+            engines_change=retrying.engines_change,
+            lost=retrying.lost,
+            suspects=retrying.suspects,
             fingerprint=keyed(process.share.cache_secret),
             down_watch=DownWatch(engines, clock, lambda: deadlines.between_tokens),
             works=works.on_all,
@@ -300,7 +288,7 @@ class PoolParts:
             networks=networks,
         )
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
-        wrong.append(lost.shortcomings)
+        wrong.append(retrying.shortcomings)
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
         show_engines(observers, engines, now, pool.name)
         if ledger.placement is not None:

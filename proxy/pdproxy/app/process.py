@@ -60,6 +60,7 @@ class Process:
     known_clients: Clients
     admission: Admission
     retries: RetryBudget
+    """Of no use where another process decides who is tried again."""
     bodies: BodyReader
     body_budget: BodyBudget
     unread_answers: UnreadAnswers
@@ -114,7 +115,9 @@ class Process:
             ),
             known_clients,
         )
-        retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock, observers)
+        retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock)
+        if share.several is None or share.several.lead.leads:
+            retries.show(observers)
         bodies = BodyReader(limits, deadlines, settings.media, clock, observers)
         show_process(observers, tasks, log, lines)
         return cls(

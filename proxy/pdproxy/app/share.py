@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.readiness import ReadinessCheck
+from pdproxy.app.retrying import Decided, Retrying
 from pdproxy.app.shown import Shown
 from pdproxy.app.sockets import Sockets
 from pdproxy.deciding.buffers import ReceiveBuffers
@@ -210,6 +211,14 @@ class PoolShare(Protocol):
         """Return what judges engines' answers to canaries here. The arguments: those of
         `Canaries`.
         """
+
+    def retrying(self, engines: EngineRegistry) -> Retrying:
+        """Return what this process's requests ask before they are tried again, if another one
+        decides that.
+        """
+
+    def decides(self, decided: Decided, ledger: Ledger) -> None:
+        """Have this process decide it for all."""
 
     def custodian(
         self,

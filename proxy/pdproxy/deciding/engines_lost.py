@@ -216,6 +216,14 @@ class EnginesLost:
         assert isinstance(request, RequestLosses)
         return request
 
+    def restore(self, sender: RequestAtRisk, number: int) -> None:
+        """Note how many engines were lost under a request of which nothing is known any more."""
+        self._of(sender).earlier = number
+
+    def lost_under(self, sender: RequestAtRisk) -> int:
+        """Return how many engines were lost under a request."""
+        return len(self._of(sender).engines)
+
     # -- an engine is lost
 
     async def judge(

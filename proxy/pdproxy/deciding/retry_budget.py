@@ -75,7 +75,6 @@ class RetryBudget(PlacesInOrder):
         deadlines: Deadlines,
         inflight: Callable[[], int],
         clock: Clock,
-        observers: Observers,
     ) -> None:
         super().__init__(clock)
         self.limits = limits
@@ -83,6 +82,9 @@ class RetryBudget(PlacesInOrder):
         self._inflight = inflight
         self.refused = 0
         """How many got no place in time."""
+
+    def show(self, observers: Observers) -> None:
+        """Show how many are tried again, wait, and were refused."""
         observers.show(
             RETRIES, lambda: [(("running",), self.running), (("waiting",), self.waiting)]
         )
@@ -96,6 +98,11 @@ class RetryBudget(PlacesInOrder):
     def configure(self) -> None:
         """Let those that wait have places by the settings as they are now."""
         self.grant()
+
+    def restore(self) -> RetrySlot:
+        """Return a place that was taken before this began, whether or not one is free."""
+        self.running += 1
+        return RetrySlot(self)
 
     async def enter(self) -> RetrySlot | None:
         """Wait for a place; None if none came free in time."""

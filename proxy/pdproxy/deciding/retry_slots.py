@@ -21,6 +21,10 @@ class RetrySlots:
     def __repr__(self) -> str:
         return f"<RetrySlots of {self._budget!r}>"
 
+    def restore(self) -> RetrySlot:
+        """Return a place that was taken before this began."""
+        return self._budget.restore()
+
     async def enter(self, sender: RequestAtRisk) -> RetrySlot | None:
         """Wait for a place behind an attempt that has failed; None if none came free in time."""
         permit, has_lost = None, any(one.some for one in sender.lost)

@@ -7,7 +7,7 @@ by this module alone.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from pdproxy.kit.errors import EnginesLostError
@@ -82,7 +82,7 @@ class KnownSuspects:
     __slots__ = ("clients", "fingerprints", "remembers")
 
     def __init__(
-        self, fingerprints: Container[object] = (), clients: Container[object] = ()
+        self, fingerprints: Collection[Fingerprint] = (), clients: Collection[bytes | str] = ()
     ) -> None:
         self.fingerprints = fingerprints
         self.clients = clients

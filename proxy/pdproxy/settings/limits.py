@@ -398,8 +398,9 @@ def check_media_settings(media: MediaSettings, found: Mistakes) -> None:
 def of_each(limits: Limits, workers: int) -> Limits:
     """Return the limits of one of several workers: what is not shared among them is divided.
 
-    Places, tokens in flight and the queue stay whole: they are shared. Each worker has space for
-    one of the largest bodies and answers, so that many workers may hold more than what was set.
+    Places, tokens in flight, the queue and retries stay whole: they are shared. Each worker has
+    space for one of the largest bodies and answers, so that many workers may hold more than what
+    was set.
     """
     if workers == 1:
         return limits
@@ -411,5 +412,4 @@ def of_each(limits: Limits, workers: int) -> Limits:
             limits.max_buffered_answer_bytes // workers, limits.max_answer_bytes
         ),
         body_readers=max(1, limits.body_readers // workers),
-        min_retries=-(-limits.min_retries // workers),
     )

@@ -10,6 +10,7 @@ from socket import socket
 
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.health import Watching
+from pdproxy.app.retrying import Decided, Retrying
 from pdproxy.app.share import Part
 from pdproxy.app.sockets import BoundBefore
 from pdproxy.deciding.buffers import ReceiveBuffers
@@ -39,8 +40,10 @@ from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.workers.custodian import WorkerCustodian
 from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
 from pdproxy.workers.legs_of_all import AuditorOfAll, LegsOfAll
+from pdproxy.workers.loss_clients import LossesOfWorkers
 from pdproxy.workers.own_legs import OwnLegs, WorkerAuditor
 from pdproxy.workers.records import Area, SharedRecords
+from pdproxy.workers.remote_losses import RemoteLosses
 from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
 from pdproxy.workers.remote_turns import RemoteTurns
 from pdproxy.workers.scheduler_clients import PoolChoices
@@ -234,6 +237,17 @@ class WorkerPoolShare:
         if self.chooses:
             return AskingCanaries(*parts, tokenizer=tokenizer, find=find, links=links, topic=topic)
         return ToldCanaries(*parts, tokenizer=tokenizer, find=find, link=links.link, topic=topic)
+
+    def retrying(self, engines: EngineRegistry) -> Retrying:
+        """See `PoolShare`."""
+        remote = RemoteLosses(self._choosing.link, self.at, engines, self._now)
+        return Retrying(remote.slot, remote.engines_change, remote, remote.known, lambda: ())
+
+    def decides(self, decided: Decided, ledger: Ledger) -> None:
+        """See `PoolShare`."""
+        LossesOfWorkers(
+            self._choosing, self.at, ledger, decided.lost, decided.slots, decided.comebacks
+        )
 
     def custodian(
         self,
