@@ -149,7 +149,7 @@ class PoolParts:
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, own)
         probing, outliers, auditor = watching.probing, watching.outliers, watching.auditor
         bootstraps = build_bootstraps(
-            process, pool.name, engines, ledger, admin, probes, transfer.contract
+            process, own, engines, ledger, admin, probes, transfer.contract
         )
         custody = (
             transfer.contract,

@@ -4,7 +4,7 @@ asks a `Share` for them, or `SoleProcess`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Protocol
@@ -20,11 +20,11 @@ from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
-from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
@@ -39,6 +39,7 @@ from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.open_turns import TurnKeeper
+from pdproxy.settings.health import Probes
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Settings
@@ -49,6 +50,7 @@ from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
+from pdproxy.wire.bootstrap import Ranks
 
 if TYPE_CHECKING:
     from pdproxy.app.health import Watching
@@ -109,11 +111,6 @@ class Share(Protocol):
 
     def pool(self, at: int) -> PoolShare:
         """Return the process's part of the pool with this number."""
-
-    def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
-        """Return what engines answer to questions that one process asks for all. `topic`: of its
-        messages, its own.
-        """
 
     def admission(self, local: Callable[[], LocalAdmission], clients: Clients) -> Admission:
         """Return what requests of this process ask for places. `local`: makes what gives places to
@@ -197,6 +194,21 @@ class PoolShare(Protocol):
         observers: Observers,
     ) -> None:
         """Have all processes know how engines are. `watching`: what watches them here."""
+
+    def bootstraps(
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        query: Callable[[str], Awaitable[Ranks]],
+        observers: Observers,
+        tasks: TaskOwner,
+        probes: Probes,
+        now: Callable[[], float],
+        contract: Contract,
+    ) -> Bootstraps:
+        """Return what knows the answers of bootstrap servers here. The arguments: those of
+        `Bootstraps`.
+        """
 
     def canaries(
         self,

@@ -19,7 +19,6 @@ from functools import partial
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError
-from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
 from pdproxy.observe.description import NODE, Label, counter
@@ -121,8 +120,6 @@ class Bootstraps:
         self._stuck_for = (holder.stuck_for if isinstance(holder, PushedToDecode) else None) or 0.0
         self._known: dict[Engine, Known] = {}
         self._running: dict[Engine, asyncio.Task[None]] = {}
-        self.lead: Lead = ALWAYS
-        """Of several workers, the one that leads asks."""
         engines.watch(self)
 
     def __repr__(self) -> str:
@@ -155,10 +152,14 @@ class Bootstraps:
             known.given_up.clear()
             self._ledger.mark_kv(engine.url, NOT_ASKED)
             known.wake.set()
-            if engine not in self._running:
-                self._running[engine] = self._tasks.keep(
-                    partial(self.run, engine), f"bootstrap {engine.url}"
-                )
+            self._keep_asking(engine)
+
+    def _keep_asking(self, engine: Engine) -> None:
+        """Ask for an engine from now on."""
+        if engine not in self._running:
+            self._running[engine] = self._tasks.keep(
+                partial(self.run, engine), f"bootstrap {engine.url}"
+            )
 
     def _stuck(self, engine: Engine) -> None:
         """Note that a prompt was given up for which a decode engine waits."""
@@ -196,8 +197,7 @@ class Bootstraps:
         known = self._known[engine]
         while True:
             if engine.in_ledger.up:
-                if self.lead.leads:
-                    await self.ask(engine)
+                await self.ask(engine)
                 most = self._probes.scrape_interval
                 pause = most if engine.in_ledger.kv_not_ready is None else min(2 * pause, most)
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from socket import socket
@@ -19,6 +19,7 @@ from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet import life_signs
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -32,12 +33,15 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.open_turns import TurnKeeper
+from pdproxy.settings.health import Probes
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
 from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.wire.bootstrap import Ranks
 from pdproxy.workers.custodian import WorkerCustodian
+from pdproxy.workers.engine_bootstraps import AskingBootstraps, ToldBootstraps
 from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
 from pdproxy.workers.legs_of_all import AuditorOfAll, LegsOfAll
 from pdproxy.workers.loss_clients import LossesOfWorkers
@@ -220,6 +224,24 @@ class WorkerPoolShare:
             StateWriter(
                 links, topic, engines, ledger, auditor, stalls, outliers, observers, now, probe
             )
+
+    def bootstraps(
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        query: Callable[[str], Awaitable[Ranks]],
+        observers: Observers,
+        tasks: TaskOwner,
+        probes: Probes,
+        now: Callable[[], float],
+        contract: Contract,
+    ) -> Bootstraps:
+        """See `PoolShare`."""
+        links, topic = self._choosing, f"bootstrap servers {self.at}"
+        parts = engines, ledger, query, observers, tasks, probes, now, contract
+        if self.chooses:
+            return AskingBootstraps(*parts, links=links, topic=topic)
+        return ToldBootstraps(*parts, link=links.link, topic=topic)
 
     def canaries(
         self,

@@ -16,8 +16,6 @@ from pdproxy.app.share import SECRET_BYTES, Served
 from pdproxy.app.shown import Shown
 from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas, decode_levels, encode_levels
-from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.worker_answers import WorkerAnswers
 from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.leading import ALWAYS, NEVER, Lead
 from pdproxy.kit.tasks import TaskOwner
@@ -136,7 +134,6 @@ class WorkerShare:
         self.lead: Lead = ALWAYS if self.chooses else NEVER
         self.serves = number != shared.scheduler or shared.scheduler_serves
         self.succeeds = shared.starts[number] > 1
-        self._answers: list[WorkerAnswers] = []
         self.registrations: list[WorkerRegistrations] = []
         """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
@@ -156,8 +153,6 @@ class WorkerShare:
 
     def start(self, tasks: TaskOwner) -> None:
         """See `Share`."""
-        for answers in self._answers:
-            answers.start(tasks)
         for registrations in self.registrations:
             registrations.start(tasks)
         if self._shown is not None:
@@ -232,14 +227,6 @@ class WorkerShare:
         )
         self._pools.append(pool)
         return pool
-
-    def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
-        """See `Share`."""
-        siblings = self.siblings
-        made = WorkerAnswers(self.lead, lambda body: siblings.tell(topic, body), engines)
-        siblings.hears[topic] = made.received
-        self._answers.append(made)
-        return made
 
     def admission(self, local: Callable[[], LocalAdmission], clients: Clients) -> Admission:
         """See `Share`."""
