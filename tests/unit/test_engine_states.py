@@ -222,10 +222,9 @@ async def test_what_a_worker_notes_itself_is_not_undone_by_an_older_state(stage:
     s, w = stage.s, stage.w
     s.ledger.mark_asleep(D, "level 1")
     w.ledger.mark_stalled(D, "stands still")
-    for _ in range(3):
+    for _ in range(30):
         await asyncio.sleep(0)
         assert w.engines[D].in_ledger.stalled == "stands still"
-    await settled()
     assert s.engines[D].in_ledger.stalled == "stands still"
     assert (w.engines[D].in_ledger.stalled, w.engines[D].in_ledger.asleep) == (
         "stands still",
