@@ -335,6 +335,7 @@ async def test_a_killed_worker_s_last_turns_are_kept(
     two: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the scheduler process finds that it can't be answered before it has read them."""
+    await settled()
     monkeypatch.setattr(item_link, "_READ", 64)
     first, second = two.all
     asked = asyncio.create_task(second.chosen(*NEXT))
