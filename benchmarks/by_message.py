@@ -2,12 +2,14 @@
 answer takes.
 
 Usage: by_message.py [--workers 1 2 8] [--flights 1 16] [--engines 4 200] [--seconds 3]
-[--choices 20000]
+[--choices 20000] [--hold 0]
 
 A scheduler process chooses for so many worker processes, each of which always has so many choices
 in flight: it chooses a pair, gives both leases back, and asks again. `by a call` is the same
 scheduler in one process. CPU: of the threads themselves, per choice. p99: from the question to its
-answer, in a worker. More processes than cores wait for each other: then p99 says little.
+answer, in a worker. --hold: seconds for which each choice keeps its leases, up to a half more or
+less: then requests are in flight whose engines were chosen. More processes than cores wait for each
+other: then p99 says little.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import asyncio
 import gc
 import json
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +48,9 @@ from pdproxy.workers.remote_scheduler import RemoteScheduler
 from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 
+WARM = 0.3
+"""Seconds before it is measured."""
+
 
 def fleet(count: int) -> tuple[EngineRegistry, Ledger]:
     """Return so many engines, half of them for prefill, all up."""
@@ -67,8 +73,12 @@ def scheduler_of(engines: EngineRegistry, ledger: Ledger) -> LocalScheduler:
     return LocalScheduler(ledger, outliers, buffers, transfers, observers, clock.now, None, None)
 
 
-async def choose(scheduler: Scheduler, flights: int, until: float) -> tuple[int, list[float]]:
-    """Return how many choices were made until then, and the seconds that each took."""
+async def choose(
+    scheduler: Scheduler, flights: int, until: float, hold: float = 0.0
+) -> tuple[int, list[float]]:
+    """Return how many choices were made until then, and the seconds that each took. `hold`: seconds
+    for which each keeps its leases.
+    """
     took: list[float] = []
 
     async def one() -> None:
@@ -78,6 +88,8 @@ async def choose(scheduler: Scheduler, flights: int, until: float) -> tuple[int,
             took.append(time.perf_counter() - asked)
             if found is None:
                 raise RuntimeError("there are no engines")
+            if hold:
+                await asyncio.sleep(hold * random.uniform(0.5, 1.5))
             for lease in found.leases:
                 scheduler.close(lease, Verdict.GOOD, time.monotonic(), pace=0.01)
 
@@ -100,7 +112,9 @@ def by_a_call(engines: int, choices: int) -> float:
     return uvloop.run(run())
 
 
-def work(end: socket.socket, engines: int, flights: int, seconds: float, out: int) -> None:
+def work(
+    end: socket.socket, engines: int, flights: int, seconds: float, hold: float, out: int
+) -> None:
     """Be a worker: choose by message, and write what it cost."""
 
     async def run() -> dict[str, float]:
@@ -110,10 +124,10 @@ def work(end: socket.socket, engines: int, flights: int, seconds: float, out: in
         scheduler = RemoteScheduler(
             link, 0, registry, view, Observers([]), lambda _: True, time.monotonic
         )
-        await choose(scheduler, flights, time.perf_counter() + 0.3)  # warm
+        await choose(scheduler, flights, time.perf_counter() + WARM, hold)
         gc.freeze()
         begun = time.thread_time()
-        made, took = await choose(scheduler, flights, time.perf_counter() + seconds)
+        made, took = await choose(scheduler, flights, time.perf_counter() + seconds, hold)
         cpu = time.thread_time() - begun
         took.sort()
         return {"made": made, "cpu": cpu, "p50": median(took), "p99": took[len(took) * 99 // 100]}
@@ -173,7 +187,9 @@ def result(pid: int, reads: int) -> dict[str, float]:
     return found
 
 
-def by_message(engines: int, workers: int, flights: int, seconds: float) -> dict[str, float]:
+def by_message(
+    engines: int, workers: int, flights: int, seconds: float, hold: float
+) -> dict[str, float]:
     """Return what one run amounts to, per choice."""
     pairs = [links.pair() for _ in range(workers)]
 
@@ -191,7 +207,7 @@ def by_message(engines: int, workers: int, flights: int, seconds: float) -> dict
                 mine.close()
                 if other != at:
                     theirs.close()
-            work(end, engines, flights, seconds, out)
+            work(end, engines, flights, seconds, hold, out)
 
         children.append(forked(one))
     for mine, its in pairs:
@@ -202,7 +218,7 @@ def by_message(engines: int, workers: int, flights: int, seconds: float) -> dict
     made = sum(one["made"] for one in found)
     return {
         "rate": made / seconds,
-        "scheduler": decided["cpu"] / made * seconds / (seconds + 0.3),
+        "scheduler": decided["cpu"] / made * seconds / (seconds + WARM),
         "worker": sum(one["cpu"] for one in found) / made,
         "p50": median(one["p50"] for one in found),
         "p99": max(one["p99"] for one in found),
@@ -216,6 +232,7 @@ def main() -> None:
     parser.add_argument("--flights", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--engines", type=int, nargs="+", default=[4, 200])
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--hold", type=float, default=0.0)
     parser.add_argument("--choices", type=int, default=20000)
     arguments = parser.parse_args()
     print(
@@ -228,7 +245,7 @@ def main() -> None:
         print(f"| {engines} | by a call | 1 | | {call * 1e6:.1f} | | | |")
         for workers in arguments.workers:
             for flights in arguments.flights:
-                one = by_message(engines, workers, flights, arguments.seconds)
+                one = by_message(engines, workers, flights, arguments.seconds, arguments.hold)
                 print(
                     f"| {engines} | {workers} | {flights} | {one['rate']:.0f} | "
                     f"{one['scheduler'] * 1e6:.1f} | {one['worker'] * 1e6:.1f} | "

@@ -22,6 +22,7 @@ than times, but are none: a cache miss counts like a hit, the kernel's work not 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import statistics
@@ -69,9 +70,11 @@ def cpu(pid: int) -> float:
     """Return the CPU seconds of a process tree so far, in nanoseconds' resolution (`stage.cpu` has
     hundredths).
     """
-    return sum(
-        time.clock_gettime((~each << 3) | 2) for each in stage.tree(pid)
-    )  # Linux: the clock id of another process
+    total = 0.0
+    for each in stage.tree(pid):
+        with contextlib.suppress(OSError):  # it has ended
+            total += time.clock_gettime((~each << 3) | 2)  # Linux: the clock id of another process
+    return total
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -1,15 +1,16 @@
 """Throughput by the number of workers: requests and chunks per second, and CPU per request, beside
 vllm-router if it is there.
 
-Usage: scaling.py [--workers 1,2,4,8] [--clients 256] [--pairs 4] [--seconds 6] [--rounds 2]
-[--budget 225] [--out results.json]
+Usage: scaling.py [--policies least_load,auto] [--workers 1,2,4,8] [--clients 256] [--pairs 4]
+[--seconds 6] [--rounds 2] [--warmup 2000] [--budget 225] [--out results.json]
 
 For a machine with 16 cores: 8 for the workers, and as many for the mock engines and the clients,
 which run in processes of their own. Everything binds to the loopback. Each system is started once
 per round, and gets whole answers, then streams, from the same clients. No round begins that would
 not fit into `--budget` seconds. The last line is the whole result as JSON.
 
-`cores`: how many the system used. `busy`: the part of the whole machine's CPU time that was used.
+`cores`: how many the system used. `scheduler`: the part of one core that the process used which
+chooses for all workers. `busy`: the part of the whole machine's CPU time that was used.
 Where that is near 100 %, or where a system uses fewer cores than it has processes, clients and
 engines limit it. `split P/D`: the part of the decode requests that had a prefill engine's KV; a
 system with less of it does less.
@@ -34,28 +35,37 @@ import stage
 
 Row = dict[str, Any]
 ROUTER = "vllm-router"
+SCHEDULER = "pdproxy-sched"
+"""How the name of the process begins that chooses for all workers."""
 LOADS: dict[str, tuple[str, ...]] = {"whole": (), "streams": ("--stream",)}
 CHUNKS, ITL = 64, 0.001
 """Of a stream: chunks, and seconds between two."""
-WARMUP = 2000
-"""Requests before a system is measured. Their rate decides how many follow."""
+LONGEST_START = 15.0
+"""Seconds for which it is waited until a system does nothing."""
+IDLE = 0.1
+"""CPU seconds per second of one that does next to nothing."""
 STREAMS_PER_WHOLE = 12
 """A stream takes about as much CPU time as so many whole answers."""
 
 
-def systems(workers: list[int], at: stage.Engines) -> Iterator[tuple[str, stage.Peer]]:
+def systems(
+    policies: list[str], workers: list[int], at: stage.Engines
+) -> Iterator[tuple[str, stage.Peer]]:
     """Yield the systems that are compared, by their names."""
-    for count in workers:
-        more = f"--workers {count} --policy least_load " if count > 1 else "--policy least_load "
-        yield (
-            f"{count} workers" if count > 1 else "one process",
-            stage.Peer(
-                "{python} -m pdproxy serve "
-                + more
-                + "--prefill {prefills} --decode {decodes} --port {port}",
-                "/ready",
-            ),
-        )
+    for policy in policies:
+        for count in workers:
+            more = f"--workers {count} --policy {policy} " if count > 1 else f"--policy {policy} "
+            yield (
+                f"{count} workers, {policy}" if count > 1 else f"one process, {policy}",
+                stage.Peer(
+                    "{python} -m pdproxy serve "
+                    + more
+                    + "--prefill {prefills} --decode {decodes} --port {port}",
+                    "/ready",
+                    # nobody but this benchmark asks it, and there is nothing to load
+                    env={"PDPROXY_LISTEN__LINGER": "0", "HF_HUB_OFFLINE": "1"},
+                ),
+            )
     if shutil.which(ROUTER) is None:
         print(f"left out: {ROUTER} is not on the path", file=sys.stderr)
         return
@@ -110,15 +120,37 @@ def split(at: stage.Engines) -> tuple[int, int]:
     return sum(each["decode_with_kv"] for each in counts), sum(each["decode"] for each in counts)
 
 
+def scheduler_of(pid: int) -> int | None:
+    """Return the process that chooses for all workers of a proxy, None if there is none."""
+    for each in stage.tree(pid)[1:]:
+        if Path(f"/proc/{each}/comm").read_text().startswith(SCHEDULER):
+            return each
+    return None
+
+
+def wait_until_idle(pid: int) -> None:
+    """Wait until a system does next to nothing: with `auto` a thread loads libraries first."""
+    until = time.monotonic() + LONGEST_START
+    while time.monotonic() < until:
+        before = paired.cpu(pid)
+        time.sleep(1.0)
+        if paired.cpu(pid) - before < IDLE:
+            return
+
+
 def measure(pid: int, url: str, load: str, at: stage.Engines, options: argparse.Namespace) -> Row:
     """Measure one system under one load."""
     flags, part = LOADS[load], 1 if load == "whole" else STREAMS_PER_WHOLE
-    warm = together(url, options.processes, options.clients, WARMUP // part, flags)
+    warm = together(url, options.processes, options.clients, options.warmup // part, flags)
     requests = max(options.clients, int(rate(warm) * options.seconds))
     with_kv, decoded = split(at)
+    scheduler = scheduler_of(pid)
+    chosen = 0.0 if scheduler is None else paired.cpu(scheduler)
     spent, (work, whole) = paired.cpu(pid), busy()
     parts = together(url, options.processes, options.clients, requests, flags)
     spent, (work_after, whole_after) = paired.cpu(pid) - spent, busy()
+    chosen = 0.0 if scheduler is None else paired.cpu(scheduler) - chosen
+    seconds = max(each["wall_s"] for each in parts)
     with_kv, decoded = (
         after - before for after, before in zip(split(at), (with_kv, decoded), strict=True)
     )
@@ -128,7 +160,8 @@ def measure(pid: int, url: str, load: str, at: stage.Engines, options: argparse.
         "chunks_s": round(rate(parts, "events")),
         "us_request": round(1e6 * spent / max(1, done), 1),
         "us_chunk": round(1e6 * spent / events, 2) if events else None,
-        "cores": round(spent / max(each["wall_s"] for each in parts), 2),
+        "cores": round(spent / seconds, 2),
+        "scheduler": None if scheduler is None else round(chosen / seconds, 3),
         "busy": round((work_after - work) / max(0.01, whole_after - whole), 2),
         "first_p99_ms": max((each["first_p99_ms"] or 0.0) for each in parts),
         "split": round(with_kv / max(1, decoded), 3),
@@ -142,7 +175,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     with stage.engines(
         options.pairs, "--chunks", CHUNKS, "--itl", ITL, processes=options.engine_processes
     ) as at:
-        found = list(systems(options.workers, at))
+        found = list(systems(options.policies, options.workers, at))
         for number in range(options.rounds):
             start = time.monotonic()
             if number and start - began + longest > options.budget:
@@ -156,6 +189,7 @@ def run(options: argparse.Namespace) -> list[Row]:
                     continue
                 try:
                     with stage.proxy(peer, at) as (process, url):
+                        wait_until_idle(process.pid)
                         for load in LOADS:
                             row = {"round": number, "system": name, "load": load}
                             rows.append(row | measure(process.pid, url, load, at, options))
@@ -167,17 +201,19 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the medians of the rounds as Markdown, with ratios to the first system."""
+    """Return the medians of the rounds as Markdown, with ratios to the first system of the same
+    policy; a system without one is compared with the very first.
+    """
     lines = [
         (
             "| load | system | requests/s | x | chunks/s | CPU us/request | x | CPU us/chunk | "
-            "cores "
+            "cores | scheduler "
             "| busy | split P/D | errors |"
         ),
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- " * 13 + "|",
     ]
     for load in LOADS:
-        first: Row | None = None
+        firsts: dict[str, Row] = {}
         for system in dict.fromkeys(row["system"] for row in rows):
             mine = [row for row in rows if row["system"] == system and row["load"] == load]
             if not mine:
@@ -187,7 +223,8 @@ def table(rows: list[Row]) -> str:
                 for key, value in mine[0].items()
                 if isinstance(value, int | float)
             }
-            first = first or middle
+            policy = system.partition(", ")[2] or next(iter(firsts), "")
+            first = firsts.setdefault(policy, middle)
             times = [middle[key] / max(first[key], 1e-9) for key in ("requests_s", "us_request")]
             cells = [
                 load,
@@ -200,6 +237,7 @@ def table(rows: list[Row]) -> str:
             cells += [f"{middle['us_chunk']:.1f}" if "us_chunk" in middle else ""]
             cells += [
                 f"{middle['cores']:.1f}",
+                f"{100 * middle['scheduler']:.0f} %" if "scheduler" in middle else "",
                 f"{100 * middle['busy']:.0f} %",
                 f"{middle['split']:.2f}",
             ]
@@ -215,6 +253,9 @@ def main() -> int:
     )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
+        "--policies", type=lambda text: text.split(","), default=["least_load", "auto"]
+    )
+    parser.add_argument(
         "--workers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2, 4, 8]
     )
     parser.add_argument("--clients", type=int, default=256, help="of all processes together")
@@ -225,6 +266,12 @@ def main() -> int:
     parser.add_argument("--engine-processes", type=int, default=max(2, cores // 3))
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement, about")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=2000,
+        help="requests before a system is measured: their rate decides how many follow",
+    )
     parser.add_argument("--budget", type=float, default=225.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
