@@ -30,7 +30,7 @@ from pdproxy.settings.listen import Cors, Listen, OperatorRoutes
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
-from pdproxy.workers.legs_of_all import AuditorOfAll
+from pdproxy.workers.audit import AuditorOfAll
 from pdproxy_lab.sim.api.template import render
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes.admitted import admission_of

@@ -267,7 +267,7 @@ async def test_a_number_of_waiting_requests_that_has_no_end() -> None:
         return read_metrics(page)
 
     unused: Any = None
-    assert await LostPushes(unused, {}, scrape, ManualClock(), unused).waiting("d") is None
+    assert await LostPushes(list, unused, {}, scrape, ManualClock(), unused).waiting("d") is None
 
 
 async def test_a_prefill_engine_that_is_lost_before_its_answer_and_comes_back() -> None:

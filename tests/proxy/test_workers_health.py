@@ -74,7 +74,6 @@ async def another(w: World, number: int) -> AsyncIterator[tuple[Proxy, WorkerSha
     old = w.workers[number].share.several
     assert isinstance(old, WorkerShare)
     old._choosing.stop()
-    old._shared.clear(number)
     share = old._shared.of(number, old._send)
     again = Proxy.build(w.workers[number].settings, Shelf(), share=share)
     proxies = [again if at == number else one for at, one in enumerate(w.workers)]

@@ -41,12 +41,7 @@ class Process:
         self.recorder = Recorder()
         self.observers = Observers([self.recorder])
         self.auditor = Auditor(self.engines, self.ledger, self.observers)
-        self.stood_still: list[str] = []
         self.time = 1.0
-
-    def found(self, url: str) -> None:
-        """As `Stalls`."""
-        self.stood_still.append(url)
 
     def now(self) -> float:
         self.time += 1.0
@@ -75,7 +70,6 @@ class Scheduler(Process):
             self.engines,
             self.ledger,
             self.auditor,
-            self,  # type: ignore[arg-type]
             self.outliers,
             self.observers,
             self.now,
@@ -111,7 +105,6 @@ class Worker(Process):
             self.engines,
             self.ledger,
             self.auditor,
-            self,  # type: ignore[arg-type]
             self.observers,
             self.now,
         )
@@ -230,7 +223,6 @@ async def test_what_a_worker_notes_itself_is_not_undone_by_an_older_state(stage:
         "stands still",
         "level 1",
     )
-    assert s.stood_still == [D]
     s.ledger.let_in(D, 9.0)
     await settled()
     assert w.engines[D].in_ledger.stalled is None

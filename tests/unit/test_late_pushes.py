@@ -26,6 +26,9 @@ class Push:
     prefill: str = "p"
     decode: str | None = "d"
 
+    def push_lost(self) -> None:
+        """Not called here."""
+
 
 @dataclass
 class Pair:
@@ -53,18 +56,16 @@ class Pair:
 
     async def lost(self, at: int = 0) -> bool:
         engine = SimpleNamespace(up=True, stalled=self.stalled)
-        custodian: Any = SimpleNamespace(awaiting_push=lambda: self.pushes)
         engines: Any = {"p": SimpleNamespace(in_ledger=engine)}
         late = LatePushes(
-            custodian,
+            lambda: self.pushes,
             engines,
             self.scrape,
             self.asked,
             lambda url, _: self.suspected.append(url),
             self.clock,
         )
-        custody: Any = self.pushes[at]
-        return await self.clock.through(late.is_lost(custody), GRACE)
+        return await self.clock.through(late.is_lost(self.pushes[at]), GRACE)
 
 
 @pytest.mark.parametrize(

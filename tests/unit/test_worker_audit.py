@@ -16,9 +16,10 @@ from pdproxy.observe.events import KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import EngineSpec, Role
 from pdproxy.upstream.metrics_page import Scrape
-from pdproxy.workers import legs_of_all, links
-from pdproxy.workers.legs_of_all import AuditorOfAll, LegsOfAll
-from pdproxy.workers.own_legs import OwnLegs, WorkerAuditor
+from pdproxy.workers import audit, legs_of_all, links
+from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
+from pdproxy.workers.legs_of_all import LegsOfAll
+from pdproxy.workers.own_legs import OwnLegs
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
@@ -46,7 +47,8 @@ class Worker(Process):
         self.audit = WorkerAuditor(*self.audited())
         self.links = SchedulerLinks(chooses=False, workers=2)
         self.links.start()
-        OwnLegs(self.links.link, 0, self.audit)
+        self.legs = OwnLegs(self.links.link, 0, self.engines, self.audit, lambda: 1.0)
+        self.legs.added(self.engine)
 
     def moves(self, tokens: int) -> None:
         """A leg whose KV arrives."""
@@ -61,7 +63,7 @@ class Schedules(Process):
         super().__init__()
         self.links = SchedulerLinks(chooses=True, workers=workers)
         self.tasks = TaskOwner("audit")
-        self.legs = LegsOfAll(self.links, 0)
+        self.legs = LegsOfAll(self.links, 0, self.engines, self.tasks)
         self.audit: Auditor = AuditorOfAll(*self.audited(), self.legs, self.tasks)
         self.workers = [Worker() for _ in range(workers)]
         self.links.start()
@@ -99,7 +101,7 @@ def _page(started: float, by_source: dict[str, float]) -> Scrape:
 
 @pytest.fixture
 async def both(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(legs_of_all, "GATHERED", 0.0)
+    monkeypatch.setattr(audit, "GATHERED", 0.0)
     made = Schedules()
     await made.legs.hear()
     for _ in range(20):

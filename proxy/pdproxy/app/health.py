@@ -11,10 +11,8 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.health_canary import HealthCanary
-from pdproxy.fleet.life_signs import LifeSigns
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
-from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.settings.schema import Settings
@@ -32,11 +30,13 @@ class Probing:
 
     scraped: Scraped
     prober: Prober
+    stalls: Stalls
     exclusions: Exclusions
 
     def start(self) -> None:
         """Begin to ask engines, and to compare them."""
         self.prober.start()
+        self.stalls.start()
         self.exclusions.start()
 
 
@@ -48,7 +48,6 @@ class Watching:
 
     auditor: Auditor
     canary: HealthCanary
-    stalls: Stalls
     outliers: Outliers
     probing: Probing | None
 
@@ -56,7 +55,6 @@ class Watching:
         """Begin to watch."""
         if self.probing is not None:
             self.probing.start()
-        self.stalls.start()
 
 
 def build_watching(
@@ -72,35 +70,19 @@ def build_watching(
     see `build_ledger`.
     """
     observers, tasks = process.observers, process.tasks
-    share = process.share.several
-    lead: Lead = ALWAYS if share is None else share.lead
     auditor = (
         Auditor(engines, ledger, observers)
         if own is None
         else own.auditor(engines, ledger, observers, tasks)
     )
     canary = HealthCanary(admin, observers, contract.capabilities.canary_on, settings.health)
-    signs = None if own is None else LifeSigns(*own.signs)
-    stalls = Stalls(
-        engines,
-        ledger,
-        canary,
-        admin.scrape,
-        observers,
-        tasks,
-        process.clock,
-        settings.health,
-        settings.deadlines,
-        lead,
-        signs,
-    )
     outliers = Outliers(settings.outliers)
     probing: Probing | None = None
     if process.share.chooses:
-        probing = _probing(settings, process, ledger, engines, admin, contract, auditor, outliers)
-    made = Watching(
-        auditor=auditor, canary=canary, stalls=stalls, outliers=outliers, probing=probing
-    )
+        probing = _probing(
+            settings, process, ledger, engines, admin, contract, auditor, outliers, canary, own
+        )
+    made = Watching(auditor=auditor, canary=canary, outliers=outliers, probing=probing)
     if own is not None:
         own.share_states(made, engines, ledger, observers)
     return made
@@ -115,6 +97,8 @@ def _probing(
     contract: Contract,
     auditor: Auditor,
     outliers: Outliers,
+    canary: HealthCanary,
+    own: PoolShare | None,
 ) -> Probing:
     observers, tasks, now = process.observers, process.tasks, process.now
     scraped = Scraped(auditor, ledger, observers, now)
@@ -132,4 +116,16 @@ def _probing(
         messages=Route.MESSAGES in contract.capabilities.routes,
     )
     exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers)
-    return Probing(scraped=scraped, prober=prober, exclusions=exclusions)
+    stalls = Stalls(
+        engines,
+        ledger,
+        canary,
+        admin.scrape,
+        observers,
+        tasks,
+        process.clock,
+        settings.health,
+        settings.deadlines,
+        None if own is None or own.legs is None else own.legs.hear,
+    )
+    return Probing(scraped=scraped, prober=prober, stalls=stalls, exclusions=exclusions)

@@ -184,7 +184,9 @@ class Parts(Process):
 
     @property
     def stalls(self) -> Stalls:
-        return self.pools[0].watching.stalls
+        probing = self.pools[0].watching.probing
+        assert probing is not None
+        return probing.stalls
 
     @property
     def exclusions(self) -> Exclusions:

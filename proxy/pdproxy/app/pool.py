@@ -26,6 +26,7 @@ from pdproxy.app.retrying import build_retrying
 from pdproxy.app.sockets import BoundHere
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_buffers, build_transfer, build_turns
+from pdproxy.app.waits import build_waits
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.deciding.turns import PoolTurns
@@ -36,7 +37,6 @@ from pdproxy.fleet.gauges import MetricsOfEngines, show_engines
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.transfers import Transfers
-from pdproxy.fleet.works import Works
 from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShares
 from pdproxy.scheduling.decisions import Decisions
 from pdproxy.scheduling.ledger import Ledger
@@ -47,8 +47,6 @@ from pdproxy.serving.dispatch.fingerprint import keyed
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ended_leases import EndedLeases
-from pdproxy.serving.kv.late_pushes import LatePushes
-from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.open_turns import OpenTurns
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
@@ -162,7 +160,6 @@ class PoolParts:
             transfer.hosts,
         )
         custodian = Custodian(*custody) if own is None else own.custodian(*custody)
-        ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(
             lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url)
@@ -221,16 +218,8 @@ class PoolParts:
             engines.watch(capacity)
             observers.add(capacity)
             capacity.show(observers)
-        stalls = watching.stalls
-        works = Works(
-            engines.known,
-            admin.scrape,
-            observers,
-            lambda: stalls.health.stalled_after > 0,
-            watching.canary,
-        )
-        late_pushes = LatePushes(
-            custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock
+        works, is_push_lost = build_waits(
+            settings.health, process, ledger, engines, admin, watching, custodian, own
         )
         is_alive = partial(admin.answers, path="/health")
         transfers = Transfers(ledger, observers, now)
@@ -267,8 +256,8 @@ class PoolParts:
             suspects=retrying.suspects,
             fingerprint=keyed(process.share.cache_secret),
             down_watch=DownWatch(engines, clock, lambda: deadlines.between_tokens),
-            works=works.on_all,
-            is_push_lost=late_pushes.is_lost,
+            works=works,
+            is_push_lost=is_push_lost,
             lease_may_have_ended=EndedLeases(engines.known, admin.scrape).may_have,
             is_alive=is_alive,
             shares=shares,

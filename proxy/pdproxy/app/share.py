@@ -4,7 +4,7 @@ asks a `Share` for them, or `SoleProcess`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Protocol
@@ -28,7 +28,6 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
-from pdproxy.kit.shared_table import Column, Others
 from pdproxy.kit.siblings import Siblings
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
@@ -38,6 +37,8 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import Custody
+from pdproxy.serving.kv.lost_pushes import AwaitedPush
 from pdproxy.serving.kv.open_turns import TurnKeeper
 from pdproxy.settings.health import Probes
 from pdproxy.settings.keys import KeyLimits
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from pdproxy.app.health import Watching
 
 SECRET_BYTES = 32
-Part = tuple[Column, Others]
-"""A process's column of a table, and the others' columns."""
 
 
 class Served(Protocol):
@@ -133,6 +132,27 @@ class Share(Protocol):
         """Return what the routes of the admin API ask for."""
 
 
+class Legs(Protocol):
+    """The legs of all processes at the engines of a pool, which are among the engines' open
+    legs.
+    """
+
+    async def hear(self) -> bool:
+        """Wait until it is known what legs have shown until now, for some time at most. Return
+        whether it is.
+        """
+
+    def pushes(self) -> Sequence[AwaitedPush]:
+        """Return the pushes that legs of other processes await."""
+
+    def answer(
+        self,
+        works: Callable[[str, str], Awaitable[bool]],
+        is_push_lost: Callable[[AwaitedPush], Awaitable[bool]],
+    ) -> None:
+        """Have other processes' legs go on waiting where these allow it."""
+
+
 class PoolShare(Protocol):
     """A process's part of one pool."""
 
@@ -146,8 +166,8 @@ class PoolShare(Protocol):
         """How the pool's sockets are bound to which engines send messages."""
 
     @property
-    def signs(self) -> Part:
-        """Of the engines' signs of life."""
+    def legs(self) -> Legs | None:
+        """The legs of all processes, None if another process chooses. Made with the auditor."""
 
     def turns(
         self,
@@ -173,6 +193,13 @@ class PoolShare(Protocol):
     ) -> Scheduler:
         """Return what this process's requests ask for engines. `local`: what chooses, if this
         process does; `buffers`: those of the decode engines.
+        """
+
+    def waits(
+        self, custodian: Custodian
+    ) -> tuple[Callable[[str, str], Awaitable[bool]], Callable[[Custody], Awaitable[bool]]]:
+        """Return what legs ask behind their deadlines, where another process chooses:
+        `ExchangeResources.works` and `is_push_lost`.
         """
 
     def auditor(

@@ -18,8 +18,9 @@ class OpenLeg(Protocol):
     prompt_bytes: int
     """Of the prompt that the engine computes for it; 0 where it gets the KV."""
 
-    is_counted: bool
-    """Whether the engine has it among the requests that it reports, soon after it was sent."""
+    @property
+    def is_counted(self) -> bool:
+        """Whether the engine has it among the requests that it reports, soon after it was sent."""
 
     @property
     def in_silence(self) -> bool:
@@ -77,7 +78,7 @@ class OpenLegs:
         self.busy_since = 0.0
         """Since when there has always been one, where there is one."""
         self.flowing = 0
-        """Streams of this worker that have begun, and are not over: the engine makes a token of
+        """Streams of this process that have begun, and are not over: the engine makes a token of
         each in a step.
         """
         self.last_sign = 0.0

@@ -77,15 +77,6 @@ class Verdicts(Protocol):
     deadlines: Deadlines
     """An engine may be silent for `prefill` at most, whatever was learned."""
 
-    @property
-    def leads(self) -> bool:
-        """Whether this worker asks engines that stand still."""
-
-    def exchange(self, engine: Engine, sign: float) -> float:
-        """Show other workers the last sign of an engine here, and return its last sign elsewhere, 0
-        if there is none.
-        """
-
     def can_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked for a token."""
 
@@ -93,7 +84,7 @@ class Verdicts(Protocol):
         """Begin to ask an engine."""
 
     def suspect(self, url: str, since: float) -> None:
-        """Legs elsewhere wait for an engine's KV, in silence since then."""
+        """Legs at other engines wait for an engine's KV, in silence since then."""
 
     def is_last(self, engine: Engine) -> bool:
         """Return whether no other engine of its role can get requests."""
@@ -155,7 +146,7 @@ class StallWatch:
             self._life = now
 
     def suspect(self, since: float) -> None:
-        """Legs elsewhere wait for its KV, in silence since then."""
+        """Legs at other engines wait for its KV, in silence since then."""
         if self._stalled_at is None and since >= self._life and self._suspected is None:
             self._suspected = since
 
@@ -233,8 +224,7 @@ class StallWatch:
         # of several ranks, the signs of one say nothing about the others
         if self.engine.ranks == 1:
             own = max(self.engine.open_legs.last_sign, *(leg.last_sign() for leg in legs), 0.0)
-            asked = enquiry.last_sign if enquiry is not None else 0.0
-            self._life = max(self._life, own, self._verdicts.exchange(self.engine, max(own, asked)))
+            self._life = max(self._life, own)
         if enquiry is not None:
             self._life = max(self._life, enquiry.last_sign)
             if self._life - enquiry.began >= self._verdicts.health.stalled_after / LOOKS:
@@ -278,7 +268,7 @@ class StallWatch:
         self._fail(legs, now)
 
     def _was_taken_out(self, now: float) -> None:
-        """Note that it stands still, whoever has found that."""
+        """Note that it stands still."""
         if now - self._let_in_at < SOON:
             self._hold = min(LONGEST_HOLD, max(FIRST_HOLD, 2 * self._hold))
             self._blind = min(LONGEST_HOLD, 2 * self._blind)
@@ -294,30 +284,20 @@ class StallWatch:
     # -- while it stands still
 
     def _was_let_in(self, now: float) -> None:
-        """Another worker has let it in. If this one has judged its silence, that may have been
-        short.
-        """
-        assert self._stalled_at is not None
-        if not self._has_learned and not self._hold:
-            silence, before = now - self._silent_from, self._stalled_at - self._silent_from
-            if silence <= THAWED * before:
-                self.engine.open_legs.pace.was_judged(silence, now)
+        """It is in use again."""
         self.close()
         self._life = self._let_in_at = now
         self._stalled_at = None
         self.engine.open_legs.waits_out = False
 
     def _look_at_stalled(self, now: float) -> None:
-        if self._stalled_at is None:  # another worker has found it
+        if self._stalled_at is None:  # it was found before this watch began
             self.close()
             self._was_taken_out(now)
-            self._has_learned = True  # that worker knows for how long it had been silent
+            self._has_learned = True  # for how long it had been silent is not known
             self._silent_from = now
         assert self._stalled_at is not None
         self._fail([*self.engine.open_legs.legs], now)  # also one that was leased before
-        if not self._verdicts.leads:
-            self.close()
-            return
         enquiry = self._enquiry
         if enquiry is None:
             enquiry = self._enquiry = self._verdicts.enquire(self.engine, self.canaries)
@@ -333,10 +313,7 @@ class StallWatch:
                 self.engine.open_legs.pace.was_judged(silence, now)
         if shown or (enquiry.refused and now >= self._stalled_at + self._blind):
             if now >= self._stalled_at + self._hold:
-                self.close()
-                self._life = self._let_in_at = now
-                self._stalled_at = None
-                self.engine.open_legs.waits_out = False
+                self._was_let_in(now)
                 self._verdicts.let_in(self.engine)
             return
         due = now >= self._next_canary

@@ -13,11 +13,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.health_canary import Enquiry, HealthCanary
-from pdproxy.fleet.life_signs import LifeSigns
 from pdproxy.fleet.open_legs import OpenLeg
 from pdproxy.fleet.stall_watch import LOOKS, StallWatch
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import NODE, Label, counter
 from pdproxy.observe.events import NodeChanged, Observers
@@ -49,11 +47,8 @@ CANARIES = counter(
 
 
 class Stalls:
-    """Watches every engine of a pool. `longest`: seconds that a leg may take anyway. A watcher of
-    the registry.
-
-    `lead`: each of several workers watches its own legs, with the `signs` of all; one asks engines
-    that stand still.
+    """Watches every engine of a pool. A watcher of the registry. `hear`: awaited before each look,
+    so that what legs have shown is known then.
     """
 
     def __init__(
@@ -67,11 +62,9 @@ class Stalls:
         clock: Clock,
         health: Health,
         deadlines: Deadlines,
-        lead: Lead = ALWAYS,
-        signs: LifeSigns | None = None,
+        hear: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        self._lead = lead
-        self._signs = signs
+        self._hear = hear
         self.health, self.deadlines = health, deadlines
         self._engines = engines
         self._ledger = ledger
@@ -101,13 +94,6 @@ class Stalls:
         """Watch an engine no more. Legs to it have their deadlines."""
         if (watch := self._watches.pop(engine.url, None)) is not None:
             watch.close()
-        if self._signs is not None:
-            self._signs.forget(engine.url)
-
-    def found(self, url: str) -> None:
-        """Look at an engine that another worker has found to stand still: legs to it end."""
-        if self.health.stalled_after and (watch := self._watches.get(url)) is not None:
-            watch.look(self._clock.now())
 
     async def run(self) -> None:
         """Look at all engines at intervals, until cancelled."""
@@ -115,6 +101,8 @@ class Stalls:
         while True:
             interval = self.health.stalled_after / LOOKS
             await self._after(interval)
+            if self._hear is not None:
+                await self._hear()
             now = self._clock.now()
             held_up = now - last > 3 * interval
             last = now
@@ -155,17 +143,6 @@ class Stalls:
 
     # -- for the watches
 
-    @property
-    def leads(self) -> bool:
-        """Whether this worker asks engines that stand still."""
-        return self._lead.leads
-
-    def exchange(self, engine: Engine, sign: float) -> float:
-        """Show other workers the last sign of an engine here, and return its last sign elsewhere, 0
-        if there is none.
-        """
-        return 0.0 if self._signs is None else self._signs.exchange(engine, sign, self._clock.now())
-
     def can_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked for a token."""
         return self._canary.may_ask(engine)
@@ -177,7 +154,7 @@ class Stalls:
         )
 
     def suspect(self, url: str, since: float) -> None:
-        """Legs elsewhere wait for an engine's KV, in silence since then."""
+        """Legs at other engines wait for an engine's KV, in silence since then."""
         if (watch := self._watches.get(url)) is not None:
             watch.suspect(since)
             self._suspected.append(watch)

@@ -43,21 +43,6 @@ class Pace:
         self._turn(now)
         self._longest = max(self._longest, silence)
 
-    def shown(self, now: float) -> tuple[int, float]:
-        """Return the longest silence of the present time, for other workers, and the number of that
-        time.
-        """
-        self._turn(now)
-        return self._window, self._longest
-
-    def heard(self, window: int, silence: float, now: float) -> None:
-        """Note what another worker has shown."""
-        self._turn(now)
-        if (
-            window == self._window
-        ):  # a silence of an earlier time would never be forgotten: each would hear it of the other
-            self._longest = max(self._longest, silence)
-
     def was_judged(self, silence: float, now: float) -> None:
         """The engine was taken for one that stands still, and has shown a sign soon after, behind
         so many seconds of silence.

@@ -17,7 +17,6 @@ import msgspec
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import AuditAccount, Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.stalls import Stalls
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.breakers import BreakerState
 from pdproxy.scheduling.ledger import Ledger
@@ -93,7 +92,6 @@ class Following:
         engines: EngineRegistry,
         ledger: Ledger,
         auditor: Auditor,
-        stalls: Stalls,
         observers: Observers,
         now: Callable[[], float],
         then: Callable[[str], None],
@@ -101,7 +99,6 @@ class Following:
         self._engines = engines
         self._ledger = ledger
         self._auditor = auditor
-        self._stalls = stalls
         self._observers = observers
         self._now = now
         self._then = then
@@ -114,14 +111,11 @@ class Following:
 
     def follow(self, engine: Engine, state: EngineState, before: EngineState | None) -> None:
         """Take an engine's state over. `before`: the one that was taken over last."""
-        was_stalled = engine.in_ledger.stalled is not None
         self._is_following = True
         try:
             self._follow(engine, state, before)
         finally:
             self._is_following = False
-        if engine.in_ledger.stalled is not None and not was_stalled:
-            self._stalls.found(engine.url)  # legs end: what they show is found here
 
     def follow_leaving(self, state: EngineState) -> None:
         """Note whether an engine is up that was removed: legs to it are under way."""
@@ -133,7 +127,6 @@ class Following:
         """Note that a worker has found an engine to stand still."""
         if self._ledger.mark_stalled(engine.url, why):
             self._changed(engine, "stalled", why)
-            self._stalls.found(engine.url)
 
     def follow_audit(self, engine: Engine, state: EngineState) -> None:
         """Take the account of an engine's audit over."""

@@ -2,152 +2,202 @@
 
 It asks all workers at once, when an engine's own numbers have just been read, or are to be read.
 Their answers come behind all that they have told before. A worker that does not answer in time is
-not waited for until it answers again.
+not waited for until it answers again. Their questions, whether a leg may go on waiting, are
+answered here, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
-from pdproxy.fleet.audit import Auditor
-from pdproxy.fleet.engine import AuditAccount, Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import Observers
-from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.ledger_engine import Role
-from pdproxy.upstream.metrics_page import Scrape
-from pdproxy.workers.leg_messages import Ask, EngineLegs, decode_of_worker, encode, topic
-from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.serving.kv.lost_pushes import AwaitedPush
+from pdproxy.workers.leg_messages import (
+    Answer,
+    Ask,
+    EngineLegs,
+    Question,
+    Told,
+    decode_of_worker,
+    encode,
+    topic,
+)
+from pdproxy.workers.legs_of_worker import LegsOfWorker
+from pdproxy.workers.scheduler_clients import MAX_OPEN, SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
 WITHIN = 0.25
 """Seconds for which workers' answers are waited for."""
-GATHERED = 0.05
-"""Seconds for which engines' reports are gathered: one question serves all of them."""
+LONGEST = 1.0
+"""Seconds for which anybody waits for them: the question before may be open still."""
 
 
 class LegsOfAll:
     """Those of the pool with number `pool`."""
 
-    def __init__(self, links: SchedulerLinks, pool: int) -> None:
+    def __init__(
+        self, links: SchedulerLinks, pool: int, engines: EngineRegistry, tasks: TaskOwner
+    ) -> None:
         self._topic = topic(pool)
-        self._asked: dict[SchedulerClient, dict[str, int]] = {}
-        """The workers that are asked, with the prompt tokens whose KV is loading for them, by
-        engines.
-        """
-        self._late: set[SchedulerClient] = set()
-        """Those of them that have not answered in time."""
+        self._engines = engines
+        self._tasks = tasks
+        self._workers: dict[SchedulerClient, LegsOfWorker] = {}
+        """Those that are asked."""
         self._number = 0
-        self._waiting: dict[int, tuple[set[SchedulerClient], asyncio.Future[None]]] = {}
-        """Who has still to answer, by the numbers of the questions."""
+        self._missing: set[SchedulerClient] = set()
+        """Who has still to answer the last question."""
+        self._all_told = asyncio.Event()
+        self._next: asyncio.Future[bool] | None = None
+        """What is set behind the answers to the next question."""
+        self._with_legs = False
+        """Whether that asks for legs."""
+        self._asking: asyncio.Task[None] | None = None
         self.moved: Callable[[str, int, int], None] = lambda url, loading, arrived: None
         """Takes an engine's URL, and what has changed in prompt tokens: those whose KV is loading,
         and how many have arrived.
         """
+        self._works: Callable[[str, str], Awaitable[bool]] = _never
+        self._is_push_lost: Callable[[AwaitedPush], Awaitable[bool]] = _never
         links.hears[self._topic] = self._heard
         links.leaves.append(self._left)
 
     def __repr__(self) -> str:
-        return f"<LegsOfAll of {len(self._asked)} workers, {len(self._late)} of them late>"
+        return f"<LegsOfAll {self._workers!r}>"
 
-    async def hear(self) -> bool:
-        """Wait until all workers have told what their legs have shown, for some time at most.
-        Return whether they have.
-        """
-        self._number += 1
-        number, body = self._number, encode(Ask(self._number))
-        asked = {one for one in self._asked if one not in self._late}
-        if not asked:
-            return not self._late
-        over = asyncio.get_running_loop().create_future()
-        self._waiting[number] = asked, over
-        for client in asked:
-            client.say(self._topic, body)
-        try:
-            async with asyncio.timeout(WITHIN):
-                await over
-        except TimeoutError:
-            self._late |= asked
-        finally:
-            del self._waiting[number]
-        return not self._late
+    def answer(
+        self,
+        works: Callable[[str, str], Awaitable[bool]],
+        is_push_lost: Callable[[AwaitedPush], Awaitable[bool]],
+    ) -> None:
+        """Answer workers' questions by these."""
+        self._works, self._is_push_lost = works, is_push_lost
 
     def loading(self, url: str) -> int:
         """Return the prompt tokens whose KV is loading at an engine, as workers have told."""
-        return sum(loading.get(url, 0) for loading in self._asked.values())
+        return sum(worker.loading.get(url, 0) for worker in self._workers.values())
+
+    def pushes(self) -> list[AwaitedPush]:
+        """Return the pushes that workers' legs await, as they were told last."""
+        return [
+            push
+            for worker in self._workers.values()
+            for pushes in worker.pushes.values()
+            for push in pushes.values()
+        ]
+
+    # -- asking workers
+
+    async def hear(self, *, legs: bool = True) -> bool:
+        """Wait until all workers have told what they have seen until now, for some time at most.
+        Return whether they have. `legs`: whether their open legs are needed, too.
+        """
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        self._with_legs = self._with_legs or legs
+        over = self._next
+        if self._asking is None:
+            self._asking = self._tasks.spawn(self._ask(), "legs of workers")
+        try:
+            async with asyncio.timeout(LONGEST):
+                return await asyncio.shield(over)
+        except TimeoutError:
+            return False
+
+    async def _ask(self) -> None:
+        """Ask, one question behind another, while somebody waits for the next answers."""
+        try:
+            while (over := self._next) is not None:
+                self._next = None
+                try:
+                    await self._ask_once()
+                finally:
+                    over.set_result(not any(one.is_late for one in self._workers.values()))
+        finally:
+            self._asking = None
+
+    async def _ask_once(self) -> None:
+        self._number += 1
+        body, self._with_legs = encode(Ask(self._number, self._with_legs)), False
+        self._missing = {client for client, one in self._workers.items() if not one.is_late}
+        if not self._missing:
+            return
+        self._all_told.clear()
+        for client in self._missing:
+            client.say(self._topic, body)
+        try:
+            async with asyncio.timeout(WITHIN):
+                await self._all_told.wait()
+        except TimeoutError:
+            for client in self._missing:
+                self._workers[client].is_late = True
+
+    def _told(self, client: SchedulerClient) -> None:
+        self._missing.discard(client)
+        if not self._missing:
+            self._all_told.set()
+
+    # -- what workers say
 
     def _heard(self, client: SchedulerClient, body: bytes) -> None:
-        told = decode_of_worker(body)
-        loading = self._asked.setdefault(client, {})
-        for one in told.engines:
-            self._take(loading, one)
-        self._late.discard(client)
-        self._answered(client, told.number)
+        item = decode_of_worker(body)
+        worker = self._workers.get(client)
+        if worker is None:
+            worker = LegsOfWorker(partial(client.say, self._topic))
+            self._workers[client] = worker
+        if isinstance(item, Told):
+            for one in item.engines:
+                self._take(worker, one)
+            if item.number:
+                worker.is_late = False
+            if item.number == self._number:
+                self._told(client)
+        elif isinstance(item, Question):
+            self._question(worker, item)
+        else:
+            for question in item.questions:
+                self._question(worker, question)
 
-    def _take(self, loading: dict[str, int], one: EngineLegs) -> None:
-        left = loading.pop(one.url, 0) + one.loading
-        if left:
-            loading[one.url] = left
-        self.moved(one.url, one.loading, one.arrived)
+    def _take(self, worker: LegsOfWorker, one: EngineLegs) -> None:
+        if one.loading or one.arrived:
+            worker.moved(one)
+            self.moved(one.url, one.loading, one.arrived)
+        engine = self._engines.known.get(one.url)
+        if one.shown is not None and engine is not None:
+            worker.show(one.url, engine.open_legs, one.shown)
 
     def _left(self, client: SchedulerClient) -> None:
         """A worker says no more: its legs have ended."""
-        for url, tokens in self._asked.pop(client, {}).items():
-            self.moved(url, -tokens, 0)
-        self._late.discard(client)
-        for number in list(self._waiting):
-            self._answered(client, number)
+        worker = self._workers.pop(client, None)
+        if worker is not None:
+            for url, tokens in worker.loading.items():
+                self.moved(url, -tokens, 0)
+            for url, legs in worker.legs.items():
+                if (engine := self._engines.known.get(url)) is not None:
+                    for leg in legs.values():
+                        engine.open_legs.legs.pop(leg, None)
+            for task in worker.questions:
+                task.cancel()
+        self._told(client)
 
-    def _answered(self, client: SchedulerClient, number: int) -> None:
-        asked, over = self._waiting.get(number, (set(), None))
-        asked.discard(client)
-        if over is not None and not asked and not over.done():
-            over.set_result(None)
+    def _question(self, worker: LegsOfWorker, question: Question) -> None:
+        if len(worker.questions) < MAX_OPEN:
+            task = self._tasks.spawn(self._answer(worker, question), "may a leg go on waiting")
+            worker.questions.add(task)
+            task.add_done_callback(worker.questions.discard)
+
+    async def _answer(self, worker: LegsOfWorker, question: Question) -> None:
+        async with worker.at_once:
+            if question.push is None:
+                may_wait = await self._works(question.url, question.wait)
+            else:
+                await self.hear()
+                push = worker.push(question.push)
+                may_wait = push is None or not await self._is_push_lost(push)
+        worker.say(encode(Answer(question.number, may_wait)))
 
 
-class AuditorOfAll(Auditor):
-    """Compares what the legs of all workers have moved with what engines report: once all have told
-    it.
-    """
-
-    def __init__(
-        self,
-        engines: EngineRegistry,
-        ledger: Ledger,
-        observers: Observers,
-        legs: LegsOfAll,
-        tasks: TaskOwner,
-    ) -> None:
-        super().__init__(engines, ledger, observers)
-        self._legs = legs
-        self._tasks = tasks
-        self._reports: dict[Engine, Scrape] = {}
-        """What engines have reported and is not compared yet."""
-        self.comparing: asyncio.Task[None] | None = None
-        """What compares it, or has compared what was reported last."""
-        legs.moved = self.moved
-
-    def scraped(self, engine: Engine, scrape: Scrape) -> None:
-        """See `Auditor`."""
-        if engine.audit.account is None:
-            super().scraped(engine, scrape)  # there is nothing to compare yet
-        elif Role.DECODE in engine.in_ledger.uses:
-            if not self._reports:
-                self.comparing = self._tasks.spawn(self._compare(), "audit")
-            self._reports[engine] = scrape
-
-    def follow(self, engine: Engine, account: AuditAccount | None, *, blind: bool) -> None:
-        """See `Auditor`. What is loading, workers tell."""
-        super().follow(engine, account, blind=blind)
-        if account is not None:
-            account.loading = self._legs.loading(engine.url)
-
-    async def _compare(self) -> None:
-        await asyncio.sleep(GATHERED)
-        reports, self._reports = self._reports, {}
-        # What a worker that is stopped has moved, and not told, would be written off.
-        if await self._legs.hear():
-            for engine, scrape in reports.items():
-                super().scraped(engine, scrape)
+async def _never(*_: object) -> bool:
+    return False

@@ -1,4 +1,5 @@
-"""A worker tells the scheduler process what its legs have shown, when it is asked.
+"""A worker tells the scheduler process what its legs have shown, when it is asked; asks whether a
+leg may go on waiting behind a deadline; and ends the legs that the scheduler process names.
 
 Nothing is sent while a request is served: the scheduler process asks when it compares an engine's
 own numbers with what the legs of all workers have there.
@@ -6,93 +7,210 @@ own numbers with what the legs of all workers have there.
 
 from __future__ import annotations
 
-from pdproxy.fleet.audit import Auditor
+import asyncio
+from collections.abc import Callable, Sequence
+
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.observe.events import Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.fleet.open_legs import OpenLeg
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, StandstillError, Wait
+from pdproxy.scheduling.pace import Pace
+from pdproxy.serving.kv.custody import Custody
+from pdproxy.workers.audit import WorkerAuditor
 from pdproxy.workers.leg_messages import (
+    Answer,
+    Ask,
+    End,
     EngineLegs,
+    Question,
+    Questions,
+    Shown,
     Told,
+    ToldLeg,
+    ToldPush,
     decode_of_scheduler,
     encode,
     topic,
 )
 from pdproxy.workers.scheduler_link import SchedulerLink
 
+ANSWERED = 30.0
+"""Seconds for which an answer is waited for. Behind that, a leg may not go on waiting."""
+MAX_PREFILLED = 64
+"""Ends of large prefills that are told together. More say nothing new."""
 
-class _Moved:
-    """Prompt tokens of one decode engine's legs: `loading` now, and how many of them were `told`;
-    `arrived` and not told yet.
-    """
 
-    __slots__ = ("arrived", "loading", "told")
+class _NotedPace(Pace):
+    """The pace of an engine, which the scheduler process learns: here it is noted for that."""
+
+    __slots__ = ("noted",)
 
     def __init__(self) -> None:
-        self.loading = self.told = self.arrived = 0
+        super().__init__()
+        self.noted: list[tuple[int, float]] = []
 
+    def prefilled(self, prompt_bytes: int, seconds: float) -> None:
+        """See `Pace`."""
+        if len(self.noted) < MAX_PREFILLED:
+            self.noted.append((prompt_bytes, seconds))
 
-class WorkerAuditor(Auditor):
-    """Counts the KV of this worker's legs. The scheduler process compares it with what engines
-    report; accounts here are what it has found.
-    """
-
-    def __init__(self, engines: EngineRegistry, ledger: Ledger, observers: Observers) -> None:
-        super().__init__(engines, ledger, observers)
-        self._moved: dict[Engine, _Moved] = {}
-
-    def asked(self, decode: Engine, prompt_tokens: int) -> None:
-        """See `Auditor`."""
-        moved = self._moved.get(decode)
-        if moved is None:
-            moved = self._moved[decode] = _Moved()
-        moved.loading += self._blocks(prompt_tokens)
-
-    def over(self, decode: Engine, prompt_tokens: int, *, loaded: bool) -> None:
-        """See `Auditor`."""
-        if (moved := self._moved.get(decode)) is not None:
-            tokens = self._blocks(prompt_tokens)
-            moved.loading = max(0, moved.loading - tokens)
-            if loaded:
-                moved.arrived += tokens
-
-    def changes(self) -> list[EngineLegs]:
-        """Return what has changed since the last call."""
-        changes: list[EngineLegs] = []
-        for engine, moved in list(self._moved.items()):
-            change = moved.loading - moved.told
-            if change or moved.arrived:
-                changes.append(EngineLegs(engine.url, change, moved.arrived))
-                moved.told, moved.arrived = moved.loading, 0
-            elif not moved.loading:
-                del self._moved[engine]
-        return changes
-
-    def tell_anew(self) -> None:
-        """Begin anew: of what loads now, nothing was told."""
-        for moved in self._moved.values():
-            moved.told = 0
+    def taken(self) -> list[tuple[int, float]]:
+        """Return what was noted, and forget it."""
+        noted, self.noted = self.noted, []
+        return noted
 
 
 class OwnLegs:
-    """What a worker says of its legs in the pool with number `pool`."""
+    """What a worker says of its legs in the pool with number `pool`. A watcher of the registry.
+    `now`: monotonic seconds.
+    """
 
-    def __init__(self, link: SchedulerLink, pool: int, auditor: WorkerAuditor) -> None:
+    def __init__(
+        self,
+        link: SchedulerLink,
+        pool: int,
+        engines: EngineRegistry,
+        auditor: WorkerAuditor,
+        now: Callable[[], float],
+    ) -> None:
         self._link = link
         self._topic = topic(pool)
+        self._engines = engines
         self._auditor = auditor
+        self._now = now
+        self.awaiting: Callable[[], list[Custody]] = list
+        """Returns the custodies whose legs await a push."""
+        self._told_at = 0.0
+        self._told: set[str] = set()
+        """Engines of which open legs were told."""
+        self._next = 0
+        self._open: dict[int, tuple[Question, asyncio.Future[bool]]] = {}
         link.hears[self._topic] = self._heard
         link.holds[self._topic] = self._begin
-        link.say(self._topic, self._begin())
+        link.say(self._topic, encode(Told(0)))
+        engines.watch(self)
 
     def __repr__(self) -> str:
-        return f"<OwnLegs of {self._topic!r}>"
+        return f"<OwnLegs of {self._topic!r}, {len(self._open)} questions>"
+
+    def added(self, engine: Engine) -> None:
+        """Note what its legs show of its pace."""
+        engine.open_legs.pace = _NotedPace()
+
+    def removed(self, engine: Engine) -> None:
+        """Its legs are told until they are over."""
 
     def _begin(self) -> bytes:
         """Return what a new scheduler process is told first."""
         self._auditor.tell_anew()
-        return encode(Told(0))
+        self._told_at = 0.0
+        self._told.clear()
+        return encode(Questions([question for question, _ in self._open.values()]))
 
     def _heard(self, body: bytes) -> None:
         item = decode_of_scheduler(body)
-        self._link.say(self._topic, encode(Told(item.number, self._auditor.changes())))
+        if isinstance(item, Ask):
+            told = self._auditor.changes()
+            if item.legs:
+                self._show(told)
+            self._link.say(self._topic, encode(Told(item.number, list(told.values()))))
+        elif isinstance(item, Answer):
+            _, answer = self._open.get(item.number, (None, None))
+            if answer is not None and not answer.done():
+                answer.set_result(item.may_wait)
+        else:
+            self._end(item.url, item.legs, item.pushes)
+
+    # -- telling
+
+    def _show(self, told: dict[str, EngineLegs]) -> None:
+        """Add what legs show of the engines of which there is something new."""
+        now, before = self._told_at, self._told
+        self._told_at, self._told = self._now(), set()
+        pushes: dict[str | None, list[ToldPush]] = {}
+        for one in self.awaiting():
+            push = ToldPush(id(one), one.since, one.prefill, one.promised)
+            pushes.setdefault(one.decode, []).append(push)
+        for url, engine in self._engines.known.items():
+            open_legs = engine.open_legs
+            pace = open_legs.pace
+            noted = pace.taken() if isinstance(pace, _NotedPace) else []
+            legs = [_told(leg) for leg in open_legs.legs]
+            if legs:
+                self._told.add(url)
+            if legs or noted or open_legs.last_sign >= now or url in before:
+                shown = Shown(
+                    open_legs.busy_since, open_legs.last_sign, legs, pushes.get(url, []), noted
+                )
+                told.setdefault(url, EngineLegs(url)).shown = shown
+
+    def _end(self, url: str, legs: Sequence[End], pushes: Sequence[End]) -> None:
+        """End legs of an engine. Those that are over are not there any more."""
+        engine = self._engines.known.get(url)
+        if engine is not None and legs:
+            open_legs = {(id(leg), leg.since): leg for leg in engine.open_legs.legs}
+            for end in legs:  # in their order: the first one may be the cause
+                leg = open_legs.get((end.number, end.since))
+                if leg is None:
+                    continue
+                if end.of_source:
+                    leg.source_lost(end.why)
+                else:
+                    leg.fail(_error(end))
+        if pushes:
+            awaiting = {(id(one), one.since): one for one in self.awaiting()}
+            for end in pushes:
+                push = awaiting.get((end.number, end.since))
+                if push is not None:
+                    push.push_lost()
+
+    # -- asking
+
+    async def works(self, url: str, wait: str) -> bool:
+        """Return whether an engine is seen to work on all that it was sent: see
+        `fleet.works.Works.on_all`.
+        """
+        return await self._ask(url, wait, None)
+
+    async def is_push_lost(self, custody: Custody) -> bool:
+        """Return whether a push is lost: see `serving.kv.late_pushes.LatePushes.is_lost`."""
+        return not await self._ask(custody.prefill, "", (id(custody), custody.since))
+
+    async def _ask(self, url: str, wait: str, push: tuple[int, float] | None) -> bool:
+        """Ask whether a leg may go on waiting. It may not if there is no answer in time."""
+        self._next += 1
+        number = self._next
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        question = Question(number, url, wait, push)
+        self._open[number] = question, answer
+        self._link.say(self._topic, encode(question))
+        try:
+            async with asyncio.timeout(ANSWERED):
+                return await answer
+        except TimeoutError:
+            return False
+        finally:
+            del self._open[number]
+
+
+def _told(leg: OpenLeg) -> ToldLeg:
+    return ToldLeg(
+        id(leg),
+        leg.since,
+        leg.last_sign(),
+        leg.prompt_bytes,
+        leg.stalled_before,
+        leg.is_counted,
+        leg.must_progress,
+        leg.waits_for,
+    )
+
+
+def _error(end: End) -> EngineError:
+    """Return the error that ends a leg."""
+    if end.wait is None:
+        return EngineError(end.why)
+    wait = Wait(end.wait)
+    if wait is Wait.STALLED:
+        return StandstillError(end.why, may_be_cause=end.may_be_cause)
+    return EngineTimeoutError(end.why, wait=wait)

@@ -157,7 +157,6 @@ class Parent(Watcher):
 
     def died(self, number: int) -> None:
         """See `Watcher`."""
-        self._shared.clear(number)
         self._switchboard.died(number)
         self._heirs.died(number)
         self._changes.died(number)

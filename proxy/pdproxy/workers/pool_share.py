@@ -11,13 +11,11 @@ from socket import socket
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.health import Watching
 from pdproxy.app.retrying import Decided, Retrying
-from pdproxy.app.share import Part
 from pdproxy.app.sockets import BoundBefore
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.kept_turns import TurnLimits
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.deciding.turns import PoolTurns
-from pdproxy.fleet import life_signs
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.canary import Canaries
@@ -26,12 +24,12 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
-from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.open_turns import TurnKeeper
 from pdproxy.settings.health import Probes
 from pdproxy.settings.limits import Deadlines
@@ -40,12 +38,13 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.bootstrap import Ranks
+from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
 from pdproxy.workers.custodian import WorkerCustodian
 from pdproxy.workers.engine_bootstraps import AskingBootstraps, ToldBootstraps
 from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
-from pdproxy.workers.legs_of_all import AuditorOfAll, LegsOfAll
+from pdproxy.workers.legs_of_all import LegsOfAll
 from pdproxy.workers.loss_clients import LossesOfWorkers
-from pdproxy.workers.own_legs import OwnLegs, WorkerAuditor
+from pdproxy.workers.own_legs import OwnLegs
 from pdproxy.workers.records import Area, SharedRecords
 from pdproxy.workers.remote_losses import RemoteLosses
 from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
@@ -57,15 +56,11 @@ from pdproxy.workers.state_view import StateView
 from pdproxy.workers.state_writer import StateWriter
 from pdproxy.workers.turns_of_workers import UNITS, RecordedTurns, WorkersTurns
 
-MAX_ENGINES = 4096
-"""Engines whose load is shared: as many as a pool can have."""
-
 
 class PoolMemory:
     """The memory of one pool, for so many workers."""
 
     def __init__(self, workers: int) -> None:
-        self.signs = SharedTable(workers, MAX_ENGINES, life_signs.MEASURES)
         self.turns = SharedRecords(1, UNITS)
         """Of the scheduler process. Its successor reads them."""
         self.heard = memoryview(mmap.mmap(-1, 8 * workers)).cast("q")
@@ -76,10 +71,6 @@ class PoolMemory:
         """Where its engines send messages, by the keys of their places. The parent binds and closes
         them.
         """
-
-    def clear(self, number: int) -> None:
-        """Give back what a worker had that has ended."""
-        self.signs.clear(number)
 
 
 class WorkerPoolShare:
@@ -104,7 +95,6 @@ class WorkerPoolShare:
     ) -> None:
         self.number = number
         self.at = at
-        self.signs: Part = memory.signs.of(number)
         self._memory = memory
         self._area = area
         self._lead = lead
@@ -120,6 +110,8 @@ class WorkerPoolShare:
         self._of_workers: WorkersTurns | None = None
         self._remote_turns: RemoteTurns | None = None
         self._custodian: WorkerCustodian | None = None
+        self.legs: LegsOfAll | None = None
+        self._own_legs: OwnLegs | None = None
 
     def __repr__(self) -> str:
         return f"<WorkerPoolShare of pool {self.at}, worker {self.number}>"
@@ -201,10 +193,10 @@ class WorkerPoolShare:
     ) -> Auditor:
         """See `PoolShare`."""
         if self.chooses:
-            legs = LegsOfAll(self._choosing, self.at)
-            return AuditorOfAll(engines, ledger, observers, legs, tasks)
+            self.legs = LegsOfAll(self._choosing, self.at, engines, tasks)
+            return AuditorOfAll(engines, ledger, observers, self.legs, tasks)
         auditor = WorkerAuditor(engines, ledger, observers)
-        OwnLegs(self._choosing.link, self.at, auditor)
+        self._own_legs = OwnLegs(self._choosing.link, self.at, engines, auditor, self._now)
         return auditor
 
     def share_states(
@@ -215,15 +207,13 @@ class WorkerPoolShare:
         observers: Observers,
     ) -> None:
         """See `PoolShare`."""
-        auditor, stalls, probing = watching.auditor, watching.stalls, watching.probing
+        auditor, probing = watching.auditor, watching.probing
         links, topic, now = self._choosing, f"engines {self.at}", self._now
         if probing is None:
-            StateView(links.link, topic, engines, ledger, auditor, stalls, observers, now)
+            StateView(links.link, topic, engines, ledger, auditor, observers, now)
         else:
             outliers, probe = watching.outliers, probing.prober.soon
-            StateWriter(
-                links, topic, engines, ledger, auditor, stalls, outliers, observers, now, probe
-            )
+            StateWriter(links, topic, engines, ledger, auditor, outliers, observers, now, probe)
 
     def bootstraps(
         self,
@@ -270,6 +260,16 @@ class WorkerPoolShare:
         LossesOfWorkers(
             self._choosing, self.at, ledger, decided.lost, decided.slots, decided.comebacks
         )
+
+    def waits(
+        self, custodian: Custodian
+    ) -> tuple[Callable[[str, str], Awaitable[bool]], Callable[[Custody], Awaitable[bool]]]:
+        """See `PoolShare`."""
+        own = self._own_legs
+        assert own is not None
+        if custodian.decode_waits:
+            own.awaiting = custodian.awaiting_push
+        return own.works, own.is_push_lost
 
     def custodian(
         self,

@@ -91,11 +91,6 @@ class WorkersMemory:
         self.journal = ChangeJournal()
         """Not shared: the parent's own, of which a worker has a copy from its fork."""
 
-    def clear(self, number: int) -> None:
-        """Give back what a worker had that has ended."""
-        for pool in self.pools:
-            pool.clear(number)
-
     def listeners(self) -> list[socket]:
         """Return the sockets to which engines send messages, which are the parent's."""
         return [listener for pool in self.pools for listener in pool.listeners.values()]

@@ -14,7 +14,6 @@ from msgspec import structs
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.stalls import Stalls
 from pdproxy.observe.events import Event, LegFailed, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.workers.engine_states import (
@@ -47,7 +46,6 @@ class StateView:
         engines: EngineRegistry,
         ledger: Ledger,
         auditor: Auditor,
-        stalls: Stalls,
         observers: Observers,
         now: Callable[[], float],
     ) -> None:
@@ -55,7 +53,7 @@ class StateView:
         self._topic = topic
         self._engines = engines
         self._now = now
-        self._following = Following(engines, ledger, auditor, stalls, observers, now, self._noted)
+        self._following = Following(engines, ledger, auditor, observers, now, self._noted)
         self._told: dict[str, EngineState] = {}
         """Also of engines that this worker does not have yet."""
         self._numbers: dict[str, int] = {}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.stalls import Stalls
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Outliers
@@ -49,7 +48,6 @@ class StateWriter:
         engines: EngineRegistry,
         ledger: Ledger,
         auditor: Auditor,
-        stalls: Stalls,
         outliers: Outliers,
         observers: Observers,
         now: Callable[[], float],
@@ -61,7 +59,7 @@ class StateWriter:
         self._outliers = outliers
         self._now = now
         self._probe = probe
-        self._following = Following(engines, ledger, auditor, stalls, observers, now, self._changed)
+        self._following = Following(engines, ledger, auditor, observers, now, self._changed)
         self._at: dict[str, float] = {}
         """When an engine's state has changed last, here or at the process before."""
         self._audited: dict[str, float] = {}

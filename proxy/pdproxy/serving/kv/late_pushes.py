@@ -10,19 +10,18 @@ pushes that it owes. No decode engine shows which of its requests wait for KV: t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock, sleep
 from pdproxy.kit.errors import EngineError, OverloadedError
-from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
+from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS, AwaitedPush
 from pdproxy.upstream.metrics_page import Scrape
 
 
 class LatePushes:
-    """Looks at the engines of one pool. `scrape(url)` reads an engine's metrics.
+    """Looks at the engines of one pool. `awaited`: returns the pushes that are awaited now;
+    `scrape(url)` reads an engine's metrics.
 
     `moves(url)` asks an engine for a token: None if it can't be asked. `suspect(url, since)` has
     its silence watched.
@@ -30,32 +29,32 @@ class LatePushes:
 
     def __init__(
         self,
-        custodian: Custodian,
+        awaited: Callable[[], Iterable[AwaitedPush]],
         engines: Mapping[str, Engine],
         scrape: Callable[[str], Awaitable[Scrape]],
         moves: Callable[[str], Awaitable[bool | None]],
         suspect: Callable[[str, float], None],
         clock: Clock,
     ) -> None:
-        self._custodian = custodian
+        self._awaited = awaited
         self._engines = engines
         self._scrape = scrape
         self._moves = moves
         self._suspect = suspect
         self._clock = clock
 
-    async def is_lost(self, custody: Custody) -> bool:
+    async def is_lost(self, push: AwaitedPush) -> bool:
         """Return whether the push that a decode leg may wait for is lost. Its prefill engine has
         answered.
         """
-        if not await self._late(custody):
+        if not await self._late(push):
             return False
-        self._suspect(custody.prefill, self._clock.now())
-        if await self._moves(custody.prefill) is False and self._is_in_use(custody.prefill):
+        self._suspect(push.prefill, self._clock.now())
+        if await self._moves(push.prefill) is False and self._is_in_use(push.prefill):
             return False
         for _ in range(LOOKS):  # those that have just been asked for wait for milliseconds
             await sleep(self._clock, GRACE)
-            if not await self._late(custody):
+            if not await self._late(push):
                 return False
         return True
 
@@ -63,21 +62,21 @@ class LatePushes:
         engine = self._engines.get(url)
         return engine is not None and engine.in_ledger.up and engine.in_ledger.stalled is None
 
-    async def _late(self, custody: Custody) -> bool:
+    async def _late(self, push: AwaitedPush) -> bool:
         """Return whether a decode leg is among those that wait for KV, as far as its engine shows
         that.
         """
-        if custody.decode is None:
+        if push.decode is None:
             return True
         try:
-            found = await self._scrape(custody.decode)
+            found = await self._scrape(push.decode)
         except (EngineError, OverloadedError):
             return True
         if found.waiting is None:
             return True
-        legs = [one for one in self._custodian.awaiting_push() if one.decode == custody.decode]
+        legs = [one for one in self._awaited() if one.decode == push.decode]
         oldest = self._clock.now() - GRACE  # the decode engine may not have counted a later one yet
         promised = sum(one.promised and one.since <= oldest for one in legs)
         waiting = int(found.waiting - (found.queued or 0.0)) - promised
         answered = sorted((one for one in legs if not one.promised), key=lambda one: one.since)
-        return custody in answered[: max(0, waiting)]
+        return push in answered[: max(0, waiting)]

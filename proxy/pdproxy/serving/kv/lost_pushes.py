@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Protocol
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.custody import Custody
 from pdproxy.upstream.metrics_page import Scrape
 
 logger = logging.getLogger("pdproxy.kv")
@@ -41,20 +40,46 @@ gone at the next look.
 """
 
 
+class AwaitedPush(Protocol):
+    """A push that a decode leg may wait for. Its engine has sent no data."""
+
+    @property
+    def prefill(self) -> str:
+        """The URL of the engine that pushes."""
+
+    @property
+    def decode(self) -> str | None:
+        """The URL of the engine that waits."""
+
+    @property
+    def since(self) -> float:
+        """Since when there is KV, or a promise of KV, in monotonic seconds."""
+
+    @property
+    def promised(self) -> bool:
+        """Whether the prefill engine has still to answer."""
+
+    def push_lost(self) -> None:
+        """End the decode leg: the prefill engine was lost before its push."""
+
+
 class LostPushes:
-    """Watches the decode legs of one pool after the loss of a prefill engine. `scrape(url)` reads
-    an engine's metrics.
+    """Watches the decode legs of one pool after the loss of a prefill engine. `awaited`: returns
+    the pushes that are awaited now; `scrape(url)` reads an engine's metrics; `spawn`: runs work in
+    the background.
     """
 
     def __init__(
         self,
-        custodian: Custodian,
+        awaited: Callable[[], Iterable[AwaitedPush]],
+        spawn: Callable[[Coroutine[object, object, None], str], object],
         engines: Mapping[str, Engine],
         scrape: Callable[[str], Awaitable[Scrape]],
         clock: Clock,
         observers: Observers,
     ) -> None:
-        self._custodian = custodian
+        self._awaited = awaited
+        self._spawn = spawn
         self._engines = engines
         self._scrape = scrape
         self._clock = clock
@@ -73,9 +98,7 @@ class LostPushes:
         run = (
             engine.in_ledger.run_number if engine is not None and not engine.in_ledger.up else None
         )
-        for decode in {
-            one.decode for one in self._custodian.awaiting_push() if one.prefill == prefill
-        }:
+        for decode in {one.decode for one in self._awaited() if one.prefill == prefill}:
             # also where nothing was answered yet: an answer may be on its way
             if decode is not None:
                 watch = self._watches[prefill, decode] = _Watch(self, prefill, decode, now, run)
@@ -99,7 +122,7 @@ class LostPushes:
         """Call `then` after `GRACE`."""
         self._clock.after(GRACE, then)
 
-    def awaited(self, prefill: str, decode: str, until: float) -> list[Custody]:
+    def awaited(self, prefill: str, decode: str, until: float) -> list[AwaitedPush]:
         """Return what a decode engine may await of a prefill engine that answered, since `until` or
         before, the latest first.
         """
@@ -119,7 +142,7 @@ class LostPushes:
 
     def spawn(self, look: Coroutine[object, object, None], decode: str) -> None:
         """Run a look in the background."""
-        self._custodian.spawn(look, f"lost pushes to {decode}")
+        self._spawn(look, f"lost pushes to {decode}")
 
     async def waiting(self, decode: str) -> int | None:
         """Return how many requests wait at a decode engine, None if it does not report that."""
@@ -131,8 +154,8 @@ class LostPushes:
             return None
         return int(waiting) if waiting is not None and math.isfinite(waiting) else None
 
-    def _of(self, decode: str) -> list[Custody]:
-        return [one for one in self._custodian.awaiting_push() if one.decode == decode]
+    def _of(self, decode: str) -> list[AwaitedPush]:
+        return [one for one in self._awaited() if one.decode == decode]
 
 
 class _Watch:
@@ -163,7 +186,7 @@ class _Watch:
         else:
             self._where.over(self)
 
-    def _suspects(self) -> list[Custody]:
+    def _suspects(self) -> list[AwaitedPush]:
         if not self._where.is_current(self) or self._where.is_back(self.prefill, self._run):
             return []
         return self._where.awaited(self.prefill, self.decode, self._lost_at)
@@ -189,5 +212,5 @@ class _Watch:
         logger.warning(
             "%s was lost: %d requests at %s wait for its KV", self.prefill, len(ended), self.decode
         )
-        for custody in ended:
-            custody.push_lost()
+        for one in ended:
+            one.push_lost()

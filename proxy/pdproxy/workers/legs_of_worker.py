@@ -1,0 +1,173 @@
+"""The legs of one worker, in the scheduler process: as they were told last, among the engines'
+`open_legs`. Ending one is a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pdproxy.fleet.open_legs import OpenLegs
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, StandstillError
+from pdproxy.workers.leg_messages import (
+    End,
+    Ends,
+    EngineLegs,
+    Shown,
+    ToldLeg,
+    ToldPush,
+    encode,
+)
+
+AT_ONCE = 64
+"""Questions of one worker that are worked on at the same time. The others wait."""
+Named = tuple[int, float]
+"""What names a leg or a push of a worker."""
+
+
+class LegOfWorker:
+    """A worker's open leg, as it was told last: a `fleet.open_legs.OpenLeg`."""
+
+    __slots__ = ("_told", "_worker", "prompt_bytes", "since", "stalled_before", "url", "waits_for")
+    in_silence = False
+    """Its worker looks after that."""
+
+    def __init__(self, worker: LegsOfWorker, url: str, told: ToldLeg) -> None:
+        self._worker = worker
+        self.url = url
+        self.take(told)
+
+    def __repr__(self) -> str:
+        return f"<LegOfWorker at {self.url}, {self._told!r}>"
+
+    def take(self, told: ToldLeg) -> None:
+        """Take what was told of it now."""
+        self._told = told
+        self.since, self.prompt_bytes = told.since, told.prompt_bytes
+        self.stalled_before, self.waits_for = told.stalled_before, told.waits_for
+
+    def last_sign(self) -> float:
+        """See `OpenLeg`."""
+        return self._told.last_sign
+
+    @property
+    def is_counted(self) -> bool:
+        """See `OpenLeg`. Its engine may have ended it, and a worker that is stopped has not seen
+        it.
+        """
+        return self._told.is_counted and not self._worker.is_late
+
+    @property
+    def must_progress(self) -> bool:
+        """See `OpenLeg`. A worker that is stopped reads nothing."""
+        return self._told.must_progress and not self._worker.is_late
+
+    def source_lost(self, why: str) -> None:
+        """See `OpenLeg`."""
+        self._worker.end(self, End(self._told.number, self.since, why, of_source=True))
+
+    def fail(self, error: EngineError) -> None:
+        """See `OpenLeg`."""
+        wait = error.wait.value if isinstance(error, EngineTimeoutError) else None
+        cause = isinstance(error, StandstillError) and error.may_be_cause
+        self._worker.end(self, End(self._told.number, self.since, error.message, wait, cause))
+
+
+class PushToWorker:
+    """A push that a worker's leg awaits: a `serving.kv.lost_pushes.AwaitedPush`."""
+
+    __slots__ = ("_number", "_worker", "decode", "prefill", "promised", "since")
+
+    def __init__(self, worker: LegsOfWorker, decode: str, told: ToldPush) -> None:
+        self._worker = worker
+        self._number = told.number
+        self.decode: str | None = decode
+        self.prefill, self.since = told.prefill, told.since
+        self.promised = told.promised
+
+    def __repr__(self) -> str:
+        return f"<PushToWorker from {self.prefill} to {self.decode}>"
+
+    def push_lost(self) -> None:
+        """See `AwaitedPush`."""
+        why = f"{self.prefill} was lost before it had pushed the KV"
+        self._worker.end(self, End(self._number, self.since, why))
+
+
+class LegsOfWorker:
+    """What one worker has told. `say`: says something to it."""
+
+    def __init__(self, say: Callable[[bytes], None]) -> None:
+        self.say = say
+        self.loading: dict[str, int] = {}
+        """The prompt tokens whose KV is loading, by engines."""
+        self.legs: dict[str, dict[Named, LegOfWorker]] = {}
+        """Its open legs, by engines."""
+        self.pushes: dict[str, dict[Named, PushToWorker]] = {}
+        """The pushes that they await, by decode engines."""
+        self.is_late = False
+        """Whether it has not answered in time."""
+        self.questions: set[asyncio.Task[None]] = set()
+        self.at_once = asyncio.Semaphore(AT_ONCE)
+        self._ends: dict[str, tuple[list[End], list[End]]] = {}
+        """What is to end, by engines: legs and pushes."""
+
+    def __repr__(self) -> str:
+        return f"<LegsOfWorker {self.legs!r}>"
+
+    def moved(self, one: EngineLegs) -> None:
+        """Add what has moved."""
+        left = self.loading.pop(one.url, 0) + one.loading
+        if left:
+            self.loading[one.url] = left
+
+    def show(self, url: str, open_legs: OpenLegs, shown: Shown) -> None:
+        """Take what its legs at an engine show now. `open_legs`: those of the engine."""
+        before, pushes = self.legs.pop(url, {}), self.pushes.pop(url, {})
+        legs: dict[Named, LegOfWorker] = {}
+        for told in shown.legs:
+            name = told.number, told.since
+            leg = before.pop(name, None)
+            if leg is None:
+                leg = LegOfWorker(self, url, told)
+            else:
+                leg.take(told)
+            legs[name] = leg
+        for leg in before.values():
+            open_legs.legs.pop(leg, None)
+        if legs:
+            self.legs[url] = legs
+            busy_since = min(open_legs.busy_since, shown.busy_since)
+            open_legs.busy_since = busy_since if open_legs.legs else shown.busy_since
+            open_legs.legs.update(dict.fromkeys(legs.values()))
+        open_legs.last_sign = max(open_legs.last_sign, shown.last_sign)
+        for prompt_bytes, seconds in shown.prefilled:
+            open_legs.pace.prefilled(prompt_bytes, seconds)
+        if shown.pushes:
+            self.pushes[url] = {
+                (told.number, told.since): self._push(url, told, pushes) for told in shown.pushes
+            }
+
+    def _push(self, url: str, told: ToldPush, before: dict[Named, PushToWorker]) -> PushToWorker:
+        push = before.get((told.number, told.since))
+        if push is None:
+            return PushToWorker(self, url, told)
+        push.promised = told.promised
+        return push
+
+    def push(self, name: Named) -> PushToWorker | None:
+        """Return an awaited push, None if it is over."""
+        return next((found[name] for found in self.pushes.values() if name in found), None)
+
+    def end(self, what: LegOfWorker | PushToWorker, end: End) -> None:
+        """Have the worker end a leg, in the order of these calls."""
+        if not self._ends:
+            asyncio.get_running_loop().call_soon(self._send_ends)
+        url = what.url if isinstance(what, LegOfWorker) else what.decode or ""
+        legs, pushes = self._ends.setdefault(url, ([], []))
+        (legs if isinstance(what, LegOfWorker) else pushes).append(end)
+
+    def _send_ends(self) -> None:
+        ends, self._ends = self._ends, {}
+        for url, (legs, pushes) in ends.items():
+            self.say(encode(Ends(url, legs, pushes)))
