@@ -75,6 +75,7 @@ class Deciding:
         slots = RetrySlots(self.budget, self.lost, Deadlines())
         self.workers = LossesOfWorkers(self.links, 0, self.ledger, self.lost, slots, self.comebacks)
         self.links.start()
+        self.links.choose()
 
     async def _is_alive(self, url: str) -> bool:
         await self.tells.wait()
