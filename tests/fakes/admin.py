@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pdproxy.app.admin import AdminServer, AdminSocket
+from pdproxy.app.admin import AdminServer, AdminSocket, prompts_of, recent_requests
 from pdproxy.observe.formats import make_formatter
 from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.logs import Log
+from pdproxy.observe.recent import Recent
 from pdproxy.settings.listen import AdminPlace
+from pdproxy.workers.share import WorkerShare
 from tests.fakes.client import Answer, exchange, request
 from tests.fakes.ports import free_port
 from tests.fakes.world import World, until
@@ -55,17 +57,20 @@ class Api:
 
 
 class Admin(Api):
-    """Asks the API of a world's proxy. `servers`: one for each worker."""
+    """Asks the API of a world's proxy. `requests`: of each worker."""
 
-    def __init__(self, servers: Sequence[AdminServer], port: int, log: Log) -> None:
+    def __init__(
+        self, server: AdminServer, requests: Sequence[Recent], port: int, log: Log
+    ) -> None:
         super().__init__(port)
-        self.servers = servers
+        self.server = server
+        self.requests = requests
         self.log = log
 
     @property
     def running(self) -> int:
         """How many requests run, in all workers."""
-        return sum(len(server.recent.running) for server in self.servers)
+        return sum(len(one.running) for one in self.requests)
 
 
 @asynccontextmanager
@@ -74,12 +79,17 @@ async def admin(w: World) -> AsyncIterator[Admin]:
     port = free_port()
     at = AdminSocket(AdminPlace(None, "127.0.0.1", port))
     log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
-    servers = [AdminServer(worker, at, log) for worker in w.workers]
-    for worker, server in zip(w.workers, servers, strict=True):
-        worker.tasks.keep(server.run, "admin API")
-    await until(lambda: all(server.serving for server in servers))
+    server = AdminServer(w.proxy, at, log)
+    requests = [server.recent]
+    for worker in w.others:
+        requests.append(recent := recent_requests(worker))
+        share = worker.share
+        assert isinstance(share, WorkerShare)
+        share.answer_operators(recent, prompts_of(worker), worker.now)
+    w.proxy.tasks.keep(server.run, "admin API")
+    await until(lambda: server.serving)
     try:
-        yield Admin(servers, port, log)
+        yield Admin(server, requests, port, log)
     finally:
         at.close()
         log.close()

@@ -23,10 +23,6 @@ INSIDE = (
 
 ONE_WORKER: Mapping[str, str] = MappingProxyType(
     {
-        "test_admin.py::test_an_engine_added_here_survives_a_reload": INSIDE,
-        "test_admin.py::test_recent_requests": INSIDE,
-        "test_admin_requests.py::test_clients_that_leave_are_no_running_requests": INSIDE,
-        "test_admin_requests.py::test_requests_that_run": INSIDE,
         (
             "test_auto_placement.py::"
             "test_an_engines_own_settings_say_how_many_tokens_its_steps_have"
@@ -35,25 +31,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_continued_not.py::test_records_are_bounded_and_counted": DIVIDED,
         "test_decode_fails.py::test_a_kept_connection_that_the_engine_had_closed": KEPT,
         "test_decode_fails.py::test_connections_are_kept_and_closed_as_the_engine_says": KEPT,
-        "test_dns.py::test_a_pool_of_names_alone": INSIDE,
-        "test_dns.py::test_engines_come_and_go_with_their_name": INSIDE,
-        "test_engines_come_and_go.py::test_a_decode_engine_comes_and_goes": INSIDE,
-        "test_engines_come_and_go.py::test_a_removed_engine_dies_while_it_serves_a_request": INSIDE,
-        "test_engines_come_and_go.py::test_a_removed_engine_is_asked_nothing": INSIDE,
-        (
-            "test_engines_come_and_go.py::test_an_engine_that_is_being_added_leaves_the_proxy_ready"
-        ): INSIDE,
-        (
-            "test_engines_come_and_go.py::"
-            "test_an_engine_that_recovers_after_its_removal_keeps_its_legs"
-        ): INSIDE,
-        (
-            "test_engines_come_and_go.py::test_kv_that_was_pushed_to_a_removed_engine_is_released"
-        ): INSIDE,
-        "test_engines_come_and_go.py::test_one_that_is_added_again_is_probed_again": INSIDE,
-        "test_engines_come_and_go.py::test_removed_and_gone_at_once": INSIDE,
-        "test_engines_come_and_go.py::test_removed_between_prefill_and_decode": INSIDE,
-        "test_engines_come_and_go.py::test_the_last_decode_engine_is_removed": INSIDE,
+        "test_engines_come_and_go.py::test_a_removed_engine_is_asked_nothing": KEPT,
         "test_first_contact.py::test_a_refusal_is_a_release_once_kv_has_moved": EACH,
         "test_hostile_bodies.py::test_a_body_is_read_in_time_or_not_at_all": DIVIDED,
         "test_hostile_bodies.py::test_an_honest_large_body_is_served_byte_for_byte": DIVIDED,
@@ -65,10 +43,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_hostile_logs.py::test_the_last_lines_are_written": EACH,
         "test_key_rights.py::test_a_pool_that_a_key_does_not_name": INSIDE,
         "test_keys.py::test_a_file_that_goes_bad_changes_nothing_and_is_told_once": EACH,
-        "test_membership.py::test_a_fleet_that_changes_under_streaming_clients": INSIDE,
-        "test_membership.py::test_a_last_engine_that_is_drained_still_releases_kv": INSIDE,
-        "test_membership.py::test_a_prefill_engine_stays_until_its_kv_was_read": INSIDE,
-        "test_membership.py::test_a_stream_that_is_too_late_goes_on_elsewhere": INSIDE,
         "test_membership.py::test_nothing_is_left_of_an_engine_that_went": INSIDE,
         "test_metrics_table.py::test_series_of_a_removed_engine_are_dropped": INSIDE,
         "test_metrics_table.py::test_the_process_and_its_versions_are_on_the_page": INSIDE,
@@ -84,12 +58,9 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_placement.py": INSIDE,
         "test_prefixes.py::test_a_prefill_engine_is_asked_to_report_and_may_refuse": EACH,
         "test_registered.py::test_a_decode_engine_that_waits_for_a_writer_that_failed": INSIDE,
-        "test_replicas.py::test_dns_says_how_many_there_are": INSIDE,
-        "test_replicas.py::test_one_proxy_has_a_plain_ledger": INSIDE,
         "test_root_tasks.py::test_a_notice_that_can_not_be_handled": INSIDE,
         "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,
         "test_settings_file.py::test_other_settings_are_followed": INSIDE,
-        "test_settings_file.py::test_the_file_of_the_settings_is_followed": INSIDE,
         "test_shares.py::test_a_body_that_goes_on_is_not_the_one_that_gives_way": DIVIDED,
         "test_shares.py::test_a_client_with_fewer_connections_loses_none": DIVIDED,
         "test_shares.py::test_a_client_with_its_share_gets_no_more_of_others": DIVIDED,
@@ -101,7 +72,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_shares.py::test_bodies_that_engines_work_on_give_way_to_nobody": DIVIDED,
         "test_shares.py::test_half_a_request_is_idle": DIVIDED,
         "test_signals.py::test_a_hangup_ends_no_stream": EACH,
-        "test_sources.py": INSIDE,
         "test_tls.py::test_a_certificate_that_expires_is_reported": EACH,
         "test_tls.py::test_half_of_a_renewal_changes_nothing": EACH,
         "test_tls_engines.py::test_engines_in_tls": KEPT,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdproxy.workers import followed_changes
 from tests.fakes.admin import BASE, Api
 from tests.fakes.client import Answer
 from tests.fakes.engine import FakeEngine
@@ -25,10 +24,8 @@ SERVE = textwrap.dedent(
     """
     import sys
     from functools import partial
-    from pdproxy.workers import admin_of_all, followed_changes
     from pdproxy.cli.main import main
     from pdproxy.workers import supervisor
-    followed_changes.PATIENCE = admin_of_all.PATIENCE = float(sys.argv[2])
     supervisor.SupervisorTimes = partial(supervisor.SupervisorTimes, pauses=(0.0,))
     sys.exit(main(["serve", "--config", sys.argv[1]]))
     """
@@ -52,9 +49,7 @@ class Run:
     spare: Sequence[FakeEngine] = ()
 
     async def all_say(self, path: str, holds: Callable[[Any], bool]) -> Any:
-        """Wait until this holds for eight answers in a row: any worker may answer. Return the last
-        one.
-        """
+        """Wait until this holds for eight answers in a row. Return the last one."""
         good, found = 0, None
         async with asyncio.timeout(PATIENCE):
             while good < 8:
@@ -65,7 +60,7 @@ class Run:
         return found
 
     async def ask(self, method: str, path: str, body: object = b"") -> Answer:
-        """One request. A connection that a killed worker had taken is made again."""
+        """One request. A connection that a killed process had taken is made again."""
         async with asyncio.timeout(PATIENCE):
             while True:
                 try:
@@ -81,10 +76,22 @@ class Run:
         )
         await self.whole()
 
+    async def kill_scheduler(self) -> None:
+        """Kill the scheduler process, and wait for its successor."""
+        killed = self.proxy.scheduler()
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: self.proxy.scheduler() not in (None, killed), PATIENCE)
+        await self.whole()
+
     async def whole(self) -> None:
-        """Wait until both workers serve."""
+        """Wait until both workers and the scheduler process serve."""
         async with asyncio.timeout(PATIENCE):
-            while await self.proxy.metric("pdproxy_workers") != 2 or len(self.proxy.workers()) != 2:
+            while (
+                await self.proxy.metric("pdproxy_workers") != 2
+                or await self.proxy.metric("pdproxy_scheduler") != 1
+                or len(self.proxy.workers()) != 2
+            ):
                 await asyncio.sleep(0.05)
 
 
@@ -95,21 +102,19 @@ async def serving(
     settings: Callable[[int, int], str],
     shown: Sequence[FakeEngine] | None = None,
     spare: Sequence[FakeEngine] = (),
-    patience: float = followed_changes.PATIENCE,
 ) -> AsyncIterator[Run]:
     """Run it until the block ends; it must end with 0 then. `settings`: its file, from its port and
     that of its admin API.
 
     `engines`: all that are to listen. `shown`: a prefill and a decode engine for `Served`, the
-    first two of them if it is None; `spare`: those that the proxy does not know. `patience`:
-    seconds within which workers are to make a change.
+    first two of them if it is None; `spare`: those that the proxy does not know.
     """
     for engine in engines:
         await engine.listen()
     port, admin, path = free_port(), free_port(), tmp_path / "pdproxy.yaml"
     path.write_text(settings(port, admin))
     with (tmp_path / "log").open("wb") as log:
-        process = start(SERVE, [str(path), str(patience)], ENVIRONMENT, log)
+        process = start(SERVE, [str(path)], ENVIRONMENT, log)
         run = Run(
             Served(process, port, engines[:2] if shown is None else shown), Api(admin), path, spare
         )

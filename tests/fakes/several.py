@@ -26,7 +26,7 @@ from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, Dispatch
-from pdproxy.workers.changes import ParentChanges
+from pdproxy.workers.kept import KEEP, keep
 from pdproxy.workers.links import Message, pair
 from pdproxy.workers.parent import bind_for_engines
 from pdproxy.workers.share import WorkerShare, WorkersMemory
@@ -58,14 +58,15 @@ class Several:
         self._shared = WorkersMemory(count, 0, serves=True)
         if settings is not None:
             bind_for_engines(settings, self._shared)
-        self.changes = ParentChanges(self, self._shared.journal)  # type: ignore[arg-type]
         self.shares = [self._share(number, now) for number in range(count)]
 
     def _share(self, number: int, now: Callable[[], float]) -> WorkerShare:
         worker = self.workers[number]
 
         def send(message: Message) -> None:
-            if not self.changes.received(worker, message):
+            if message.kind == KEEP:
+                self.send(worker, keep(self._shared.kept, message))
+            else:
                 self._switchboard.received(worker, message)
 
         return self._shared.of(number, send, now)

@@ -28,17 +28,26 @@ from tests.proxy.test_membership import started
 LONG_PROMPT = "def main(argv):\n    for name in argv:\n        print(name)\n" * 5
 
 
+def have(w: World, engine: ConfiguredEngine) -> None:
+    """Have an engine that serves at once."""
+    w.proxy.membership.put(engine, "test", (), 0.0, None)
+
+
 async def add(w: World, role: str = "decode") -> FakeEngine:
     """Start one more engine, add it, and wait until it is up."""
     engine = await started(w, role)
-    w.proxy.setup.add(ConfiguredEngine(url=engine.url, role=role))  # type: ignore[arg-type]
+    have(w, ConfiguredEngine(url=engine.url, role=role))  # type: ignore[arg-type]
     await up(w, engine)
     return engine
 
 
 async def up(w: World, engine: FakeEngine) -> None:
     """Wait until an engine is up."""
-    await until(lambda: w.proxy.engines[engine.url].in_ledger.up)
+    await until(
+        lambda: all(
+            engine.url in one.engines and one.engines[engine.url].in_ledger.up for one in w.workers
+        )
+    )
 
 
 async def _rest(reply: Reply) -> None:
@@ -75,7 +84,7 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
             client.post(COMPLETIONS, completion(stream=True))
         heads = [await client.head() for client in clients]
         assert [await client.piece() for client in clients] == [WORD] * 2
-        removed = w.proxy.setup.remove(second.url)
+        removed = w.proxy.membership.take_out(second.url)
         assert removed.in_ledger.requests == 1, "its stream flows"
         for _ in range(4):
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT
@@ -115,11 +124,11 @@ async def test_removed_between_prefill_and_decode(caplog: pytest.LogCaptureFixtu
         ]
         # what is removed and idle is forgotten at the next change, what has a lease is not
         for _ in range(3):
-            w.proxy.setup.remove(chosen.url)
+            w.proxy.membership.take_out(chosen.url)
             other = await add(w)
-            w.proxy.setup.remove(other.url)
-            w.proxy.setup.add(ConfiguredEngine(url=chosen.url, role="decode"))
-        w.proxy.setup.remove(chosen.url)
+            w.proxy.membership.take_out(other.url)
+            have(w, ConfiguredEngine(url=chosen.url, role="decode"))
+        w.proxy.membership.take_out(chosen.url)
         go.set()
         assert (await client.answer()).text == TEXT
         assert len(chosen.requests) == 1
@@ -142,8 +151,8 @@ async def test_removed_and_gone_at_once(caplog: pytest.LogCaptureFixture) -> Non
         prefill = next(engine for engine in w.prefill if engine.requests)
         other = next(engine for engine in w.decode if engine is not first)
         other.scripts.clear()
-        w.proxy.setup.remove(first.url)
-        w.proxy.setup.remove(prefill.url)
+        w.proxy.membership.take_out(first.url)
+        w.proxy.membership.take_out(prefill.url)
         first.refuse()
         go.set()
         assert (await client.answer()).text == TEXT
@@ -161,17 +170,18 @@ async def test_one_that_is_added_again_is_probed_again() -> None:
     """Nothing of its past counts: what was learned of it before may be wrong by now."""
     async with world(decode=2) as w:
         engine = w.decode[0]
-        old = w.proxy.setup.remove(engine.url)
+        old = w.proxy.membership.take_out(engine.url)
         with pytest.raises(KeyError):
-            w.proxy.setup.remove(engine.url)
-        new = w.proxy.setup.add(ConfiguredEngine(url=engine.url, role="decode"))
+            w.proxy.membership.take_out(engine.url)
+        have(w, ConfiguredEngine(url=engine.url, role="decode"))
+        new = w.proxy.engines[engine.url]
         with pytest.raises(ValueError, match="is there already"):
             w.proxy.setup.add(ConfiguredEngine(url=engine.url, role="decode"))
         assert new is not old
         assert new.in_ledger.run_number != old.in_ledger.run_number
         assert not new.in_ledger.up
         await up(w, engine)
-        w.proxy.setup.remove(w.decode[1].url)
+        w.proxy.membership.take_out(w.decode[1].url)
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert len(engine.requests) == 1
 
@@ -190,7 +200,7 @@ async def test_a_removed_engine_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
         await until(
             lambda: any(one.path == "/health" and not one.over for one in engine.sim.journal.others)
         )
-        w.proxy.setup.remove(engine.url)
+        w.proxy.membership.take_out(engine.url)
         w.proxy.prober.soon(removed)
         await until(lambda: not removed.client._all)
         count = len(engine.sim.journal.others)
@@ -202,7 +212,7 @@ async def test_a_removed_engine_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
 async def test_the_last_decode_engine_is_removed() -> None:
     """Then it is not ready, until one is added."""
     async with world() as w:
-        w.proxy.setup.remove(w.decode[0].url)
+        w.proxy.membership.take_out(w.decode[0].url)
         ready = await w.get("/ready")
         assert ready.status == 503
         assert "no decode or aggregated engine is up" in ready.json["reason"]
@@ -230,7 +240,7 @@ async def test_a_removed_engine_dies_while_it_serves_a_request(
     async with world(deadlines=deadlines, limits={"attempts": 1}, leaves=True) as w:
         w.decode[0].script(scripts.stall)
         client, engine = await _served(w)
-        w.proxy.setup.remove(engine.url)
+        w.proxy.membership.take_out(engine.url)
         if late:
             engine.admin["/health"] = scripts.stall
         else:
@@ -254,7 +264,7 @@ async def test_an_engine_that_recovers_after_its_removal_keeps_its_legs(
         client, engine = await _served(w)
         ledger_engine = w.proxy.engines[engine.url].in_ledger
         w.mark_down(engine, "overloaded", w.proxy.now())
-        w.proxy.setup.remove(engine.url)
+        w.proxy.membership.take_out(engine.url)
         await until(lambda: ledger_engine.up)
         await asyncio.sleep(1.0)
         go.set()
@@ -271,17 +281,19 @@ async def test_kv_that_was_pushed_to_a_removed_engine_is_released(removed: bool)
         client.send(
             request("POST", COMPLETIONS, {"model": "tiny", "prompt": LONG_PROMPT, "max_tokens": 4})
         )
-        await until(lambda: sum(count for count, _ in w.proxy.custodian.snapshot().values()))
+        await until(
+            lambda: sum(n for one in w.workers for n, _ in one.custodian.snapshot().values())
+        )
         client.close()
         await until(lambda: not any(engine.requests for engine in w.proxy.ledger.engines))
         if removed:
-            w.proxy.setup.remove(pair.d.url)
+            w.proxy.membership.take_out(pair.d.url)
         await until(lambda: w.events(HandleEnded))
         assert [event.end for event in w.events(HandleEnded)] == ["released"]
         other = ConfiguredEngine(url="http://127.0.0.1:9", role="prefill")
-        w.proxy.setup.add(other)
+        have(w, other)
         assert (pair.d.url in w.proxy.engines.known) is not removed
-        w.proxy.setup.remove(other.url)
+        w.proxy.membership.take_out(other.url)
 
 
 async def test_an_engine_that_is_being_added_leaves_the_proxy_ready() -> None:
@@ -291,10 +303,10 @@ async def test_an_engine_that_is_being_added_leaves_the_proxy_ready() -> None:
             silent.bind(("127.0.0.1", 0))
             silent.listen()
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            w.proxy.setup.add(ConfiguredEngine(url=url, role="decode"))
+            have(w, ConfiguredEngine(url=url, role="decode"))
             ready = await w.get("/ready")
             assert (ready.status, ready.json["details"]) == (200, [f"decode {url}: not probed yet"])
-            w.proxy.setup.remove(url)
+            w.proxy.membership.take_out(url)
 
 
 RECEIVER = ReceiverSettings(init_ports=(7300,), alloc_ports=(7400,))

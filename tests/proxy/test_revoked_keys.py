@@ -14,7 +14,7 @@ import pytest
 from pdproxy.app.revoking import Revoking
 from pdproxy.serving.access.keys import digest
 from pdproxy.web.admin.api import AdminApi
-from pdproxy.workers.admin_of_all import AdminApiOfAll
+from pdproxy.workers.admin import AdminApiOfAll
 from tests.fakes import scripts
 from tests.fakes.admin import BASE, admin
 from tests.fakes.client import Client, bearer, request

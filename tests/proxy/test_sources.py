@@ -30,10 +30,9 @@ from pdproxy.settings.schema import Settings
 from tests.fakes.admin import Admin, admin
 from tests.fakes.engine import FakeEngine
 from tests.fakes.name_server import NameServer, name_server
-from tests.fakes.remains import remains
 from tests.fakes.streams import Streams, streaming
 from tests.fakes.world import World, until, world
-from tests.proxy.test_membership import gone, started
+from tests.proxy.test_membership import gone, nothing_is_left, started
 
 CLIENTS, CHANGES = 32, int(os.environ.get("PDPROXY_TEST_CHANGES", "100"))
 FACTS = {"hardware": Hardware(speed=0.5)}
@@ -207,7 +206,7 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
         for engine in [*by_name, *by_hand]:
             await gone(w, engine.url)
         gone_now = [engine.url.removeprefix("http://") for engine in [*by_name, *by_hand]]
-        assert remains(w.proxy, gone_now, (w._recorder, file, names)) == []
+        await nothing_is_left(w, gone_now, w._recorder, file, names)
         page = w.page().decode()
         assert not [name for name in gone_now if name in page]
         assert {member.source for member in members.members.values()} <= {"settings", "admin"}

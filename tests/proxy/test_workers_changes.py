@@ -1,20 +1,25 @@
-"""Two workers in one event loop: engines that come and go by the admin API under clients, and what
-one of two refuses.
+"""Two workers in one event loop: engines come and go by the admin API under clients, and what the
+first worker decides of them the other one follows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
-from pdproxy.fleet.membership import ADMIN
+from pdproxy.fleet.membership import ADMIN, SETTINGS
 from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.workers import members
+from pdproxy.workers.audit import WorkerAuditor
 from tests.fakes import several
 from tests.fakes.admin import BASE, admin
 from tests.fakes.engine import FakeEngine
@@ -40,71 +45,90 @@ def _drained(worker: Proxy) -> set[str]:
     return {url for url, member in worker.membership.members.items() if member.drain is not None}
 
 
-async def test_an_engine_that_one_worker_refuses_comes_to_none() -> None:
-    """It has had it by a name with other settings; the answer says which worker, and why."""
-    async with world() as w, admin(w) as api:
-        assert len(w.workers) == 2
-        new = await started(w, "decode")
-        name = "dns://decode:1"
-        settings = ConfiguredEngine(url=new.url, role="decode", labels={"a": "b"})
-        w.workers[1].membership.add(settings, name)
-        for _ in range(4):
-            refused = await api.post("/engines", fields(new))
-            assert (refused.status, refused.json["error"]["owner"]) == (409, name)
-            assert (
-                f"{new.url} was added by {name}, with other settings"
-                in refused.json["error"]["message"]
-            )
-            await until(lambda: _in(w, new) == [False, True])
-        w.workers[1].membership.remove(new.url, name, at_once=True)
-        assert (await api.post("/engines", fields(new))).status == 201
-        assert _in(w, new) == [True, True]
-        w.workers[1].membership.add(ConfiguredEngine(url=new.url, role="decode"), name)
-        given_up = await api.delete(f"/engines/{engine_id(new.url)}?at_once=true")
-        assert given_up.status == 200
-        assert _in(w, new) == [False, True]
-
-
-async def test_an_engine_that_one_worker_wanted_already_stays_there() -> None:
-    """A refusal takes back what the change has done, and nothing else."""
-    async with world() as w, admin(w) as api:
-        new = await started(w, "decode")
-        engine, name = ConfiguredEngine(url=new.url, role="decode"), "dns://decode:1"
-        w.workers[0].membership.add(engine, name)
-        w.workers[1].membership.add(
-            ConfiguredEngine(url=new.url, role="decode", labels={"a": "b"}), "other"
-        )
-        assert (await api.post("/engines", fields(new))).status == 409
-        await until(lambda: not w.workers[0].membership.members[new.url].heirs)
-        assert w.workers[0].membership.members[new.url].source == name
-        assert w.workers[0].membership.members[new.url].drain is None
-
-
-async def test_an_engine_is_gone_once_it_is_gone_in_all() -> None:
-    """One worker still waits for the release of KV there: until then the engine is shown, and can
-    be had again.
+async def test_an_engine_that_drains_stays_until_no_worker_needs_it() -> None:
+    """A worker still waits for the release of KV there: until then the engine is shown, and can be
+    had again.
     """
     async with world() as w, admin(w) as api:
         new = await started(w, "decode")
         await api.post("/engines", fields(new))
+        await until(lambda: _in(w, new) == [True, True])
         held = {new.url}
         w.workers[1].engines.keep_known(lambda: held)
         path = f"/engines/{engine_id(new.url)}"
-        assert (await api.delete(path)).json["result"] == "removing"
-        await until(lambda: _in(w, new) == [False, True])
         for _ in range(4):
+            assert (await api.delete(path)).json["result"] == "removing"
+            await asyncio.sleep(20 * membership.LOOK)
             shown = await api.get(path)
             assert (shown["state"], shown["drain"]["waits_for"]) == ("draining", "kv")
             assert new.url in {one["url"] for one in (await api.get("/engines"))["engines"]}
             assert new.url in (await api.ask("GET", "/list_workers")).json["urls"]
-        for _ in range(4):
+            assert _drained(w.workers[1]) == {new.url}
             again = await api.post("/engines", fields(new))
             assert (again.status, again.json["result"]) == (200, "serving_again")
-            assert (await api.delete(path)).json["result"] == "removing"
-            await until(lambda: _in(w, new) == [False, True])
+            await until(lambda: not _drained(w.workers[1]))
+        await api.delete(path)
         held.clear()
         await until(lambda: _in(w, new) == [False, False])
         assert (await api.ask("GET", BASE + path)).status == 404
+
+
+async def test_a_worker_that_has_ended_needs_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one has got its KV by then."""
+    monkeypatch.setattr(members, "HEIRS", 0.2)
+    async with world() as w, admin(w) as api:
+        new = await started(w, "decode")
+        await api.post("/engines", fields(new))
+        await until(lambda: _in(w, new) == [True, True])
+        w.workers[1].engines.keep_known(lambda: {new.url})
+        await api.delete(f"/engines/{engine_id(new.url)}")
+        await until(lambda: _drained(w.workers[1]) == {new.url})
+        await asyncio.sleep(20 * membership.LOOK)
+        began = time.monotonic()
+        w.workers[1].share._choosing.link.close()  # type: ignore[union-attr]
+        await until(lambda: new.url not in w.proxy.membership.members)
+        assert time.monotonic() - began >= members.HEIRS
+
+
+async def test_a_worker_has_an_engine_as_it_was_decided() -> None:
+    """With other settings it serves on, and one that went and came again at once is another one."""
+    async with world(decode=2) as w:
+        first, second = (one.membership for one in w.workers)
+        url = w.decode[0].url
+        engine = w.workers[1].engines[url]
+        named = msgspec.structs.replace(first.members[url].settings, labels={"rack": "7"})
+        others = [one.settings for one in first.members.values() if one.url != url]
+        first.apply(SETTINGS, [named, *others])
+        await until(lambda: second.members[url].settings.labels == {"rack": "7"})
+        assert w.workers[1].engines[url] is not engine
+        assert w.workers[1].engines[url].in_ledger.up
+        engine = w.workers[1].engines[url]
+        first.remove(url, SETTINGS, at_once=True)
+        first.add(named, ADMIN)
+        await until(lambda: w.workers[1].engines[url] is not engine)
+        assert second.members[url].source == ADMIN
+        assert not w.workers[1].engines[url].in_ledger.up, "it was not probed yet"
+        await until(lambda: w.workers[1].engines[url].in_ledger.up)
+
+
+async def test_an_engine_that_a_worker_can_not_have(tmp_path: Path) -> None:
+    """Its key file can't be read there: `/ready` says so, and it comes once the file is there."""
+    key = tmp_path / "key"
+    key.write_text("secret")
+    async with world() as w:
+        new = await started(w, "decode")
+        w.proxy.membership.add(
+            ConfiguredEngine(url=new.url, role="decode", api_key_file=str(key)), ADMIN
+        )
+        key.unlink()
+        await until(lambda: w.workers[1].share.members.shortcomings())  # type: ignore[union-attr]
+        assert _in(w, new) == [True, False]
+        details = (await w.get("/ready")).json["details"]
+        assert any(f"{new.url} can't be used: " in one for one in details), details
+        key.write_text("secret")
+        await until(lambda: _in(w, new) == [True, True])
+        assert not w.workers[1].share.members.shortcomings()  # type: ignore[union-attr]
+        w.proxy.membership.remove(new.url, ADMIN, at_once=True)
 
 
 async def test_a_fleet_that_changes_by_two_workers_under_streaming_clients() -> None:
@@ -171,6 +195,10 @@ async def test_a_fleet_that_changes_by_two_workers_under_streaming_clients() -> 
         )
         for worker in w.workers:
             worker.share._shown.report()  # type: ignore[union-attr]  # the parent keeps the last one of each
+        auditor = w.workers[1].pools[0].resources.auditor
+        assert isinstance(auditor, WorkerAuditor)
+        for _ in range(2):  # what was not told yet is kept for the next audit
+            auditor.changes()
         await asyncio.sleep(0)  # callbacks of tasks that are done run in the next turn
         names = [url.removeprefix("http://") for url in urls]
         kept = (w._recorder,)

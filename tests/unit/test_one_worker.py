@@ -19,4 +19,4 @@ def test_others_are_not_left_out() -> None:
     file, name = next(iter(ONE_WORKER)).split("::")
     assert reason(file, name) == ONE_WORKER[f"{file}::{name}"]
     assert reason(file, f"{name}_as_well") is None
-    assert reason("test_shares.py", "test_anything") == ONE_WORKER["test_shares.py"]
+    assert reason("test_placement.py", "test_anything") == ONE_WORKER["test_placement.py"]

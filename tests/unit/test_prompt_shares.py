@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdproxy.app.readiness import judged
-from pdproxy.fleet.merged_entries import WorkerView, merged_prompts
 from pdproxy.observe.events import LegTimes
 from pdproxy.observe.prompt_shares import (
     FEW,
@@ -18,6 +17,7 @@ from pdproxy.observe.prompt_shares import (
 )
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.wire.route_form import Alone
+from pdproxy.workers.admin import prompts_of_all
 from pdproxy.workers.shown_of_all import together
 
 D = "http://d"
@@ -181,10 +181,7 @@ def test_pools_are_judged_one_by_one() -> None:
 
 def test_the_admin_api_shows_the_sum_of_all_workers() -> None:
     one, other = PromptShare(1, {"n": 2}, {"echo": 3}, 1), PromptShare(10, {"n": 20}, {"n": 30}, 2)
-    views = [
-        WorkerView({}, [], [PoolPrompts("p", other), PoolPrompts("q", other)]),
-        WorkerView({}, []),
-    ]
-    assert merged_prompts([PoolPrompts("p", one)], views) == [
+    told = [[PoolPrompts("p", other), PoolPrompts("q", other)], []]
+    assert prompts_of_all([PoolPrompts("p", one)], told) == [
         PoolPrompts("p", PromptShare(11, {"n": 22}, {"echo": 3, "n": 30}, 3))
     ]

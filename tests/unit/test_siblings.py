@@ -18,10 +18,8 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.page import AT_ONCE
 from pdproxy.observe.requests import REQUESTS
 from pdproxy.observe.snapshot import Merging, Snapshot, decode
-from pdproxy.scheduling.decisions import Decision, Decisions
 from pdproxy.web.operation import OperationState, Readiness
 from pdproxy.workers import shown_of_all, siblings, switchboard
-from pdproxy.workers.admin_of_all import AdminApiOfAll
 from pdproxy.workers.links import Message
 from pdproxy.workers.shown_of_all import ShownOfAll, add_up, of_scheduler, together
 from pdproxy.workers.siblings import LinkedSiblings
@@ -349,9 +347,7 @@ async def test_the_scheduler_is_no_worker() -> None:
     found = together({0: _ready(no, "a"), 1: _ready(no, "a"), 2: _ready(yes)}, (), 2)
     assert found == Readiness(no, "no engine", ["a"])
     found = together({0: _ready(yes, "b"), 1: _ready(yes, "b"), 2: _ready(no, "c")}, (), 2)
-    assert found == Readiness(
-        OperationState.DEGRADED, None, ["the scheduler: no engine", "b", "the scheduler: c"]
-    )
+    assert found == Readiness(OperationState.DEGRADED, None, ["the scheduler: no engine", "b", "c"])
 
 
 def test_what_the_scheduler_shows_is_no_part_of_the_workers() -> None:
@@ -370,30 +366,6 @@ def test_what_the_scheduler_shows_is_no_part_of_the_workers() -> None:
     own = of_scheduler(Snapshot(shown | kept, {}))
     assert own.values == {**kept, "pdproxy_scheduler": {(): 1}}
     assert own.workers == 0
-
-
-async def test_decisions_are_those_of_the_scheduler_process() -> None:
-    """No other process makes any. While it does not answer, there are none to show."""
-    parent = Parent(3, scheduler=2)
-    kept = [Decisions("auto" if number == 2 else None, lambda: 5.0) for number in range(3)]
-    kept[2].add(Decision(4.0, "r", "whole", "cached", ("a",)))
-    apis = [
-        AdminApiOfAll(
-            SimpleNamespace(decisions=kept[number].kept),  # type: ignore[arg-type]
-            number,
-            parent.all[number],
-            SimpleNamespace(),  # type: ignore[arg-type]
-            lambda: None,
-            lambda: "info",
-            lambda: 5.0,
-        )
-        for number in range(3)
-    ]
-    page = await apis[0].decisions()
-    assert page == kept[2].page()
-    assert b'"reason":"cached"' in page
-    parent.workers[2].ready = False
-    assert await apis[1].decisions() == Decisions(None, lambda: 5.0).page()
 
 
 def test_all_are_ready_together() -> None:

@@ -21,6 +21,7 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.wire.lmcache_telemetry import notices
 from pdproxy.wire.notices import Notice, NoticeEvent
+from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.pool_share import PoolMemory, WorkerPoolShare
 from pdproxy.workers.records import SharedRecords
 from pdproxy.workers.scheduler_links import SchedulerLinks
@@ -327,6 +328,7 @@ async def test_a_connector_that_is_found_too_late_is_to_be_named() -> None:
         Parent(2).all[0],
         links,
         1,
+        FollowedMembers(links.link),
     )
     with pytest.raises(
         SettingsError,

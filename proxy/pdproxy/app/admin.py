@@ -1,7 +1,6 @@
 """The admin API's server: a second listener in the proxy's own event loop. Owns its socket.
 
-It serves for as long as the proxy runs, also while that drains. Several workers accept connections
-from one socket: one that stands still holds up none.
+It serves for as long as the proxy runs, also while that drains.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from functools import partial
 
 from pdproxy.app.compose import Proxy
@@ -17,6 +17,7 @@ from pdproxy.app.unix_socket import UnixSocket
 from pdproxy.fleet.entries import EngineEntries, PoolEngines
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.observe.logs import Log, set_level
+from pdproxy.observe.prompt_shares import PoolPrompts
 from pdproxy.observe.recent import Recent
 from pdproxy.scheduling.decisions import KeptDecisions
 from pdproxy.settings.errors import SettingsError
@@ -97,10 +98,7 @@ class AdminServer:
         """Make one that does not serve yet. Requests that begin from now on are shown."""
         clock, observers = proxy.front.clock, proxy.observers
         now = clock.now
-        recent = self.recent = Recent(now)
-        observers.add(recent)
-        for pool in proxy.pools:
-            pool.service.lifecycle.running = pool.passthrough.lifecycle.running = recent.running
+        recent = self.recent = recent_requests(proxy)
         kept = [pool.decisions for pool in proxy.pools if pool.decisions is not None]
         service = AdminService(
             EngineEntries(
@@ -120,7 +118,7 @@ class AdminServer:
         self._at = at
         keys = proxy.credentials.admin_keys
         gate = Gate(
-            create_admin_app(proxy.share.admin_api(service, proxy), proxy.front.operation),
+            create_admin_app(proxy.share.admin_api(service, now), proxy.front.operation),
             keys,
             observers,
             proxy.wrong_keys,
@@ -148,15 +146,23 @@ class AdminServer:
                 self.serving = False
 
 
-def serve_admin(
-    proxy: Proxy, at: AdminSocket | None, log: Log, *, listens: bool = True
-) -> AdminServer | None:
+def prompts_of(proxy: Proxy) -> Callable[[], list[PoolPrompts]]:
+    """Return what returns how the pools' last prompts were served."""
+    return lambda: [PoolPrompts(pool.name, pool.resources.shares.window()) for pool in proxy.pools]
+
+
+def recent_requests(proxy: Proxy) -> Recent:
+    """Return the requests of a proxy that begin from now on, those that run and the last ones."""
+    recent = Recent(proxy.now)
+    proxy.observers.add(recent)
+    for pool in proxy.pools:
+        pool.service.lifecycle.running = pool.passthrough.lifecycle.running = recent.running
+    return recent
+
+
+def serve_admin(proxy: Proxy, at: AdminSocket | None, log: Log) -> None:
     """Serve the admin API of a proxy that was started for as long as that runs. Without a socket
-    there is none. `listens` False: only other processes have this one make changes.
+    there is none.
     """
-    if at is None:
-        return None
-    server = AdminServer(proxy, at, log)
-    if listens:
-        proxy.tasks.keep(server.run, "admin API")
-    return server
+    if at is not None:
+        proxy.tasks.keep(AdminServer(proxy, at, log).run, "admin API")

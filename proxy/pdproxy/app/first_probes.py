@@ -22,19 +22,26 @@ async def sources_found(proxy: Proxy, ending: Ending, most: float | None = None)
     await _until(lambda: all(one.counts for one in proxy.sources.found), proxy, ending, most)
 
 
-async def first_probes(proxy: Proxy, ending: Ending, most: float | None = None) -> None:
+async def first_probes(
+    proxy: Proxy,
+    ending: Ending,
+    most: float | None = None,
+    has_members: Callable[[], bool] = lambda: True,
+) -> None:
     """Wait until all engines were probed, also those that sources find, and until it is known who
     has registered.
 
     For `most` seconds, None: for no longer than two probes may take; and not once the end was asked
     for. A source is waited for until its first answer, also if nothing could be found out.
+    `has_members`: returns whether the proxy has all engines that it is to begin with.
     """
     registered = [
         pool.registrations.known for pool in proxy.pools if pool.registrations is not None
     ]
     await _until(
         lambda: (
-            all(one.counts for one in proxy.sources.found)
+            has_members()
+            and all(one.counts for one in proxy.sources.found)
             and all(engine.probed for pool in proxy.pools for engine in pool.ledger.engines)
             and all(one.complete for one in registered)
         ),

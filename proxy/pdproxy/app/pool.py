@@ -306,6 +306,8 @@ class PoolParts:
             setup, engines, ledger, outliers, custodian, turns, observers, tasks, now, deadlines
         )
         wrong.append(membership.shortcomings)
+        if own is not None:
+            wrong.append(own.share_members(membership, engines))
         parts = cls(
             process=process,
             name=pool.name,

@@ -10,7 +10,6 @@ from secrets import token_bytes
 from typing import TYPE_CHECKING, Protocol
 
 from pdproxy.app.capacity import PoolCapacity
-from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.retrying import Decided, Retrying
 from pdproxy.app.shown import Shown
 from pdproxy.app.sockets import Sockets
@@ -25,6 +24,7 @@ from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
+from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
@@ -43,7 +43,6 @@ from pdproxy.serving.kv.open_turns import TurnKeeper
 from pdproxy.settings.health import Probes
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines
-from pdproxy.settings.schema import Settings
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
@@ -59,19 +58,6 @@ if TYPE_CHECKING:
 SECRET_BYTES = 32
 
 
-class Served(Protocol):
-    """What `admin_api` needs of the proxy that it is part of."""
-
-    settings: Settings
-    registries: list[EngineRegistry]
-    readiness: ReadinessCheck
-    observers: Observers
-
-    @property
-    def now(self) -> Callable[[], float]:
-        """The clock's seconds."""
-
-
 class Share(Protocol):
     """What one of `workers` processes shares with the others. `number`: its own."""
 
@@ -81,7 +67,8 @@ class Share(Protocol):
     """See `SoleProcess`. All processes have the same one."""
     chooses: bool
     """Whether this process chooses engines, and finds out how they are, for itself and for all
-    others.
+    others. It decides which engines are members of the pools: it follows the settings' sources,
+    and makes the changes that operators ask for.
     """
     serves: bool
     """Whether it serves clients. If not, no engine sends it notices, and none registers at it."""
@@ -128,8 +115,8 @@ class Share(Protocol):
     ) -> Shown:
         """Return what clients are shown of all processes. The arguments: those of `Shown`."""
 
-    def admin_api(self, service: AdminService, process: Served) -> AdminApi:
-        """Return what the routes of the admin API ask for."""
+    def admin_api(self, service: AdminService, now: Callable[[], float]) -> AdminApi:
+        """Return what the routes of the admin API ask for. `now`: the clock's seconds."""
 
 
 class Legs(Protocol):
@@ -181,6 +168,13 @@ class PoolShare(Protocol):
     ) -> TurnKeeper:
         """Return where finished turns of this process go: if it chooses, a `PoolTurns`. The
         arguments: those of `PoolTurns`.
+        """
+
+    def share_members(
+        self, members: Membership, engines: EngineRegistry
+    ) -> Callable[[], Sequence[str]]:
+        """Have the same members in all processes. Return what returns sentences on what is wrong
+        with them.
         """
 
     def scheduler(
@@ -302,8 +296,8 @@ class SoleProcess:
         """The pools share nothing with other processes. See `Share`."""
 
     @staticmethod
-    def admin_api(service: AdminService, process: Served) -> AdminApi:
-        """Return what the routes of the admin API ask for."""
+    def admin_api(service: AdminService, now: Callable[[], float]) -> AdminApi:
+        """See `Share`."""
         return AdminApi(service)
 
     def start(self, tasks: TaskOwner) -> None:

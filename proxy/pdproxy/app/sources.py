@@ -1,7 +1,7 @@
 """The engines of a proxy's settings while it runs: those that stand there, and those that sources
 find.
 
-Owns which sources are followed. Each worker process follows them by itself.
+Owns which sources are followed. A process that does not decide who is a member follows none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError
-from pdproxy.fleet.membership import SETTINGS
+from pdproxy.fleet.membership import ADMIN, SETTINGS
 from pdproxy.fleet.sources import EngineSource, FoundEngines, source_of
 from pdproxy.observe.description import Description, Label, MergeRule, Samples, counter, gauge
 from pdproxy.settings.engines import ConfiguredEngine, both_schemes
@@ -107,6 +107,8 @@ class Sources:
         Raises:
             SettingsError: a source can't be made.
         """
+        if not self._proxy.share.chooses:
+            return
         self._follow(self._made(self._proxy.settings.pools), are_new=False)
 
     def use(self, pools: Sequence[Pool]) -> None:
@@ -119,6 +121,8 @@ class Sources:
             SettingsError: an engine can't work in its pool, or a source can't be made.
             MembershipError: as there.
         """
+        if not self._proxy.share.chooses:
+            return
         put_back: list[tuple[str, Callable[[], None]]] = []
         try:
             for at, pool in enumerate(pools):
@@ -141,6 +145,21 @@ class Sources:
             self._proxy.tasks.end(task)
             engines.give_up()
         self._follow(new, are_new=True)
+
+    def take_over(self) -> None:
+        """Have what the settings and the sources that are followed want, and what operators do. A
+        process before this one may have had other settings.
+        """
+        for at, parts in enumerate(self._proxy.pools):
+            try:
+                self._have_fixed(at, self._fixed[at])
+            except (ValueError, MembershipError) as error:
+                logger.error("pool %s keeps its engines: %s", parts.name, error)  # noqa: TRY400
+            members = parts.membership.members.values()
+            sources = {source for one in members for source in (one.source, *one.heirs)}
+            for source in sources - {SETTINGS, ADMIN}:
+                if (at, source) not in self._followed:
+                    parts.membership.apply(source, ())
 
     def _change(self, at: int, pool: Pool, put_back: list[tuple[str, Callable[[], None]]]) -> None:
         """Have other engines and other settings of a pool's sources. What undoes it is added to

@@ -242,22 +242,6 @@ class EngineEntries:
                     )
                     yield self._entry(pool, url, found)
 
-    def plain(self) -> dict[str, EngineLoad]:
-        """Return the loads of the engines that serve, and that no entry says more of, by their
-        URLs.
-        """
-        now = self._now()
-        every = [
-            (pool, url, member)
-            for pool in self.pools
-            for url, member in pool.membership.members.items()
-        ]
-        return {
-            url: _load(pool.engines[url].in_ledger)
-            for pool, url, member in every
-            if _is_plain(member, pool.engines[url].in_ledger, now)
-        }
-
     def _entry(self, pool: PoolEngines, url: str, pairs: EnginePairs | None) -> EngineEntry:
         now, member, engine = self._now(), pool.membership.members[url], pool.engines[url]
         ledger_engine = engine.in_ledger
@@ -305,15 +289,7 @@ class EngineEntries:
 
 
 def _load(engine: LedgerEngine) -> EngineLoad:
-    return EngineLoad(*engine.own_load, engine.window)
-
-
-def _is_plain(member: Member, engine: LedgerEngine, now: float) -> bool:
-    return (
-        member.state(engine) is MemberState.SERVING
-        and engine.state(now) == "up"
-        and not engine.failures
-    )
+    return EngineLoad(*engine.known_load, engine.window)
 
 
 def _why(engine: LedgerEngine, now: float) -> str | None:

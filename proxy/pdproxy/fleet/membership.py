@@ -17,8 +17,9 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.member import Drain, Member, MembershipError, MemberState, UnknownMemberError
 from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import Label, MergeRule, counter
+from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import LedgerEngine
@@ -32,6 +33,8 @@ LOOK = 0.25
 LAST = 5.0
 """Seconds in which legs end that were told to."""
 MAX_MEMBERS = 4096
+DRAINING, DRAINED = "is being drained", "is drained"
+"""Why an engine gets no requests, as the ledger notes it."""
 SETTINGS = "settings"
 """The source of the engines that files, flags and variables name."""
 ADMIN = "admin"
@@ -49,7 +52,6 @@ MEMBER_CHANGES = counter(
     "changes",
     "Changes of the pool's engines while the proxy runs",
     Label("change", CHANGES),
-    workers=MergeRule.MOST,  # each follows the settings: one change is counted in all of them
     of=MemberChanged,
 )
 
@@ -103,6 +105,10 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._ending: dict[Member, asyncio.Task[None]] = {}
         self._forgetting: asyncio.Task[None] | None = None
+        self.when_changed: Callable[[str], None] = lambda _: None
+        """Called with the URL of each member of which something has changed, or that is none any
+        more. It may not be there again yet.
+        """
         engines.watch(self)
         ledger.when_up(self._came_up)
 
@@ -196,9 +202,11 @@ class Membership:
             self.undrain(engine.url, source)
         else:
             known.claim(source)
+            self.when_changed(known.url)
             return
         known.source = source
         known.heirs.discard(source)
+        self.when_changed(known.url)
 
     def drain(
         self, url: str, by: str, *, seconds: float | None = None, removes: bool = False
@@ -218,12 +226,17 @@ class Membership:
             by, now, now + (self._deadlines.engine_drain if seconds is None else seconds), removes
         )
         if member.begin_drain(drain):
-            self._ledger.mark_draining(url, "is being drained")
+            self._ledger.mark_draining(url, DRAINING)
             if self._leaving is not None:
                 self._leaving(url)
             self._report(member, "draining", by)
+        else:
+            self.when_changed(url)
+        self._go_on(member)
+
+    def _go_on(self, member: Member) -> None:
         if member not in self._ending:
-            self._ending[member] = self._tasks.spawn(self._end(member), f"drain {url}")
+            self._ending[member] = self._tasks.spawn(self._end(member), f"drain {member.url}")
 
     def undrain(self, url: str, by: str) -> None:
         """Give an engine requests again.
@@ -253,6 +266,7 @@ class Membership:
         """
         member = self._member(url)
         if not member.disclaim(source):
+            self.when_changed(url)
             return False
         if at_once:
             self._remove(member, source)
@@ -313,6 +327,7 @@ class Membership:
             if member in changed:
                 member.source = source
                 member.heirs.discard(source)
+                self.when_changed(member.url)
             else:
                 self.add(engine, source)
         for url, member in list(self._members.items()):
@@ -324,24 +339,32 @@ class Membership:
 
         It is the same process, of which a probe has shown what it is: it serves on at once.
         """
+        drain = member.drain
+        try:
+            self._make_anew(member, engine)
+        except Exception:
+            if drain is not None and member.url in self._members:
+                self._drain_again(member, drain)
+            raise
+        if drain is not None and not drain.removes:  # an operator works on it
+            self._drain_again(member, drain)
+        self._report(member, "replaced", member.source)
+
+    def _make_anew(self, member: Member, engine: ConfiguredEngine) -> None:
+        """Do so, and end its drain."""
         self._setup.checked(engine)
         self._engines.replaced, before = member.url, copy.copy(self._engines[member.url].in_ledger)
-        drain, old = member.drain, self._setup.remove(member.url)
+        old = self._setup.remove(member.url)
         try:
             self._made_again(self._setup.add(engine), old, before)
+            member.settings = engine
         except Exception:
             self._made_again(self._setup.add(member.settings), old, before)
             self._members[member.url] = member
-            if drain is not None:
-                self._drain_again(member, drain)
             raise
         finally:
             self._engines.replaced = None
         self._members[member.url] = member
-        if drain is not None and not drain.removes:  # an operator works on it
-            self._drain_again(member, drain)
-        member.settings = engine
-        self._report(member, "replaced", member.source)
 
     def _put_back(self, member: Member, engine: ConfiguredEngine, drain: Drain | None) -> None:
         try:
@@ -376,7 +399,63 @@ class Membership:
 
     def _remove(self, member: Member, by: str) -> None:
         self._report(member, "removed", by)
-        self._setup.remove(member.url)
+        self.take_out(member.url)
+
+    # -- having what was decided before, or by others
+
+    def put(
+        self,
+        settings: ConfiguredEngine,
+        source: str,
+        heirs: Iterable[str],
+        since: float,
+        drain: Drain | None,
+    ) -> None:
+        """Have a member as it is given, in place of what is known of it. Nothing is reported, and
+        nobody ends its drain: see `go_on`.
+
+        Raises:
+            SettingsError: a file of its key or certificates can't be used. Nothing has changed.
+        """
+        member = self._members.get(settings.url)
+        if member is None:
+            self._setup.add(settings, is_checked=True)
+            member = self._members[settings.url] = Member(settings, source, since, is_new=False)
+        elif member.settings != settings:
+            self._make_anew(member, settings)
+        member.source, member.since, member.heirs = source, since, OrderedSet()
+        for heir in heirs:
+            member.heirs.add(heir)
+        self._put_drain(member, drain)
+        self.when_changed(member.url)
+
+    def _put_drain(self, member: Member, drain: Drain | None) -> None:
+        url, before = member.url, member.drain
+        member.drain = drain
+        why = None if drain is None else DRAINED if drain.over else DRAINING
+        engine = self._engines[url]
+        if engine.in_ledger.draining != why:
+            self._ledger.mark_draining(url, why)
+        if drain is not None and before is None and self._leaving is not None:
+            self._leaving(url)
+        if drain is not None and drain.cut and (before is None or not before.cut):
+            self._end_legs(engine)
+
+    def go_on(self) -> None:
+        """End the drains of all members."""
+        for member in self._members.values():
+            if member.drain is not None and not member.drain.over:
+                self._go_on(member)
+
+    def take_out(self, url: str) -> Engine:
+        """Have a member no more, whoever wants it. Legs to it go on. Nothing is reported.
+
+        Raises:
+            KeyError: there is no such engine.
+        """
+        engine = self._setup.remove(url)
+        self.when_changed(url)
+        return engine
 
     def _forget_drain(self, member: Member) -> None:
         task, member.drain = self._ending.pop(member, None), None
@@ -437,13 +516,19 @@ class Membership:
             return
         drain.over = True
         del self._ending[member]
-        self._ledger.mark_draining(member.url, "is drained")
+        self._ledger.mark_draining(member.url, DRAINED)
         self._report(member, "drained", drain.by)
 
     def _cut(self, engine: Engine) -> None:
-        legs = [*engine.open_legs.legs]
         self._observers.notify(DeadlinePassed(Wait.ENGINE_DRAIN.value, engine.url))
-        logger.warning("%s is not drained in time: %d legs are ended", engine.url, len(legs))
+        self._end_legs(engine)
+        self.when_changed(engine.url)
+
+    @staticmethod
+    def _end_legs(engine: Engine) -> None:
+        legs = [*engine.open_legs.legs]
+        ended = f": {len(legs)} legs are ended" if legs else ""
+        logger.warning("%s is not drained in time%s", engine.url, ended)
         for leg in legs:
             leg.fail(
                 EngineTimeoutError(f"{engine.url} is drained and leaves", wait=Wait.ENGINE_DRAIN)
@@ -461,3 +546,4 @@ class Membership:
 
     def _report(self, member: Member, change: str, by: str) -> None:
         self._observers.notify(MemberChanged(member.url, member.settings.role, change, by))
+        self.when_changed(member.url)

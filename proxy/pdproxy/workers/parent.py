@@ -26,8 +26,8 @@ from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.limits import of_each
 from pdproxy.settings.schema import Settings
 from pdproxy.workers import scheduler_process, worker
-from pdproxy.workers.changes import ParentChanges
 from pdproxy.workers.heirs import ADOPTED, Heirs
+from pdproxy.workers.kept import KEEP, keep
 from pdproxy.workers.links import Message
 from pdproxy.workers.share import LEVELS, WorkersMemory
 from pdproxy.workers.shown_of_all import add_up
@@ -130,7 +130,7 @@ class Parent(Watcher):
         self._listening = listening
         self._switchboard = Switchboard(supervisor, add_up)
         self._heirs = Heirs(supervisor, shared.custody)
-        self._changes = ParentChanges(supervisor, shared.journal)
+        self._supervisor = supervisor
 
     def received(self, worker: WorkerProcess, message: Message) -> None:
         """See `Watcher`."""
@@ -140,7 +140,9 @@ class Parent(Watcher):
             self._shared.connectors = message.body.decode().split("\n")
         elif message.kind == LEVELS:
             self._shared.levels = message.body
-        elif not self._changes.received(worker, message):
+        elif message.kind == KEEP:
+            self._supervisor.send(worker, keep(self._shared.kept, message))
+        else:
             self._switchboard.received(worker, message)
 
     def starts(self, number: int) -> None:
@@ -159,7 +161,6 @@ class Parent(Watcher):
         """See `Watcher`."""
         self._switchboard.died(number)
         self._heirs.died(number)
-        self._changes.died(number)
 
     def ready(self, worker: WorkerProcess) -> None:
         """See `Watcher`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from socket import socket
@@ -22,6 +22,7 @@ from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
+from pdproxy.fleet.membership import Membership
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import Lead
 from pdproxy.kit.tasks import TaskOwner
@@ -42,8 +43,10 @@ from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
 from pdproxy.workers.custodian import WorkerCustodian
 from pdproxy.workers.engine_bootstraps import AskingBootstraps, ToldBootstraps
 from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
+from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.legs_of_all import LegsOfAll
 from pdproxy.workers.loss_clients import LossesOfWorkers
+from pdproxy.workers.members import MembersOfAll
 from pdproxy.workers.own_legs import OwnLegs
 from pdproxy.workers.records import Area, SharedRecords
 from pdproxy.workers.remote_losses import RemoteLosses
@@ -78,7 +81,8 @@ class WorkerPoolShare:
     its own, for the records of all pools.
 
     `lead`: whether it does what is done once; `now`: monotonic seconds; `siblings`: the others;
-    `choosing`: the links for choosing engines. `start`: how often the process was started.
+    `choosing`: the links for choosing engines; `members`: who is a member of which pool. `start`:
+    how often the process was started.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class WorkerPoolShare:
         siblings: LinkedSiblings,
         choosing: SchedulerLinks,
         start: int,
+        members: MembersOfAll | FollowedMembers,
     ) -> None:
         self.number = number
         self.at = at
@@ -102,6 +107,7 @@ class WorkerPoolShare:
         self.siblings = siblings
         self._choosing = choosing
         self._first = (start << 32) + 1
+        self._members = members
         self.sockets = BoundBefore(memory.listeners)
         self.chooses = lead.leads
         self.capacity: PoolCapacity | None = None
@@ -156,6 +162,14 @@ class WorkerPoolShare:
             clock.now,
         )
         return self._remote_turns
+
+    def share_members(
+        self, members: Membership, engines: EngineRegistry
+    ) -> Callable[[], Sequence[str]]:
+        """See `PoolShare`."""
+        self._members.add(members, engines)
+        # those of all pools are shown once
+        return self._members.shortcomings if self.at == 0 else list
 
     def scheduler(
         self,

@@ -187,6 +187,11 @@ class SchedulerClient:
         """Say something about a topic."""
         self._answer(Said(topic, body))
 
+    @property
+    def unsent(self) -> int:
+        """How many bytes wait until the worker reads."""
+        return self._link.unsent
+
     # -- the link
 
     def _received(self, items: list[FromWorker]) -> None:

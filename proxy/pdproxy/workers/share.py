@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from secrets import token_bytes
 from socket import socket
 
-from pdproxy.app.share import SECRET_BYTES, Served
+from pdproxy.app.share import SECRET_BYTES
 from pdproxy.app.shown import Shown
 from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas, decode_levels, encode_levels
@@ -20,20 +20,26 @@ from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit.leading import ALWAYS, NEVER, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import MergeRule, counter, gauge
+from pdproxy.observe.logs import Log
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.prompt_shares import PoolPrompts
+from pdproxy.observe.recent import Recent
 from pdproxy.scheduling.admission import Admission, Quotas
 from pdproxy.serving.access.clients import Clients
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.web.admin.api import AdminApi
+from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
 from pdproxy.workers import custodian, heirs
-from pdproxy.workers.admin_of_all import AdminApiOfAll
+from pdproxy.workers.admin import AdminApiOfAll, answer
 from pdproxy.workers.admitted_worker import AdmissionOfAll
-from pdproxy.workers.followed_changes import KINDS, FollowedChanges
+from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.heirs import ADOPT, ADOPTED
-from pdproxy.workers.journal import ChangeJournal
+from pdproxy.workers.kept import KEPT, Keeper
 from pdproxy.workers.links import Message
+from pdproxy.workers.log_level import LevelOfAll, follow
+from pdproxy.workers.members import MembersOfAll
 from pdproxy.workers.pool_share import PoolMemory, WorkerPoolShare
 from pdproxy.workers.records import SharedRecords
 from pdproxy.workers.remote_admission import RemoteAdmission, RemoteQuotas
@@ -88,8 +94,10 @@ class WorkersMemory:
         """See `SoleProcess`. All workers have the same one."""
         self.pools = [PoolMemory(processes) for _ in range(pools)]
         self.custody = SharedRecords(processes, custodian.UNITS)
-        self.journal = ChangeJournal()
-        """Not shared: the parent's own, of which a worker has a copy from its fork."""
+        self.kept: dict[str, bytes] = {}
+        """What the scheduler process has kept for its successor. Not shared: a process has a copy
+        from its fork.
+        """
 
     def listeners(self) -> list[socket]:
         """Return the sockets to which engines send messages, which are the parent's."""
@@ -122,7 +130,6 @@ class WorkerShare:
         self._now = now
 
         self.siblings = LinkedSiblings(send, shared.scheduler)
-        self.changes = FollowedChanges(send, shared.journal)
         self._area = shared.custody.area(number)
         self._pools: list[WorkerPoolShare] = []
         self.chooses = number == shared.scheduler
@@ -137,6 +144,13 @@ class WorkerShare:
         self._of_all: tuple[LocalAdmission, Clients] | None = None
         self._levels = b""
         """What keys had left when the parent was told last."""
+        self._keeper = Keeper(send, shared.kept)
+        self.members: MembersOfAll | FollowedMembers = (
+            MembersOfAll(self._choosing, self._keeper, now)
+            if self.chooses
+            else FollowedMembers(self._choosing.link)
+        )
+        self._level: LevelOfAll | None = None
 
     def __repr__(self) -> str:
         return f"<WorkerShare of worker {self.number}>"
@@ -148,6 +162,7 @@ class WorkerShare:
 
     def start(self, tasks: TaskOwner) -> None:
         """See `Share`."""
+        self.members.start(tasks)
         for registrations in self.registrations:
             registrations.start(tasks)
         if self._shown is not None:
@@ -167,6 +182,8 @@ class WorkerShare:
     def listen(self) -> None:
         """Hear what other processes say from now on: the proxy is made."""
         self._choosing.start()
+        if isinstance(self.members, MembersOfAll):
+            self.members.has_workers = True
 
     def choose(self) -> None:
         """Choose engines for other processes from now on, if this one does: they are known."""
@@ -177,8 +194,8 @@ class WorkerShare:
 
     def received(self, message: Message) -> None:
         """Process a message of the parent that is not for the process itself."""
-        if message.kind in KINDS:
-            self.changes.received(message)
+        if message.kind == KEPT:
+            self._keeper.received(message)
         elif message.kind != ADOPT:
             self.siblings.received(message)
         elif self._pools:
@@ -219,6 +236,7 @@ class WorkerShare:
             self.siblings,
             self._choosing,
             self._shared.starts[self.number],
+            self.members,
         )
         self._pools.append(pool)
         return pool
@@ -254,20 +272,38 @@ class WorkerShare:
         self._shown = ShownOfAll(admission, readiness, metrics, self.siblings, self.number)
         return self._shown
 
-    def admin_api(self, service: AdminService, process: Served) -> AdminApi:
-        """Return what the routes of the admin API ask for, and make the changes that it was asked
-        for so far.
+    def knows_members(self) -> bool:
+        """Return whether this process knows the members of its pools."""
+        return not isinstance(self.members, FollowedMembers) or self.members.is_known
+
+    def follow_level(self, log: Log) -> None:
+        """Use the log level that operators set. `log`: this process's."""
+        if self.chooses:
+            self._level = LevelOfAll(self._choosing, self._keeper, log)
+        else:
+            follow(self._choosing.link, log)
+
+    def take_over_level(self, of_settings: Callable[[], str]) -> None:
+        """Go on with the log level that operators have set. `of_settings`: returns the level of the
+        settings.
         """
-        settings = process.settings
-        self.changes.start(service, process.registries, settings.observe.log_level)
-        process.observers.add(self.changes)
-        process.readiness.show(self.changes.shortcomings)
-        return AdminApiOfAll(
-            service,
-            self.number,
-            self.siblings,
-            self.changes,
-            self.refresh,
-            lambda: settings.observe.log_level,
-            process.now,
-        )
+        if self._level is not None:
+            self._level.take_over(of_settings)
+
+    def answer_operators(
+        self,
+        requests: Recent,
+        prompts: Callable[[], list[PoolPrompts]],
+        now: Callable[[], float],
+    ) -> None:
+        """Tell the scheduler process what operators ask for, and it does not know itself."""
+        answer(self.siblings, requests, prompts, now)
+
+    def admin_api(self, service: AdminService, now: Callable[[], float]) -> AdminApi:
+        """See `Share`."""
+
+        def made(change: Change) -> None:
+            if change.kind == "log_level" and self._level is not None:
+                self._level.changed()
+
+        return AdminApiOfAll(service, self.siblings, self._keeper, now, made)

@@ -199,7 +199,8 @@ def together(
 ) -> Readiness:
     """Return the answer of all workers: ready if all are, not ready if none is, else degraded.
 
-    What only some of them say is shown with their numbers. `silent`: sentences on those that have
+    What only some workers say is shown with their numbers; the scheduler process speaks of what
+    all have. `silent`: sentences on those that have
     not answered. `scheduler`: the number of the scheduler process, which can't make the whole not
     ready: workers serve without it.
     """
@@ -229,8 +230,8 @@ def _details(found: dict[int, Readiness], workers: dict[int, Readiness]) -> list
     shown: dict[str, None] = {}
     for number, one in found.items():
         for detail in one.details:
-            is_of_all = counts[detail] == len(workers)
-            shown[detail if is_of_all else f"{_name(number, workers)}: {detail}"] = None
+            is_of_all = counts[detail] == len(workers) or number not in workers
+            shown[detail if is_of_all else f"worker {number}: {detail}"] = None
     return list(shown)
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import uvloop
 
 from pdproxy.app import uncaught
-from pdproxy.app.admin import AdminSocket, serve_admin
+from pdproxy.app.admin import AdminSocket, prompts_of, recent_requests, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import needs_detection, with_connectors
 from pdproxy.app.drain import longest_drain
@@ -182,8 +182,8 @@ def work(
     """Serve until the supervisor asks for the end. Return the exit code. `end`: of the link to the
     supervisor.
 
-    `shared`: what all workers share; `number`: that of this one; `admin`: where all of them serve
-    the admin API.
+    `shared`: what all workers share; `number`: that of this one; `admin`: where the scheduler
+    process serves the admin API.
     """
     name_process(f"pdproxy-{number}")
     log.name_worker(number)
@@ -259,6 +259,7 @@ async def _serve(
     orders = Orders(end, ending, hangups)
     share = shared.of(number, orders.send)
     orders.then, orders.peer = share.received, share.connect
+    share.follow_level(log)
     share.siblings.is_behind = lambda: orders.is_behind
     if listener is not None:
         # It may go to the whole group: then a second one skips nothing here, since the supervisor
@@ -282,7 +283,13 @@ async def _serve(
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
-        serve_admin(proxy, admin, log, listens=listener is not None)
+        share.take_over_level(lambda: proxy.settings.observe.log_level)
+        if share.chooses and share.succeeds:
+            proxy.sources.take_over()
+        if share.chooses:
+            serve_admin(proxy, admin, log)
+        elif admin is not None:
+            share.answer_operators(recent_requests(proxy), prompts_of(proxy), proxy.now)
         for pool in proxy.pools:  # those that have come since the start of the first worker
             pool.membership.have_served()
         # A successor takes over connections that wait: they must not be refused because it has not
@@ -291,7 +298,7 @@ async def _serve(
         most = WHILE_OTHERS_WAIT if share.succeeds and share.chooses else None
         await sources_found(proxy, ending, most)
         share.listen()
-        await first_probes(proxy, ending, most)
+        await first_probes(proxy, ending, most, share.knows_members)
         share.choose()
         orders.send(Message(READY))
 

@@ -1,6 +1,4 @@
-"""What the routes of the admin API ask for: of one process here, of all workers in
-`workers.admin_of_all`.
-"""
+"""What the routes of the admin API ask for: of one process here."""
 
 from __future__ import annotations
 
@@ -34,7 +32,6 @@ class AdminApi:
 
         Raises:
             NotThereError: there is no such engine.
-            UnknownOutcomeError: a worker that has not answered may have it.
         """
         return self.service.found(name)
 
@@ -43,7 +40,7 @@ class AdminApi:
 
         Raises:
             BadRequestError: it is refused; see `AdminService`.
-            UnknownOutcomeError: it may come into force later.
+            UnknownOutcomeError: it may not last.
         """
         return self.service.do(change)
 

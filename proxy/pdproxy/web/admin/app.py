@@ -121,11 +121,11 @@ def _add_engines(app: FastAPI, api: AdminApi) -> None:
 
     async def add(request: Request) -> Response:
         query_of(request, ())
-        return await changed(Change.of("add", "", await body_of(request)))
+        return await changed(Change("add", "", await body_of(request)))
 
     async def drain(request: Request) -> Response:
         query_of(request, ())
-        return await changed(Change.of("drain", _name(request), await body_of(request)))
+        return await changed(Change("drain", _name(request), await body_of(request)))
 
     async def undrain(request: Request) -> Response:
         query_of(request, ())
@@ -209,7 +209,7 @@ def _add_others(app: FastAPI, api: AdminApi) -> None:
 
     async def set_level(request: Request) -> Response:
         query_of(request, ())
-        status, answer = await api.change(Change.of("log_level", "", await body_of(request)))
+        status, answer = await api.change(Change("log_level", "", await body_of(request)))
         return shown(answer, status)
 
     async def requests(request: Request) -> Response:

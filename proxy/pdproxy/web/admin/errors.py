@@ -36,19 +36,11 @@ class ConflictError(BadRequestError):
 
 
 class UnknownOutcomeError(PdproxyError):
-    """Other workers have not answered, so it is not known what is the case."""
+    """It is not known whether a change lasts."""
 
     fault = Fault.CAPACITY
     status = 503
     type = "ServiceUnavailableError"
-
-
-def error_of(status: int, message: str, owner: str | None = None) -> PdproxyError:
-    """Return the error with a status that another process has met."""
-    if status == 409:
-        return ConflictError(message, owner)
-    kinds = {400: BadRequestError, 404: NotThereError}
-    return kinds.get(status, PdproxyError)(message)
 
 
 def refusal(error: MembershipError | SettingsError) -> PdproxyError:

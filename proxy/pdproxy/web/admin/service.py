@@ -1,4 +1,4 @@
-"""What the admin API does with engines, in one process. Owns what one that is added so may not
+"""What the admin API does with engines. Owns what one that is added so may not
 have.
 
 All of it is synchronous: an answer says what is the case.
@@ -6,7 +6,6 @@ All of it is synchronous: an answer says what is the case.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -111,26 +110,6 @@ class AdminService:
                 f"{key}: {quote(name)} is no pool: {expected}{did_you_mean(name, names)}"
             )
         return pools[names.index(name)]
-
-    def added(self) -> set[str]:
-        """Return the URLs of the engines that operators have added."""
-        every = [item for pool in self.entries.pools for item in pool.membership.members.items()]
-        return {url for url, member in every if member.is_wanted_by(ADMIN)}
-
-    def is_drained(self, url: str) -> bool:
-        """Return whether an engine gets no more requests, whoever has asked for it."""
-        found = (pool.membership.members.get(url) for pool in self.entries.pools)
-        return any(member is not None and member.drain is not None for member in found)
-
-    def named(self, change: Change) -> Change:
-        """Return a change with the URL of its engine, as far as that is known here."""
-        text = change.engine or str(change.fields.get("url", ""))
-        url = text.encode(errors="replace").decode()  # JSON may hold what is no text
-        with contextlib.suppress(SettingsError):
-            url = engine_url(url, ("url",))
-        with contextlib.suppress(MembershipError):
-            url = self.entries.find(url)[1]
-        return msgspec.structs.replace(change, engine=url)
 
     def do(self, change: Change) -> tuple[int, EngineChanged | LevelShown]:
         """Do what an operator asks for. Return the status with the answer. The errors are those of

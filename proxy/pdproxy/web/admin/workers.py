@@ -148,7 +148,7 @@ def _adding(service: AdminService, body: dict[str, Any], pool: str | None = None
         raise BadRequestError(f"Worker {url} already exists")
     if pool is None and len(service.pools) > 1:
         pool = _pool(service, body)
-    return Change.of("add", "", fields if pool is None else {**fields, "pool": pool})
+    return Change("add", "", fields if pool is None else {**fields, "pool": pool})
 
 
 def _pool(service: AdminService, body: dict[str, Any]) -> str:

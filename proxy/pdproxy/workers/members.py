@@ -1,0 +1,272 @@
+"""The members of the pools, which the scheduler process decides: what it tells workers of them, and
+what it has the supervisor keep for its successor.
+
+Owns what each worker is still to be told. All that has changed within one turn of the event loop is
+told together, and a worker that does not read is told only how members are when it reads again. A
+worker that begins is told all members.
+
+An engine that drains stays until no worker has requests or KV there. Each worker is asked for that
+from time to time, and its answer counts if it was asked after the scheduler process itself had
+nothing left there: the question comes behind all choices that it was sent before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import msgspec
+
+from pdproxy.fleet import membership
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.member import Drain, Member
+from pdproxy.fleet.membership import Membership
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.settings.errors import SettingsError
+from pdproxy.workers.kept import Keeper
+from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_links import SchedulerLinks
+
+logger = logging.getLogger("pdproxy.workers")
+
+MEMBERS, NEEDS = "members", "needs"
+"""The topics: of members, and of engines that drain: who still needs them."""
+PORTION = 1 << 17
+"""Bytes of members that a worker is told at once. It has to read them before it is told more."""
+HEIRS = 2.0
+"""Seconds for which engines stay that a worker needed which has ended: another one gets its KV."""
+AGAIN = 0.05
+"""Seconds until a worker is told more that has not read what it was told before."""
+
+Key = tuple[int, str]
+"""The number of a pool, and the URL of an engine."""
+
+
+class ToldMember(msgspec.Struct, array_like=True, frozen=True):
+    """A member, as `fleet.member.Member`."""
+
+    pool: int
+    settings: ConfiguredEngine
+    source: str
+    heirs: Sequence[str]
+    since: float
+    drain: Drain | None
+
+    @classmethod
+    def of(cls, pool: int, member: Member) -> ToldMember:
+        """Return what is told of a member of the pool with this number."""
+        heirs = list(member.heirs)
+        return cls(pool, member.settings, member.source, heirs, member.since, member.drain)
+
+    def put(self, memberships: Sequence[Membership]) -> None:
+        """Have its pool have it. Raises as `Membership.put`."""
+        memberships[self.pool].put(self.settings, self.source, self.heirs, self.since, self.drain)
+
+
+class ToldMembers(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker is told. First those that have gone, then those that are there: an engine may
+    have gone and come again.
+
+    `begins`: it is the first that the worker is told; `is_all`: with it the worker knows all.
+    `members`: each a `ToldMember`.
+    """
+
+    begins: bool
+    is_all: bool
+    gone: Sequence[Key]
+    members: Sequence[bytes]
+
+
+class Needs(msgspec.Struct, array_like=True, frozen=True):
+    """A question, with engines that drain; or its answer, with those of them that the worker needs.
+    `number`: of the question.
+    """
+
+    number: int
+    engines: Sequence[Key]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_member = msgspec.msgpack.Decoder(ToldMember).decode
+decode_needs = msgspec.msgpack.Decoder(Needs).decode
+
+
+class _Worker:
+    """What one worker is to be told, and what it needs."""
+
+    def __init__(self, due: dict[Key, bool]) -> None:
+        self.due = due
+        """Members that it is to be told of, each with whether it was gone meanwhile."""
+        self.begins = True
+        self.is_posting = False
+        self.asked = self.answered = 0
+        """The numbers of the last question to it, and of the last one that it has answered."""
+        self.needs: set[Key] = set()
+
+
+class MembersOfAll:
+    """Those of all pools, in the scheduler process."""
+
+    def __init__(self, links: SchedulerLinks, keeper: Keeper, now: Callable[[], float]) -> None:
+        self._keeper = keeper
+        self._now = now
+        self._memberships: list[Membership] = []
+        self._engines: list[EngineRegistry] = []
+        self._workers: dict[SchedulerClient, _Worker] = {}
+        self._asked = 0
+        """The number of the last question to any worker."""
+        self.has_workers = False
+        """Whether the workers are connected. Until then any of them may need any engine."""
+        self._orphans: dict[Key, float] = {}
+        """Engines that a worker needed which has ended, and until when they are needed for it."""
+        self._busy: dict[Key, int] = {}
+        """Engines that drain, each with the number of the first question behind the last time when
+        this process had something left there.
+        """
+        self._lost: dict[str, str] = {}
+        """By URLs of members that were kept and are missing: who has added them, and why."""
+        links.greets.append(self._greet)
+        links.leaves.append(self._left)
+        links.hears[NEEDS] = self._answered
+
+    def __repr__(self) -> str:
+        return f"<MembersOfAll: {len(self._workers)} workers>"
+
+    def add(self, members: Membership, engines: EngineRegistry) -> None:
+        """Tell the members of one more pool."""
+        pool = len(self._memberships)
+        self._memberships.append(members)
+        self._engines.append(engines)
+        members.when_changed = partial(self._changed, pool)
+        engines.keep_known(partial(self._needed, pool))
+
+    def shortcomings(self) -> list[str]:
+        """Return which members are missing, a sentence each."""
+        return [f"{url}, which {why}" for url, why in self._lost.items()]
+
+    def start(self, tasks: TaskOwner) -> None:
+        """Have the members that were kept, if this process takes the place of another one. Ask
+        workers what they need from now on, in a task of this owner.
+        """
+        told = map(decode_member, self._keeper.kept_of(MEMBERS))
+        kept = {(one.pool, one.settings.url): one for one in told}
+        for pool, one in enumerate(self._memberships):
+            for url in [*one.members] if kept else []:
+                if (pool, url) not in kept:
+                    one.take_out(url)
+        for member in kept.values():
+            try:
+                member.put(self._memberships)
+            except (SettingsError, ValueError) as error:
+                self._lost[member.settings.url] = (
+                    f"{member.source} has added, can't be used: {error}"
+                )
+                logger.error("%s", self.shortcomings()[-1])  # noqa: TRY400
+        for pool, one in enumerate(self._memberships):
+            one.go_on()
+            for url in one.members:
+                self._changed(pool, url)
+        tasks.keep(self._ask, "engines that drain")
+
+    # -- telling
+
+    def _changed(self, pool: int, url: str) -> None:
+        member = self._memberships[pool].members.get(url)
+        self._lost.pop(url, None)
+        if self._drains((pool, url)):
+            self._busy.setdefault((pool, url), self._asked + 1)
+        else:
+            self._forget_drain((pool, url))
+        key = f"{MEMBERS} {pool} {url}"
+        self._keeper.keep(key, None if member is None else encode(ToldMember.of(pool, member)))
+        for client, worker in self._workers.items():
+            worker.due[pool, url] = worker.due.get((pool, url), False) or member is None
+            self._post_soon(client, worker)
+
+    def _greet(self, client: SchedulerClient) -> None:
+        every = {
+            (pool, url): False for pool, one in enumerate(self._memberships) for url in one.members
+        }
+        worker = self._workers[client] = _Worker(every)
+        self._post(client, worker)
+
+    def _left(self, client: SchedulerClient) -> None:
+        if (worker := self._workers.pop(client, None)) is not None:
+            self._orphans |= dict.fromkeys(worker.needs, self._now() + HEIRS)
+
+    def _post_soon(self, client: SchedulerClient, worker: _Worker, seconds: float = 0.0) -> None:
+        if not worker.is_posting:
+            worker.is_posting = True
+            asyncio.get_running_loop().call_later(seconds, self._post, client, worker)
+
+    def _post(self, client: SchedulerClient, worker: _Worker) -> None:
+        worker.is_posting = False
+        if client not in self._workers:
+            return
+        if client.unsent:
+            self._post_soon(client, worker, AGAIN)
+            return
+        gone, members, size = list[Key](), list[bytes](), 0
+        while worker.due and size < PORTION:
+            pool, url = key = next(iter(worker.due))
+            if worker.due.pop(key):
+                gone.append(key)
+            if (member := self._memberships[pool].members.get(url)) is not None:
+                members.append(encode(ToldMember.of(pool, member)))
+                size += len(members[-1])
+        told = ToldMembers(worker.begins, not worker.due, gone, members)
+        worker.begins = False
+        client.say(MEMBERS, encode(told))
+        if worker.due:
+            self._post_soon(client, worker)
+
+    # -- engines that drain
+
+    def _needed(self, pool: int) -> Collection[str]:
+        """Return the engines of a pool that drain, and that a worker may need."""
+        return [url for at, url in self._busy if at == pool and self._may_need((at, url))]
+
+    def _may_need(self, key: Key) -> bool:
+        number = self._busy[key]
+        return (
+            not self.has_workers
+            or self._orphans.get(key, 0.0) > self._now()
+            or any(one.answered < number or key in one.needs for one in self._workers.values())
+        )
+
+    def _drains(self, key: Key) -> bool:
+        member = self._memberships[key[0]].members.get(key[1])
+        return member is not None and member.drain is not None and not member.drain.over
+
+    def _forget_drain(self, key: Key) -> None:
+        self._busy.pop(key, None)
+        self._orphans.pop(key, None)
+        for worker in self._workers.values():
+            worker.needs.discard(key)
+
+    async def _ask(self) -> None:
+        while True:
+            await asyncio.sleep(membership.LOOK)
+            if self._busy:
+                self._ask_workers()
+
+    def _ask_workers(self) -> None:
+        busy = [
+            (pool, url) for pool, url in self._busy if self._engines[pool][url].in_ledger.requests
+        ]
+        for client, worker in self._workers.items():
+            if worker.answered == worker.asked:
+                self._asked += 1
+                worker.asked = self._asked
+                client.say(NEEDS, encode(Needs(self._asked, list(self._busy))))
+        for key in busy:
+            self._busy[key] = self._asked + 1
+
+    def _answered(self, client: SchedulerClient, body: bytes) -> None:
+        answer = decode_needs(body)
+        if (worker := self._workers.get(client)) is not None:
+            worker.answered = answer.number
+            worker.needs = {key for key in answer.engines if key in self._busy}
