@@ -28,7 +28,6 @@ from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, Dispatch
 from pdproxy.workers.kept import KEEP, keep
 from pdproxy.workers.links import Message, pair
-from pdproxy.workers.parent import bind_for_engines
 from pdproxy.workers.share import WorkerShare, WorkersMemory
 from pdproxy.workers.shown_of_all import add_up
 from pdproxy.workers.supervisor import WorkerProcess
@@ -47,17 +46,13 @@ class Several:
     leads: there is no scheduler process.
     """
 
-    def __init__(
-        self, count: int, now: Callable[[], float], settings: Settings | None = None
-    ) -> None:
+    def __init__(self, count: int, now: Callable[[], float]) -> None:
         self.restarts = self.restarts_for_all = 0
         self.workers = [
             WorkerProcess(number, pid=number + 1, ready=True) for number in range(count)
         ]
         self._switchboard = Switchboard(self, add_up)  # type: ignore[arg-type]
-        self._shared = WorkersMemory(count, 0, serves=True)
-        if settings is not None:
-            bind_for_engines(settings, self._shared)
+        self._shared = WorkersMemory(count, 0)
         self.shares = [self._share(number, now) for number in range(count)]
 
     def _share(self, number: int, now: Callable[[], float]) -> WorkerShare:
@@ -86,11 +81,6 @@ class Several:
         for share in self.shares:
             share.listen()
         first.choose()
-
-    def close(self) -> None:
-        """Close the sockets to which engines send."""
-        for listener in self._shared.listeners():
-            listener.close()
 
 
 _NAMED = Attempt._named_dispatch
@@ -137,7 +127,6 @@ class Built:
             share.stop()
             await proxy.stop()
         if self.several is not None:
-            self.several.close()
             Attempt._named_dispatch = _NAMED  # type: ignore[method-assign]
 
 
@@ -148,9 +137,7 @@ def built(settings: Settings, library: Library = TRANSFORMERS, clock: Clock | No
     sends = any(places(settings))
     count = workers_for(settings) if sends else 1
     several = (
-        Several(count, clock.now if clock is not None else time.monotonic, settings)
-        if count > 1
-        else None
+        Several(count, clock.now if clock is not None else time.monotonic) if count > 1 else None
     )
     shares: list[Share | SoleProcess] = [ALONE] if several is None else [*several.shares]
     return Built(

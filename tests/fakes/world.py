@@ -459,8 +459,6 @@ async def world(
         for server in servers:
             if server.server_state.tasks:
                 await asyncio.wait(set(server.server_state.tasks), timeout=2)
-        if several is not None:
-            several.close()
 
 
 class _Late:

@@ -1,5 +1,5 @@
-"""Two workers, as processes, whose engines send them notices, or register: any worker has the
-connections, and one is killed.
+"""Two workers, as processes, whose engines send notices, or register: the scheduler process has
+the connections, and processes are killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
 CHUNK = 32
 REQUESTS = 12
 WAIT = 2.0
-"""Seconds for notices. What is lost when a worker ends may cost a prompt that long."""
+"""Seconds for notices. What is lost when the scheduler process ends may cost a prompt that long."""
 
 
 @asynccontextmanager
@@ -94,7 +94,12 @@ async def _statuses(served: Served) -> list[int]:
 
 async def _killed(served: Served, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: pid not in served.workers() and len(served.workers()) == 2, PATIENCE)
+
+    def is_replaced() -> bool:
+        there = [*served.workers(), served.scheduler()]
+        return pid not in there and None not in there and len(there) == 3
+
+    await until(is_replaced, PATIENCE)
 
 
 def _lmcache(zmq_port: int, sims: Sequence[SimServer]) -> Mapping[str, Any]:
@@ -111,11 +116,9 @@ def _lmcache(zmq_port: int, sims: Sequence[SimServer]) -> Mapping[str, Any]:
     }
 
 
-async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_killed(
-    tmp_path: Path,
-) -> None:
-    """All come over one connection, to one worker. While it stands still, prompts of the other one
-    end by their deadline.
+async def test_notices_find_their_worker_whatever_is_killed(tmp_path: Path) -> None:
+    """They come to the scheduler process. A worker that stands still holds up no prompt of the
+    other one.
     """
     zmq_port = free_port()
     sim: dict[str, Any] = {"chunk_size": CHUNK}
@@ -135,8 +138,7 @@ async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_k
         _serving(tmp_path, _lmcache(zmq_port, sims), sims) as served,
     ):
         assert set(await _statuses(served)) == {200}
-        (reads,) = served.connected(zmq_port, is_theirs=True)
-        (other,) = set(served.workers()) - {reads}
+        assert served.connected(zmq_port, is_theirs=True) == [served.scheduler()]
         # of a worker that is slow to answer, a page has its last report
         async with asyncio.timeout(PATIENCE):
             while (sent := await served.metric("pdproxy_kv_notices_total")) < REQUESTS:
@@ -144,31 +146,60 @@ async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_k
         assert sent == await served.metric(
             "pdproxy_kv_notices_total", event="ready", result="awaited"
         )
-        await _killed(served, reads)
-        await until(lambda: served.connected(zmq_port, is_theirs=True), PATIENCE)
-        await _is_ready(served, tmp_path)
-        assert set(await _statuses(served)) == {200}
-        (reads,) = served.connected(zmq_port, is_theirs=True)
-        (other,) = set(served.workers()) - {reads}
-        os.kill(reads, signal.SIGSTOP)
+        for pid in (served.scheduler(), served.workers()[0]):
+            assert pid is not None
+            await _killed(served, pid)
+            await until(
+                lambda: served.connected(zmq_port, is_theirs=True) == [served.scheduler()], PATIENCE
+            )
+            await _is_ready(served, tmp_path)
+            assert set(await _statuses(served)) == {200}
+        stopped = served.workers()[0]
+        os.kill(stopped, signal.SIGSTOP)
         try:
             asked = [
                 asyncio.create_task(served.ask("POST", COMPLETIONS, BODY)) for _ in range(REQUESTS)
             ]
             done, late = await asyncio.wait(asked, timeout=WAIT + 1)
-            assert {task.result().status for task in done} == {504}
+            assert {task.result().status for task in done} == {200}
         finally:
-            os.kill(reads, signal.SIGCONT)
+            os.kill(stopped, signal.SIGCONT)
         await asyncio.gather(*late)
-        assert other in served.workers()
+        assert stopped in served.workers()
         assert set(await _statuses(served)) == {200}
 
 
-@pytest.mark.parametrize("holds", [True, False])
-async def test_registrations_outlive_the_worker_that_has_read_them(
-    holds: bool, tmp_path: Path
-) -> None:
-    """One worker is killed, with engines' connections or without. Its successor knows who has
+async def test_notices_of_a_connector_that_engines_have_named(tmp_path: Path) -> None:
+    """Its port is bound once it is known, and again by the next scheduler process."""
+    port = free_port()
+    notify = {"notify": f"tcp://127.0.0.1:{port}"}
+    facts = [_facts("nixl", role, **notify) for role in ("prefill", "decode")]
+    async with _sims(*facts) as sims:
+        engines = [
+            {"url": one.url, "role": role}
+            for one, role in zip(sims, ("prefill", "decode"), strict=True)
+        ]
+        settings = {
+            "kv_ready": {"port": port, "notifier": True},
+            "pools": [{"connector": "auto", "nodes": engines}],
+        }
+        async with _serving(tmp_path, settings, sims) as served:
+            for _ in range(2):
+                before = await served.metric("pdproxy_kv_notices_total", result="known")
+                async with asyncio.timeout(PATIENCE):
+                    while await served.metric("pdproxy_kv_notices_total", result="known") <= before:
+                        assert set(await _statuses(served)) == {200}
+                        await asyncio.sleep(0.2)
+                assert served.connected(port, is_theirs=True) == [served.scheduler()]
+                pid = served.scheduler()
+                assert pid is not None
+                await _killed(served, pid)
+                await _is_ready(served, tmp_path)
+
+
+@pytest.mark.parametrize("is_scheduler", [True, False])
+async def test_registrations_outlive_a_process(is_scheduler: bool, tmp_path: Path) -> None:
+    """The scheduler process, which reads them, is killed, or a worker. Its successor knows who has
     registered when it serves.
     """
     port = free_port()
@@ -190,10 +221,9 @@ async def test_registrations_outlive_the_worker_that_has_read_them(
         }
         async with _serving(tmp_path, settings, sims) as served:
             assert set(await _statuses(served)) == {200}
-            reads = served.connected(port, is_theirs=True)
-            pid = next(
-                one for one in served.workers() if (one in reads) is holds or len(reads) == 2
-            )
+            assert served.connected(port, is_theirs=True) == [served.scheduler()]
+            pid = served.scheduler() if is_scheduler else served.workers()[0]
+            assert pid is not None
             await _killed(served, pid)
             await _is_ready(served, tmp_path)
             assert set(await _statuses(served)) == {200}

@@ -28,6 +28,7 @@ from pdproxy.workers import item_link, links, scheduler_clients, scheduler_link
 from pdproxy.workers.remote_scheduler import RemoteScheduler
 from pdproxy.workers.scheduler_clients import Answers, Hears, PoolChoices, SchedulerClient
 from pdproxy.workers.scheduler_link import HeldLease, SchedulerLink
+from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.scheduler_messages import Asked, Choose, error_of, refused
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
@@ -237,6 +238,26 @@ async def test_questions_are_answered_whenever_that_can_be() -> None:
     assert first.result().body == b"x0"
     w.link.close()
     s.clients[-1].close()
+
+
+async def test_a_socket_that_comes_before_a_process_is_made_waits() -> None:
+    """What is made later hears what is said first, and holds what is said first."""
+    heard: list[bytes] = []
+    all_links = [SchedulerLinks(chooses=chooses, workers=1) for chooses in (True, False)]
+    for one, end in zip(all_links, links.pair(), strict=True):
+        one.connect(end)
+    scheduler, worker = all_links
+    scheduler.start()
+    scheduler.say("a", b"told")
+    await settled()
+    worker.link.holds["b"] = lambda: b"held"
+    worker.link.hears["a"] = heard.append
+    scheduler.hears["b"] = lambda _, body: heard.append(body)
+    worker.start()
+    await settled()
+    assert heard == [b"told", b"held"]
+    for one in all_links:
+        one.stop()
 
 
 async def test_what_constrains_a_choice_counts(both) -> None:

@@ -50,16 +50,16 @@ def build_kv_events(
     engines: EngineRegistry,
     admin: EngineAdmin,
     process: Process,
-    sockets: Sockets,
+    sockets: Sockets | None,
 ) -> ReadingKvEvents | None:
     """Return what reads the events of a pool's engines into an index, None if this process does not
     read them.
 
     `index` None: nobody asks it. `of_engine`: an engine's own settings by its URL. `sockets`: how
-    the pool's are bound. Call it before engines are added.
+    the pool's are bound, None: they are not. Call it before engines are added.
     """
     events = settings.pool.kv_events
-    if index is None or not events.enabled or not process.share.chooses:
+    if index is None or not events.enabled or sockets is None:
         return None
     places = {place.port: place for place in kv_events_places(settings)}
     sources = KvEventSources(

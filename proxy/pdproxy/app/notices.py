@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from pdproxy.app.posted_notices import PostedNotices
 from pdproxy.app.process import Process
+from pdproxy.app.share import PoolShare
 from pdproxy.app.sockets import AddressToBind, Sockets, notices_place
-from pdproxy.app.worker_notices import WorkerNotices
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.notices import NoticeRouter, Telemetry
@@ -26,24 +26,24 @@ logger = logging.getLogger("pdproxy")
 class Noticing:
     """What takes notices. `socket` is bound only if the contract's engines send them over ZMQ.
 
-    `posted`: what takes those that the contract's engines post, None if they post none.
+    `posted`: what takes those that the contract's engines post, None if they post none. `sockets`
+    None: engines send none to this process.
     """
 
     socket: NoticeSocket
     posted: PostedNotices | None
     over_zmq: bool
     place: AddressToBind
-    sockets: Sockets
+    sockets: Sockets | None
     process: Process
 
     def start(self) -> None:
-        """Bind the socket, if engines send or post notices to it, and this process serves.
+        """Bind the socket, if engines send or post notices to this process.
 
         Raises:
             SettingsError: it can't be bound.
         """
-        share = self.process.share.several
-        if share is not None and not share.serves:
+        if self.sockets is None:
             return
         if self.over_zmq:
             self.sockets.bind(self.socket, self.place)
@@ -68,49 +68,25 @@ def build_notices(
     custodian: Custodian,
     turns: OpenTurns | None,
     process: Process,
-    sockets: Sockets,
+    sockets: Sockets | None,
+    own: PoolShare | None,
 ) -> Noticing:
     """Return what takes the notices of a contract's engines. `sockets`: how the pool's are
-    bound.
+    bound, None: they are not. `own`: the process's part of the pool, if there are several
+    processes.
     """
-    contract, name = transfer.contract, settings.pool.name
-    router = NoticeRouter(transfer.ready, custodian, turns)
+    contract, ready = transfer.contract, transfer.ready
+    over_zmq, posts = (contract.has_notices_over(one) for one in (Channel.ZMQ, Channel.HTTP))
     failed = process.tasks.watch("notices").failed
-    over_zmq = contract.has_notices_over(Channel.ZMQ)
-    receive: Callable[[Notice], None] = router.receive
+    take: Callable[[Notice], None] = ready.receive
+    is_read = False
     if over_zmq:
+        take = NoticeRouter(ready, custodian, turns).receive
         is_read = contract.handle_from_notice is not None or turns is not None
-        receive = _of_all(process, f"notices {name}", receive, failed, is_read=is_read)
-    socket = NoticeSocket(receive, transfer.ready.undecodable, failed)
+    if own is not None and (over_zmq or posts):
+        take = own.notices(take, process.observers, failed, is_read=is_read)
+    socket = NoticeSocket(take, ready.undecodable, failed)
     posted = None
-    if contract.has_notices_over(Channel.HTTP):
-        take = _of_all(process, f"notices {name}", transfer.ready.receive, failed, is_read=False)
-        read = Telemetry(transfer.ready.undecodable)
-        posted = PostedNotices(read, take, process.clock, process.observers)
+    if posts:
+        posted = PostedNotices(Telemetry(ready.undecodable), take, process.clock, process.observers)
     return Noticing(socket, posted, over_zmq, notices_place(settings), sockets, process)
-
-
-def _of_all(
-    process: Process,
-    topic: str,
-    take: Callable[[Notice], None],
-    failed: Callable[[Exception], None],
-    *,
-    is_read: bool,
-) -> Callable[[Notice], None]:
-    """Return what gets the notices that come to this process: of several workers, `take` gets those
-    about its own prompts.
-    """
-    share = process.share.several
-    if share is None:
-        return take
-    return WorkerNotices(
-        share.number,
-        share.workers,
-        topic,
-        share.siblings,
-        take,
-        process.observers,
-        failed,
-        is_read=is_read,
-    ).receive

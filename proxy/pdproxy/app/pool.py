@@ -23,7 +23,7 @@ from pdproxy.app.process import Process
 from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
 from pdproxy.app.retrying import build_retrying
-from pdproxy.app.sockets import BoundHere
+from pdproxy.app.sockets import BoundHere, Sockets
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_buffers, build_transfer, build_turns
 from pdproxy.app.waits import build_waits
@@ -115,7 +115,7 @@ class PoolParts:
         )
         tasks, clock, now = process.tasks, process.clock, process.now
         own_keys, own = credentials.keys.wanted, process.share.pool(len(process.registries))
-        sockets = BoundHere() if own is None else own.sockets
+        sockets: Sockets | None = BoundHere() if own is None else own.sockets
 
         profiles = Profiles(pool.profile)
         knowledge = build_knowledge(pool)
@@ -167,7 +167,7 @@ class PoolParts:
         open_turns, turns = build_turns(
             settings, transfer.contract, ledger, engines, clock, observers, own, transfer.hosts
         )
-        notices = build_notices(settings, transfer, custodian, open_turns, process, sockets)
+        notices = build_notices(settings, transfer, custodian, open_turns, process, sockets, own)
         registrations = build_registrations(
             settings, engines, ledger, process, sockets, transfer.hosts
         )

@@ -26,16 +26,15 @@ class Registering:
     known: Registrations
     socket: RegistrationSocket
     place: AddressToBind
-    sockets: Sockets
-    listens: bool
+    sockets: Sockets | None
 
     def start(self) -> None:
-        """Bind the socket, where this process serves.
+        """Bind the socket, if engines register at this process.
 
         Raises:
             SettingsError: it can't be bound.
         """
-        if not self.listens:
+        if self.sockets is None:
             return
         self.sockets.bind(self.socket, self.place)
         logger.info("engines are expected to register on %s", self.socket.address)
@@ -46,12 +45,12 @@ def build_registrations(
     engines: EngineRegistry,
     ledger: Ledger,
     process: Process,
-    sockets: Sockets,
+    sockets: Sockets | None,
     hosts: HandleHosts,
 ) -> Registering | None:
     """Return the registrations of the pool's engines, None if they don't register.
 
-    `sockets`: how the pool's are bound. `hosts`: which hosts engines may name.
+    `sockets`: how the pool's are bound, None: they are not. `hosts`: which hosts engines may name.
     """
     read, timeout = entry_of(settings.pool.connector).registered, settings.registration.timeout
     share = process.share.several
@@ -86,5 +85,4 @@ def build_registrations(
         siblings.hears[topic] = known.received
         share.registrations.append(known)
     socket = RegistrationSocket(known.receive, known.unreadable, failed)
-    listens = share is None or share.serves
-    return Registering(known, socket, registration_place(settings), sockets, listens)
+    return Registering(known, socket, registration_place(settings), sockets)

@@ -51,6 +51,7 @@ from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
 from pdproxy.wire.bootstrap import Ranks
+from pdproxy.wire.notices import Notice
 
 if TYPE_CHECKING:
     from pdproxy.app.health import Watching
@@ -70,8 +71,6 @@ class Share(Protocol):
     others. It decides which engines are members of the pools: it follows the settings' sources,
     and makes the changes that operators ask for.
     """
-    serves: bool
-    """Whether it serves clients. If not, no engine sends it notices, and none registers at it."""
     succeeds: bool
     """Whether another process has had its number before: the others may know what that one knew."""
     registrations: list[WorkerRegistrations]
@@ -149,8 +148,10 @@ class PoolShare(Protocol):
     """Set by whoever makes it."""
 
     @property
-    def sockets(self) -> Sockets:
-        """How the pool's sockets are bound to which engines send messages."""
+    def sockets(self) -> Sockets | None:
+        """How the pool's sockets are bound to which engines send messages; None: this process has
+        none.
+        """
 
     @property
     def legs(self) -> Legs | None:
@@ -252,6 +253,21 @@ class PoolShare(Protocol):
 
     def decides(self, decided: Decided, ledger: Ledger) -> None:
         """Have this process decide it for all."""
+
+    def notices(
+        self,
+        take: Callable[[Notice], None],
+        observers: Observers,
+        failed: Callable[[Exception], None],
+        *,
+        is_read: bool,
+    ) -> Callable[[Notice], None]:
+        """Return what gets the notices that engines send to this process. `take` gets those about
+        its own prompts, wherever they came.
+
+        `is_read`: whether anything reads the handles and ids that they may carry. `failed`: what is
+        called if one can't be processed.
+        """
 
     def custodian(
         self,

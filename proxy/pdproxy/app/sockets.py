@@ -1,15 +1,12 @@
-"""The sockets to which engines send messages: where they are, and how they are bound.
-
-With several workers, each takes connections from one socket that their parent has bound: it exists
-once, and outlives them.
-"""
+"""The sockets to which engines send messages: where they are, and how they are bound."""
 
 from __future__ import annotations
 
 import socket as sockets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
@@ -18,7 +15,7 @@ from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.inbound_socket import InboundSocket
 
 BACKLOG = 1024
-"""Connections that may wait until a worker takes them: one of each engine's rank."""
+"""Connections that may wait until they are taken: one of each engine's rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +73,8 @@ def places(settings: Settings) -> Iterator[AddressToBind]:
         yield notices_place(settings)
 
 
-class BoundHere:
-    """The sockets of a process that serves alone."""
+class Sockets(Protocol):
+    """How a pool's sockets for engines' messages are bound."""
 
     def bind(self, socket: InboundSocket, place: AddressToBind) -> None:
         """Bind a socket.
@@ -85,60 +82,31 @@ class BoundHere:
         Raises:
             SettingsError: the address can't be bound.
         """
-        with _telling(place):
-            socket.bind(place.host, place.port)
 
     def listener(self, place: AddressToBind) -> sockets.socket:
         """Return a socket that listens there. Raises SettingsError: the address can't be bound."""
+
+
+class BoundHere:
+    """`Sockets` that the process binds when it needs them."""
+
+    def bind(self, socket: InboundSocket, place: AddressToBind) -> None:
+        """See `Sockets`."""
+        with telling(place):
+            socket.bind(place.host, place.port)
+
+    def listener(self, place: AddressToBind) -> sockets.socket:
+        """See `Sockets`."""
         return listener_at(place)
 
 
-class BoundBefore:
-    """The sockets of one of several workers, which its parent has bound. `listeners`: by the keys
-    of their places.
-    """
-
-    def __init__(self, listeners: Mapping[str, sockets.socket]) -> None:
-        self._listeners = listeners
-
-    def bind(self, socket: InboundSocket, place: AddressToBind) -> None:
-        """Have a socket take some of the connections.
-
-        Raises:
-            SettingsError: nothing was bound, because the connector was not known.
-        """
-        listener = self._bound(place)
-        with _telling(place):
-            socket.bind(place.host, listener.getsockname()[1], listener)
-
-    def listener(self, place: AddressToBind) -> sockets.socket:
-        """Return a socket that takes some of the connections there. Raises SettingsError as
-        `bind`.
-        """
-        return self._bound(place).dup()
-
-    def _bound(self, place: AddressToBind) -> sockets.socket:
-        listener = self._listeners.get(place.key)
-        if listener is None:
-            raise SettingsError(
-                f"pools[0].connector: {registry.AUTO}: with several workers, name a connector "
-                f"whose engines send messages "
-                f"({place.section})"
-            )
-        return listener
-
-
-Sockets = BoundHere | BoundBefore
-"""How a pool's sockets for engines' messages are bound."""
-
-
 def listener_at(place: AddressToBind) -> sockets.socket:
-    """Return a socket that listens there, for several processes.
+    """Return a socket that listens there, without blocking.
 
     Raises:
         SettingsError: the address can't be bound.
     """
-    with _telling(place):
+    with telling(place):
         listener = sockets.socket(
             sockets.AF_INET6 if ":" in place.host else sockets.AF_INET, sockets.SOCK_STREAM
         )
@@ -146,7 +114,7 @@ def listener_at(place: AddressToBind) -> sockets.socket:
             listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
             listener.bind((place.host, place.port))
             listener.listen(BACKLOG)
-            listener.setblocking(False)  # another process may take a connection first
+            listener.setblocking(False)
         except OSError:
             listener.close()
             raise
@@ -154,7 +122,8 @@ def listener_at(place: AddressToBind) -> sockets.socket:
 
 
 @contextmanager
-def _telling(place: AddressToBind) -> Iterator[None]:
+def telling(place: AddressToBind) -> Iterator[None]:
+    """Raise SettingsError, which names the place, if it can't be bound."""
     try:
         yield
     except OSError as error:

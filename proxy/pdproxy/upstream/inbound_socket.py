@@ -78,8 +78,7 @@ class InboundSocket(ABC):
     def bind(self, host: str, port: int, listener: sockets.socket | None = None) -> None:
         """Bind and begin to listen in the running event loop. Port 0 is any free one.
 
-        `listener`: a socket that listens there already, without blocking. Of the processes that
-        have it, each takes some of the connections. It stays the caller's.
+        `listener`: a socket that listens there already, without blocking. It stays the caller's.
 
         Raises:
             OSError: the address can't be bound.

@@ -72,14 +72,6 @@ def _listen_and_supervise(
         return cant_listen(settings, log, error)
     _warn_of_memory(settings)
     shared = WorkersMemory(count + 1, count, len(settings.pools))
-    try:
-        bind_for_engines(settings, shared)
-    except SettingsError:
-        listening.close()
-        raise
-    gc.set_threshold(*GC_THRESHOLDS)
-    gc.collect()
-    gc.freeze()  # collections in a worker would copy the pages of what all of them share
 
     def work(number: int, end: socket.socket) -> int:
         listening.keep_only(number)
@@ -92,10 +84,14 @@ def _listen_and_supervise(
     def parent(supervisor: Supervisor) -> Parent:
         return Parent(shared, supervisor, listening)
 
-    drain = longest_drain(settings.deadlines)
-    lingers = settings.listen.linger
-    supervisor = Supervisor(count, work, parent, drain, lingers=lingers, for_all=SCHEDULER)
     try:
+        bind_for_engines(settings, shared)
+        gc.set_threshold(*GC_THRESHOLDS)
+        gc.collect()
+        gc.freeze()  # collections in a worker would copy the pages of what all of them share
+        drain = longest_drain(settings.deadlines)
+        lingers = settings.listen.linger
+        supervisor = Supervisor(count, work, parent, drain, lingers=lingers, for_all=SCHEDULER)
         return supervisor.run()
     except RefusedError as error:
         raise SettingsError(*str(error).split("\n")) from None
@@ -106,20 +102,15 @@ def _listen_and_supervise(
 
 
 def bind_for_engines(settings: Settings, shared: WorkersMemory) -> None:
-    """Bind the sockets to which engines send messages.
+    """Bind the sockets to which engines send messages, as far as their connectors are known.
 
     Raises:
-        SettingsError: one of them can't be bound. None is.
+        SettingsError: one of them can't be bound.
     """
-    try:
-        for at, own in enumerate(settings.pools):
-            with naming_pool(at, own.name, pools=len(settings.pools)):
-                for place in places(settings.of_pool(own)):
-                    shared.pools[at].listeners[place.key] = listener_at(place)
-    except SettingsError:
-        for listener in shared.listeners():
-            listener.close()
-        raise
+    for at, own in enumerate(settings.pools):
+        with naming_pool(at, own.name, pools=len(settings.pools)):
+            for place in places(settings.of_pool(own)):
+                shared.pools[at].listeners[place.key] = listener_at(place)
 
 
 class Parent(Watcher):

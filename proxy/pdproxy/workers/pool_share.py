@@ -11,7 +11,6 @@ from socket import socket
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.health import Watching
 from pdproxy.app.retrying import Decided, Retrying
-from pdproxy.app.sockets import BoundBefore
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.kept_turns import TurnLimits
 from pdproxy.deciding.local_scheduler import LocalScheduler
@@ -39,14 +38,17 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.bootstrap import Ranks
+from pdproxy.wire.notices import Notice
 from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
 from pdproxy.workers.custodian import WorkerCustodian
 from pdproxy.workers.engine_bootstraps import AskingBootstraps, ToldBootstraps
 from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
 from pdproxy.workers.followed_members import FollowedMembers
+from pdproxy.workers.kept_sockets import KeptSockets
 from pdproxy.workers.legs_of_all import LegsOfAll
 from pdproxy.workers.loss_clients import LossesOfWorkers
 from pdproxy.workers.members import MembersOfAll
+from pdproxy.workers.notices import NoticesForWorkers, take_notices
 from pdproxy.workers.own_legs import OwnLegs
 from pdproxy.workers.records import Area, SharedRecords
 from pdproxy.workers.remote_losses import RemoteLosses
@@ -77,8 +79,8 @@ class PoolMemory:
 
 
 class WorkerPoolShare:
-    """A worker's part of the pool with number `at`, a `PoolShare`. `number`: of the worker; `area`:
-    its own, for the records of all pools.
+    """A worker's part of the pool with number `at`, a `PoolShare`. `number`: of the worker, one of
+    `workers`; `area`: its own, for the records of all pools.
 
     `lead`: whether it does what is done once; `now`: monotonic seconds; `siblings`: the others;
     `choosing`: the links for choosing engines; `members`: who is a member of which pool. `start`:
@@ -90,6 +92,7 @@ class WorkerPoolShare:
         memory: PoolMemory,
         number: int,
         at: int,
+        workers: int,
         area: Area,
         lead: Lead,
         now: Callable[[], float],
@@ -103,13 +106,14 @@ class WorkerPoolShare:
         self._memory = memory
         self._area = area
         self._lead = lead
+        self._workers = workers
         self._now = now
         self.siblings = siblings
         self._choosing = choosing
         self._first = (start << 32) + 1
         self._members = members
-        self.sockets = BoundBefore(memory.listeners)
         self.chooses = lead.leads
+        self.sockets = KeptSockets(memory.listeners) if self.chooses else None
         self.capacity: PoolCapacity | None = None
         """Set by whoever makes it."""
         self._turns: PoolTurns | None = None
@@ -284,6 +288,23 @@ class WorkerPoolShare:
         if custodian.decode_waits:
             own.awaiting = custodian.awaiting_push
         return own.works, own.is_push_lost
+
+    def notices(
+        self,
+        take: Callable[[Notice], None],
+        observers: Observers,
+        failed: Callable[[Exception], None],
+        *,
+        is_read: bool,
+    ) -> Callable[[Notice], None]:
+        """See `PoolShare`."""
+        topic, own, links = f"notices {self.at}", self.number, self._choosing
+        if not self.chooses:
+            take_notices(links.link, topic, own, take, failed)
+            return take
+        return NoticesForWorkers(
+            links, topic, own, self._workers, take, observers, is_read=is_read
+        ).receive
 
     def custodian(
         self,

@@ -28,7 +28,6 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.workers.admitted_worker import AdmissionOfAll, AdmittedWorker
 from pdproxy.workers.item_link import ItemLink
 from pdproxy.workers.links import LinkError
-from pdproxy.workers.scheduler_link import MAX_UNSENT
 from pdproxy.workers.scheduler_messages import (
     Asked,
     Began,
@@ -72,6 +71,8 @@ logger = logging.getLogger("pdproxy.workers")
 
 MAX_OPEN = 1 << 17
 """Leases, choices, places and uses of keys that one worker may have open."""
+MAX_UNREAD = 32 << 20
+"""Bytes that a worker has not read. One that reads still less is not listened to any more."""
 AT_ONCE = 64
 """Items of one worker that are done before others have their turn."""
 COUNTED = 1000
@@ -162,7 +163,7 @@ class SchedulerClient:
         if of_all is not None:
             self._admitted = AdmittedWorker(of_all, self._answer, self._refuse)
             self._do |= self._admitted.do
-        self._link = ItemLink(end, decode_of_worker, self._received, self._end, MAX_UNSENT)
+        self._link = ItemLink(end, decode_of_worker, self._received, self._end, MAX_UNREAD)
         for pool in range(len(pools)):
             self.know_transfers(pool)
 
@@ -182,6 +183,11 @@ class SchedulerClient:
     def welcome(self) -> None:
         """Have the worker ask from now on."""
         self._answer(Welcome())
+
+    @property
+    def unread(self) -> int:
+        """How many bytes the worker has not read, about: those that wait here."""
+        return self._link.unsent
 
     def say(self, topic: str, body: bytes) -> None:
         """Say something about a topic."""

@@ -71,13 +71,10 @@ LEASES = gauge(
 
 class WorkersMemory:
     """The memory of so many processes, that have so many pools. `scheduler`: the number of the one
-    that leads; `serves`: whether it serves clients, too.
+    that chooses engines.
     """
 
-    def __init__(
-        self, processes: int, scheduler: int, pools: int = 1, *, serves: bool = False
-    ) -> None:
-        self.scheduler_serves = serves
+    def __init__(self, processes: int, scheduler: int, pools: int = 1) -> None:
         self.processes = processes
         self.scheduler = scheduler
         self.connectors: list[str] = []
@@ -134,7 +131,6 @@ class WorkerShare:
         self._pools: list[WorkerPoolShare] = []
         self.chooses = number == shared.scheduler
         self.lead: Lead = ALWAYS if self.chooses else NEVER
-        self.serves = number != shared.scheduler or shared.scheduler_serves
         self.succeeds = shared.starts[number] > 1
         self.registrations: list[WorkerRegistrations] = []
         """Those of each pool whose engines register."""
@@ -230,6 +226,7 @@ class WorkerShare:
             self._shared.pools[at],
             self.number,
             at,
+            self.workers,
             self._area,
             self.lead,
             self._now,

@@ -39,7 +39,7 @@ NOTICE_RESULTS = (
     ("known", "it is about a handle that has not ended"),
     ("over", "it is about a handle that has ended"),
     ("given_up", "its client had left, and the KV is released"),
-    ("not_passed", "it was for another worker, and too much waited to be passed on"),
+    ("not_passed", "its worker had not read too many others"),
 )
 _READY_RESULTS = ("awaited", "double", "early", "late", "unknown")
 _TOGETHER = (

@@ -1,0 +1,131 @@
+"""Engines' notices, of several workers: they come to the scheduler process, which passes each on to
+the worker whose prompt it is about. Ids name the worker that has made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from pdproxy.kit import ids
+from pdproxy.observe.events import KvNoticed, Observers
+from pdproxy.wire.notices import Notice
+from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_link import SchedulerLink
+from pdproxy.workers.scheduler_links import SchedulerLinks
+
+AT_ONCE = 1 << 20
+"""Bytes of notices for a worker that are sent before the turn of the event loop ends."""
+MAX_UNREAD = 8 << 20
+"""Bytes that a worker has not read: behind more, notices for it are dropped."""
+_OTHERS = 1024
+"""Bytes of a notice besides the handle and the ids that it may carry, about."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Notice]).decode
+
+
+class NoticesForWorkers:
+    """What the scheduler process, with number `number`, does with the notices of a pool. `topic`:
+    theirs; `workers`: how many workers there are.
+
+    `take`: takes those that name no worker; `is_read`: whether anything reads the handles and ids
+    that they may carry.
+    """
+
+    def __init__(
+        self,
+        links: SchedulerLinks,
+        topic: str,
+        number: int,
+        workers: int,
+        take: Callable[[Notice], None],
+        observers: Observers,
+        *,
+        is_read: bool,
+    ) -> None:
+        self._topic = topic
+        self._number = number
+        self._workers = workers
+        self._take = take
+        self._observers = observers
+        self._is_read = is_read
+        self._clients: dict[int, SchedulerClient] = {}
+        """The workers that are connected, by their numbers."""
+        self._due: dict[int, list[Notice]] = {}
+        """What is sent when the event loop has read what is there, or when its worker connects: a
+        scheduler process that has just begun reads notices before that.
+        """
+        self._sizes: Counter[int] = Counter()
+        """Bytes of these, by workers."""
+        self._is_called = False
+        links.hears[topic] = self._joined
+        links.leaves.append(self._left)
+
+    def __repr__(self) -> str:
+        return f"<NoticesForWorkers {self._sizes.total()} bytes wait>"
+
+    def receive(self, notice: Notice) -> None:
+        """Take a notice that an engine has sent."""
+        owner = ids.worker_of(notice.request_id)
+        if owner is None or owner == self._number or owner >= self._workers:
+            self._take(notice)
+            return
+        client = self._clients.get(owner)
+        unread = self._sizes[owner] + (0 if client is None else client.unread)
+        if unread > MAX_UNREAD:
+            self._observers.notify(KvNoticed(notice.event.value, "not_passed"))
+            return
+        if not self._is_read:
+            notice = msgspec.structs.replace(notice, params=None, token_ids=None)
+        self._due.setdefault(owner, []).append(notice)
+        self._sizes[owner] += _OTHERS + len(notice.params or b"") + len(notice.token_ids or b"")
+        if client is not None and self._sizes[owner] >= AT_ONCE:
+            self._pass_on(owner, client)
+        elif not self._is_called:
+            self._is_called = True
+            asyncio.get_running_loop().call_soon(self._pass_on_all)
+
+    def _pass_on_all(self) -> None:
+        self._is_called = False
+        for owner, client in self._clients.items():
+            self._pass_on(owner, client)
+
+    def _pass_on(self, owner: int, client: SchedulerClient) -> None:
+        del self._sizes[owner]
+        if (due := self._due.pop(owner, None)) is not None:
+            client.say(self._topic, _encode(due))
+
+    def _joined(self, client: SchedulerClient, body: bytes) -> None:
+        """A worker has said its number."""
+        owner = int(body)
+        self._clients[owner] = client
+        self._pass_on(owner, client)
+
+    def _left(self, client: SchedulerClient) -> None:
+        self._clients = {owner: one for owner, one in self._clients.items() if one is not client}
+
+
+def take_notices(
+    link: SchedulerLink,
+    topic: str,
+    number: int,
+    take: Callable[[Notice], None],
+    failed: Callable[[Exception], None],
+) -> None:
+    """Have `take` get what comes of a topic for worker `number`. `failed`: what is called if one
+    can't be processed.
+    """
+
+    def hear(body: bytes) -> None:
+        for notice in _decode(body):
+            try:
+                take(notice)
+            except Exception as error:  # a defect here must not lose the notices behind this one
+                failed(error)
+
+    link.hears[topic] = hear
+    link.holds[topic] = lambda: b"%d" % number
