@@ -48,7 +48,9 @@ class Fleet:
     def known(self) -> Registrations:
         """The proxy's registrations."""
         assert self.proxy.registrations is not None
-        return self.proxy.registrations.known
+        known = self.proxy.registrations.known
+        assert isinstance(known, Registrations)
+        return known
 
     @property
     def engines(self) -> list[SimServer]:

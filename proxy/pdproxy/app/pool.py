@@ -169,7 +169,7 @@ class PoolParts:
         )
         notices = build_notices(settings, transfer, custodian, open_turns, process, sockets, own)
         registrations = build_registrations(
-            settings, engines, ledger, process, sockets, transfer.hosts
+            settings, engines, ledger, process, sockets, own, transfer.hosts
         )
         kv_index = FedIndex(knowledge) if knowledge is not None else index
         kv_events = build_kv_events(
@@ -373,7 +373,7 @@ class PoolParts:
         self.notices.close()
         await self.custodian.settle(0)  # a notice may have come behind the drain
         if self.registrations is not None:
-            self.registrations.socket.close()
+            self.registrations.close()
         if self.kv_events is not None:
             self.kv_events.stop()
         if self.prefixes is not None:

@@ -116,7 +116,7 @@ class Process:
             known_clients,
         )
         retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock)
-        if share.several is None or share.several.lead.leads:
+        if share.chooses:
             retries.show(observers)
         bodies = BodyReader(limits, deadlines, settings.media, clock, observers)
         show_process(observers, tasks, log, lines)

@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass
 
 from pdproxy.app.process import Process
+from pdproxy.app.share import PoolShare
 from pdproxy.app.sockets import AddressToBind, Sockets, registration_place
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
-from pdproxy.fleet.registration import Registrations
-from pdproxy.fleet.worker_registration import WorkerRegistrations
+from pdproxy.fleet.registration import KnownRegistrations, Registrations
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import entry_of
@@ -21,10 +21,12 @@ logger = logging.getLogger("pdproxy.kv")
 
 @dataclass(frozen=True, slots=True)
 class Registering:
-    """The registrations of a pool's engines, and the socket at which they come in."""
+    """The registrations of a pool's engines, and the socket at which they come in. `sockets` None:
+    no engine registers at this process.
+    """
 
-    known: Registrations
-    socket: RegistrationSocket
+    known: KnownRegistrations
+    socket: RegistrationSocket | None
     place: AddressToBind
     sockets: Sockets | None
 
@@ -34,10 +36,14 @@ class Registering:
         Raises:
             SettingsError: it can't be bound.
         """
-        if self.sockets is None:
-            return
-        self.sockets.bind(self.socket, self.place)
-        logger.info("engines are expected to register on %s", self.socket.address)
+        if self.sockets is not None and self.socket is not None:
+            self.sockets.bind(self.socket, self.place)
+            logger.info("engines are expected to register on %s", self.socket.address)
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self.socket is not None:
+            self.socket.close()
 
 
 def build_registrations(
@@ -46,43 +52,31 @@ def build_registrations(
     ledger: Ledger,
     process: Process,
     sockets: Sockets | None,
+    own: PoolShare | None,
     hosts: HandleHosts,
 ) -> Registering | None:
     """Return the registrations of the pool's engines, None if they don't register.
 
-    `sockets`: how the pool's are bound, None: they are not. `hosts`: which hosts engines may name.
+    `sockets`: how the pool's are bound. `own`: the process's part of the pool, if there are several
+    processes. `hosts`: which hosts engines may name.
     """
     read, timeout = entry_of(settings.pool.connector).registered, settings.registration.timeout
-    share = process.share.several
     if read is None:
         return None
-    observers, clock, failed = (
+    place = registration_place(settings)
+    if own is not None and sockets is None:
+        return Registering(own.registered(engines, ledger), None, place, None)
+    known = Registrations(
+        engines,
+        ledger,
+        read,
         process.observers,
         process.clock,
-        process.tasks.watch("registrations").failed,
+        timeout=timeout,
+        checked=hosts.of_peers,
     )
-    known: Registrations
-    if share is None:
-        known = Registrations(
-            engines, ledger, read, observers, clock, timeout=timeout, checked=hosts.of_peers
-        )
-    else:
-        siblings, topic = share.siblings, f"registrations {settings.pool.name}"
-        known = WorkerRegistrations(
-            engines,
-            ledger,
-            read,
-            observers,
-            clock,
-            timeout=timeout,
-            checked=hosts.of_peers,
-            number=share.number,
-            lead=share.lead,
-            succeeds=share.succeeds,
-            pass_on=lambda worker, body: siblings.pass_on(worker, topic, body),
-            failed=failed,
-        )
-        siblings.hears[topic] = known.received
-        share.registrations.append(known)
+    if own is not None:
+        own.pass_on(known, engines, process.clock, timeout)
+    failed = process.tasks.watch("registrations").failed
     socket = RegistrationSocket(known.receive, known.unreadable, failed)
-    return Registering(known, socket, registration_place(settings), sockets)
+    return Registering(known, socket, place, sockets)

@@ -25,10 +25,8 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.membership import Membership
-from pdproxy.fleet.worker_registration import WorkerRegistrations
+from pdproxy.fleet.registration import KnownRegistrations, Registrations
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.leading import Lead
-from pdproxy.kit.siblings import Siblings
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
@@ -71,18 +69,6 @@ class Share(Protocol):
     others. It decides which engines are members of the pools: it follows the settings' sources,
     and makes the changes that operators ask for.
     """
-    succeeds: bool
-    """Whether another process has had its number before: the others may know what that one knew."""
-    registrations: list[WorkerRegistrations]
-    """Those of each pool whose engines register. Whoever makes one adds it here."""
-
-    @property
-    def lead(self) -> Lead:
-        """Whether this process does what is done once for all."""
-
-    @property
-    def siblings(self) -> Siblings:
-        """The other processes."""
 
     @property
     def several(self) -> Share:
@@ -268,6 +254,14 @@ class PoolShare(Protocol):
         `is_read`: whether anything reads the handles and ids that they may carry. `failed`: what is
         called if one can't be processed.
         """
+
+    def registered(self, engines: EngineRegistry, ledger: Ledger) -> KnownRegistrations:
+        """Return the registrations of the pool's engines, which another process takes."""
+
+    def pass_on(
+        self, known: Registrations, engines: EngineRegistry, clock: Clock, timeout: float
+    ) -> None:
+        """Tell the others of the registrations that this process takes."""
 
     def custodian(
         self,

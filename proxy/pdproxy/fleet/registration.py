@@ -19,8 +19,11 @@ one. Nothing on the wire proves who a sender is, so these rules limit what a str
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -52,7 +55,6 @@ REGISTRATION_RESULTS = (
     ("unknown", "its address is no engine's of the pool"),
     ("contested", "it contradicts the heartbeats of another sender, and is ignored"),
     ("unreadable", "it is no heartbeat"),
-    ("not_passed", "there were too many to tell other workers of them"),
     ("expired", "no heartbeat: an engine sent none in registration.timeout"),
 )
 REGISTRATIONS = counter(
@@ -63,8 +65,25 @@ REGISTRATIONS = counter(
 )
 
 
+class Registered(msgspec.Struct, array_like=True):
+    """What is known of an engine that registers.
+
+    `found`: its ranks, or why it takes part in no KV transfer, as what follows its name. `at`: when
+    this became known, in monotonic seconds. `registration`: its last one, None if it is not
+    registered; `address`: the sender's IP address; `has_rival`: whether another process there
+    registers it, too.
+    """
+
+    url: str
+    found: tuple[Peer, ...] | str
+    at: float
+    registration: Registration | None = None
+    address: str = ""
+    has_rival: bool = False
+
+
 @dataclass(slots=True)
-class Owned:
+class _Owned:
     """One engine's registration, and who sends it."""
 
     registration: Registration
@@ -85,16 +104,32 @@ class _Unknown:
 
 
 @dataclass(slots=True)
-class RegisteredEngine:
-    """One engine of the registry."""
+class _Entry:
+    """One engine of the registry. `known`: what was found last; its `at` is 0 until anything was
+    heard of the engine.
+    """
 
     engine: Engine
-    owned: Owned | None = None
-    wrong: str | None = field(default=NOT_REGISTERED)
-    beats: int = 0
-    """Heartbeats that have registered it, or kept it registered."""
-    contests: int = 0
-    """Heartbeats of other processes on its owner's machine."""
+    known: Registered
+    owned: _Owned | None = None
+
+
+class KnownRegistrations(Protocol):
+    """What is known of registrations: an observer."""
+
+    complete: bool
+    """Whether all is known that there is to know."""
+    only: tuple[type[Event], ...]
+
+    @property
+    def count(self) -> int:
+        """How many engines are registered and can be used."""
+
+    def shortcomings(self) -> Sequence[str]:
+        """Return what is wrong with registrations, a sentence each."""
+
+    def notify(self, event: Event) -> None:
+        """An engine that restarted has a new run, whose peers come from its registration."""
 
 
 class Registrations:
@@ -104,9 +139,9 @@ class Registrations:
     not be used. `timeout`: seconds without a heartbeat after which an engine is gone.
     """
 
-    only = (NodeChanged,)
+    only: tuple[type[Event], ...] = (NodeChanged,)
     complete = True
-    """Whether this process knows what there is to know."""
+    """See `KnownRegistrations`."""
 
     def __init__(
         self,
@@ -125,8 +160,10 @@ class Registrations:
         self._observers = observers
         self._clock = clock
         self._timeout = timeout
-        self._entries: dict[str, RegisteredEngine] = {}
+        self._entries: dict[str, _Entry] = {}
         """By the address that an engine registers, `host:port`."""
+        self.changed: Callable[[Registered], None] = lambda _: None
+        """Called when something else is known of an engine."""
         self._unknown: dict[str, _Unknown] = {}
         engines.watch(self)
 
@@ -136,7 +173,24 @@ class Registrations:
     @property
     def count(self) -> int:
         """How many engines are registered and can be used."""
-        return sum(entry.wrong is None for entry in self._entries.values())
+        return sum(not isinstance(one.found, str) for one in self.known())
+
+    def known(self) -> list[Registered]:
+        """Return what is known of all engines that are expected to register."""
+        return [entry.known for entry in self._entries.values()]
+
+    def restore(self, known: Registered) -> None:
+        """Go on from what was known before. What was heard since, or is newer, counts more."""
+        entry = next((one for one in self._entries.values() if one.engine.url == known.url), None)
+        if entry is None or known.at <= entry.known.at:
+            return
+        if entry.owned is not None:
+            _cancel(entry.owned)
+            entry.owned = None
+        if known.registration is not None:
+            entry.owned = _Owned(known.registration, b"", known.address, self._until_silent(entry))
+            entry.owned.rival = self._until_alone(entry) if known.has_rival else None
+        self._apply(entry, at=known.at)
 
     # -- engines
 
@@ -144,15 +198,16 @@ class Registrations:
         """Expect one more engine. Aggregated engines take part in no KV transfer: they need not
         register.
         """
-        if engine.in_ledger.role in _ROLES:
-            entry = self._entries[engine.registered_as] = RegisteredEngine(engine)
+        if registers(engine):
+            known = Registered(engine.url, NOT_REGISTERED, 0.0)
+            entry = self._entries[engine.registered_as] = _Entry(engine, known)
             self._apply(entry)
 
     def removed(self, engine: Engine) -> None:
         """Forget an engine."""
         entry = self._entries.pop(engine.registered_as, None)
         if entry is not None and entry.owned is not None:
-            cancel(entry.owned)
+            _cancel(entry.owned)
 
     def notify(self, event: Event) -> None:
         """An engine that restarted has a new run, whose peers come from its registration."""
@@ -176,12 +231,12 @@ class Registrations:
             self._take(entry, registration, connection, address)
 
     def _take(
-        self, entry: RegisteredEngine, registration: Registration, connection: bytes, address: str
+        self, entry: _Entry, registration: Registration, connection: bytes, address: str
     ) -> None:
         """Take a heartbeat for an engine of the registry."""
         owned = entry.owned
         if owned is None:
-            entry.owned = Owned(registration, connection, address, self._until_silent(entry))
+            entry.owned = _Owned(registration, connection, address, self._until_silent(entry))
         elif registration == owned.registration and (
             connection == owned.connection or address == owned.address
         ):
@@ -191,9 +246,8 @@ class Registrations:
         else:
             self._contest(entry, owned, address)
             return
-        entry.beats += 1
         self._seen("known")
-        self._apply(entry)
+        self._apply(entry, at=self._clock.now())
 
     def unreadable(self) -> None:
         """Count a message that is no heartbeat."""
@@ -202,7 +256,7 @@ class Registrations:
     def _seen(self, result: str) -> None:
         self._observers.count(REGISTRATIONS, result)
 
-    def _contest(self, entry: RegisteredEngine, owned: Owned, address: str) -> None:
+    def _contest(self, entry: _Entry, owned: _Owned, address: str) -> None:
         """Take note of a heartbeat that contradicts the engine's registration."""
         self._seen("contested")
         if address != owned.address:
@@ -211,57 +265,49 @@ class Registrations:
         if owned.rival is not None:
             owned.rival.cancel()
         owned.rival = self._until_alone(entry)
-        entry.contests += 1
-        self._apply(entry)
+        self._apply(entry, at=self._clock.now())
 
-    def _until_silent(self, entry: RegisteredEngine) -> Timer:
+    def _until_silent(self, entry: _Entry) -> Timer:
         return self._clock.after(self._timeout, lambda: self._silent(entry))
 
-    def _until_alone(self, entry: RegisteredEngine) -> Timer:
+    def _until_alone(self, entry: _Entry) -> Timer:
         return self._clock.after(self._timeout, lambda: self._alone_again(entry))
 
-    def _alone_again(self, entry: RegisteredEngine) -> None:
+    def _alone_again(self, entry: _Entry) -> None:
         """The other process on the owner's machine is silent."""
         if entry.owned is not None and entry.owned.rival is not None:
             entry.owned.rival.cancel()
             entry.owned.rival = None
-            self._apply(entry)
+            self._apply(entry, at=self._clock.now())
 
-    def _silent(self, entry: RegisteredEngine) -> None:
+    def _silent(self, entry: _Entry) -> None:
         """The engine's heartbeats have stopped: any sender may register it now."""
         if entry.owned is not None:
-            cancel(entry.owned)
+            _cancel(entry.owned)
         entry.owned = None
         self._seen("expired")
-        self._apply(entry, owned=True)
+        self._apply(entry, at=self._clock.now())
 
-    def _apply(self, entry: RegisteredEngine, *, owned: bool = False) -> None:
-        """Write to the engine's run and to the ledger what is known now. `owned`: it was registered
+    def _apply(self, entry: _Entry, *, at: float | None = None) -> None:
+        """Write to the engine's run and to the ledger what is known now. `at`: since when; None: as
         before.
         """
-        engine = entry.engine
-        found = self._judge(entry)
-        peers = engine.run.peers
-        if isinstance(found, str):
-            peers.forget()
-            entry.wrong = found
-        else:
-            if found[0].ranks != peers.ranks:
-                peers.forget()
-                peers.ranks = found[0].ranks
-            for peer in found:
-                peers.learn(peer)
-            entry.wrong = None
-        mode, tp_size = (
-            (None, None) if isinstance(found, str) else (found[0].mode, found[0].tp_size)
-        )
-        changed = self._ledger.mark_kv(engine.url, entry.wrong, mode, tp_size)
-        if changed and entry.wrong is None:
+        engine, owned, former = entry.engine, entry.owned, entry.known
+        known = Registered(engine.url, self._judge(entry), former.at if at is None else at)
+        if owned is not None:
+            known.registration, known.address = owned.registration, owned.address
+            known.has_rival = owned.rival is not None
+        is_same = msgspec.structs.replace(known, at=former.at) == former
+        entry.known = known
+        changed = write_known(engine, self._ledger, known.found)
+        if changed and not isinstance(known.found, str):
             logger.info("%s takes part in KV transfer: it has registered", engine.url)
-        elif changed and (owned or entry.owned is not None):
-            logger.warning("%s takes part in no KV transfer: it %s", engine.url, entry.wrong)
+        elif changed and (owned is not None or former.registration is not None):
+            logger.warning("%s takes part in no KV transfer: it %s", engine.url, known.found)
+        if not is_same:
+            self.changed(known)
 
-    def _judge(self, entry: RegisteredEngine) -> tuple[Peer, ...] | str:
+    def _judge(self, entry: _Entry) -> tuple[Peer, ...] | str:
         owned, expected = entry.owned, _ROLES[entry.engine.in_ledger.role]
         if owned is None:
             return NOT_REGISTERED
@@ -295,10 +341,10 @@ class Registrations:
     def shortcomings(self) -> list[str]:
         """Return what is wrong with registrations, a sentence each."""
         found = [
-            f"{entry.engine.in_ledger.role.value} {entry.engine.url} {entry.wrong}"
-            + (f" (expected from {where})" if entry.wrong == NOT_REGISTERED else "")
+            f"{entry.engine.in_ledger.role.value} {entry.engine.url} {entry.known.found}"
+            + (f" (expected from {where})" if entry.known.found == NOT_REGISTERED else "")
             for where, entry in self._entries.items()
-            if entry.wrong is not None
+            if isinstance(entry.known.found, str)
         ]
         found += [
             f"{entry.engine.url}: a sender at {entry.owned.stranger} registers it, too, and is "
@@ -320,7 +366,28 @@ class Registrations:
         return found
 
 
-def cancel(owned: Owned) -> None:
+def registers(engine: Engine) -> bool:
+    """Return whether an engine is expected to register."""
+    return engine.in_ledger.role in _ROLES
+
+
+def write_known(engine: Engine, ledger: Ledger, found: tuple[Peer, ...] | str) -> bool:
+    """Write to an engine's run and to the ledger what is known of it: see `Registered.found`.
+    Return whether that changes in which transfers the engine takes part.
+    """
+    peers = engine.run.peers
+    if isinstance(found, str):
+        peers.forget()
+        return ledger.mark_kv(engine.url, found)
+    if found[0].ranks != peers.ranks:
+        peers.forget()
+        peers.ranks = found[0].ranks
+    for peer in found:
+        peers.learn(peer)
+    return ledger.mark_kv(engine.url, None, found[0].mode, found[0].tp_size)
+
+
+def _cancel(owned: _Owned) -> None:
     """Cancel the timers of a registration."""
     owned.timer.cancel()
     if owned.rival is not None:

@@ -8,8 +8,6 @@ from typing import Protocol
 
 ALL = -1
 """Whom something is passed on to: all processes, who sends it included."""
-STALE = 2.0
-"""Seconds for which a process may stand still. Behind more it may have missed what others told."""
 
 
 @dataclass(slots=True)

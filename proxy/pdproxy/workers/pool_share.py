@@ -22,8 +22,8 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.registration import KnownRegistrations, Registrations
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.leading import Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -51,12 +51,12 @@ from pdproxy.workers.members import MembersOfAll
 from pdproxy.workers.notices import NoticesForWorkers, take_notices
 from pdproxy.workers.own_legs import OwnLegs
 from pdproxy.workers.records import Area, SharedRecords
+from pdproxy.workers.registrations import RegistrationsForWorkers, RegistrationsOfWorker
 from pdproxy.workers.remote_losses import RemoteLosses
 from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
 from pdproxy.workers.remote_turns import RemoteTurns
 from pdproxy.workers.scheduler_clients import PoolChoices
 from pdproxy.workers.scheduler_links import SchedulerLinks
-from pdproxy.workers.siblings import LinkedSiblings
 from pdproxy.workers.state_view import StateView
 from pdproxy.workers.state_writer import StateWriter
 from pdproxy.workers.turns_of_workers import UNITS, RecordedTurns, WorkersTurns
@@ -82,9 +82,9 @@ class WorkerPoolShare:
     """A worker's part of the pool with number `at`, a `PoolShare`. `number`: of the worker, one of
     `workers`; `area`: its own, for the records of all pools.
 
-    `lead`: whether it does what is done once; `now`: monotonic seconds; `siblings`: the others;
-    `choosing`: the links for choosing engines; `members`: who is a member of which pool. `start`:
-    how often the process was started.
+    `chooses`: whether it is the scheduler process; `now`: monotonic seconds; `choosing`: the links
+    for choosing engines; `members`: who is a member of which pool. `start`: how often the process
+    was started.
     """
 
     def __init__(
@@ -94,9 +94,8 @@ class WorkerPoolShare:
         at: int,
         workers: int,
         area: Area,
-        lead: Lead,
+        chooses: bool,
         now: Callable[[], float],
-        siblings: LinkedSiblings,
         choosing: SchedulerLinks,
         start: int,
         members: MembersOfAll | FollowedMembers,
@@ -105,14 +104,12 @@ class WorkerPoolShare:
         self.at = at
         self._memory = memory
         self._area = area
-        self._lead = lead
+        self.chooses = chooses
         self._workers = workers
         self._now = now
-        self.siblings = siblings
         self._choosing = choosing
         self._first = (start << 32) + 1
         self._members = members
-        self.chooses = lead.leads
         self.sockets = KeptSockets(memory.listeners) if self.chooses else None
         self.capacity: PoolCapacity | None = None
         """Set by whoever makes it."""
@@ -305,6 +302,18 @@ class WorkerPoolShare:
         return NoticesForWorkers(
             links, topic, own, self._workers, take, observers, is_read=is_read
         ).receive
+
+    def registered(self, engines: EngineRegistry, ledger: Ledger) -> KnownRegistrations:
+        """See `PoolShare`."""
+        link = self._choosing.link
+        return RegistrationsOfWorker(link, f"registrations {self.at}", engines, ledger)
+
+    def pass_on(
+        self, known: Registrations, engines: EngineRegistry, clock: Clock, timeout: float
+    ) -> None:
+        """See `PoolShare`."""
+        topic = f"registrations {self.at}"
+        RegistrationsForWorkers(self._choosing, topic, known, engines, clock, timeout)
 
     def custodian(
         self,

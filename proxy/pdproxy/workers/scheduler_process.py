@@ -1,10 +1,10 @@
 """The scheduler process: what is to be done once for all workers, it does. It serves no client.
 
 It is a proxy as each worker is one, but listens to no client. It decides which engines are members
-of the pools: it follows the sources of the settings, and serves operators the admin API. It always
-leads: it probes engines, audits, judges outliers, asks engines for canaries and bootstrap servers,
-and tells the workers. One that takes the place of a dead one has the members that the supervisor
-has kept, and probes all engines again; what workers know besides, they tell it.
+of the pools: it follows the sources of the settings, and serves operators the admin API. It probes
+engines, audits, judges outliers, asks engines for canaries and bootstrap servers, and tells the
+workers. One that takes the place of a dead one has the members that the supervisor has kept, and
+probes all engines again; what workers know besides, they tell it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ from pdproxy.app.share import SECRET_BYTES
 from pdproxy.app.shown import Shown
 from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas, decode_levels, encode_levels
-from pdproxy.fleet.worker_registration import WorkerRegistrations
-from pdproxy.kit.leading import ALWAYS, NEVER, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import MergeRule, counter, gauge
 from pdproxy.observe.logs import Log
@@ -130,10 +128,7 @@ class WorkerShare:
         self._area = shared.custody.area(number)
         self._pools: list[WorkerPoolShare] = []
         self.chooses = number == shared.scheduler
-        self.lead: Lead = ALWAYS if self.chooses else NEVER
         self.succeeds = shared.starts[number] > 1
-        self.registrations: list[WorkerRegistrations] = []
-        """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
         self._send = send
         self._choosing = SchedulerLinks(chooses=self.chooses, workers=shared.processes - 1)
@@ -159,8 +154,6 @@ class WorkerShare:
     def start(self, tasks: TaskOwner) -> None:
         """See `Share`."""
         self.members.start(tasks)
-        for registrations in self.registrations:
-            registrations.start(tasks)
         if self._shown is not None:
             self._shown.start(tasks)
         tasks.keep(self._follow, "shared load")
@@ -228,9 +221,8 @@ class WorkerShare:
             at,
             self.workers,
             self._area,
-            self.lead,
+            self.chooses,
             self._now,
-            self.siblings,
             self._choosing,
             self._shared.starts[self.number],
             self.members,
@@ -240,7 +232,7 @@ class WorkerShare:
 
     def admission(self, local: Callable[[], LocalAdmission], clients: Clients) -> Admission:
         """See `Share`."""
-        if not self.lead.leads:
+        if not self.chooses:
             return RemoteAdmission(self._choosing.link, clients)
         made = local()
         self._of_all = made, clients
@@ -264,7 +256,7 @@ class WorkerShare:
     ) -> Shown:
         """See `Share`."""
         metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
-        if self.lead.leads:
+        if self.chooses:
             metrics.show(LEASES, lambda: [((), self._choosing.leases)])
         self._shown = ShownOfAll(admission, readiness, metrics, self.siblings, self.number)
         return self._shown

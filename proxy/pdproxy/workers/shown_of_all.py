@@ -200,9 +200,8 @@ def together(
     """Return the answer of all workers: ready if all are, not ready if none is, else degraded.
 
     What only some workers say is shown with their numbers; the scheduler process speaks of what
-    all have. `silent`: sentences on those that have
-    not answered. `scheduler`: the number of the scheduler process, which can't make the whole not
-    ready: workers serve without it.
+    all have. `silent`: sentences on those that have not answered. `scheduler`: the number of the
+    scheduler process, which can't make the whole not ready: workers serve without it.
     """
     workers = {number: one for number, one in found.items() if number != scheduler}
     states = [one.state for one in found.values()]
