@@ -121,7 +121,7 @@ class _Course:
         asked = bodies(self._options.seed, MODEL, pictures=self._options.encode > 0)
         alone, kill = streams(self._options.seed, MODEL, TIMES), killers(MODEL)
         await ask_judge(self._network, world.judge.host, PORT, [*asked, *alone, *kill])
-        names, timers = self._names(own), world.proxy.front.clock.timers
+        names, timers = self._names(own), _timers(world)
         gc.freeze()
         await self._under_faults(world, self._visitors(asked))
         await self._calm(world, self._visitors(asked))
@@ -161,9 +161,7 @@ class _Course:
         """Compare tasks and timers with those before; a probe may be under way."""
         found: list[Finding] = []
         for _ in range(_POLLS):
-            found = invariants.lasting(
-                names, self._names(own), timers, world.proxy.front.clock.timers
-            )
+            found = invariants.lasting(names, self._names(own), timers, _timers(world))
             if not found:
                 break
             await asyncio.sleep(_POLL)
@@ -297,3 +295,11 @@ class _Course:
                 return
             await asyncio.sleep(_POLL)
         self.findings += invariants.ended([], [repr(one) for one in self._network.open])
+
+
+def _timers(world: World) -> int:
+    """Return how many timers run, without that which forgets engines that were lost: this one runs
+    for as long as anything is remembered.
+    """
+    proxy = world.proxy
+    return proxy.front.clock.timers - sum(pool.resources.suspects.remembers for pool in proxy.pools)

@@ -102,7 +102,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "deciding/re": ("unit/test_retry_budget.py", "proxy/test_retry_budget.py"),
     "deciding/few": ("unit/test_few_first.py", "proxy/test_lost_engines_turns.py"),
     "deciding/suspects": ("unit/test_suspects.py", "proxy/test_lost_engines.py"),
-    "deciding/comebacks": ("proxy/test_standstill.py",),
+    "deciding/comebacks": ("unit/test_remote_losses.py",),
     "deciding/": ("unit/test_kv_buffers.py", "proxy/test_connectors.py"),
     "serving/dispatch/attempt": (
         "proxy/test_decode_fails.py",

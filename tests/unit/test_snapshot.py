@@ -10,9 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdproxy.app.gauges import CONNECTIONS, TASK_RESTARTS, WORKERS
 from pdproxy.deciding.local_admission import PLACES
 from pdproxy.fleet.gauges import NODE_UP
-from pdproxy.fleet.membership import MEMBER_CHANGES
-from pdproxy.observe.description import MergeRule
-from pdproxy.observe.events import Evicted, LegFailed, LoopBeat, MemberChanged
+from pdproxy.observe.events import Evicted, LegFailed, LoopBeat
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
 from pdproxy.serving.kv.custodian import KV_HANDLE_AGE
@@ -108,14 +106,6 @@ def test_each_gauge_by_its_rule() -> None:
     }
     alone = Snapshot({NODE_UP.name: {("new",): 1.0}}, {})
     assert merged([*both, alone]).values[NODE_UP.name] == {("x",): 0.5, ("new",): 1.0}
-
-
-def test_a_change_that_all_have_seen_is_one_change() -> None:
-    parts = [Metrics(), Metrics()]
-    for part in parts:
-        part.notify(MemberChanged("http://a:1", "decode", "added", "settings"))
-    assert MEMBER_CHANGES.workers is MergeRule.MOST
-    assert merged(part.snapshot() for part in parts).values[MEMBER_CHANGES.name]["added",] == 1
 
 
 def test_the_processes_own_metrics_add_up() -> None:

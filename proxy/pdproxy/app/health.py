@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdproxy.app.capacity import Scraped
 from pdproxy.app.share import PoolShare
+from pdproxy.app.watching import Probing, Watching
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
@@ -22,39 +22,6 @@ from pdproxy.wire.route import Route
 
 if TYPE_CHECKING:
     from pdproxy.app.process import Process
-
-
-@dataclass(slots=True, kw_only=True)
-class Probing:
-    """What finds out how engines are, in the process that chooses them."""
-
-    scraped: Scraped
-    prober: Prober
-    stalls: Stalls
-    exclusions: Exclusions
-
-    def start(self) -> None:
-        """Begin to ask engines, and to compare them."""
-        self.prober.start()
-        self.stalls.start()
-        self.exclusions.start()
-
-
-@dataclass(slots=True, kw_only=True)
-class Watching:
-    """What watches the engines of a pool. `probing`: None in a process that does not choose
-    engines.
-    """
-
-    auditor: Auditor
-    canary: HealthCanary
-    outliers: Outliers
-    probing: Probing | None
-
-    def start(self) -> None:
-        """Begin to watch."""
-        if self.probing is not None:
-            self.probing.start()
 
 
 def build_watching(

@@ -13,20 +13,21 @@ from pdproxy.app.capacity import PoolCapacity, ProxyPlaces
 from pdproxy.app.continuations import build_continuing
 from pdproxy.app.engines import EngineSetup, Profiles, no_key
 from pdproxy.app.gauges import show_placement
-from pdproxy.app.health import Watching, build_watching
+from pdproxy.app.health import build_watching
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
 from pdproxy.app.ledger import build_ledger
+from pdproxy.app.losses import build_retrying
 from pdproxy.app.membership import build_membership
 from pdproxy.app.notices import Noticing, build_notices
 from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixes
 from pdproxy.app.process import Process
 from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
-from pdproxy.app.retrying import build_retrying
 from pdproxy.app.sockets import BoundHere, Sockets
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_buffers, build_transfer, build_turns
 from pdproxy.app.waits import build_waits
+from pdproxy.app.watching import Watching
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.deciding.turns import PoolTurns

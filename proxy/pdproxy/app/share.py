@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from secrets import token_bytes
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.retrying import Decided, Retrying
 from pdproxy.app.shown import Shown
 from pdproxy.app.sockets import Sockets
+from pdproxy.app.watching import Watching
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.kept_turns import TurnLimits
 from pdproxy.deciding.local_admission import LocalAdmission
@@ -50,9 +51,6 @@ from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
 from pdproxy.wire.bootstrap import Ranks
 from pdproxy.wire.notices import Notice
-
-if TYPE_CHECKING:
-    from pdproxy.app.health import Watching
 
 SECRET_BYTES = 32
 

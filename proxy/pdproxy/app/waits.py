@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from pdproxy.app.health import Watching
 from pdproxy.app.process import Process
 from pdproxy.app.share import Legs, PoolShare
+from pdproxy.app.watching import Watching
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.works import Works
 from pdproxy.scheduling.ledger import Ledger

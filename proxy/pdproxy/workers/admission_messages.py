@@ -125,7 +125,6 @@ class Overdrawn(msgspec.Struct, array_like=True, tag=21):
 
     use: int
     text: str
-    reason: str
     retry_after: float | None
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from pdproxy.deciding.local_admission import LocalAdmission, LocalPlace
 from pdproxy.deciding.local_quotas import LocalQuotas, LocalUse
-from pdproxy.kit.errors import LimitError, OverloadedError, PdproxyError, RefusalReason
+from pdproxy.kit.errors import LimitError, OverloadedError, PdproxyError
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.workers.admission_messages import (
     CaughtUp,
@@ -199,8 +199,7 @@ class AdmittedWorker:
             if (use := self._uses.get(item.use)) is not None:
                 use.spend(item.tokens)
         except LimitError as error:
-            reason = (error.reason or RefusalReason.KEY_TOKENS).value
-            self._answer(Overdrawn(item.use, error.message, reason, error.retry_after))
+            self._answer(Overdrawn(item.use, error.message, error.retry_after))
 
     def _use_ended(self, item: UseEnded) -> None:
         if (use := self._uses.pop(item.use, None)) is not None:

@@ -9,8 +9,8 @@ from functools import partial
 from socket import socket
 
 from pdproxy.app.capacity import PoolCapacity
-from pdproxy.app.health import Watching
 from pdproxy.app.retrying import Decided, Retrying
+from pdproxy.app.watching import Watching
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.kept_turns import TurnLimits
 from pdproxy.deciding.local_scheduler import LocalScheduler

@@ -205,8 +205,7 @@ class RemoteUse:
         self._link.tell(Spent(held.number, tokens))
         if (told := self.overdrawn) is not None:
             self.overdrawn = None
-            reason = RefusalReason(told.reason)
-            raise LimitError(told.text, reason, retry_after=told.retry_after)
+            raise LimitError(told.text, RefusalReason.KEY_TOKENS, retry_after=told.retry_after)
 
     def end(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> None:
         """See `Use`."""
