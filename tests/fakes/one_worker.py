@@ -60,7 +60,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_registered.py::test_a_decode_engine_that_waits_for_a_writer_that_failed": INSIDE,
         "test_root_tasks.py::test_a_notice_that_can_not_be_handled": INSIDE,
         "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,
-        "test_settings_file.py::test_other_settings_are_followed": INSIDE,
         "test_shares.py::test_a_body_that_goes_on_is_not_the_one_that_gives_way": DIVIDED,
         "test_shares.py::test_a_client_with_fewer_connections_loses_none": DIVIDED,
         "test_shares.py::test_a_client_with_its_share_gets_no_more_of_others": DIVIDED,

@@ -15,7 +15,6 @@ import pytest
 
 from pdproxy.app.admin import AdminServer, AdminSocket, admin_socket
 from pdproxy.app.reloading import SettingsSource
-from pdproxy.app.server import follow
 from pdproxy.fleet import entries, membership, prober
 from pdproxy.fleet.entries import engine_id
 from pdproxy.settings.errors import SettingsError
@@ -26,6 +25,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.admin import BASE, Admin, admin
 from tests.fakes.client import Client
 from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.followed import followed
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until, world
 from tests.proxy.test_membership import gone, started, up
@@ -165,7 +165,7 @@ async def test_an_engine_added_here_survives_a_reload(tmp_path: Path) -> None:
         rows = [f"  - {{url: {one.url}, role: {one.role}}}\n" for one in w.engines]
         path.write_text("pools:\n- nodes:\n" + "".join(rows))
         source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
-        every = [follow(worker, source, api.log) for worker in w.workers]
+        every = [followed(w, source, api.log)]
         new = await started(w, "decode")
         assert (await api.post("/engines", fields(new))).status == 201
         path.write_text("pools:\n- nodes:\n" + "".join(rows[:-1]))

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from pdproxy.app.reloading import SettingsSource
-from pdproxy.app.server import follow
 from pdproxy.observe.formats import make_formatter
 from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.logs import Log
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import exchange, request
+from tests.fakes.followed import followed
 from tests.fakes.pools import PoolOf, Pools, body, pools
 from tests.fakes.ports import free_port
 from tests.fakes.world import until, world
@@ -335,7 +335,7 @@ async def test_models_and_weights_follow_the_file(tmp_path: Path) -> None:
 
         wanted = [first]
         log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
-        reloading = follow(w.world.proxy, SettingsSource(first, lambda: wanted[0], [path]), log)
+        reloading = followed(w.world, SettingsSource(first, lambda: wanted[0], [path]), log)
         assert (await w.world.ask(COMPLETIONS, body("fast"))).status == 404
         wanted[0] = with_pools({"aliases": {"fast": "a"}}, {"models": ("b-*",)})
         await reloading.look(asked=True)

@@ -11,7 +11,6 @@ import pytest
 
 from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import SettingsSource
-from pdproxy.app.server import follow
 from pdproxy.fleet import membership
 from pdproxy.fleet.member import MemberState
 from pdproxy.observe.formats import make_formatter
@@ -23,6 +22,7 @@ from pdproxy.settings.load import load
 from pdproxy.settings.pools import PoolPolicy
 from tests.fakes import answers, scripts
 from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.followed import followed
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until, world
 from tests.proxy.test_membership import gone, started, up
@@ -47,7 +47,7 @@ async def test_the_file_of_the_settings_is_followed(tmp_path: Path) -> None:
         write(*w.engines)
         source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
         log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
-        reloading = follow(w.proxy, source, log)
+        reloading = followed(w, source, log)
         go = asyncio.Event()
         for engine in w.decode:
             engine.script(scripts.after_word(go, _rest))
@@ -125,7 +125,7 @@ async def test_other_settings_are_followed(tmp_path: Path) -> None:
         write("auth: {api_keys: [one]}\n")
         source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
         log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
-        reloading = follow(w.proxy, source, log)
+        reloading = followed(w, source, log)
 
         async def status(key: str, size: int = 10) -> int:
             headers = [("authorization", f"Bearer {key}")]

@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 from pdproxy.app.reloading import Reloading, SettingsSource
-from pdproxy.app.server import follow
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
@@ -29,6 +28,7 @@ from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
 from tests.fakes.admin import Admin, admin
 from tests.fakes.engine import FakeEngine
+from tests.fakes.followed import followed
 from tests.fakes.name_server import NameServer, name_server
 from tests.fakes.streams import Streams, streaming
 from tests.fakes.world import World, until, world
@@ -76,8 +76,8 @@ class File:
         self.engines = list(engines)
         self._path = path
         self._write()
-        self._reloading: Reloading = follow(
-            w.proxy, SettingsSource(self._load(), self._load, [path]), log.log
+        self._reloading: Reloading = followed(
+            w, SettingsSource(self._load(), self._load, [path]), log.log
         )
 
     def _load(self) -> Settings:

@@ -107,12 +107,11 @@ async def test_two_workers_follow_their_file_and_a_name(tmp_path: Path) -> None:
         engine.stop()
 
 
-async def test_a_worker_that_starts_again_begins_with_the_settings_of_the_others(
+async def test_a_process_that_starts_again_begins_with_the_settings_in_force(
     tmp_path: Path,
 ) -> None:
-    """Not with those of the supervisor's start: an engine that was taken out gets nothing.
-
-    Where the file can't be used it waits, and the others get all connections: none waits for it.
+    """Not with those of the supervisor's start: an engine that was taken out gets nothing. That the
+    file can't be used any more is said once, and changes nothing.
     """
     path, port, books = tmp_path / "pdproxy.yaml", free_port(), Books()
     prefill, former, present = engines = [
@@ -149,29 +148,22 @@ async def test_a_worker_that_starts_again_begins_with_the_settings_of_the_others
         await until(lambda: before[0] not in proxy.workers())
         await serves()
         path.write_text("pools: 1\n")
-        os.kill(before[1], signal.SIGKILL)
-        # its pauses are 0, 1, 2 and 4 s: now it waits, and its socket is closed
-        while await _restarts(proxy) < 4:
-            await asyncio.sleep(0.05)
+        wrong = "the settings can't be read again: pools: expected a list"
+        await _until(proxy, lambda body: body.count(wrong) == 1 and '"worker ' not in body)
+        refused = await proxy.metric("pdproxy_settings_reloads_total", result="refused")
+        assert refused == 1
+        scheduler = proxy.scheduler()
+        assert scheduler is not None
+        for pid in (before[1], scheduler):
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda pid=pid: pid not in [*proxy.workers(), proxy.scheduler()])  # type: ignore[misc]
+        await _until(proxy, lambda body: body.count(wrong) == 1 and "does not" not in body)
         await serves()
-        assert await proxy.metric("pdproxy_workers") == 1
+        assert await proxy.metric("pdproxy_workers") == 2
         write(present)
-        async with asyncio.timeout(PATIENCE):
-            while await proxy.metric("pdproxy_workers") != 2:
-                await asyncio.sleep(0.05)
+        await _until(proxy, lambda body: '"state":"ok"' in body)
         await serves()
         assert not former.requests
         assert present.requests
     for engine in engines:
         engine.stop()
-
-
-async def _restarts(proxy: Served) -> float:
-    """How often workers were started again, asked of whom answers: a connection that waits for a
-    dead one is given up.
-    """
-    try:
-        async with asyncio.timeout(0.5):
-            return await proxy.metric("pdproxy_worker_restarts_total")
-    except (TimeoutError, OSError):
-        return 0.0

@@ -7,14 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdproxy.app.reloading import SettingsSource
-from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Limits, least_buffered_bytes, of_each
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings, of_worker
-from pdproxy.workers.worker import one_workers
 
 SECOND = "nodes: [{url: 'http://x:1', role: aggregated}]"
 ENGINES = (EngineFlag("prefill", "http://p:1"), EngineFlag("decode", "http://d:1"))
@@ -74,17 +71,3 @@ def test_limits_are_divided() -> None:
     assert of_each(large, 4).max_buffered_bytes == 1 << 38
     settings = Settings(listen=Listen(workers=4), limits=limits)
     assert of_worker(settings, 4).limits == each
-
-
-def test_files_are_divided_by_the_workers_that_run() -> None:
-    """A number of workers that has changed in the file needs a restart: until then limits are
-    divided as before.
-    """
-    first = Settings(listen=Listen(workers=2), limits=Limits(max_connections=100))
-    changed = Settings(listen=Listen(workers=4), limits=Limits(max_connections=200))
-    source = one_workers(SettingsSource(first, lambda: changed, ()), 2)
-    assert source.first.limits.max_connections == 50
-    assert source.read().limits.max_connections == 100
-    found = changes(source.first, source.read())
-    assert found.restart == ("listen.workers",)
-    assert "limits.max_connections" in found.at_once

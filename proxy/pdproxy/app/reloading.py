@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
-from pdproxy.observe.description import Label, MergeRule, counter
+from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Observers
 from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
@@ -37,7 +37,6 @@ RELOADED = counter(
     "reads",
     "How often the settings were read again, because a file has changed or at SIGHUP",
     Label("result", RELOADS),
-    workers=MergeRule.MOST,  # each follows the settings: one change is counted in all of them
 )
 
 
@@ -108,16 +107,9 @@ class Reloading:
         self._wake.set()
 
     async def catch_up(self) -> None:
-        """Read the files now if they have changed since the start: who takes another's place begins
-        where that was.
-
-        Raises:
-            SettingsError: they can't be used. What was read at the start may be long out of date.
-        """
+        """Read the files now if they have changed since the start."""
         if self._stamps() != self._used:
             await self.look(asked=True)
-            if self._failure is not None:
-                raise SettingsError(f"the settings can't be read again: {self._failure}")
 
     async def run(self) -> None:
         """Look at the files once per second until cancelled."""
@@ -148,7 +140,7 @@ class Reloading:
             settings = await asyncio.get_running_loop().run_in_executor(None, self._source.read)
             result = self._apply(settings)
         except (SettingsError, MembershipError, ValueError) as error:
-            self._failure = "; ".join(str(error).splitlines()[:MAX_LINES])
+            self._failure = told_of(error)
             self._counts["refused"] += 1
             logger.error("the settings can't be read again, nothing changes: %s", self._failure)  # noqa: TRY400
         else:
@@ -175,3 +167,8 @@ class Reloading:
 
     def _stamps(self) -> list[tuple[int, ...] | None]:
         return [stamp(path) for path in self._paths]
+
+
+def told_of(error: Exception) -> str:
+    """Return what is told of an error: its first mistakes."""
+    return "; ".join(str(error).splitlines()[:MAX_LINES])

@@ -33,7 +33,7 @@ from pdproxy.app.detection import needs_detection, settled
 from pdproxy.app.first_probes import first_probes
 from pdproxy.app.listening import Listening
 from pdproxy.app.live import LiveSettings
-from pdproxy.app.reloading import Reloading, SettingsSource
+from pdproxy.app.reloading import Reloading, SettingsSource, Uses
 from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.salt_warnings import salt_warnings
 from pdproxy.app.share import ALONE, Share, SoleProcess
@@ -199,7 +199,7 @@ async def _serve_until_signalled(
         serve_admin(proxy, admin, log)
         follow_replicas(proxy)
         if source is not None and source.paths:
-            reloading = follow(proxy, source, log)
+            reloading = follow(proxy, source, live_settings(proxy, log))
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
@@ -208,9 +208,13 @@ async def _serve_until_signalled(
     return await serve(settings, listener, ending, log, started)
 
 
-def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
+def live_settings(proxy: Proxy, log: Log) -> LiveSettings:
+    """Return what has a proxy use other settings."""
+    return LiveSettings(proxy, partial(set_level, log), fit_files)
+
+
+def follow(proxy: Proxy, source: SettingsSource, live: Uses) -> Reloading:
     """Have a proxy that was started follow the files of its settings."""
-    live = LiveSettings(proxy, partial(set_level, log), fit_files)
     reloading = Reloading(source, live, lambda: proxy.admission.closed)
     proxy.readiness.show(reloading.shortcomings)
     reloading.show(proxy.observers)

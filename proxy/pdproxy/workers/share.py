@@ -135,9 +135,9 @@ class WorkerShare:
         self._of_all: tuple[LocalAdmission, Clients] | None = None
         self._levels = b""
         """What keys had left when the parent was told last."""
-        self._keeper = Keeper(send, shared.kept)
+        self.keeper = Keeper(send, shared.kept)
         self.members: MembersOfAll | FollowedMembers = (
-            MembersOfAll(self._choosing, self._keeper, now)
+            MembersOfAll(self._choosing, self.keeper, now)
             if self.chooses
             else FollowedMembers(self._choosing.link)
         )
@@ -164,6 +164,11 @@ class WorkerShare:
             self._shown.report()  # nothing is counted any more
         self._choosing.stop()
 
+    @property
+    def links(self) -> SchedulerLinks:
+        """The links between the scheduler process and workers."""
+        return self._choosing
+
     def connect(self, end: socket) -> None:
         """Use a socket to another process for choosing engines: see `SchedulerLinks`."""
         self._choosing.connect(end)
@@ -184,7 +189,7 @@ class WorkerShare:
     def received(self, message: Message) -> None:
         """Process a message of the parent that is not for the process itself."""
         if message.kind == KEPT:
-            self._keeper.received(message)
+            self.keeper.received(message)
         elif message.kind != ADOPT:
             self.siblings.received(message)
         elif self._pools:
@@ -268,7 +273,7 @@ class WorkerShare:
     def follow_level(self, log: Log) -> None:
         """Use the log level that operators set. `log`: this process's."""
         if self.chooses:
-            self._level = LevelOfAll(self._choosing, self._keeper, log)
+            self._level = LevelOfAll(self._choosing, self.keeper, log)
         else:
             follow(self._choosing.link, log)
 
@@ -295,4 +300,4 @@ class WorkerShare:
             if change.kind == "log_level" and self._level is not None:
                 self._level.changed()
 
-        return AdminApiOfAll(service, self.siblings, self._keeper, now, made)
+        return AdminApiOfAll(service, self.siblings, self.keeper, now, made)

@@ -8,7 +8,8 @@ that does not answer pings is killed first. If the parent ends, however that hap
 kills the workers.
 
 The first SIGTERM has all workers leave: they serve for some seconds, then drain. A second signal,
-or SIGINT, has them drain now; a SIGINT after that ends them at once. SIGHUP is passed on.
+or SIGINT, has them drain now; a SIGINT after that ends them at once. SIGHUP is passed on: to the
+process that works for all workers, if there is one.
 
 The process that works for all workers is kept as they are. It is started before them, and asked to
 end when they have ended.
@@ -410,7 +411,8 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
         if number == signal.SIGHUP:
-            self._tell(RELOAD)
+            for worker in self.workers if self._for_all is None else [self._for_all]:
+                self.send(worker, Message(RELOAD))
         elif self._end_by is None:
             logger.info("shutting down %d workers", sum(not one.is_for_all for one in self.workers))
             self._lingers_until = now + (self._lingers if number == signal.SIGTERM else 0.0)

@@ -27,7 +27,7 @@ from pdproxy.app.drain import longest_drain
 from pdproxy.app.first_probes import first_probes, sources_found
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.replicas import follow_replicas
-from pdproxy.app.server import follow, serve
+from pdproxy.app.server import fit_files, follow, live_settings, serve
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.kit.ids import name_worker
@@ -36,6 +36,12 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings, of_worker
 from pdproxy.workers.forked import flush_output, name_process
 from pdproxy.workers.links import Link, LinkError, Message, TooLongError
+from pdproxy.workers.settings import (
+    SETTINGS,
+    SettingsForWorkers,
+    SettingsOfWorker,
+    decode_settings,
+)
 from pdproxy.workers.share import WorkersMemory
 from pdproxy.workers.supervisor import (
     DRAIN,
@@ -208,15 +214,18 @@ def run(
     """
     uncaught.install()
     name_worker(number)
-    if source is not None:
-        # What is compared with the files later must have been divided as well.
-        source = one_workers(source, settings.listen.workers)
     try:
+        if (kept := shared.kept.get(SETTINGS)) is not None:
+            in_force = decode_settings(kept)
+            settings = fit_files(in_force)
+            source = None if source is None else replace(source, first=in_force)
         if shared.connectors:
             settings = with_connectors(settings, shared.connectors)
+        if number != shared.scheduler:
+            settings = of_worker(settings, settings.listen.workers)
         return uvloop.run(
             _serve(
-                of_worker(settings, settings.listen.workers),
+                settings,
                 source,
                 listener,
                 log,
@@ -233,15 +242,6 @@ def run(
         return 2
     finally:
         log.close()
-
-
-def one_workers(source: SettingsSource, workers: int) -> SettingsSource:
-    """Return a source of the settings of one of so many workers."""
-    return replace(
-        source,
-        first=of_worker(source.first, workers),
-        read=lambda: of_worker(source.read(), workers),
-    )
 
 
 async def _serve(
@@ -278,11 +278,23 @@ async def _serve(
             orders.send(Message(CONNECTORS, body=found.encode()))
         follow_replicas(proxy)
         if source is not None and source.paths:
-            reloading = follow(proxy, source, log)
-            await reloading.catch_up()
-            hangups.then = reloading.soon
-            if asked_early.is_set():
-                reloading.soon()
+            live = live_settings(proxy, log)
+            if share.chooses:
+                tells = SettingsForWorkers(live, source.first, share.links, share.keeper)
+                reloading = follow(proxy, source, tells)
+                await reloading.catch_up()
+                hangups.then = reloading.soon
+                if asked_early.is_set():
+                    reloading.soon()
+            else:
+                told = SettingsOfWorker(
+                    live,
+                    source.first,
+                    settings.listen.workers,
+                    share.links.link,
+                    lambda: proxy.admission.closed,
+                )
+                proxy.readiness.show(told.shortcomings)
         share.take_over_level(lambda: proxy.settings.observe.log_level)
         if share.chooses and share.succeeds:
             proxy.sources.take_over()

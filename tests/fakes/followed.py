@@ -1,0 +1,38 @@
+"""A proxy that follows the files of its settings, with as many workers as the tests run with."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pdproxy.app.compose import Proxy
+from pdproxy.app.reloading import Reloading, SettingsSource
+from pdproxy.app.server import follow, live_settings
+from pdproxy.observe.logs import Log
+from pdproxy.workers.settings import SettingsForWorkers, SettingsOfWorker
+from pdproxy.workers.share import WorkerShare
+from tests.fakes.world import World
+
+
+def followed(w: World, source: SettingsSource, log: Log) -> Reloading:
+    """Have all workers follow the files: the first one reads them, and tells the others."""
+    first, *others = w.workers
+    live = live_settings(first, log)
+    if not others:
+        return follow(first, source, live)
+    share = _share(first)
+    for other in others:
+        link = _share(other).links.link
+        told = SettingsOfWorker(
+            live_settings(other, log), source.first, 1, link, partial(_is_closed, other)
+        )
+        other.readiness.show(told.shortcomings)
+    return follow(first, source, SettingsForWorkers(live, source.first, share.links, share.keeper))
+
+
+def _is_closed(proxy: Proxy) -> bool:
+    return proxy.admission.closed
+
+
+def _share(proxy: Proxy) -> WorkerShare:
+    assert isinstance(proxy.share, WorkerShare)
+    return proxy.share
