@@ -8,7 +8,6 @@ import asyncio
 import random
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,24 +95,6 @@ async def test_a_question_that_nobody_knows_is_not_answered(
     monkeypatch.setattr(siblings, "PATIENCE", 0.05)
     parent = Parent(2)
     assert (await parent.all[0].ask("what")).silent == [1]
-
-
-async def test_all_others_are_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is being started. One that reads nothing misses what is told, and is not killed
-    for that.
-    """
-    monkeypatch.setattr(switchboard, "MAX_BEHIND", 5)
-    parent, heard = Parent(4), list[tuple[int, bytes]]()
-    for number, one in enumerate(parent.all):
-        one.hears["name"] = lambda body, number=number: heard.append((number, body))  # type: ignore[misc]
-    parent.workers[2].ready = False
-    parent.workers[3].link = SimpleNamespace(unsent=5)  # type: ignore[assignment]
-    parent.all[0].tell("name", b"one")
-    parent.all[0].tell("name", b"two")
-    parent.all[0].tell("what nobody hears", b"three")
-    await asyncio.sleep(0)
-    assert sorted(heard) == [(1, b"one"), (1, b"two"), (2, b"one"), (2, b"two")]
-    assert [body for number, body in heard if number == 1] == [b"one", b"two"]
 
 
 async def test_answers_go_to_who_has_asked() -> None:

@@ -1,5 +1,4 @@
-"""The other workers, as one worker asks them: a question to all of them at once, and their answers;
-and what it tells them.
+"""The other workers, as one worker asks them: a question to all of them at once, and their answers.
 
 Owns the worker's questions. Many clients may cause the same question: it is asked once at a time,
 and all get its answers.
@@ -10,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-import msgspec
-
-from pdproxy.kit.siblings import SiblingAnswers
 from pdproxy.workers.links import Message
 from pdproxy.workers.switchboard import (
     ANSWER,
@@ -22,13 +18,9 @@ from pdproxy.workers.switchboard import (
     ASKED,
     LAST,
     LATE,
-    PASS,
-    PASSED,
     PAST,
     QUESTION,
     REPLY,
-    TELL,
-    TOLD,
     decode_asked,
 )
 
@@ -38,15 +30,24 @@ SCHEDULER = "the scheduler"
 """What operators are told of the scheduler process as."""
 
 
-class _Told(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker tells all others: `topic`: what it is about."""
+@dataclass(slots=True)
+class SiblingAnswers:
+    """What the others have answered, by their numbers. `silent`: those that did not in time, or
+    have ended meanwhile.
+    """
 
-    topic: str
-    body: bytes
-
-
-_encode_told = msgspec.msgpack.Encoder().encode
-_decode_told = msgspec.msgpack.Decoder(_Told).decode
+    of: dict[int, bytes] = field(default_factory=dict)
+    silent: list[int] = field(default_factory=list)
+    last: dict[int, bytes] = field(default_factory=dict)
+    """The last reports of the silent ones, empty where there was none."""
+    complete: bool = True
+    """Whether the parent has answered: without that nothing is known of the others."""
+    past: bytes = b""
+    """What is left of workers that have ended."""
+    restarts: int = 0
+    scheduler_restarts: int = 0
+    absent: tuple[int, ...] = ()
+    """Processes that were not asked: they have ended, or begin."""
 
 
 class _Open:
@@ -63,8 +64,11 @@ class _Open:
 
 
 class LinkedSiblings:
-    """The `Siblings` of a worker. `send` sends the parent a message; `scheduler`: the number of the
-    scheduler process.
+    """The others of a worker. `send` sends the parent a message; `scheduler`: the number of the
+    scheduler process. `answers`: how this process answers their questions, by their names.
+
+    `answers_about`: the same for questions that say what they are about, behind their name and a
+    space.
     """
 
     def __init__(self, send: Callable[[Message], None], scheduler: int | None = None) -> None:
@@ -76,8 +80,6 @@ class LinkedSiblings:
         loop.
         """
         self.answers_about: dict[str, Callable[[str], bytes]] = {}
-        self.hears: dict[str, Callable[[bytes], None]] = {}
-        self.is_behind: Callable[[], bool] = lambda: False
         self._last = 0
         self._open: dict[int, _Open] = {}
         self._asking: dict[str, asyncio.Task[SiblingAnswers]] = {}
@@ -103,17 +105,6 @@ class LinkedSiblings:
     def send(self, message: Message) -> None:
         """Send the parent a message."""
         self._send(message)
-
-    def tell(self, topic: str, body: bytes) -> None:
-        """See `Siblings`."""
-        self._send(Message(TELL, body=_encode_told(_Told(topic, body))))
-
-    def pass_on(self, worker: int, topic: str, body: bytes) -> bool:
-        """See `Siblings`."""
-        if self.is_behind():
-            return False
-        self._send(Message(PASS, worker=worker, body=_encode_told(_Told(topic, body))))
-        return True
 
     async def ask(self, question: str) -> SiblingAnswers:
         """Return what the others answer, within a second, and one more for the last reports of
@@ -144,11 +135,6 @@ class LinkedSiblings:
 
     def received(self, message: Message) -> None:
         """Process a message that the parent passes on."""
-        if message.kind in (TOLD, PASSED):
-            told = _decode_told(message.body)
-            if (hears := self.hears.get(told.topic)) is not None:
-                hears(told.body)
-            return
         if message.kind == QUESTION:
             self._answer(message)
             return

@@ -1,5 +1,5 @@
-"""Questions of one worker to all others, and what it tells them, passed on by the parent. It knows
-nothing of what they mean.
+"""Questions of one worker to all others, passed on by the parent. It knows nothing of what they
+mean.
 
 Owns the questions that are not answered yet, and each worker's last report: what has to be known of
 it after it has ended.
@@ -13,31 +13,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdproxy.kit.siblings import ALL
 from pdproxy.workers.links import Message
 from pdproxy.workers.supervisor import Supervisor, WorkerProcess
 
-ASK, REPLY, REPORT, TELL = "ask", "reply", "report", "tell"
+ASK, REPLY, REPORT = "ask", "reply", "report"
 """What a worker sends: a question (`number`: its own of it), an answer to one (`number`: that of
-the question), its report, and what all others are to know.
+the question), and its report.
 """
-QUESTION, ASKED, ANSWER, PAST, TOLD = "question", "asked", "answer", "past", "told"
+QUESTION, ASKED, ANSWER, PAST = "question", "asked", "answer", "past"
 """What the parent sends: a question, to whom a question went (`body`: `AskedWorkers`), an answer
-(`worker`: whose), what is left of the workers that have ended, and what a worker tells all
-(`worker`: which).
-"""
-PASS, PASSED = "pass", "passed"
-"""What a worker sends for one worker (`worker`: which), and what the parent sends to that one. With
-`ALL`: for all of them, who sends it included; all get these messages in the same order.
+(`worker`: whose), and what is left of the workers that have ended.
 """
 LATE, LAST = "late", "last"
 """What a worker sends when it waits no longer for answers (`number`: its own of the question), and
 what the parent sends for each worker that has not answered, or that has ended meanwhile (`worker`:
 which; `body`: its last report, if there is one).
-"""
-MAX_BEHIND = 8 << 20
-"""Bytes that a worker may not have read: it misses what else it would be told, and is not killed
-for it.
 """
 MAX_OPEN = 256
 """Questions that are not answered by all yet. The oldest is forgotten for one more."""
@@ -98,24 +88,6 @@ class Switchboard:
                         self._pass_on(LAST, number, silent, self._reports.get(silent, b""))
         elif message.kind == REPORT:
             self._reports[worker.number] = message.body
-        elif message.kind == TELL:
-            told = Message(TOLD, worker=worker.number, body=message.body)
-            for other in self._supervisor.workers:
-                if other is not worker:
-                    self._tell(other, told)
-        elif message.kind == PASS:
-            passed = Message(PASSED, worker=worker.number, body=message.body)
-            for other in self._supervisor.workers:
-                if message.worker in (other.number, ALL):
-                    self._tell(other, passed)
-
-    def _tell(self, worker: WorkerProcess, message: Message) -> None:
-        """Send a worker what it may miss, also one that does not serve yet: it begins with what it
-        is told.
-        """
-        if worker.pid is None or (worker.link is not None and worker.link.unsent >= MAX_BEHIND):
-            return
-        self._supervisor.send(worker, message)
 
     def died(self, number: int) -> None:
         """Keep the last report of a worker that has ended."""

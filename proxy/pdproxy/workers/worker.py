@@ -103,7 +103,7 @@ class Orders:
         """Send the supervisor a message. A report is not, while it reads nothing: the next one says
         the same.
         """
-        if message.kind == REPORT and self.is_behind:
+        if message.kind == REPORT and self._link.unsent > MAX_BEHIND:
             return
         try:
             self._link.send(message)
@@ -114,11 +114,6 @@ class Orders:
             logger.error("not sent: %s", error)  # noqa: TRY400
         except LinkError as error:
             self._gone(error)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the supervisor is far behind with reading: more is not kept for it."""
-        return self._link.unsent > MAX_BEHIND
 
     async def all_sent(self) -> None:
         """Wait until the supervisor has been sent everything, for some seconds at most."""
@@ -260,7 +255,6 @@ async def _serve(
     share = shared.of(number, orders.send)
     orders.then, orders.peer = share.received, share.connect
     share.follow_level(log)
-    share.siblings.is_behind = lambda: orders.is_behind
     if listener is not None:
         # It may go to the whole group: then a second one skips nothing here, since the supervisor
         # sends `DRAIN`.
