@@ -1,5 +1,5 @@
-"""What the supervisor keeps of the scheduler process, so that its successor begins with it: texts
-with bytes, of which the supervisor knows nothing.
+"""What the supervisor keeps of the scheduler process, so that its successor begins with it, and a
+worker that is started again: texts with bytes, of which the supervisor knows nothing.
 
 The supervisor's part is a dict, of which a process that is forked has a copy. The scheduler process
 sends what has changed within one turn of its event loop, and is told when that is kept.

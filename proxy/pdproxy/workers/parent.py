@@ -29,7 +29,7 @@ from pdproxy.workers import scheduler_process, worker
 from pdproxy.workers.heirs import ADOPTED, Heirs
 from pdproxy.workers.kept import KEEP, keep
 from pdproxy.workers.links import Message
-from pdproxy.workers.share import LEVELS, WorkersMemory
+from pdproxy.workers.share import WorkersMemory
 from pdproxy.workers.shown_of_all import add_up
 from pdproxy.workers.siblings import SCHEDULER
 from pdproxy.workers.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
@@ -129,8 +129,6 @@ class Parent(Watcher):
             self._heirs.adopted(worker, message)
         elif message.kind == CONNECTORS:
             self._shared.connectors = message.body.decode().split("\n")
-        elif message.kind == LEVELS:
-            self._shared.levels = message.body
         elif message.kind == KEEP:
             self._supervisor.send(worker, keep(self._shared.kept, message))
         else:

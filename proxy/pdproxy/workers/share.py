@@ -50,7 +50,7 @@ REFRESH_EVERY = 0.25
 request, and a store that another core saw late is found.
 """
 LEVELS = "levels"
-"""What the scheduler process sends the parent: what keys have left."""
+"""The key of what is kept for the next scheduler process: what keys have left."""
 UNSHARED = counter(
     "pdproxy_kv_handles_unshared_total",
     "handles",
@@ -81,10 +81,6 @@ class WorkersMemory:
         """
         self.starts = [0] * processes
         """How often each was started. Not shared: a process has a copy from its fork."""
-        self.levels = b""
-        """What keys had left in a scheduler process, as that one has said last. Not shared: the
-        parent's own, of which a process has a copy from its fork.
-        """
         self.cache_secret = token_bytes(SECRET_BYTES)
         """See `SoleProcess`. All workers have the same one."""
         self.pools = [PoolMemory(processes) for _ in range(pools)]
@@ -134,7 +130,7 @@ class WorkerShare:
         self._choosing = SchedulerLinks(chooses=self.chooses, workers=shared.processes - 1)
         self._of_all: tuple[LocalAdmission, Clients] | None = None
         self._levels = b""
-        """What keys had left when the parent was told last."""
+        """What keys had left when that was kept last."""
         self.keeper = Keeper(send, shared.kept)
         self.members: MembersOfAll | FollowedMembers = (
             MembersOfAll(self._choosing, self.keeper, now)
@@ -210,13 +206,13 @@ class WorkerShare:
             pool.refresh()
 
     def tell_levels(self) -> None:
-        """Tell the parent what keys have left, for a scheduler process that comes behind this."""
+        """Have the parent keep what keys have left, for the next scheduler process."""
         if (of_all := self._choosing.of_all) is None:
             return
         levels = encode_levels(of_all.quotas.levels())
         if levels != self._levels:
             self._levels = levels
-            self._send(Message(LEVELS, body=levels))
+            self.keeper.keep(LEVELS, levels)
 
     def pool(self, at: int) -> WorkerPoolShare:
         """See `Share`."""
@@ -251,8 +247,8 @@ class WorkerShare:
             return RemoteQuotas(self._choosing.link, limits)
         admission, clients = self._of_all
         made = local()
-        if self._shared.levels:
-            made.take_over(decode_levels(self._shared.levels))
+        for levels in self.keeper.kept_of(LEVELS):
+            made.take_over(decode_levels(levels))
         self._choosing.of_all = AdmissionOfAll(admission, made, clients)
         return made
 
