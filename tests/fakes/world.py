@@ -156,6 +156,8 @@ class World:
         """
         for one in [*self.workers, *self.workers]:
             one.credentials.look()
+        for other in self.others:  # the message that tells it comes some turns later
+            other.credentials.take(self.proxy.credentials.key_values())
 
     def mark_down(self, engine: FakeEngine, why: str, since: float = 0.0) -> None:
         """Have every worker believe that an engine is down."""

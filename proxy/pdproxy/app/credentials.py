@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pdproxy.app.exposed_files import exposure
+from pdproxy.app.key_values import KeyValue, ToldKeys
 from pdproxy.app.valid_keys import (
     KeysInForce,
     ValidKeys,
@@ -62,10 +63,15 @@ renewed after three.
 """
 
 
-class Credentials:
-    """Keys and TLS contexts of the settings, ready for use. Reads all files at once."""
+T = TypeVar("T", bound=KeyValue)
 
-    def __init__(self, settings: Settings) -> None:
+
+class Credentials:
+    """Keys and TLS contexts of the settings, ready for use. Reads all files at once. `told`: what
+    files of keys hold, None: they are followed here.
+    """
+
+    def __init__(self, settings: Settings, told: ToldKeys | None = None) -> None:
         """Read everything.
 
         Raises:
@@ -73,6 +79,9 @@ class Credentials:
         """
         found = Mistakes()
         self._followed: list[ReloadingFile[Any]] = []
+        self._told = told
+        self._key_files: list[tuple[str, ReloadingFile[Any]]] = []
+        """Those of them that hold keys, with their names."""
         self._tasks: TaskOwner | None = None
         self._following = False
         auth, listen, tenants = settings.auth, settings.listen.tls, settings.tenants
@@ -96,11 +105,11 @@ class Credentials:
         """Returns the secret of tenants' salts, None where the settings have none."""
         if (secret_file := tenants.secret_file) is not None:
             with found.collecting():
-                self.cache_secret = self._follow(
+                self.cache_secret = self._follow_keys(
+                    "secret",
                     SECRET_FILE,
-                    [secret_file],
+                    secret_file,
                     lambda: read_secret(SECRET_FILE, secret_file),
-                    secrets=[secret_file],
                 )
         self.keys = Keys()
         if auth.wants_keys:
@@ -217,6 +226,19 @@ class Credentials:
 
         return use
 
+    def key_values(self) -> dict[str, KeyValue]:
+        """Return what the files of keys hold, by names that are the same in each process."""
+        followed = {id(one) for one in self._followed}
+        self._key_files = [item for item in self._key_files if id(item[1]) in followed]
+        return {name: one() for name, one in self._key_files}
+
+    def take(self, values: Mapping[str, KeyValue]) -> None:
+        """Use other values of files of keys, if they are told."""
+        if self._told is not None:
+            self._told.take(values)
+            self._combine()
+            self._call_then()
+
     def forget(self, url: str) -> None:
         """Stop checking the files of a removed engine, unless others use them."""
         removed = self._engines.pop(url)
@@ -290,7 +312,7 @@ class Credentials:
         if [one for one in self._followed if one.reload_if_changed()]:
             self._combine()
         expiry = next(iter(self._expiry()), None)
-        if expiry is not None and expiry != self._expiry_logged:
+        if self._told is None and expiry is not None and expiry != self._expiry_logged:
             logger.warning("%s", expiry)
         self._expiry_logged = expiry
         self._call_then()
@@ -309,7 +331,9 @@ class Credentials:
             self.look()
 
     def _follow_files(self) -> None:
-        if self._tasks is not None and self._followed and not self._following:
+        # keys that are told may end, too: see `then`
+        follows = bool(self._followed) or self._told is not None
+        if self._tasks is not None and follows and not self._following:
             self._following = True
             self._tasks.keep(self.follow, "follow files")
 
@@ -329,9 +353,11 @@ class Credentials:
         if path is None:
             only = fixed_keys(keys)
             return lambda: only
-        check_key_file(setting, path, of_operators=of_operators)
         read = partial(read_valid_keys, setting, keys, path, self._pools, of_operators=of_operators)
-        return self._follow(setting, [path], read, secrets=[path], of_lines=True)
+        check = partial(check_key_file, setting, path, of_operators=of_operators)
+        return self._follow_keys(
+            "operators" if of_operators else "clients", setting, path, read, check
+        )
 
     def _combined(
         self,
@@ -352,6 +378,8 @@ class Credentials:
         before = self._in_force.wrong
         self._in_force = self._combined(self._valid_keys, self._valid_admin_keys, self._common_key)
         self.keys.note_names()
+        if self._told is not None:
+            return  # whoever tells it says what is wrong
         for one in self._in_force.wrong:
             if one not in before:
                 logger.error("%s: it does not open the admin API", one)
@@ -377,7 +405,7 @@ class Credentials:
     def _key(self, setting: str, key: str | None, path: str | None) -> Callable[[], str | None]:
         if path is None:
             return lambda: key
-        return self._follow(setting, [path], lambda: read_key(setting, path), secrets=[path])
+        return self._follow_keys("key", setting, path, lambda: read_key(setting, path))
 
     def _read_engine(
         self, engine: ConfiguredEngine, pool_tls: EngineTls, where: str, pool_key: str
@@ -437,6 +465,32 @@ class Credentials:
             else f"expires at {when}: renew it"
         )
         return (f"listen.tls.certificate: {self._certificate}: {said}",)
+
+    def _follow_keys(
+        self,
+        kind: str,
+        setting: str,
+        path: str,
+        read: Callable[[], T],
+        check: Callable[[], None] | None = None,
+    ) -> Callable[[], T]:
+        """Return what returns the newest value of a file of keys. `check`: refuses what must not be
+        there at the start. Files of a kind that it has hold lines.
+        """
+        name = f"{kind} {path}"
+
+        def first() -> T:
+            if check is not None:
+                check()
+            return read()
+
+        if self._told is not None:
+            return self._told.of(name, first)
+        if check is not None:
+            check()
+        followed = self._follow(setting, [path], read, secrets=[path], of_lines=check is not None)
+        self._key_files.append((name, followed))
+        return followed
 
     def _follow(
         self,

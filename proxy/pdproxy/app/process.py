@@ -93,7 +93,7 @@ class Process:
         """Make them. Arguments and errors are those of `Proxy.build`."""
         settings = own(settings)
         limits, deadlines = settings.limits, settings.deadlines
-        credentials = Credentials(settings)
+        credentials = share.credentials(settings)
         tasks = TaskOwner("fleet", now=watch.now)
         deadline_failures = tasks.watch("deadlines")
         clock = clock or Clock(deadline_failures.failed, watch.now)

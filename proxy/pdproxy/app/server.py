@@ -274,10 +274,11 @@ async def serve(
     proxy.sources.start()
     if (waits := started(proxy)) is not None:
         await waits
-    if listener is not None:
+    if share.chooses:
         own_warnings = (*proxy.credentials.warnings(), *proxy.front.warnings())
         for warning in (*own_warnings, *salt_warnings(settings, proxy.cache_salts)):
             logger.warning("%s", warning)
+    if listener is not None:
         logger.info("pdproxy %s listens on %s", __version__, _place(proxy, listener))
     listeners = [] if listener is None else [listener]
     serving = asyncio.create_task(server.serve(sockets=listeners), name="server")

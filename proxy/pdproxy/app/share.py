@@ -10,6 +10,7 @@ from secrets import token_bytes
 from typing import Protocol
 
 from pdproxy.app.capacity import PoolCapacity
+from pdproxy.app.credentials import Credentials
 from pdproxy.app.retrying import Decided, Retrying
 from pdproxy.app.shown import Shown
 from pdproxy.app.sockets import Sockets
@@ -42,6 +43,7 @@ from pdproxy.serving.kv.open_turns import TurnKeeper
 from pdproxy.settings.health import Probes
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.schema import Settings
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
@@ -65,7 +67,7 @@ class Share(Protocol):
     chooses: bool
     """Whether this process chooses engines, and finds out how they are, for itself and for all
     others. It decides which engines are members of the pools: it follows the settings' sources,
-    and makes the changes that operators ask for.
+    and makes the changes that operators ask for. It reads the files of settings and keys.
     """
 
     @property
@@ -77,6 +79,9 @@ class Share(Protocol):
 
     def stop(self) -> None:
         """Follow them no more."""
+
+    def credentials(self, settings: Settings) -> Credentials:
+        """Return the keys and TLS contexts of these settings. Raises as `Credentials`."""
 
     def pool(self, at: int) -> PoolShare:
         """Return the process's part of the pool with this number."""
@@ -281,6 +286,7 @@ class SoleProcess:
     several = None
     """See `Share`, as for the next one."""
     chooses = True
+    credentials = Credentials
     shown = Shown
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from secrets import token_bytes
 from socket import socket
 
+from pdproxy.app.credentials import Credentials
 from pdproxy.app.share import SECRET_BYTES
 from pdproxy.app.shown import Shown
 from pdproxy.deciding.local_admission import LocalAdmission
@@ -25,6 +26,7 @@ from pdproxy.observe.recent import Recent
 from pdproxy.scheduling.admission import Admission, Quotas
 from pdproxy.serving.access.clients import Clients
 from pdproxy.settings.keys import KeyLimits
+from pdproxy.settings.schema import Settings
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.service import AdminService
@@ -35,6 +37,7 @@ from pdproxy.workers.admitted_worker import AdmissionOfAll
 from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.heirs import ADOPT, ADOPTED
 from pdproxy.workers.kept import KEPT, Keeper
+from pdproxy.workers.keys import KEYS, KeysForWorkers, credentials_of_worker
 from pdproxy.workers.links import Message
 from pdproxy.workers.log_level import LevelOfAll, follow
 from pdproxy.workers.members import MembersOfAll
@@ -159,6 +162,15 @@ class WorkerShare:
         if self._shown is not None:
             self._shown.report()  # nothing is counted any more
         self._choosing.stop()
+
+    def credentials(self, settings: Settings) -> Credentials:
+        """See `Share`."""
+        if not self.chooses:
+            kept = self._shared.kept.get(KEYS, b"")
+            return credentials_of_worker(settings, kept, self._choosing.link)
+        made = Credentials(settings)
+        KeysForWorkers(made, self._choosing, self.keeper)
+        return made
 
     @property
     def links(self) -> SchedulerLinks:
