@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from pdproxy.app.compose import Proxy
+from pdproxy.app.share import SoleProcess
 from pdproxy.fleet.engine import AuditAccount
 from pdproxy.observe.events import Event, LegFailed, NodeChanged
 from pdproxy.scheduling.ledger import Ledger
@@ -63,7 +64,7 @@ def failed(worker: Proxy, engine: FakeEngine) -> None:
 
 
 def links(proxy: Proxy) -> SchedulerLinks:
-    share = proxy.share.several
+    share = proxy.share
     assert isinstance(share, WorkerShare)
     return share._choosing
 
@@ -71,13 +72,13 @@ def links(proxy: Proxy) -> SchedulerLinks:
 @asynccontextmanager
 async def another(w: World, number: int) -> AsyncIterator[tuple[Proxy, WorkerShare]]:
     """Another process in place of one that has ended, connected as the supervisor does."""
-    old = w.workers[number].share.several
+    old = w.workers[number].share
     assert isinstance(old, WorkerShare)
     old._choosing.stop()
     share = old._shared.of(number, old._send)
     again = Proxy.build(w.workers[number].settings, Shelf(), share=share)
     proxies = [again if at == number else one for at, one in enumerate(w.workers)]
-    first, *others = [one.share.several for one in proxies]
+    first, *others = [one.share for one in proxies]
     for other in others if number == 0 else [share]:
         for one, end in zip((first, other), pair(), strict=True):
             assert isinstance(one, WorkerShare)
@@ -375,5 +376,5 @@ async def test_one_process_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     """What workers share is not there."""
     monkeypatch.setattr(several, "WORKERS", 1)
     async with world() as w:
-        assert w.proxy.share.several is None
+        assert isinstance(w.proxy.share, SoleProcess)
         assert type(w.proxy.ledger) is Ledger

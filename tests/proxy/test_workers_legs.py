@@ -153,7 +153,7 @@ async def test_a_worker_that_is_stopped_has_no_lost_requests(
         legs(stopped, w.decode[0], 3)
         reports(w.decode[0], 4)
         assert await other.pools[0].resources.works(w.decode[0].url, WAIT)
-        link = stopped.share.several._choosing.link  # type: ignore[union-attr]
+        link = stopped.share._choosing.link  # type: ignore[union-attr]
         link.hears.clear()
         reports(w.decode[0], 1)
         asked = time.monotonic()
@@ -248,5 +248,5 @@ async def test_a_sign_to_one_worker_is_one_for_all(monkeypatch: pytest.MonkeyPat
         assert len(open_legs.legs) == 2
         w.workers[1].engines[d.url].open_legs.remove(quiet, ended_well=time.monotonic())
         await until(lambda: len(open_legs.legs) == 1)
-        w.workers[2].share.several._choosing.link.close()  # type: ignore[union-attr]
+        w.workers[2].share._choosing.link.close()  # type: ignore[union-attr]
         await until(lambda: not open_legs.legs)

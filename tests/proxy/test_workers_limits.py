@@ -64,7 +64,7 @@ def served(w: World) -> int:
 def look(w: World) -> None:
     """Have each worker look at what is shared, as it does four times per second."""
     for one in w.workers:
-        one.share.several.refresh()  # type: ignore[union-attr]
+        one.share.refresh()  # type: ignore[union-attr]
 
 
 def report(w: World, index: int, waiting: float) -> None:

@@ -58,10 +58,8 @@ SECRET_BYTES = 32
 
 
 class Share(Protocol):
-    """What one of `workers` processes shares with the others. `number`: its own."""
+    """What one of several processes shares with the others."""
 
-    number: int
-    workers: int
     cache_secret: bytes
     """See `SoleProcess`. All processes have the same one."""
     chooses: bool
@@ -69,10 +67,6 @@ class Share(Protocol):
     others. It decides which engines are members of the pools: it follows the settings' sources,
     and makes the changes that operators ask for. It reads the files of settings and keys.
     """
-
-    @property
-    def several(self) -> Share:
-        """Itself: there are several processes."""
 
     def start(self, tasks: TaskOwner) -> None:
         """Follow the others, in tasks of this owner."""
@@ -283,9 +277,8 @@ class PoolShare(Protocol):
 class SoleProcess:
     """The parts of a process that serves alone."""
 
-    several = None
-    """See `Share`, as for the next one."""
     chooses = True
+    """See `Share`, as for the next ones."""
     credentials = Credentials
     shown = Shown
 

@@ -118,7 +118,6 @@ class WorkerShare:
         now: Callable[[], float],
     ) -> None:
         self.number = number
-        self.workers = shared.processes
         self.cache_secret = shared.cache_secret
         self._shared = shared
         self._now = now
@@ -144,11 +143,6 @@ class WorkerShare:
 
     def __repr__(self) -> str:
         return f"<WorkerShare of worker {self.number}>"
-
-    @property
-    def several(self) -> WorkerShare:
-        """See `Share`."""
-        return self
 
     def start(self, tasks: TaskOwner) -> None:
         """See `Share`."""
@@ -232,7 +226,7 @@ class WorkerShare:
             self._shared.pools[at],
             self.number,
             at,
-            self.workers,
+            self._shared.processes,
             self._area,
             self.chooses,
             self._now,
