@@ -21,9 +21,12 @@ from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.workers import links
 from pdproxy.workers.admitted_worker import AdmissionOfAll
+from pdproxy.workers.kept import keep
+from pdproxy.workers.links import Message
 from pdproxy.workers.remote_admission import RemoteAdmission, RemotePlace, RemoteQuotas, RemoteUse
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
+from pdproxy.workers.share import WorkerShare, WorkersMemory
 
 ONE = RequestDemand(prompt=1, limit=0)
 MINUTE = {"a": KeyLimits(rpm=3, tpm=1000, inflight=2)}
@@ -401,3 +404,28 @@ async def test_a_new_scheduler_process_goes_on_with_what_keys_have_left() -> Non
             await workers[0].use()
         assert refused.value.reason is RefusalReason.KEY_REQUESTS
         successor.close()
+
+
+async def test_the_supervisor_keeps_what_keys_have_left() -> None:
+    """Whatever it has kept last is what the next scheduler process begins with."""
+    memory = WorkersMemory(2, 1)
+
+    def begun() -> tuple[WorkerShare, Scheduler]:
+        share, made = memory.of(1, sent.append), Scheduler()
+        share.admission(lambda: made.admission, made.clients)
+        share.quotas(lambda: made.quotas, lambda: MINUTE)
+        return share, made
+
+    sent: list[Message] = []
+    share, first = begun()
+    use = await first.quotas.enter("a")
+    assert use is not None
+    await use.reserve(100, 200)
+    use.end(250)
+    for _ in range(2):
+        share.tell_levels()
+        await settled()
+    assert len(sent) == 1, "nothing has changed"
+    keep(memory.kept, sent[0])
+    _, successor = begun()
+    assert successor.level == first.level == 750
