@@ -281,21 +281,6 @@ async def test_a_new_scheduler_process_goes_on_with_the_audit(
             assert again.engines[url].in_ledger.probed
 
 
-async def test_an_engine_that_a_follower_adds_later_is_known_to_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Files are read at different moments: what came before it had the engine was lost."""
-    async with workers(monkeypatch) as w:
-        follower, url = w.others[0], w.decode[0].url
-        spec = follower.engines[url].in_ledger.spec
-        engine = follower.engines.remove(url)
-        await w.told()
-        follower.engines.add(spec, engine.client)
-        assert not follower.engines[url].in_ledger.up
-        await w.told()
-        assert follower.engines[url].in_ledger.up
-
-
 async def test_failures_of_all_workers_open_a_breaker_in_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -174,18 +174,17 @@ async def test_a_refusal_that_a_worker_sees_counts_for_all(monkeypatch: pytest.M
 async def test_an_engine_that_goes_down_is_forgotten_by_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It comes back without a window, whoever has found it down."""
+    """It comes back without a window, though a worker's request has found it down."""
     async with workers(monkeypatch, limits={"engine_requests": "auto"}) as w:
         url = w.decode[0].url
         for _ in range(2):
             capacity(w.proxy)._windows.seen(Load(url, 10), 5.0, 0.1)
         look(w)
         assert w.metric("pdproxy_capacity", node=url) == 5
-        finder = w.others[1]
-        finder.stalls.stalled(finder.engines.known[url], "stands still")
+        finder = w.others[1].pools[0].resources.scheduler
+        finder.found_gone(url, "connection refused", w.proxy.now())
         await w.told()
         assert w.metric("pdproxy_capacity", node=url) == 0
-        finder.ledger.let_in(url, 0.0)
 
 
 async def test_streams_of_a_draining_engine_take_no_places_of_others(

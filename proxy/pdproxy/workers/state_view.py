@@ -79,7 +79,11 @@ class StateView:
             self._take(engine, state, None)
 
     def removed(self, engine: Engine) -> None:
-        """Note nothing of it any more."""
+        """Note nothing of it any more. One that comes again is another engine, unless only its
+        settings have changed.
+        """
+        if engine.url != self._engines.replaced:
+            self._told.pop(engine.url, None)
         self._numbers.pop(engine.url, None)
         self._wished.pop(engine.url, None)
 
