@@ -115,6 +115,8 @@ class WorkerPoolShare:
         """Set by whoever makes it."""
         self._turns: PoolTurns | None = None
         self._of_workers: WorkersTurns | None = None
+        self._left_turns: list[bytes] = []
+        """Records of turns that a killed scheduler process has kept."""
         self._remote_turns: RemoteTurns | None = None
         self._custodian: WorkerCustodian | None = None
         self.legs: LegsOfAll | None = None
@@ -196,12 +198,18 @@ class WorkerPoolShare:
             link, at, engines, ledger, observers, local.fits, self._now, self._remote_turns
         )
 
-    def choose(self) -> None:
-        """Choose from now on: first release the turns that a scheduler process has kept which was
-        killed.
+    def listen(self) -> None:
+        """Hear what workers say from now on: first take the turns that a scheduler process has
+        kept which was killed. From now on this process records turns there.
         """
         if self._of_workers is not None:
-            self._of_workers.adopt(self._memory.turns.taken(0))
+            self._left_turns = self._memory.turns.taken(0)
+
+    def choose(self) -> None:
+        """Choose from now on: release these turns, whose engines are known now."""
+        if self._of_workers is not None:
+            self._of_workers.adopt(self._left_turns)
+            self._left_turns = []
 
     def auditor(
         self, engines: EngineRegistry, ledger: Ledger, observers: Observers, tasks: TaskOwner

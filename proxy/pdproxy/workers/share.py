@@ -177,6 +177,8 @@ class WorkerShare:
 
     def listen(self) -> None:
         """Hear what other processes say from now on: the proxy is made."""
+        for pool in self._pools:
+            pool.listen()
         self._choosing.start()
         if isinstance(self.members, MembersOfAll):
             self.members.has_workers = True
