@@ -5,6 +5,7 @@ machine is slow.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -93,7 +94,7 @@ class ManualClock(Clock):
             (
                 due
                 for number in self._order()
-                if (due := self._set[number][0]) and self._set[number][1] == seconds
+                if (due := self._set[number][0]) and math.isclose(self._set[number][1], seconds)
             ),
             None,
         )
