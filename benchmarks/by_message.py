@@ -45,8 +45,9 @@ from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 from pdproxy.workers import links
 from pdproxy.workers.remote_scheduler import RemoteScheduler
-from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
+from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
+from pdproxy.workers.worker_choices import PoolChoices, serve_choices
 
 WARM = 0.3
 """Seconds before it is measured."""
@@ -151,7 +152,10 @@ def decide(ends: Sequence[socket.socket], engines: int, out: int) -> None:
             if not clients:
                 left.set()
 
-        clients |= {SchedulerClient(end, [pool], lost, SchedulerClient.welcome) for end in ends}
+        for end in ends:
+            client = SchedulerClient(end, lost, SchedulerClient.welcome)
+            serve_choices(client, [pool])
+            clients.add(client)
         gc.freeze()
         begun = time.thread_time()
         await left.wait()

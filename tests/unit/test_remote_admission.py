@@ -20,7 +20,7 @@ from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.workers import links
-from pdproxy.workers.admitted_worker import AdmissionOfAll
+from pdproxy.workers.admitted_worker import AdmissionOfAll, AdmittedWorker
 from pdproxy.workers.kept import keep
 from pdproxy.workers.links import Message
 from pdproxy.workers.remote_admission import RemoteAdmission, RemotePlace, RemoteQuotas, RemoteUse
@@ -54,7 +54,8 @@ class Scheduler:
         mine, its = links.pair()
         of_all = AdmissionOfAll(self.admission, self.quotas, self.clients)
         said = SchedulerClient.welcome
-        worker = SchedulerClient(mine, [], self.workers.remove, said, of_all=of_all)
+        worker = SchedulerClient(mine, self.workers.remove, said)
+        AdmittedWorker(of_all, worker)
         self.workers.append(worker)
         link.connect(its)
         return worker

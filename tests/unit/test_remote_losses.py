@@ -25,9 +25,8 @@ from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine,
 from pdproxy.scheduling.losses import SOON
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.settings.limits import Deadlines, Limits
-from pdproxy.workers import links, loss_clients
-from pdproxy.workers.loss_clients import LossesOfWorkers
-from pdproxy.workers.loss_messages import Over, Sender, encode, topic
+from pdproxy.workers import links, scheduler_clients
+from pdproxy.workers.loss_clients import LossesOfPool, LossesOfWorker, decide_losses
 from pdproxy.workers.remote_losses import RemoteLosses
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
@@ -73,7 +72,7 @@ class Deciding:
         self.comebacks = Comebacks(self.ledger, clock, observers, limits)
         self.links = SchedulerLinks(chooses=True, workers=workers)
         slots = RetrySlots(self.budget, self.lost, Deadlines())
-        self.workers = LossesOfWorkers(self.links, 0, self.ledger, self.lost, slots, self.comebacks)
+        decide_losses(self.links, 0, LossesOfPool(self.ledger, self.lost, slots, self.comebacks))
         self.links.start()
         self.links.choose()
 
@@ -88,9 +87,11 @@ class Deciding:
 
     def has(self) -> list[tuple[int, int, int]]:
         """How many requests, slots and turns each worker has."""
+        every = [one for client in self.links.clients for one in client._holders]
         return [
-            (len(one.requests), len(one.slots), len(one.turns))
-            for one in self.workers._workers.values()
+            (len(one._requests), len(one._slots), len(one._turns))
+            for one in every
+            if isinstance(one, LossesOfWorker)
         ]
 
 
@@ -381,7 +382,8 @@ async def test_requests_that_are_over_are_forgotten(monkeypatch: pytest.MonkeyPa
         del asked
         await settled()
         assert [requests for requests, _, _ in s.deciding.has()] == [0, 0]
-        monkeypatch.setattr(loss_clients, "MAX_OPEN", 2)
+        monkeypatch.setattr(scheduler_clients, "MAX_OPEN", 2)
+        monkeypatch.setattr(scheduler_clients, "COUNTED", 2)
         many = [sender() for _ in range(3)]
         for number, request in enumerate(many):
             other.broke(request, number)
@@ -413,10 +415,3 @@ async def test_a_request_waits_for_an_engine_that_stands_still() -> None:
         assert (waiting.done(), s.deciding.comebacks.waiting) == (False, 1)
         ledger.mark_down(URLS[1], "gone", s.clock.now())
         assert await waiting
-
-
-def test_what_is_sent_of_a_request() -> None:
-    """A name may be bytes."""
-    assert len(encode(Sender(1, "id", b"\xff", 0))) < 20
-    assert encode(Over(7)) == b"\x92\x03\x07"
-    assert topic(3) == "losses 3"

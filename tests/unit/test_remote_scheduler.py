@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -25,11 +25,12 @@ from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.workers import item_link, links, scheduler_clients, scheduler_link
-from pdproxy.workers.remote_scheduler import RemoteScheduler
-from pdproxy.workers.scheduler_clients import Answers, Hears, PoolChoices, SchedulerClient
-from pdproxy.workers.scheduler_link import HeldLease, SchedulerLink
+from pdproxy.workers.calls import Answer, asked, error_of, refused
+from pdproxy.workers.remote_scheduler import HeldLease, RemoteScheduler
+from pdproxy.workers.scheduler_clients import AtWorker, Hears, SchedulerClient
+from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
-from pdproxy.workers.scheduler_messages import Asked, Choose, error_of, refused
+from pdproxy.workers.worker_choices import ChoicesOfWorker, PoolChoices, serve_choices
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 
@@ -69,7 +70,6 @@ class Deciding:
         )
         self._restarted = restarted
         self.hears: dict[str, Hears] = {}
-        self.answers: dict[str, Answers] = {}
         self.clients: list[SchedulerClient] = []
         self.lost: list[SchedulerClient] = []
 
@@ -78,15 +78,20 @@ class Deciding:
         mine, its = links.pair()
         pool = PoolChoices(self.scheduler, self.ledger, self.buffers, lambda: None, lambda: 2.0)
         said = (lambda _: None) if self._restarted else SchedulerClient.welcome
-        client = SchedulerClient(mine, [pool], self.lost.append, said, self.hears, self.answers)
+        client = SchedulerClient(mine, self.lost.append, said, self.hears)
+        self.leases = serve_choices(client, [pool])
         self.ledger.transfers.changed = self._transfers_changed
         self.clients.append(client)
+        self._transfers_changed()
         link.connect(its)
         return client
 
     def _transfers_changed(self) -> None:
+        asyncio.get_running_loop().call_soon(self._tell_transfers)
+
+    def _tell_transfers(self) -> None:
         for client in self.clients:
-            client.know_transfers(0)
+            client.tell(AtWorker.know_transfers, 0, 0, self.ledger.transfers.known())
 
     def loads(self) -> dict[str, int]:
         """The open leases of each engine that has any."""
@@ -95,6 +100,27 @@ class Deciding:
     def spaces(self) -> int:
         """The chunks that are taken."""
         return sum(self.buffers.taken.values())
+
+
+class Questions:
+    """What a worker asks."""
+
+    def __init__(self, answer: Callable[[int, bytes], Coroutine[Any, Any, bytes]]) -> None:
+        self._answer = answer
+
+    @asked
+    def answer(self, number: int, body: bytes) -> Answer[bytes]:
+        """Return an answer, sooner or later."""
+        return self._answer(number, body)
+
+
+class Silent:
+    """Answers nothing."""
+
+    async def choose(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+    choose_one = choose_encoders = failed = refused_more = restore = choose
 
 
 class Worker:
@@ -155,7 +181,7 @@ async def test_a_pair_is_leased_and_closed(both) -> None:
         for _ in range(2):  # the second time changes nothing
             w.scheduler.close(lease, Verdict.GOOD, 3.0, pace=0.5, tokens=7)
     await settled()
-    assert (s.loads(), s.clients[0].leases, w.link.leases) == ({}, 0, {})
+    assert (s.loads(), len(s.leases), w.scheduler.leases) == ({}, 0, {})
     windows = s.outliers._windows.items()
     counted = {key.url: (one.now.good, one.now.timed) for key, one in windows}
     assert counted == {P: (1, 1), d: (1, 1)}
@@ -198,7 +224,7 @@ async def test_questions_are_answered_whenever_that_can_be() -> None:
     s, w = Deciding(), Worker()
     go_on, waiting = asyncio.Event(), 0
 
-    async def answer(client: SchedulerClient, number: int, body: bytes) -> bytes:
+    async def answer(number: int, body: bytes) -> bytes:
         nonlocal waiting
         if body == b"full":
             raise OverloadedError("full", RefusalReason.QUEUE_FULL, retry_after=3.0)
@@ -211,12 +237,11 @@ async def test_questions_are_answered_whenever_that_can_be() -> None:
             waiting -= 1
         return body + str(number).encode()
 
-    def ask(body: bytes) -> asyncio.Task[Any]:
-        item = Asked(w.link.numbers(1), "a", body)
-        return asyncio.ensure_future(w.link.ask(item, 1))
+    def ask(body: bytes) -> asyncio.Task[bytes]:
+        return asyncio.ensure_future(w.link.ask(w.link.question(), Questions.answer, 3, body))
 
-    s.answers["a"] = answer
     client = s.connect(w.link)
+    client.serve(Questions, Questions(answer), 3)
     first, left, full, wrong = [ask(body) for body in (b"x", b"y", b"full", b"wrong")]
     await settled()
     assert (first.done(), waiting) == (False, 2)
@@ -230,12 +255,12 @@ async def test_questions_are_answered_whenever_that_can_be() -> None:
     client.close()
     await settled()
     assert waiting == 0
-    s.connect(w.link)
+    s.connect(w.link).serve(Questions, Questions(answer), 3)
     await settled()
     assert (first.done(), waiting) == (False, 1)
     go_on.set()
     await settled()
-    assert first.result().body == b"x0"
+    assert first.result() == b"x0"
     w.link.close()
     s.clients[-1].close()
 
@@ -274,7 +299,7 @@ async def test_what_constrains_a_choice_counts(both) -> None:
     assert urls(media) == [E, E]
     assert await w.scheduler.choose_encoders([ASK], (E,), proven=False) == []
     assert s.loads() == {P: 1, D: 1, D2: 2, E: 2}
-    assert s.clients[0].leases == len(w.link.leases) == 6
+    assert len(s.leases) == len(w.scheduler.leases) == 6
 
 
 async def test_what_legs_show_is_told(both) -> None:
@@ -312,7 +337,7 @@ async def test_an_engine_that_the_worker_does_not_know_yet_gets_nothing(both) ->
     assert await w.scheduler.choose("id", ASK) is None
     assert await w.scheduler.choose_one(ASK) is None
     await settled()
-    assert (s.loads(), w.link.leases) == ({}, {})
+    assert (s.loads(), w.scheduler.leases) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -388,7 +413,7 @@ async def test_who_leaves_at_any_moment_leaves_nothing(turns: int, chunks: int |
                 w.scheduler.close(lease, Verdict.NEUTRAL, 2.0)
         await settled()
         assert (s.loads(), s.spaces()) == ({}, 0)
-        assert (client.leases, w.link.leases, w.link._open) == (0, {}, {})
+        assert (len(s.leases), w.scheduler.leases, w.link._open) == (0, {}, {})
     w.link.close()
     client.close()
 
@@ -426,12 +451,12 @@ async def test_a_scheduler_that_ends_at_any_moment_loses_no_request(turns: int) 
     found = await asyncio.gather(*asking)
     assert all(urls(one.leases)[0] == P for one in found)
     assert sum(after.loads().values()) == 1 + 2 * 3
-    assert after.clients[0].leases == len(w.link.leases) == 7
+    assert len(after.leases) == len(w.scheduler.leases) == 7
     for one in [held, *found]:
         for lease in one.leases:
             w.scheduler.close(lease, Verdict.GOOD, 4.0)
     await settled()
-    assert (after.loads(), after.clients[0].leases, w.link.leases) == ({}, 0, {})
+    assert (after.loads(), len(after.leases), w.scheduler.leases) == ({}, 0, {})
     w.link.close()
 
 
@@ -458,7 +483,7 @@ async def test_a_question_that_ends_schedulers_ends_two_at_most() -> None:
     for _ in range(scheduler_link.TRIES):
         s = Deciding()
         client = s.connect(w.link)
-        client._do[Choose] = lambda item: None
+        client.serve(ChoicesOfWorker, Silent())
         await settled()
         assert not asking.done()
         client.close()
@@ -474,7 +499,7 @@ async def test_nobody_waits_long_for_a_scheduler(monkeypatch) -> None:
     monkeypatch.setattr(scheduler_link, "PATIENCE", 0.0)
     s, w = Deciding(), Worker()
     client = s.connect(w.link)
-    client._do[Choose] = lambda item: None
+    client.serve(ChoicesOfWorker, Silent())
     asking = asyncio.ensure_future(w.scheduler.choose("id", ASK))
     await settled()
     client.close()
@@ -590,7 +615,7 @@ async def test_a_question_that_can_not_be_sent_is_nobody_elses_trouble(both, ask
         for lease in found.leases:
             w.scheduler.close(lease, Verdict.GOOD, 3.0)
     await settled()
-    assert (s.loads(), w.link.leases, w.link._open) == ({}, {}, {})
+    assert (s.loads(), w.scheduler.leases, w.link._open) == ({}, {}, {})
 
 
 async def test_a_choice_that_fails_is_nobody_elses_trouble(both, monkeypatch) -> None:
@@ -655,7 +680,7 @@ async def test_much_that_is_said_in_one_turn_comes_in_its_order(both, monkeypatc
         for lease in found.leases:
             w.scheduler.close(lease, Verdict.GOOD, 3.0)
     await settled()
-    assert (s.loads(), s.clients[0].leases, w.link.leases) == ({}, 0, {})
+    assert (s.loads(), len(s.leases), w.scheduler.leases) == ({}, 0, {})
 
 
 async def test_a_busy_scheduler_process_gets_no_more_questions(both, monkeypatch) -> None:

@@ -34,11 +34,11 @@ from pdproxy.workers import item_link, links, remote_turns
 from pdproxy.workers.pool_share import PoolMemory
 from pdproxy.workers.remote_scheduler import RemoteScheduler
 from pdproxy.workers.remote_turns import RemoteTurn, RemoteTurns
-from pdproxy.workers.scheduler_clients import PoolChoices, SchedulerClient
-from pdproxy.workers.scheduler_link import SchedulerLink
-from pdproxy.workers.scheduler_messages import ChooseTurn, ChosenTurn
+from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_link import Question, SchedulerLink
 from pdproxy.workers.turn_messages import LARGEST, Kept
 from pdproxy.workers.turns_of_workers import RecordedTurns, WorkersTurns
+from pdproxy.workers.worker_choices import PoolChoices, serve_choices
 from tests.fakes.recorder import Recorder
 from tests.unit.test_kept_turns import HISTORY, LIMITS, params, text
 from tests.unit.test_remote_scheduler import D2, D, P, fleet, settled
@@ -101,17 +101,15 @@ class Process:
 
     def connect(self, worker: Worker) -> None:
         mine, its = links.pair()
-        hears = {"turns 0": lambda client, body: client.turns.held(0, body)}
-        self.clients[worker.number] = SchedulerClient(
-            mine, [self.pool], lambda _: None, SchedulerClient.welcome, hears
-        )
+        client = SchedulerClient(mine, lambda _: None, SchedulerClient.welcome)
+        serve_choices(client, [self.pool])
+        self.clients[worker.number] = client
         worker.link.connect(its)
 
     def killed(self) -> None:
         """What it has not sent is lost, and so is what it has not read."""
         for client in self.clients.values():
             client._is_over = True
-            client._answer = lambda _: None  # type: ignore[method-assign, assignment]
             client._link.close()
 
     @property
@@ -302,18 +300,19 @@ async def test_what_is_given_in_vain_is_kept_again(two: Workers, how: str) -> No
     assert turn.tokens == 59
 
 
-async def test_a_client_that_leaves_in_the_turn_of_the_answer(two: Workers) -> None:
+async def test_a_client_that_leaves_in_the_turn_of_the_answer(
+    two: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two.all[0].keep("a", *HISTORY)
     await settled()
     task = asyncio.create_task(two.all[1].chosen(*NEXT))
-    link = two.all[1].link
-    received = link._do[ChosenTurn]
+    came = Question.came
 
-    def answered(item: Any) -> None:
-        received(item)
+    def answered(self: Question[Any], value: Any) -> None:
+        came(self, value)
         task.cancel()
 
-    link._do[ChosenTurn] = answered
+    monkeypatch.setattr(Question, "came", answered)
     await asyncio.wait([task])
     assert task.cancelled()
     await settled()
@@ -535,18 +534,18 @@ async def test_what_is_too_long_is_not_sent(two: Workers, monkeypatch: pytest.Mo
     await settled()
     assert two.process.drops == {"too_long": 1}
     assert two.ends == {"a": 1}
-    items: list[object] = []
+    ids: list[object] = []
     ask = SchedulerLink.ask
 
-    async def asked(self: SchedulerLink, item: Any, *args: Any) -> Any:
-        items.append(item)
-        return await ask(self, item, *args)
+    async def asked(self: SchedulerLink, *args: Any) -> Any:
+        ids.append(args[-1])
+        return await ask(self, *args)
 
     monkeypatch.setattr(SchedulerLink, "ask", asked)
     long = (*HISTORY, *range(1000, 1000 + LARGEST // 5))
     assert (await second.chosen(*long)).turn is None
     assert (await second.scheduler.choose("id", Ask("m", 100, 1.0, 25))) is not None
-    assert not any(isinstance(item, ChooseTurn) for item in items), "nor where no turns are kept"
+    assert ids == [None, None]
     # as long as a prompt's ids may be: a model's name counts by itself
     assert (await second.chosen(*HISTORY, *[1] * (LARGEST // 2 - 200))).turn is not None
 

@@ -19,6 +19,7 @@ from pdproxy.upstream.metrics_page import Scrape
 from pdproxy.workers import audit, legs_of_all, links
 from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
 from pdproxy.workers.legs_of_all import LegsOfAll
+from pdproxy.workers.legs_of_worker import LegsAtWorker
 from pdproxy.workers.own_legs import OwnLegs
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from tests.fakes.recorder import Recorder
@@ -56,6 +57,19 @@ class Worker(Process):
         self.audit.over(self.engine, tokens, loaded=True)
 
 
+class Asked:
+    """A stopped worker's legs: they tell nothing."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def tell_legs(self, number: int, *, legs: bool) -> None:
+        self.numbers.append(number)
+
+    def end(self, *_: object) -> None:
+        """No leg is ended."""
+
+
 class Schedules(Process):
     """The scheduler process with its workers."""
 
@@ -67,6 +81,7 @@ class Schedules(Process):
         self.audit: Auditor = AuditorOfAll(*self.audited(), self.legs, self.tasks)
         self.workers = [Worker() for _ in range(workers)]
         self.links.start()
+        self.links.choose()
         for worker in self.workers:
             self.connect(worker)
 
@@ -187,19 +202,17 @@ async def test_a_worker_that_is_stopped_is_waited_for_once(
     monkeypatch.setattr(legs_of_all, "WITHIN", 0.01)
     await both.scraped(0)
     stopped, other = both.workers
-    heard = stopped.links.link.hears
-    (topic,) = heard
-    bodies: list[bytes] = []
-    answer = heard[topic]
-    heard[topic] = bodies.append
+    asked = Asked()
+    stopped.links.link.serve(LegsAtWorker, asked)
     stopped.moves(100)
     other.moves(100)
     await both.scraped_often(200)
     account = both.engine.audit.account
     assert isinstance(account, AuditAccount)
-    assert (len(bodies), account.expected) == (1, 100)
-    answer(bodies[0])
-    heard[topic] = answer
+    (number,) = asked.numbers
+    assert account.expected == 100
+    stopped.legs.tell_legs(number, legs=False)
+    stopped.links.link.serve(LegsAtWorker, stopped.legs)
     await asyncio.sleep(0.01)
     assert account.expected == 200
     stopped.moves(20)

@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from pdproxy.deciding.local_admission import LocalAdmission, LocalPlace
 from pdproxy.deciding.local_quotas import LocalQuotas, LocalUse
-from pdproxy.kit.errors import LimitError, OverloadedError, PdproxyError
+from pdproxy.kit.errors import LimitError, PdproxyError
+from pdproxy.scheduling.admission import RequestDemand
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.workers.admission_messages import (
-    CaughtUp,
-    Charged,
-    Enter,
-    Evict,
-    ForAdmission,
-    Granted,
-    HeldPlace,
-    HeldUse,
-    Left,
-    OfAdmission,
-    Overdrawn,
-    ReadsSlowly,
-    Reserve,
-    Spent,
-    UseEnded,
-    UseKey,
-)
+from pdproxy.workers.calls import Answer, asked, told
+from pdproxy.workers.scheduler_clients import SchedulerClient
+
+ClientName = Any
+"""`AdmittedClient.name`: bytes or a text. An argument can't have both types in msgspec."""
+
+
+class HeldPlace(msgspec.Struct, array_like=True):
+    """A place that a request of a worker has: the arguments of `AdmittedWorker.enter`."""
+
+    number: int
+    client: ClientName
+    weight: float
+    demand: RequestDemand
+
+
+class HeldUse(msgspec.Struct, array_like=True):
+    """A use of a key. `reserved`: the arguments of `Use.reserve`, None before; `spent`: tokens."""
+
+    number: int
+    key: str
+    reserved: tuple[int, int | None, int] | None
+    spent: int
+
+
+class AdmissionAtWorker(Protocol):
+    """What a worker is told of its places."""
+
+    @told
+    def evict(self, client: ClientName) -> None:
+        """A client that reads too slowly is to lose an answer: others wait."""
+
+
+class QuotasAtWorker(Protocol):
+    """What a worker is told of its uses of keys."""
+
+    @told
+    def overdrawn(self, use: int, text: str, retry_after: float | None) -> None:
+        """The minute of a use's key has no tokens left."""
 
 
 class AdmissionOfAll(msgspec.Struct, frozen=True, eq=False):
@@ -42,47 +62,27 @@ class AdmissionOfAll(msgspec.Struct, frozen=True, eq=False):
 
 
 class AdmittedWorker:
-    """`answer`: sends the worker an item; `refuse`: sends an error for a number."""
+    """A `Holder`. Places and uses have the numbers of the questions for them."""
 
-    def __init__(
-        self,
-        of_all: AdmissionOfAll,
-        answer: Callable[[ForAdmission], None],
-        refuse: Callable[[int, OverloadedError], None],
-    ) -> None:
+    def __init__(self, of_all: AdmissionOfAll, worker: SchedulerClient) -> None:
         self._admission = of_all.admission
         self._quotas = of_all.quotas
         self._clients = of_all.clients
-        self._answer = answer
-        self._refuse = refuse
+        self._worker = worker
         self._places: dict[int, tuple[Client, LocalPlace]] = {}
-        self._waits: dict[int, asyncio.Task[None]] = {}
         self._uses: dict[int, LocalUse] = {}
         self._slow: dict[bytes | str, tuple[Client, _SlowReader]] = {}
-        self.do: dict[type[OfAdmission], Callable[[Any], None]] = {
-            Enter: self._enter,
-            Left: self._left,
-            UseKey: self._use_key,
-            Reserve: self._reserve,
-            Spent: self._spent,
-            UseEnded: self._use_ended,
-            Charged: self._charged,
-            ReadsSlowly: self._reads_slowly,
-            CaughtUp: self._caught_up,
-        }
-        """What takes each item."""
+        worker.hold(self)
+        worker.serve(AdmittedWorker, self)
 
     def __repr__(self) -> str:
-        return f"<AdmittedWorker {len(self._places)} places, {len(self._waits)} waits>"
+        return f"<AdmittedWorker {len(self._places)} places, {len(self._uses)} uses>"
 
     def __len__(self) -> int:
-        """How much it has: places, requests that wait, uses and slow readers."""
-        return len(self._places) + len(self._waits) + len(self._uses) + len(self._slow)
+        return len(self._places) + len(self._uses) + len(self._slow)
 
     def close(self) -> None:
-        """End all that the worker has."""
-        for task in self._waits.values():
-            task.cancel()
+        """See `Holder`."""
         for client, place in self._places.values():
             place.leave()
             self._clients.leave(client)
@@ -91,12 +91,10 @@ class AdmittedWorker:
             use.forfeit()
         self._uses.clear()
         for name in list(self._slow):
-            self._caught_up(CaughtUp(name))
+            self.caught_up(name)
 
-    def unwanted(self, number: int) -> None:
-        """Nobody waits for what this number was to be any more."""
-        if (task := self._waits.get(number)) is not None:
-            task.cancel()
+    def unwanted(self, number: int, *, is_sent: bool) -> None:
+        """See `Holder`."""
         if (found := self._places.pop(number, None)) is not None:
             client, place = found
             place.leave()
@@ -111,126 +109,139 @@ class AdmittedWorker:
         client.weight = weight
         return client
 
-    def _enter(self, item: Enter) -> None:
-        client = self._client(item.client, item.weight)
+    @asked
+    def enter(
+        self,
+        number: int,
+        client: ClientName,
+        weight: float,
+        demand: RequestDemand,
+        deadline: float | None,
+    ) -> Answer[None]:
+        """See `Admission`. `client`, `weight`: see `AdmittedClient`."""
+        own = self._client(client, weight)
         try:
-            place = self._admission.begin(client, item.demand, item.deadline)
-        except OverloadedError as error:
-            self._clients.leave(client)
-            self._refuse(item.number, error)
-            return
-        if not place.patience:
-            self._places[item.number] = client, place
-            self._answer(Granted(item.number))
-            return
-        waits = self._wait(item.number, client, place)
-        task = self._waits[item.number] = asyncio.get_running_loop().create_task(waits, name="wait")
-        task.add_done_callback(partial(self._over, item.number))
-
-    def _over(self, number: int, _: asyncio.Task[None]) -> None:
-        self._waits.pop(number, None)
+            place = self._admission.begin(own, demand, deadline)
+        except BaseException:
+            self._clients.leave(own)
+            raise
+        if place.patience:
+            return self._wait(number, own, place)
+        self._places[number] = own, place
+        return None
 
     async def _wait(self, number: int, client: Client, place: LocalPlace) -> None:
-        has_place = False
         try:
             await self._admission.wait(client, place)
-            has_place = True
-        except OverloadedError as error:
-            self._refuse(number, error)
-        finally:
-            if not has_place:
-                self._clients.leave(client)
-        if has_place:
-            self._places[number] = client, place
-            self._answer(Granted(number))
+        except BaseException:
+            self._clients.leave(client)
+            raise
+        self._places[number] = client, place
 
-    def _left(self, item: Left) -> None:
-        if (found := self._places.pop(item.place, None)) is not None:
-            client, place = found
-            place.leave(
-                item.seconds,
-                item.prompt,
-                item.completion,
-                late=item.late,
-                answered=item.answered,
-            )
+    @told
+    def left(
+        self,
+        place: int,
+        seconds: float,
+        prompt: int | None,
+        completion: int | None,
+        *,
+        late: bool,
+        answered: bool,
+    ) -> None:
+        """See `Place.leave`."""
+        if (found := self._places.pop(place, None)) is not None:
+            client, own = found
+            own.leave(seconds, prompt, completion, late=late, answered=answered)
             self._clients.leave(client)
 
-    def _reads_slowly(self, item: ReadsSlowly) -> None:
-        client, reader = self._slow.get(item.client) or (None, None)
-        if client is None or reader is None:
-            client = self._clients.enter(item.client)
-            reader = _SlowReader(self._answer, item.client)
-            self._slow[item.client] = client, reader
-        if self._admission.over_share(client):
-            self._answer(Evict(item.client))
+    @told
+    def reads_slowly(self, client: ClientName) -> None:
+        """A client reads an answer too slowly, still."""
+        own, reader = self._slow.get(client) or (None, None)
+        if own is None or reader is None:
+            own = self._clients.enter(client)
+            reader = _SlowReader(self._worker, client)
+            self._slow[client] = own, reader
+        if self._admission.over_share(own):
+            self._worker.tell(AdmissionAtWorker.evict, 0, client)
         else:
-            self._clients.mark_slow(client, reader)
+            self._clients.mark_slow(own, reader)
 
-    def _caught_up(self, item: CaughtUp) -> None:
-        if (found := self._slow.pop(item.client, None)) is not None:
-            client, reader = found
-            self._clients.unmark_slow(client, reader)
-            self._clients.leave(client)
+    @told
+    def caught_up(self, client: ClientName) -> None:
+        """A client reads no answer too slowly any more."""
+        if (found := self._slow.pop(client, None)) is not None:
+            own, reader = found
+            self._clients.unmark_slow(own, reader)
+            self._clients.leave(own)
 
     # -- limits of keys
 
-    def _use_key(self, item: UseKey) -> None:
-        try:
-            use = self._quotas.begin(item.key)
-        except OverloadedError as error:
-            self._refuse(item.number, error)
-            return
-        if use is not None:
-            self._uses[item.number] = use
-        self._answer(Granted(item.number))
+    @asked
+    def use_key(self, number: int, key: str) -> Answer[None]:
+        """See `Quotas.enter`."""
+        if (use := self._quotas.begin(key)) is not None:
+            self._uses[number] = use
+        return None
 
-    def _reserve(self, item: Reserve) -> None:
-        try:
-            if (use := self._uses.get(item.use)) is not None:
-                use.take(item.prompt, item.most, item.answers)
-        except OverloadedError as error:
-            self._refuse(item.number, error)
-        else:
-            self._answer(Granted(item.number))
+    @asked
+    def reserve(
+        self, number: int, use: int, prompt: int, most: int | None, answers: int
+    ) -> Answer[None]:
+        """See `Use`."""
+        if (own := self._uses.get(use)) is not None:
+            own.take(prompt, most, answers)
+        return None
 
-    def _spent(self, item: Spent) -> None:
+    @told
+    def spend(self, use: int, tokens: int) -> None:
+        """See `Use`."""
         try:
-            if (use := self._uses.get(item.use)) is not None:
-                use.spend(item.tokens)
+            if (own := self._uses.get(use)) is not None:
+                own.spend(tokens)
         except LimitError as error:
-            self._answer(Overdrawn(item.use, error.message, error.retry_after))
+            self._worker.tell(QuotasAtWorker.overdrawn, 0, use, error.message, error.retry_after)
 
-    def _use_ended(self, item: UseEnded) -> None:
-        if (use := self._uses.pop(item.use, None)) is not None:
-            use.end(item.tokens, item.unseen, item.seen)
+    @told
+    def end(self, use: int, tokens: int, unseen: float, seen: int) -> None:
+        """See `Use`."""
+        if (own := self._uses.pop(use, None)) is not None:
+            own.end(tokens, unseen, seen)
 
-    def _charged(self, item: Charged) -> None:
-        self._quotas.charge(item.key, item.tokens, item.own)
+    @told
+    def charge(self, key: str, tokens: int, own: int) -> None:
+        """See `Use.add`. `own`: the most tokens of the request by its own size and limit."""
+        self._quotas.charge(key, tokens, own)
 
     # -- what it has of a scheduler process that was before
 
-    def restore(self, places: Sequence[HeldPlace], uses: Sequence[HeldUse]) -> None:
-        """Take over what the worker has."""
+    @told
+    def restore_places(self, places: Sequence[HeldPlace]) -> None:
+        """Take over the places that the worker has."""
         for held in places:
             client = self._client(held.client, held.weight)
             self._places[held.number] = client, self._admission.restore(client, held.demand)
-        for one in uses:
-            if (use := self._quotas.restore(one.key)) is not None:
-                self._uses[one.number] = use
-                if one.reserved is not None:
-                    use.take(*one.reserved, check=False)
-                if one.spent:
-                    self._spent(Spent(one.number, one.spent))
+
+    @told
+    def restore_uses(self, uses: Sequence[HeldUse]) -> None:
+        """Take over the uses of keys that the worker has."""
+        for held in uses:
+            if (use := self._quotas.restore(held.key)) is not None:
+                self._uses[held.number] = use
+                if held.reserved is not None:
+                    use.take(*held.reserved, check=False)
+                if held.spent:
+                    self.spend(held.number, held.spent)
 
 
 class _SlowReader:
     """An answer at a worker that is read too slowly: an `Evictable`."""
 
-    def __init__(self, answer: Callable[[ForAdmission], None], client: bytes | str) -> None:
-        self._answer = answer
+    def __init__(self, worker: SchedulerClient, client: bytes | str) -> None:
+        self._worker = worker
         self._client = client
 
     def evict(self, error: PdproxyError) -> None:
         """See `Evictable`."""
-        self._answer(Evict(self._client))
+        self._worker.tell(AdmissionAtWorker.evict, 0, self._client)

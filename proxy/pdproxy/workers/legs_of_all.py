@@ -9,24 +9,13 @@ answered here, too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.kv.lost_pushes import AwaitedPush
-from pdproxy.workers.leg_messages import (
-    Answer,
-    Ask,
-    EngineLegs,
-    Question,
-    Told,
-    decode_of_worker,
-    encode,
-    topic,
-)
-from pdproxy.workers.legs_of_worker import LegsOfWorker
-from pdproxy.workers.scheduler_clients import MAX_OPEN, SchedulerClient
+from pdproxy.workers.leg_messages import EngineLegs
+from pdproxy.workers.legs_of_worker import LegsOfWorker, Named
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
 WITHIN = 0.25
@@ -41,13 +30,12 @@ class LegsOfAll:
     def __init__(
         self, links: SchedulerLinks, pool: int, engines: EngineRegistry, tasks: TaskOwner
     ) -> None:
-        self._topic = topic(pool)
         self._engines = engines
         self._tasks = tasks
-        self._workers: dict[SchedulerClient, LegsOfWorker] = {}
+        self._workers: dict[LegsOfWorker, None] = {}
         """Those that are asked."""
         self._number = 0
-        self._missing: set[SchedulerClient] = set()
+        self._missing: set[LegsOfWorker] = set()
         """Who has still to answer the last question."""
         self._all_told = asyncio.Event()
         self._next: asyncio.Future[bool] | None = None
@@ -61,8 +49,7 @@ class LegsOfAll:
         """
         self._works: Callable[[str, str], Awaitable[bool]] = _never
         self._is_push_lost: Callable[[AwaitedPush], Awaitable[bool]] = _never
-        links.hears[self._topic] = self._heard
-        links.leaves.append(self._left)
+        links.greets.append(lambda client: LegsOfWorker(self, client, pool))
 
     def __repr__(self) -> str:
         return f"<LegsOfAll {self._workers!r}>"
@@ -77,13 +64,13 @@ class LegsOfAll:
 
     def loading(self, url: str) -> int:
         """Return the prompt tokens whose KV is loading at an engine, as workers have told."""
-        return sum(worker.loading.get(url, 0) for worker in self._workers.values())
+        return sum(worker.loading.get(url, 0) for worker in self._workers)
 
     def pushes(self) -> list[AwaitedPush]:
         """Return the pushes that workers' legs await, as they were told last."""
         return [
             push
-            for worker in self._workers.values()
+            for worker in self._workers
             for pushes in worker.pushes.values()
             for push in pushes.values()
         ]
@@ -114,51 +101,42 @@ class LegsOfAll:
                 try:
                     await self._ask_once()
                 finally:
-                    over.set_result(not any(one.is_late for one in self._workers.values()))
+                    over.set_result(not any(one.is_late for one in self._workers))
         finally:
             self._asking = None
 
     async def _ask_once(self) -> None:
         self._number += 1
-        body, self._with_legs = encode(Ask(self._number, self._with_legs)), False
-        self._missing = {client for client, one in self._workers.items() if not one.is_late}
+        legs, self._with_legs = self._with_legs, False
+        self._missing = {worker for worker in self._workers if not worker.is_late}
         if not self._missing:
             return
         self._all_told.clear()
-        for client in self._missing:
-            client.say(self._topic, body)
+        for worker in self._missing:
+            worker.ask(self._number, legs=legs)
         try:
             async with asyncio.timeout(WITHIN):
                 await self._all_told.wait()
         except TimeoutError:
-            for client in self._missing:
-                self._workers[client].is_late = True
+            for worker in self._missing:
+                worker.is_late = True
 
-    def _told(self, client: SchedulerClient) -> None:
-        self._missing.discard(client)
+    def _told(self, worker: LegsOfWorker) -> None:
+        self._missing.discard(worker)
         if not self._missing:
             self._all_told.set()
 
     # -- what workers say
 
-    def _heard(self, client: SchedulerClient, body: bytes) -> None:
-        item = decode_of_worker(body)
-        worker = self._workers.get(client)
-        if worker is None:
-            worker = LegsOfWorker(partial(client.say, self._topic))
-            self._workers[client] = worker
-        if isinstance(item, Told):
-            for one in item.engines:
-                self._take(worker, one)
-            if item.number:
-                worker.is_late = False
-            if item.number == self._number:
-                self._told(client)
-        elif isinstance(item, Question):
-            self._question(worker, item)
-        else:
-            for question in item.questions:
-                self._question(worker, question)
+    def tell(self, worker: LegsOfWorker, number: int, engines: Sequence[EngineLegs]) -> None:
+        """See `LegsOfWorker`."""
+        self._workers[worker] = None
+        for one in engines:
+            self._take(worker, one)
+        if number:
+            worker.is_late = False
+        if number == self._number:
+            self._told(worker)
 
     def _take(self, worker: LegsOfWorker, one: EngineLegs) -> None:
         if one.loading or one.arrived:
@@ -168,35 +146,25 @@ class LegsOfAll:
         if one.shown is not None and engine is not None:
             worker.show(one.url, engine.open_legs, one.shown)
 
-    def _left(self, client: SchedulerClient) -> None:
+    def left(self, worker: LegsOfWorker) -> None:
         """A worker says no more: its legs have ended."""
-        worker = self._workers.pop(client, None)
-        if worker is not None:
-            for url, tokens in worker.loading.items():
-                self.moved(url, -tokens, 0)
-            for url, legs in worker.legs.items():
-                if (engine := self._engines.known.get(url)) is not None:
-                    for leg in legs.values():
-                        engine.open_legs.legs.pop(leg, None)
-            for task in worker.questions:
-                task.cancel()
-        self._told(client)
+        self._workers.pop(worker, None)
+        for url, tokens in worker.loading.items():
+            self.moved(url, -tokens, 0)
+        for url, legs in worker.legs.items():
+            if (engine := self._engines.known.get(url)) is not None:
+                for leg in legs.values():
+                    engine.open_legs.legs.pop(leg, None)
+        self._told(worker)
 
-    def _question(self, worker: LegsOfWorker, question: Question) -> None:
-        if len(worker.questions) < MAX_OPEN:
-            task = self._tasks.spawn(self._answer(worker, question), "may a leg go on waiting")
-            worker.questions.add(task)
-            task.add_done_callback(worker.questions.discard)
-
-    async def _answer(self, worker: LegsOfWorker, question: Question) -> None:
+    async def may_wait(self, worker: LegsOfWorker, url: str, wait: str, push: Named | None) -> bool:
+        """See `LegsOfWorker`."""
         async with worker.at_once:
-            if question.push is None:
-                may_wait = await self._works(question.url, question.wait)
-            else:
-                await self.hear()
-                push = worker.push(question.push)
-                may_wait = push is None or not await self._is_push_lost(push)
-        worker.say(encode(Answer(question.number, may_wait)))
+            if push is None:
+                return await self._works(url, wait)
+            await self.hear()
+            awaited = worker.push(push)
+            return awaited is None or not await self._is_push_lost(awaited)
 
 
 async def _never(*_: object) -> bool:

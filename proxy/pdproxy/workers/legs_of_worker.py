@@ -5,24 +5,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StandstillError
-from pdproxy.workers.leg_messages import (
-    End,
-    Ends,
-    EngineLegs,
-    Shown,
-    ToldLeg,
-    ToldPush,
-    encode,
-)
+from pdproxy.workers.calls import Answer, asked, told
+from pdproxy.workers.leg_messages import End, EngineLegs, Shown, ToldLeg, ToldPush
+from pdproxy.workers.scheduler_clients import SchedulerClient
 
 AT_ONCE = 64
 """Questions of one worker that are worked on at the same time. The others wait."""
 Named = tuple[int, float]
 """What names a leg or a push of a worker."""
+
+
+class LegsAtWorker(Protocol):
+    """What a worker is told of its legs in one pool."""
+
+    @told
+    def tell_legs(self, number: int, *, legs: bool) -> None:
+        """Tell what its legs have shown: call `LegsOfWorker.tell` with this number. `legs`: whether
+        the legs themselves are to be told, and not only what they have moved.
+        """
+
+    @told
+    def end(self, url: str, legs: Sequence[End], pushes: Sequence[End]) -> None:
+        """End legs at one engine, and pushes that are lost."""
 
 
 class LegOfWorker:
@@ -94,11 +103,26 @@ class PushToWorker:
         self._worker.end(self, End(self._number, self.since, why))
 
 
-class LegsOfWorker:
-    """What one worker has told. `say`: says something to it."""
+class Legs(Protocol):
+    """Those of all workers in one pool: what a worker tells, and asks, goes there."""
 
-    def __init__(self, say: Callable[[bytes], None]) -> None:
-        self.say = say
+    def tell(self, worker: LegsOfWorker, number: int, engines: Sequence[EngineLegs]) -> None:
+        """See `LegsOfWorker.tell`."""
+
+    async def may_wait(self, worker: LegsOfWorker, url: str, wait: str, push: Named | None) -> bool:
+        """See `LegsOfWorker.may_wait`."""
+
+    def left(self, worker: LegsOfWorker) -> None:
+        """The worker has ended."""
+
+
+class LegsOfWorker:
+    """What one worker has told, in the pool with number `pool`. A `Holder`."""
+
+    def __init__(self, of_all: Legs, client: SchedulerClient, pool: int) -> None:
+        self._of_all = of_all
+        self._client = client
+        self._pool = pool
         self.loading: dict[str, int] = {}
         """The prompt tokens whose KV is loading, by engines."""
         self.legs: dict[str, dict[Named, LegOfWorker]] = {}
@@ -107,13 +131,47 @@ class LegsOfWorker:
         """The pushes that they await, by decode engines."""
         self.is_late = False
         """Whether it has not answered in time."""
-        self.questions: set[asyncio.Task[None]] = set()
         self.at_once = asyncio.Semaphore(AT_ONCE)
         self._ends: dict[str, tuple[list[End], list[End]]] = {}
         """What is to end, by engines: legs and pushes."""
+        client.hold(self)
+        client.serve(LegsOfWorker, self, pool)
 
     def __repr__(self) -> str:
         return f"<LegsOfWorker {self.legs!r}>"
+
+    def __len__(self) -> int:
+        return 0  # legs have leases, which are counted
+
+    def unwanted(self, number: int, *, is_sent: bool) -> None:
+        """See `Holder`. An answer leaves nothing."""
+
+    def close(self) -> None:
+        """See `Holder`."""
+        self._of_all.left(self)
+
+    # -- what the worker calls
+
+    @told
+    def tell(self, number: int, engines: Sequence[EngineLegs]) -> None:
+        """Take what its legs have shown. Of engines that it does not name nothing has changed.
+        `number`: of `LegsAtWorker.tell_legs`; 0 comes by itself, from a worker that is asked from
+        now on.
+        """
+        self._of_all.tell(self, number, engines)
+
+    @asked
+    def may_wait(self, number: int, url: str, wait: str, push: Named | None) -> Answer[bool]:
+        """Return whether a leg at an engine may go on waiting behind its deadline. `wait`: which;
+        or `push`, if that may be lost.
+        """
+        return self._of_all.may_wait(self, url, wait, push)
+
+    # -- what it has told
+
+    def ask(self, number: int, *, legs: bool) -> None:
+        """Have it tell: see `LegsAtWorker`."""
+        self._client.tell(LegsAtWorker.tell_legs, self._pool, number, legs=legs)
 
     def moved(self, one: EngineLegs) -> None:
         """Add what has moved."""
@@ -125,13 +183,13 @@ class LegsOfWorker:
         """Take what its legs at an engine show now. `open_legs`: those of the engine."""
         before, pushes = self.legs.pop(url, {}), self.pushes.pop(url, {})
         legs: dict[Named, LegOfWorker] = {}
-        for told in shown.legs:
-            name = told.number, told.since
+        for one in shown.legs:
+            name = one.number, one.since
             leg = before.pop(name, None)
             if leg is None:
-                leg = LegOfWorker(self, url, told)
+                leg = LegOfWorker(self, url, one)
             else:
-                leg.take(told)
+                leg.take(one)
             legs[name] = leg
         for leg in before.values():
             open_legs.legs.pop(leg, None)
@@ -170,4 +228,4 @@ class LegsOfWorker:
     def _send_ends(self) -> None:
         ends, self._ends = self._ends, {}
         for url, (legs, pushes) in ends.items():
-            self.say(encode(Ends(url, legs, pushes)))
+            self._client.tell(LegsAtWorker.end, self._pool, url, legs, pushes)

@@ -8,7 +8,9 @@ count as those whose clients have left as their engines disappeared.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -17,36 +19,41 @@ from pdproxy.deciding.engines_lost import EnginesLost
 from pdproxy.deciding.few_first import Permit
 from pdproxy.deciding.retry_budget import RetrySlot
 from pdproxy.deciding.retry_slots import RetrySlots
-from pdproxy.kit.errors import EnginesLostError
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.losses import SOON, Fingerprint, LostUnder
-from pdproxy.workers.links import LinkError
-from pdproxy.workers.loss_messages import (
-    Answered,
-    AskChange,
-    AskForbidden,
-    AskJudge,
-    AskSlot,
-    AskTurn,
-    Broke,
-    HeldSlots,
-    Judgement,
-    Known,
-    Left,
-    Over,
-    Refusal,
-    Sender,
-    SlotOver,
-    TurnAnswer,
-    TurnOver,
-    decode_asked,
-    decode_told,
-    encode,
-    topic,
-)
-from pdproxy.workers.scheduler_clients import MAX_OPEN, SchedulerClient
+from pdproxy.workers.admitted_worker import ClientName
+from pdproxy.workers.calls import Answer, asked, told
+from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
+
+
+class Sender(msgspec.Struct, array_like=True):
+    """A worker's request under which engines may be lost. `number`: the worker's; `lost`: how many
+    engines were lost under it before.
+    """
+
+    number: int
+    request_id: str
+    client: ClientName
+    lost: int
+
+
+class Judgement(msgspec.Struct, array_like=True):
+    """How many engines were lost under a request. `refusal`: the text of the error with which no
+    other one is tried, and when it may be sent again; None: it may be tried.
+    """
+
+    lost: int
+    refusal: tuple[str, float | None] | None
+
+
+class LossesAtWorker(Protocol):
+    """What workers are told."""
+
+    @told
+    def know(self, fingerprints: Sequence[Fingerprint], clients: Sequence[ClientName]) -> None:
+        """All suspects."""
 
 
 class _Request(msgspec.Struct, eq=False):
@@ -55,65 +62,201 @@ class _Request(msgspec.Struct, eq=False):
     """
 
     request_id: str
-    client: bytes | str
+    client: ClientName
     lost: list[LostUnder] = []
     fingerprint: Fingerprint | None = None
     broken: list[Lease] = []
 
 
-class _OfWorker(msgspec.Struct, eq=False):
-    """What one worker has, by its own numbers."""
-
-    requests: dict[int, _Request] = {}
-    slots: dict[int, RetrySlot] = {}
-    turns: dict[int, Permit] = {}
-
-    def turn_left(self, number: int) -> Callable[[bool], None]:
-        """Return what forgets a turn as it is left."""
-
-        def left(_: bool) -> None:
-            self.turns.pop(number, None)
-
-        return left
+_NOBODY = _Request("", "")
+"""A request under which no engine is lost."""
 
 
-class LossesOfWorkers:
-    """Those of the pool with the number `at`."""
+class LossesOfPool(msgspec.Struct, frozen=True, eq=False):
+    """What decides in one pool."""
 
-    def __init__(
-        self,
-        links: SchedulerLinks,
-        at: int,
-        ledger: Ledger,
-        lost: EnginesLost,
-        slots: RetrySlots,
-        comebacks: Comebacks,
-    ) -> None:
-        self._links = links
-        self._topic = topic(at)
-        self._ledger = ledger
-        self._lost = lost
-        self._slots = slots
-        self._comebacks = comebacks
-        self._workers: dict[SchedulerClient, _OfWorker] = {}
-        self._will_tell = False
-        lost.changed = self._changed
-        links.hears[self._topic] = self._hear
-        links.answers[self._topic] = self._answer
-        links.greets.append(self._greet)
-        links.leaves.append(self._leave)
+    ledger: Ledger
+    lost: EnginesLost
+    slots: RetrySlots
+    comebacks: Comebacks
+
+
+class LossesOfWorker:
+    """Those of one worker in a pool. A `Holder`. Slots and turns have the numbers of the questions
+    for them, and requests numbers of the worker's own.
+    """
+
+    def __init__(self, pool: LossesOfPool) -> None:
+        self._pool = pool
+        self._requests: dict[int, _Request] = {}
+        self._slots: dict[int, RetrySlot] = {}
+        self._turns: dict[int, Permit] = {}
 
     def __repr__(self) -> str:
-        return f"<LossesOfWorkers {self._topic}, {len(self._workers)} workers>"
+        return f"<LossesOfWorker {len(self._requests)} requests, {len(self._slots)} slots>"
 
-    # -- the suspects
+    def __len__(self) -> int:
+        return len(self._requests) + len(self._slots) + len(self._turns)
 
-    def _known(self) -> bytes:
-        known = self._lost.known
-        return encode(Known([*known.fingerprints], [*known.clients]))
+    def unwanted(self, number: int, *, is_sent: bool) -> None:
+        """See `Holder`."""
+        self.slot_over(number, lost=False)
+        self.turn_over(number, harmless=False)
 
-    def _greet(self, client: SchedulerClient) -> None:
-        client.say(self._topic, self._known())
+    def close(self) -> None:
+        """See `Holder`."""
+        for slot in self._slots.values():
+            slot.leave()
+        for turn in [*self._turns.values()]:
+            turn.leave_in(SOON, harmless=False)
+        for request in self._requests.values():
+            if request.broken and request.fingerprint is not None:
+                self._pool.lost.left(request, request.broken, request.fingerprint)
+
+    def _request(self, sender: Sender) -> _Request:
+        found = self._requests.get(sender.number)
+        if found is None:
+            found = _Request(sender.request_id, sender.client)
+            self._requests[sender.number] = found
+            if sender.lost:
+                self._pool.lost.restore(found, sender.lost)
+        return found
+
+    def _leases(self, url: str, since: float) -> list[Lease]:
+        engine = self._pool.ledger.get(url)
+        return [] if engine is None else [Lease(engine, engine.role, 0, closed=True, since=since)]
+
+    # -- what the worker tells
+
+    @told
+    def broke(self, sender: Sender, url: str, since: float, *, streamed: bool, at: float) -> None:
+        """See `Losses`. `at`: when it has broken."""
+        request = self._request(sender)
+        for lease in self._leases(url, since):
+            self._pool.lost.broke(request, lease.engine, since, streamed=streamed, at=at)
+            request.broken.append(lease)
+
+    @told
+    def left(
+        self, sender: Sender, legs: Sequence[tuple[str, float]], fingerprint: Fingerprint
+    ) -> None:
+        """See `Losses`. `legs`: to which engines, and since when."""
+        leases = [lease for leg in legs for lease in self._leases(*leg)]
+        self._pool.lost.left(self._request(sender), leases, fingerprint)
+
+    @told
+    def answered(self, client: ClientName, fingerprint: Fingerprint | None, *, whole: bool) -> None:
+        """See `Losses`."""
+        self._pool.lost.answered(client, fingerprint, whole=whole)
+
+    @told
+    def over(self, request: int) -> None:
+        """A request is over."""
+        self._requests.pop(request, None)
+
+    @told
+    def slot_over(self, slot: int, *, lost: bool) -> None:
+        """See `Slot.leave`. `lost`: whether `Slot.lost` was called."""
+        if (found := self._slots.pop(slot, None)) is not None:
+            if lost:
+                found.lost()
+            found.leave()
+
+    @told
+    def turn_over(self, turn: int, *, harmless: bool, seconds: float | None = None) -> None:
+        """See `Turn.leave`, or `Turn.leave_in` so many seconds."""
+        if (found := self._turns.get(turn)) is None:
+            return
+        if seconds is None:
+            found.leave(harmless=harmless)
+        else:
+            found.leave_in(seconds, harmless=harmless)
+
+    @told
+    def restore(self, slots: Sequence[int]) -> None:
+        """Take over the slots that it has of a scheduler process that was before."""
+        for number in slots:
+            self._slots[number] = self._pool.slots.restore()
+
+    # -- what the worker asks
+
+    @asked
+    def slot(self, number: int, sender: Sender | None) -> Answer[bool]:
+        """See `deciding.retry_slots`. Whether there is a place for one more attempt. `sender`: None
+        if no engine was lost under the request.
+        """
+        return self._slot(number, _NOBODY if sender is None else self._request(sender))
+
+    async def _slot(self, number: int, request: _Request) -> bool:
+        slot = await self._pool.slots.enter(request)
+        if slot is not None:
+            self._slots[number] = slot
+        return slot is not None
+
+    @asked
+    def engines_change(self, number: int, model: str | None, until: float) -> Answer[bool]:
+        """See `Comebacks.wait`."""
+        return self._pool.comebacks.wait(model, until)
+
+    @asked
+    def turn(
+        self, number: int, sender: Sender, fingerprint: Fingerprint, seconds: float
+    ) -> Answer[bool]:
+        """See `Losses`. Whether there is a turn."""
+        request = self._request(sender)
+        request.fingerprint = fingerprint
+        return self._turn(number, request, fingerprint, seconds)
+
+    async def _turn(
+        self, number: int, request: _Request, fingerprint: Fingerprint, seconds: float
+    ) -> bool:
+        turn = await self._pool.lost.turn(request, fingerprint, seconds)
+        if turn is None:
+            return False
+        self._turns[number] = turn
+        turn.add(partial(self._left_turn, number))
+        return True
+
+    def _left_turn(self, number: int, _: bool) -> None:
+        self._turns.pop(number, None)
+
+    @asked
+    def judge(
+        self, number: int, sender: Sender, fingerprint: Fingerprint | None, *, looks_back: bool
+    ) -> Answer[Judgement]:
+        """See `Losses`."""
+        request = self._request(sender)
+        request.fingerprint = request.fingerprint or fingerprint
+        return self._judge(request, fingerprint, looks_back)
+
+    async def _judge(
+        self, request: _Request, fingerprint: Fingerprint | None, looks_back: bool
+    ) -> Judgement:
+        lost = self._pool.lost
+        error = await lost.judge(request, fingerprint, looks_back=looks_back)
+        request.broken.clear()
+        refusal = None if error is None else (error.message, error.retry_after)
+        return Judgement(lost.lost_under(request), refusal)
+
+    @asked
+    def forbidden(self, number: int, sender: Sender) -> Answer[Sequence[str]]:
+        """See `Losses`."""
+        return self._pool.lost.forbidden(self._request(sender))
+
+
+class Suspects:
+    """Tells workers of the suspects of the pool with this number."""
+
+    def __init__(self, links: SchedulerLinks, pool: int, lost: EnginesLost) -> None:
+        self._links = links
+        self._pool = pool
+        self._lost = lost
+        self._will_tell = False
+        lost.changed = self._changed
+        links.greets.append(self._tell_one)
+
+    def __repr__(self) -> str:
+        return f"<Suspects of pool {self._pool}>"
 
     def _changed(self) -> None:
         """Tell all workers, once per turn of the event loop."""
@@ -123,112 +266,21 @@ class LossesOfWorkers:
 
     def _tell(self) -> None:
         self._will_tell = False
-        self._links.say(self._topic, self._known())
+        for client in self._links.clients:
+            self._tell_one(client)
 
-    # -- a worker
-
-    def _of(self, client: SchedulerClient) -> _OfWorker:
-        found = self._workers.get(client)
-        if found is None:
-            found = self._workers[client] = _OfWorker()
-        return found
-
-    def _request(self, client: SchedulerClient, sender: Sender) -> _Request:
-        requests = self._of(client).requests
-        found = requests.get(sender.number)
-        if found is None:
-            if len(requests) >= MAX_OPEN:
-                raise LinkError(f"a worker has {MAX_OPEN} requests under which engines are lost")
-            found = requests[sender.number] = _Request(sender.request_id, sender.client)
-            if sender.lost:
-                self._lost.restore(found, sender.lost)
-        return found
-
-    def _leases(self, url: str, since: float) -> list[Lease]:
-        engine = self._ledger.get(url)
-        return [] if engine is None else [Lease(engine, engine.role, 0, closed=True, since=since)]
-
-    def _leave(self, client: SchedulerClient) -> None:
-        """A worker says no more."""
-        of = self._workers.pop(client, None)
-        if of is None:
-            return
-        for slot in of.slots.values():
-            slot.leave()
-        for turn in [*of.turns.values()]:
-            turn.leave_in(SOON, harmless=False)
-        for request in of.requests.values():
-            if request.broken and request.fingerprint is not None:
-                self._lost.left(request, request.broken, request.fingerprint)
-
-    # -- what it tells
-
-    def _hear(self, client: SchedulerClient, body: bytes) -> None:
-        of = self._of(client)
-        match decode_told(body):
-            case Broke(sender, url, since, at, streamed):
-                request = self._request(client, sender)
-                for lease in self._leases(url, since):
-                    self._lost.broke(request, lease.engine, since, streamed=streamed, at=at)
-                    request.broken.append(lease)
-            case Left(sender, legs, fingerprint):
-                leases = [lease for leg in legs for lease in self._leases(*leg)]
-                self._lost.left(self._request(client, sender), leases, fingerprint)
-            case Answered(name, fingerprint, whole):
-                self._lost.answered(name, fingerprint, whole=whole)
-            case Over(number):
-                of.requests.pop(number, None)
-            case SlotOver(number, lost):
-                if (slot := of.slots.pop(number, None)) is not None:
-                    if lost:
-                        slot.lost()
-                    slot.leave()
-            case TurnOver(number, harmless, seconds):
-                if (turn := of.turns.get(number)) is None:
-                    return
-                if seconds is None:
-                    turn.leave(harmless=harmless)
-                else:
-                    turn.leave_in(seconds, harmless=harmless)
-            case HeldSlots(numbers):
-                for number in numbers[:MAX_OPEN]:
-                    of.slots[number] = self._slots.restore()
-
-    # -- what it asks
-
-    async def _answer(self, client: SchedulerClient, number: int, body: bytes) -> bytes:
-        of = self._of(client)
-        match decode_asked(body):
-            case AskSlot(sender):
-                asking = _NOBODY if sender is None else self._request(client, sender)
-                slot = await self._slots.enter(asking)
-                if slot is not None:
-                    of.slots[number] = slot
-                return encode(slot is not None)
-            case AskChange(model, until):
-                return encode(await self._comebacks.wait(model, until))
-            case AskTurn(sender, fingerprint, seconds):
-                request = self._request(client, sender)
-                request.fingerprint = fingerprint
-                try:
-                    turn = await self._lost.turn(request, fingerprint, seconds)
-                except EnginesLostError as error:
-                    return encode(TurnAnswer(is_given=False, refusal=Refusal.of(error)))
-                if turn is not None:
-                    of.turns[number] = turn
-                    turn.add(of.turn_left(number))
-                return encode(TurnAnswer(turn is not None))
-            case AskJudge(sender, fingerprint, looks_back):
-                request = self._request(client, sender)
-                request.fingerprint = request.fingerprint or fingerprint
-                found = await self._lost.judge(request, fingerprint, looks_back=looks_back)
-                request.broken.clear()
-                refusal = None if found is None else Refusal.of(found)
-                return encode(Judgement(self._lost.lost_under(request), refusal))
-            case AskForbidden(sender):
-                return encode(await self._lost.forbidden(self._request(client, sender)))
-        raise AssertionError(body)
+    def _tell_one(self, client: SchedulerClient) -> None:
+        known = self._lost.known
+        client.tell(LossesAtWorker.know, self._pool, [*known.fingerprints], [*known.clients])
 
 
-_NOBODY = _Request("", "")
-"""A request under which no engine is lost."""
+def decide_losses(links: SchedulerLinks, at: int, pool: LossesOfPool) -> None:
+    """Decide for all workers in the pool with this number."""
+    Suspects(links, at, pool.lost)
+
+    def greet(client: SchedulerClient) -> None:
+        losses = LossesOfWorker(pool)
+        client.hold(losses)
+        client.serve(LossesOfWorker, losses, at)
+
+    links.greets.append(greet)

@@ -8,31 +8,25 @@ own numbers with what the legs of all workers have there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.open_legs import OpenLeg
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, StandstillError, Wait
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineTimeoutError,
+    OverloadedError,
+    StandstillError,
+    Wait,
+)
 from pdproxy.scheduling.pace import Pace
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.workers.audit import WorkerAuditor
-from pdproxy.workers.leg_messages import (
-    Answer,
-    Ask,
-    End,
-    EngineLegs,
-    Question,
-    Questions,
-    Shown,
-    Told,
-    ToldLeg,
-    ToldPush,
-    decode_of_scheduler,
-    encode,
-    topic,
-)
-from pdproxy.workers.scheduler_link import SchedulerLink
+from pdproxy.workers.leg_messages import End, EngineLegs, Shown, ToldLeg, ToldPush
+from pdproxy.workers.legs_of_worker import LegsAtWorker, LegsOfWorker, Named
+from pdproxy.workers.scheduler_link import PATIENCE, SchedulerLink
 
 ANSWERED = 30.0
 """Seconds for which an answer is waited for. Behind that, a leg may not go on waiting."""
@@ -74,7 +68,7 @@ class OwnLegs:
         now: Callable[[], float],
     ) -> None:
         self._link = link
-        self._topic = topic(pool)
+        self._pool = pool
         self._engines = engines
         self._auditor = auditor
         self._now = now
@@ -83,15 +77,12 @@ class OwnLegs:
         self._told_at = 0.0
         self._told: set[str] = set()
         """Engines of which open legs were told."""
-        self._next = 0
-        self._open: dict[int, tuple[Question, asyncio.Future[bool]]] = {}
-        link.hears[self._topic] = self._heard
-        link.holds[self._topic] = self._begin
-        link.say(self._topic, encode(Told(0)))
+        link.serve(LegsAtWorker, self, pool)
+        link.begins.append(self._begin)
         engines.watch(self)
 
     def __repr__(self) -> str:
-        return f"<OwnLegs of {self._topic!r}, {len(self._open)} questions>"
+        return f"<OwnLegs of pool {self._pool}>"
 
     def added(self, engine: Engine) -> None:
         """Note what its legs show of its pace."""
@@ -100,28 +91,21 @@ class OwnLegs:
     def removed(self, engine: Engine) -> None:
         """Its legs are told until they are over."""
 
-    def _begin(self) -> bytes:
-        """Return what a new scheduler process is told first."""
+    def _begin(self) -> None:
+        """Have a new scheduler process ask from now on."""
         self._auditor.tell_anew()
         self._told_at = 0.0
         self._told.clear()
-        return encode(Questions([question for question, _ in self._open.values()]))
-
-    def _heard(self, body: bytes) -> None:
-        item = decode_of_scheduler(body)
-        if isinstance(item, Ask):
-            told = self._auditor.changes()
-            if item.legs:
-                self._show(told)
-            self._link.say(self._topic, encode(Told(item.number, list(told.values()))))
-        elif isinstance(item, Answer):
-            _, answer = self._open.get(item.number, (None, None))
-            if answer is not None and not answer.done():
-                answer.set_result(item.may_wait)
-        else:
-            self._end(item.url, item.legs, item.pushes)
+        self._link.tell(LegsOfWorker.tell, self._pool, 0, [])
 
     # -- telling
+
+    def tell_legs(self, number: int, *, legs: bool) -> None:
+        """See `LegsAtWorker`."""
+        told = self._auditor.changes()
+        if legs:
+            self._show(told)
+        self._link.tell(LegsOfWorker.tell, self._pool, number, list(told.values()))
 
     def _show(self, told: dict[str, EngineLegs]) -> None:
         """Add what legs show of the engines of which there is something new."""
@@ -144,8 +128,8 @@ class OwnLegs:
                 )
                 told.setdefault(url, EngineLegs(url)).shown = shown
 
-    def _end(self, url: str, legs: Sequence[End], pushes: Sequence[End]) -> None:
-        """End legs of an engine. Those that are over are not there any more."""
+    def end(self, url: str, legs: Sequence[End], pushes: Sequence[End]) -> None:
+        """See `LegsAtWorker`. Those that are over are not there any more."""
         engine = self._engines.known.get(url)
         if engine is not None and legs:
             open_legs = {(id(leg), leg.since): leg for leg in engine.open_legs.legs}
@@ -176,21 +160,17 @@ class OwnLegs:
         """Return whether a push is lost: see `serving.kv.late_pushes.LatePushes.is_lost`."""
         return not await self._ask(custody.prefill, "", (id(custody), custody.since))
 
-    async def _ask(self, url: str, wait: str, push: tuple[int, float] | None) -> bool:
+    async def _ask(self, url: str, wait: str, push: Named | None) -> bool:
         """Ask whether a leg may go on waiting. It may not if there is no answer in time."""
-        self._next += 1
-        number = self._next
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        question = Question(number, url, wait, push)
-        self._open[number] = question, answer
-        self._link.say(self._topic, encode(question))
-        try:
+        link, method = self._link, LegsOfWorker.may_wait
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWERED):
-                return await answer
-        except TimeoutError:
-            return False
-        finally:
-            del self._open[number]
+                while True:
+                    try:
+                        return await link.ask(link.question(), method, self._pool, url, wait, push)
+                    except OverloadedError:  # there is no scheduler process yet
+                        await asyncio.sleep(PATIENCE)
+        return False
 
 
 def _told(leg: OpenLeg) -> ToldLeg:

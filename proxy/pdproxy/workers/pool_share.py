@@ -46,7 +46,7 @@ from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
 from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.kept_sockets import KeptSockets
 from pdproxy.workers.legs_of_all import LegsOfAll
-from pdproxy.workers.loss_clients import LossesOfWorkers
+from pdproxy.workers.loss_clients import LossesOfPool, decide_losses
 from pdproxy.workers.members import MembersOfAll
 from pdproxy.workers.notices import NoticesForWorkers, take_notices
 from pdproxy.workers.own_legs import OwnLegs
@@ -55,11 +55,11 @@ from pdproxy.workers.registrations import RegistrationsForWorkers, Registrations
 from pdproxy.workers.remote_losses import RemoteLosses
 from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
 from pdproxy.workers.remote_turns import RemoteTurns
-from pdproxy.workers.scheduler_clients import PoolChoices
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.state_view import StateView
 from pdproxy.workers.state_writer import StateWriter
 from pdproxy.workers.turns_of_workers import UNITS, RecordedTurns, WorkersTurns
+from pdproxy.workers.worker_choices import PoolChoices
 
 
 class PoolMemory:
@@ -192,7 +192,6 @@ class WorkerPoolShare:
             )
             return local
         link, at = self._choosing.link, self.at
-        engines.keep_known(lambda: link.urls(at))
         observers.add(Refusals(link, at))
         return RemoteScheduler(
             link, at, engines, ledger, observers, local.fits, self._now, self._remote_turns
@@ -280,9 +279,8 @@ class WorkerPoolShare:
 
     def decides(self, decided: Decided, ledger: Ledger) -> None:
         """See `PoolShare`."""
-        LossesOfWorkers(
-            self._choosing, self.at, ledger, decided.lost, decided.slots, decided.comebacks
-        )
+        pool = LossesOfPool(ledger, decided.lost, decided.slots, decided.comebacks)
+        decide_losses(self._choosing, self.at, pool)
 
     def waits(
         self, custodian: Custodian

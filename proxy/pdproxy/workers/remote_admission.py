@@ -13,22 +13,15 @@ from pdproxy.kit.errors import LimitError, RefusalReason
 from pdproxy.scheduling.admission import NO_DEMAND, AdmittedClient, RequestDemand
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.settings.keys import KeyLimits
-from pdproxy.workers.admission_messages import (
-    CaughtUp,
-    Charged,
-    Enter,
-    Evict,
+from pdproxy.workers.admitted_worker import (
+    AdmissionAtWorker,
+    AdmittedWorker,
+    ClientName,
     HeldPlace,
     HeldUse,
-    Left,
-    Overdrawn,
-    ReadsSlowly,
-    Reserve,
-    Spent,
-    UseEnded,
-    UseKey,
+    QuotasAtWorker,
 )
-from pdproxy.workers.scheduler_link import SchedulerLink
+from pdproxy.workers.scheduler_link import Question, SchedulerLink
 
 
 class RemoteAdmission:
@@ -43,8 +36,8 @@ class RemoteAdmission:
         self._closed = False
         self._drained = asyncio.Event()
         """Set once admission is closed and no place is taken any more."""
-        link.places = lambda: [place.held for place in self._places.values()]
-        link.evict = self._evict
+        link.begins.append(self._begin)
+        link.serve(AdmissionAtWorker, self)
         clients.caught_up = self._caught_up
 
     def __repr__(self) -> str:
@@ -81,25 +74,33 @@ class RemoteAdmission:
         number = link.numbers(1)
         self._waiting.add(number)
         try:
-            await link.ask(Enter(number, client.name, client.weight, demand, deadline), 1)
+            await link.ask(
+                Question(number),
+                AdmittedWorker.enter,
+                0,
+                client.name,
+                client.weight,
+                demand,
+                deadline,
+            )
         finally:
             self._waiting.discard(number)
             if self.closed:  # since it waits
                 self._check_drained()
         held = HeldPlace(number, client.name, client.weight, demand)
-        place = self._places[number] = RemotePlace(self, held)
+        place = self._places[number] = RemotePlace(self, link, held)
         return place
 
-    def left(self, place: RemotePlace, left: Left) -> None:
-        """End a place."""
-        if self._places.pop(left.place, None) is place:
-            self._link.tell(left)
-            if self._closed:
-                self._check_drained()
+    def left(self, place: RemotePlace) -> bool:
+        """Return whether a place was not left before. It is, now."""
+        is_new = self._places.pop(place.held.number, None) is not None
+        if self._closed:
+            self._check_drained()
+        return is_new
 
     def over_share(self, client: AdmittedClient) -> bool:
         """See `Admission`. The scheduler process says a moment later if the client is."""
-        self._link.tell(ReadsSlowly(client.name))
+        self._link.tell(AdmittedWorker.reads_slowly, 0, client.name)
         return False
 
     async def close(self) -> None:
@@ -115,20 +116,26 @@ class RemoteAdmission:
             self._drained.set()
 
     def _caught_up(self, client: Client) -> None:
-        self._link.tell(CaughtUp(client.name))
+        self._link.tell(AdmittedWorker.caught_up, 0, client.name)
 
-    def _evict(self, item: Evict) -> None:
-        if (client := self._clients.get(item.client)) is not None:
-            self._clients.evict_reader(client)
+    def evict(self, client: ClientName) -> None:
+        """See `AdmissionAtWorker`."""
+        if (own := self._clients.get(client)) is not None:
+            self._clients.evict_reader(own)
+
+    def _begin(self) -> None:
+        held = [place.held for place in self._places.values()]
+        self._link.tell(AdmittedWorker.restore_places, 0, held)
 
 
 class RemotePlace:
     """A `scheduling.admission.Place`."""
 
-    __slots__ = ("_admission", "held")
+    __slots__ = ("_admission", "_link", "held")
 
-    def __init__(self, admission: RemoteAdmission, held: HeldPlace) -> None:
+    def __init__(self, admission: RemoteAdmission, link: SchedulerLink, held: HeldPlace) -> None:
         self._admission = admission
+        self._link = link
         self.held = held
 
     def leave(
@@ -141,8 +148,17 @@ class RemotePlace:
         answered: bool = True,
     ) -> None:
         """See `Place`."""
-        left = Left(self.held.number, seconds, prompt, completion, late, answered)
-        self._admission.left(self, left)
+        if self._admission.left(self):
+            self._link.tell(
+                AdmittedWorker.left,
+                0,
+                self.held.number,
+                seconds,
+                prompt,
+                completion,
+                late=late,
+                answered=answered,
+            )
 
 
 class RemoteQuotas:
@@ -154,8 +170,8 @@ class RemoteQuotas:
         self._link = link
         self._limits = limits
         self._uses: dict[int, RemoteUse] = {}
-        link.uses = lambda: [use.held for use in self._uses.values()]
-        link.overdrawn = self._overdrawn
+        link.begins.append(self._begin)
+        link.serve(QuotasAtWorker, self)
 
     def __repr__(self) -> str:
         return f"<RemoteQuotas {len(self._uses)} uses>"
@@ -165,16 +181,22 @@ class RemoteQuotas:
         if key not in self._limits():
             return None
         number = self._link.numbers(1)
-        await self._link.ask(UseKey(number, key), 1)
+        await self._link.ask(Question(number), AdmittedWorker.use_key, 0, key)
         use = self._uses[number] = RemoteUse(self._link, HeldUse(number, key, None, 0), self._ended)
         return use
 
     def _ended(self, number: int) -> None:
         self._uses.pop(number, None)
 
-    def _overdrawn(self, item: Overdrawn) -> None:
-        if (use := self._uses.get(item.use)) is not None:
-            use.overdrawn = item
+    def overdrawn(self, use: int, text: str, retry_after: float | None) -> None:
+        """See `QuotasAtWorker`."""
+        if (own := self._uses.get(use)) is not None:
+            error = LimitError(text, RefusalReason.KEY_TOKENS, retry_after=retry_after)
+            own.overdrawn = error
+
+    def _begin(self) -> None:
+        held = [use.held for use in self._uses.values()]
+        self._link.tell(AdmittedWorker.restore_uses, 0, held)
 
 
 class RemoteUse:
@@ -187,14 +209,15 @@ class RemoteUse:
         self._ended = ended
         self._own = 0
         self.held = held
-        self.overdrawn: Overdrawn | None = None
+        self.overdrawn: LimitError | None = None
         """What the scheduler process has said to tokens that were spent."""
 
     async def reserve(self, prompt: int, most: int | None, answers: int = 1) -> None:
         """See `Use`."""
         link, held = self._link, self.held
         self._own = most_of(prompt, most)
-        await link.ask(Reserve(link.numbers(1), held.number, prompt, most, answers), 1)
+        reserve = AdmittedWorker.reserve
+        await link.ask(link.question(), reserve, 0, held.number, prompt, most, answers)
         held.reserved = prompt, most, answers
 
     def spend(self, tokens: int) -> None:
@@ -202,17 +225,17 @@ class RemoteUse:
         held = self.held
         held.spent += tokens
         self._own = max(self._own, held.spent)
-        self._link.tell(Spent(held.number, tokens))
-        if (told := self.overdrawn) is not None:
+        self._link.tell(AdmittedWorker.spend, 0, held.number, tokens)
+        if (error := self.overdrawn) is not None:
             self.overdrawn = None
-            raise LimitError(told.text, RefusalReason.KEY_TOKENS, retry_after=told.retry_after)
+            raise error
 
     def end(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> None:
         """See `Use`."""
         number = self.held.number
         self._ended(number)
-        self._link.tell(UseEnded(number, tokens, unseen, seen))
+        self._link.tell(AdmittedWorker.end, 0, number, tokens, unseen, seen)
 
     def add(self, tokens: int) -> None:
         """See `Use`."""
-        self._link.tell(Charged(self.held.key, tokens, self._own))
+        self._link.tell(AdmittedWorker.charge, 0, self.held.key, tokens, self._own)

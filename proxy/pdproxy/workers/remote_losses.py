@@ -4,7 +4,6 @@ message to the scheduler process.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from pdproxy.fleet.engines import EngineRegistry
@@ -12,31 +11,8 @@ from pdproxy.kit.errors import EnginesLostError
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.losses import Fingerprint, KnownSuspects, RequestAtRisk
-from pdproxy.workers.loss_messages import (
-    Answered,
-    AskChange,
-    AskForbidden,
-    AskJudge,
-    AskSlot,
-    AskTurn,
-    Broke,
-    HeldSlots,
-    Judgement,
-    Known,
-    Left,
-    Over,
-    Question,
-    Sender,
-    SlotOver,
-    Told,
-    TurnAnswer,
-    TurnOver,
-    decoded,
-    encode,
-    topic,
-)
+from pdproxy.workers.loss_clients import LossesAtWorker, LossesOfWorker, Sender
 from pdproxy.workers.scheduler_link import SchedulerLink
-from pdproxy.workers.scheduler_messages import Asked, Replied
 
 
 class RemoteLosses:
@@ -48,64 +24,58 @@ class RemoteLosses:
         self, link: SchedulerLink, pool: int, engines: EngineRegistry, now: Callable[[], float]
     ) -> None:
         self._link = link
-        self._topic = topic(pool)
+        self._pool = pool
         self._engines = engines
         self._now = now
         self.known = KnownSuspects()
         """As the scheduler process has told them last."""
         self._slots: set[int] = set()
-        link.hears[self._topic] = self._hear
-        link.holds[self._topic] = lambda: encode(HeldSlots([*self._slots]))
+        link.serve(LossesAtWorker, self, pool)
+        link.begins.append(self._begin)
 
     def __repr__(self) -> str:
-        return f"<RemoteLosses {self._topic}, {len(self._slots)} slots>"
+        return f"<RemoteLosses of pool {self._pool}, {len(self._slots)} slots>"
 
-    def _hear(self, body: bytes) -> None:
-        told, known = decoded(body, Known), self.known
-        known.fingerprints, known.clients = frozenset(told.fingerprints), frozenset(told.clients)
-        known.remembers = bool(told.fingerprints or told.clients)
+    def know(self, fingerprints: Sequence[Fingerprint], clients: Sequence[bytes | str]) -> None:
+        """See `LossesAtWorker`."""
+        known = self.known
+        known.fingerprints, known.clients = frozenset(fingerprints), frozenset(clients)
+        known.remembers = bool(fingerprints or clients)
 
-    def tell(self, item: Told) -> None:
-        """Tell the scheduler process something."""
-        self._link.say(self._topic, encode(item))
-
-    async def _ask(self, item: Question, number: int | None = None) -> bytes:
-        """Return the answer to a question. Raises OverloadedError without a scheduler process."""
-        number = self._link.numbers(1) if number is None else number
-        found = await self._link.ask(Asked(number, self._topic, encode(item)), 1)
-        assert isinstance(found, Replied)
-        return found.body
+    def _begin(self) -> None:
+        self._link.tell(LossesOfWorker.restore, self._pool, [*self._slots])
 
     def _sender(self, sender: RequestAtRisk) -> Sender:
+        lost = self._lost_under(sender)
+        return Sender(lost.number, sender.request_id, sender.client, lost.engines)
+
+    def _lost_under(self, sender: RequestAtRisk) -> _LostUnder:
         if not sender.lost:
-            sender.lost.append(_LostUnder(self, self._link.numbers(1)))
+            sender.lost.append(_LostUnder(self._link, self._pool))
         lost = sender.lost[0]
         assert isinstance(lost, _LostUnder)
-        return Sender(lost.number, sender.request_id, sender.client, lost.engines)
+        return lost
 
     # -- tried again
 
     async def slot(self, sender: RequestAtRisk) -> _Slot | None:
         """See `deciding.retry_slots`. Raises OverloadedError without a scheduler process."""
-        number = self._link.numbers(1)
-        try:
-            item = AskSlot(self._sender(sender) if sender.lost else None)
-            if not decoded(await self._ask(item, number), bool):
-                return None
-        except asyncio.CancelledError:
-            self.tell(SlotOver(number, lost=False))  # it may be on its way
-            raise
-        self._slots.add(number)
-        return _Slot(self, number)
+        link, question = self._link, self._link.question()
+        known = self._sender(sender) if sender.lost else None
+        if not await link.ask(question, LossesOfWorker.slot, self._pool, known):
+            return None
+        self._slots.add(question.number)
+        return _Slot(self, question.number)
 
     def end(self, number: int, *, lost: bool) -> None:
         """End a slot."""
         self._slots.discard(number)
-        self.tell(SlotOver(number, lost))
+        self._link.tell(LossesOfWorker.slot_over, self._pool, number, lost=lost)
 
     async def engines_change(self, model: str | None, until: float) -> bool:
         """See `deciding.comebacks`. Raises OverloadedError without a scheduler process."""
-        return decoded(await self._ask(AskChange(model, until)), bool)
+        link, method = self._link, LossesOfWorker.engines_change
+        return await link.ask(link.question(), method, self._pool, model, until)
 
     # -- what is lost
 
@@ -113,16 +83,10 @@ class RemoteLosses:
         self, sender: RequestAtRisk, fingerprint: Fingerprint, seconds: float
     ) -> _Turn | None:
         """See `Losses`. Raises OverloadedError without a scheduler process."""
-        number = self._link.numbers(1)
-        try:
-            item = AskTurn(self._sender(sender), fingerprint, seconds)
-            answer = decoded(await self._ask(item, number), TurnAnswer)
-        except asyncio.CancelledError:
-            self.tell(TurnOver(number, harmless=False))
-            raise
-        if answer.refusal is not None:
-            raise answer.refusal.error
-        return _Turn(self, number) if answer.is_given else None
+        link, question = self._link, self._link.question()
+        known, method = self._sender(sender), LossesOfWorker.turn
+        is_given = await link.ask(question, method, self._pool, known, fingerprint, seconds)
+        return _Turn(link, self._pool, question.number) if is_given else None
 
     def broke(
         self, sender: RequestAtRisk, engine: LedgerEngine, since: float, *, streamed: bool
@@ -131,7 +95,8 @@ class RemoteLosses:
         known = self._engines.get(engine.url)
         if known is None or known.in_ledger is not engine or engine.draining is not None:
             return False
-        self.tell(Broke(self._sender(sender), engine.url, since, self._now(), streamed))
+        risk, method, at = self._sender(sender), LossesOfWorker.broke, self._now()
+        self._link.tell(method, self._pool, risk, engine.url, since, streamed=streamed, at=at)
         return True
 
     def left(
@@ -139,42 +104,54 @@ class RemoteLosses:
     ) -> None:
         """See `Losses`."""
         legs = [(one.engine.url, one.since) for one in leases]
-        self.tell(Left(self._sender(sender), legs, fingerprint))
+        known, method = self._sender(sender), LossesOfWorker.left
+        self._link.tell(method, self._pool, known, legs, fingerprint)
 
     async def judge(
         self, sender: RequestAtRisk, fingerprint: Fingerprint | None, *, looks_back: bool = False
     ) -> EnginesLostError | None:
         """See `Losses`. Raises OverloadedError without a scheduler process."""
-        item = AskJudge(self._sender(sender), fingerprint, looks_back)
-        judged = decoded(await self._ask(item), Judgement)
-        lost = sender.lost[0]
-        assert isinstance(lost, _LostUnder)
+        link, lost, method = self._link, self._lost_under(sender), LossesOfWorker.judge
+        judged = await link.ask(
+            link.question(),
+            method,
+            self._pool,
+            self._sender(sender),
+            fingerprint,
+            looks_back=looks_back,
+        )
         lost.engines = max(lost.engines, judged.lost)
-        return None if judged.refusal is None else judged.refusal.error
+        if judged.refusal is None:
+            return None
+        text, retry_after = judged.refusal
+        return EnginesLostError(text, retry_after=retry_after)
 
     async def forbidden(self, sender: RequestAtRisk) -> Sequence[str]:
         """See `Losses`. Raises OverloadedError without a scheduler process."""
-        return decoded(await self._ask(AskForbidden(self._sender(sender))), list[str])
+        link, known = self._link, self._sender(sender)
+        return await link.ask(link.question(), LossesOfWorker.forbidden, self._pool, known)
 
     def answered(
         self, client: bytes | str, fingerprint: Fingerprint | None, *, whole: bool
     ) -> None:
         """See `Losses`."""
-        self.tell(Answered(client, fingerprint, whole))
+        method = LossesOfWorker.answered
+        self._link.tell(method, self._pool, client, fingerprint, whole=whole)
 
 
 class _LostUnder:
     """Says that its request is over once nothing refers to it."""
 
-    __slots__ = ("_losses", "engines", "number")
+    __slots__ = ("_link", "_pool", "engines", "number")
 
-    def __init__(self, losses: RemoteLosses, number: int) -> None:
-        self._losses = losses
-        self.number = number
+    def __init__(self, link: SchedulerLink, pool: int) -> None:
+        self._link = link
+        self._pool = pool
+        self.number = link.numbers(1)
         self.engines = 0
 
     def __del__(self) -> None:
-        self._losses.tell(Over(self.number))
+        self._link.tell(LossesOfWorker.over, self._pool, self.number)
 
     @property
     def some(self) -> bool:
@@ -206,16 +183,21 @@ class _Slot:
 class _Turn:
     """A `scheduling.losses.Turn`."""
 
-    __slots__ = ("_losses", "_number")
+    __slots__ = ("_link", "_number", "_pool")
 
-    def __init__(self, losses: RemoteLosses, number: int) -> None:
-        self._losses = losses
+    def __init__(self, link: SchedulerLink, pool: int, number: int) -> None:
+        self._link = link
+        self._pool = pool
         self._number = number
 
     def leave_in(self, seconds: float, *, harmless: bool = True) -> None:
         """See `Turn`."""
-        self._losses.tell(TurnOver(self._number, harmless, seconds))
+        self._over(harmless, seconds)
 
     def leave(self, *, harmless: bool = True) -> None:
         """See `Turn`."""
-        self._losses.tell(TurnOver(self._number, harmless))
+        self._over(harmless, None)
+
+    def _over(self, harmless: bool, seconds: float | None) -> None:
+        method, number = LossesOfWorker.turn_over, self._number
+        self._link.tell(method, self._pool, number, harmless=harmless, seconds=seconds)

@@ -14,35 +14,28 @@ from pdproxy.observe.events import Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import GOOD, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger import DOWN, Ledger
 from pdproxy.scheduling.policy import Ask
-from pdproxy.scheduling.scheduler import ANY, Constraints
+from pdproxy.scheduling.scheduler import ANY, Constraints, Scheduler
 from pdproxy.workers.remote_turns import RemoteTurn, RemoteTurns
-from pdproxy.workers.scheduler_link import Answer, HeldLease, SchedulerLink
-from pdproxy.workers.scheduler_messages import (
-    Began,
-    Choose,
-    ChooseEncoders,
-    ChooseOne,
-    ChooseTurn,
-    Chosen,
-    ChosenTurn,
-    Closed,
-    Failed,
-    FoundGone,
-    KvFailed,
-    KvLoaded,
-    KvNotMade,
-    KvTook,
-    LostModel,
-    Prefilled,
-    RefusesMore,
-    RefusesReports,
-    SpaceFree,
-    Unwanted,
-)
+from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_link import Question, SchedulerLink
 from pdproxy.workers.turn_messages import LARGEST
+from pdproxy.workers.worker_choices import ChoicesOfWorker, Chosen, Held, LeasesOfWorker
 
 MOST_UNKNOWN = 3
 """How often a choice is made where this worker does not know one of the engines yet."""
+
+
+class HeldLease(Lease):
+    """A lease of this worker, with its number. `reported`, `prompt`: what its engine says of its
+    cache. `space`: tokens whose KV has space at its engine, 0: none was taken, or it is free again.
+    `turn`: what has come with it, None: nothing.
+    """
+
+    number: int = 0
+    reported: int | None = None
+    prompt: int = 0
+    space: int = 0
+    turn: RemoteTurn | None = None
 
 
 class RemoteScheduler:
@@ -72,7 +65,11 @@ class RemoteScheduler:
         self._now = now
         self._turns = turns
         self.fits = fits
+        self.leases: dict[int, HeldLease] = {}
+        """Those of this worker, by their numbers."""
         link.know_transfers[pool] = view.follow_transfers
+        link.begins.append(self._begin)
+        engines.keep_known(lambda: {one.engine.url for one in self.leases.values()})
 
     def __repr__(self) -> str:
         return f"<RemoteScheduler of pool {self._pool}, {self._link!r}>"
@@ -87,36 +84,45 @@ class RemoteScheduler:
         turn: bytes | None = None,
     ) -> Assignment | None:
         """See `Scheduler`."""
+        if turn is not None and (constraints.must_be_whole is not None or len(turn) > LARGEST):
+            turn = None
+        link, method, pool = self._link, ChoicesOfWorker.choose, self._pool
         for _ in range(MOST_UNKNOWN):
-            number = self._link.numbers(2)
-            item, ids = Choose(number, self._pool, request_id, ask, constraints), 0
-            if turn is not None and constraints.must_be_whole is None and len(turn) <= LARGEST:
-                item = ChooseTurn(number, self._pool, request_id, ask, constraints, turn)
-                ids = len(turn)
-            found = _chosen(await self._link.ask(item, 2, ids))
-            leases = self._leases(found, constraints.kv_tokens if found.space else 0)
+            question: Question[Chosen] = Question(link.numbers(2))
+            if turn is not None and self._turns is not None:
+                question.ids = len(turn)
+                question.arrived, question.vain = self._turns.noted_by(question.number)
+            found = await link.ask(question, method, pool, request_id, ask, constraints, turn)
+            space = constraints.kv_tokens if found.space else 0
+            leases = self._leases(question.number, found, space)
             if not isinstance(leases, str):
                 break
-            if isinstance(found, ChosenTurn):
-                self._link.turns[self._pool].ended(found.number, None)
+            if found.turn is not None and question.vain is not None:
+                question.vain()
             without = (*constraints.without, leases)
             constraints = structs.replace(constraints, without=without)
         if isinstance(leases, str) or not leases:
             return None
-        space = _Space(self._link, leases[-1]) if found.space else None
-        chosen = Assignment(tuple(leases), found.reason, found.values, space)
-        if isinstance(found, ChosenTurn):
+        chosen = Assignment(
+            tuple(leases),
+            found.reason,
+            found.values,
+            _Space(link, leases[-1]) if found.space else None,
+        )
+        if found.turn is not None:
             assert self._turns is not None
-            chosen.turn = leases[0].turn = RemoteTurn(self._turns, found.number, found.turn)
+            chosen.turn = leases[0].turn = RemoteTurn(self._turns, question.number, found.turn)
         return chosen
 
     async def choose_one(
         self, ask: Ask, without: Sequence[str] = (), avoid: Sequence[str] = ()
     ) -> Lease | None:
         """See `Scheduler`."""
+        link, method, pool = self._link, ChoicesOfWorker.choose_one, self._pool
         for _ in range(MOST_UNKNOWN):
-            item = ChooseOne(self._link.numbers(1), self._pool, ask, without, avoid)
-            leases = self._leases(_chosen(await self._link.ask(item, 1)))
+            question: Question[Chosen] = Question(link.numbers(1))
+            found = await link.ask(question, method, pool, ask, without, avoid)
+            leases = self._leases(question.number, found)
             if not isinstance(leases, str):
                 return leases[0] if leases else None
             without = (*without, leases)
@@ -126,22 +132,23 @@ class RemoteScheduler:
         self, asks: Sequence[Ask], without: Sequence[str], *, proven: bool
     ) -> Sequence[Lease]:
         """See `Scheduler`."""
-        number = self._link.numbers(len(asks))
-        item = ChooseEncoders(number, self._pool, asks, without, proven)
-        leases = self._leases(_chosen(await self._link.ask(item, len(asks))))
+        question: Question[Chosen] = Question(self._link.numbers(len(asks)))
+        method = ChoicesOfWorker.choose_encoders
+        found = await self._link.ask(question, method, self._pool, asks, without, proven=proven)
+        leases = self._leases(question.number, found)
         return [] if isinstance(leases, str) else leases
 
-    def _leases(self, found: Chosen, space: int = 0) -> list[HeldLease] | str:
+    def _leases(self, question: int, found: Chosen, space: int = 0) -> list[HeldLease] | str:
         """Return the leases of a choice; or the URL of an engine that was just added, and that this
         worker does not know yet. Then the leases are ended.
         """
         leases: list[HeldLease] = []
-        for number, one in enumerate(found.leases, found.number):
+        for number, one in enumerate(found.leases, question):
             engine = self._engines.known.get(one.url)
             if engine is None:
                 for unwanted in leases:
-                    self._link.forget(unwanted)
-                self._link.tell(Unwanted(found.number, len(found.leases)))
+                    self._forget(unwanted)
+                self._link.tell(SchedulerClient.unwanted, 0, question)
                 return one.url
             lease = HeldLease(
                 engine.in_ledger,
@@ -153,13 +160,28 @@ class RemoteScheduler:
                 reports=one.reports,
                 beside_idle=one.beside_idle,
                 number=number,
-                pool=self._pool,
             )
-            self._link.began(lease)
+            self.leases[number] = lease
+            engine.in_ledger.requests += 1  # this worker's load, as it shows it
+            engine.in_ledger.prompt_bytes += lease.prompt_bytes
             leases.append(lease)
         if leases:
             leases[-1].space = space
         return leases
+
+    def _forget(self, lease: HeldLease) -> None:
+        del self.leases[lease.number]
+        lease.engine.requests -= 1
+        lease.engine.prompt_bytes -= lease.prompt_bytes
+
+    def _begin(self) -> None:
+        """Tell a new scheduler process which leases this worker has."""
+        held = [
+            Held(one.number, one.engine.url, one.role, one.prompt_bytes, one.since, one.space)
+            for one in self.leases.values()
+        ]
+        if held:
+            self._link.tell(ChoicesOfWorker.restore, self._pool, held)
 
     # -- what legs show
 
@@ -167,7 +189,7 @@ class RemoteScheduler:
         """See `Scheduler`."""
         assert isinstance(lease, HeldLease)
         if not lease.closed:
-            self._link.tell(Began(lease.number, at))
+            self._link.tell(LeasesOfWorker.began, 0, lease.number, at)
 
     def close(
         self,
@@ -186,7 +208,10 @@ class RemoteScheduler:
         lease.closed = True
         if lease.turn is not None:
             lease.turn.over()
-        told = Closed(
+        self._forget(lease)
+        self._link.tell(
+            LeasesOfWorker.closed,
+            0,
             lease.number,
             verdict,
             at,
@@ -196,7 +221,6 @@ class RemoteScheduler:
             lease.reported,
             lease.prompt,
         )
-        self._link.end(lease, told)
         if verdict is not GOOD and (why := DOWN.get(verdict)) is not None:
             self._down(lease.engine.url, why, at)
 
@@ -207,27 +231,27 @@ class RemoteScheduler:
 
     def failed(self, lease: Lease, at: float) -> None:
         """See `Scheduler`."""
-        told = Failed(self._pool, lease.engine.url, lease.role, lease.trial, at)
-        self._link.tell(told)
+        url, role, trial = lease.engine.url, lease.role, lease.trial
+        self._link.tell(ChoicesOfWorker.failed, self._pool, url, role, trial, at)
 
     def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
         """See `Scheduler`."""
-        self._link.tell(KvTook(self._pool, prefill, decode, at, seconds))
+        self._link.tell(Scheduler.kv_took, self._pool, prefill, decode, at, seconds)
 
     def kv_failed(self, prefill: str, decode: str, at: float, *, first: bool = True) -> None:
         """See `Scheduler`."""
-        self._link.tell(KvFailed(self._pool, prefill, decode, at, first))
+        self._link.tell(Scheduler.kv_failed, self._pool, prefill, decode, at, first=first)
         self._view.transfers.told()
 
     def kv_not_made(self, prefill: str, at: float) -> None:
         """See `Scheduler`."""
-        self._link.tell(KvNotMade(self._pool, prefill, at))
+        self._link.tell(Scheduler.kv_not_made, self._pool, prefill, at)
         self._view.transfers.told()
 
     def kv_loaded(self, prefill: str, decode: str, since: float) -> None:
         """See `Scheduler`."""
         if self._view.transfers.suspects:
-            self._link.tell(KvLoaded(self._pool, prefill, decode, since))
+            self._link.tell(Scheduler.kv_loaded, self._pool, prefill, decode, since)
 
     def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
         """See `Scheduler`."""
@@ -236,20 +260,20 @@ class RemoteScheduler:
     def prefilled(self, lease: Lease, tokens: int, seconds: float) -> None:
         """See `Scheduler`."""
         assert isinstance(lease, HeldLease)
-        self._link.tell(Prefilled(lease.number, tokens, seconds))
+        self._link.tell(LeasesOfWorker.prefilled, 0, lease.number, tokens, seconds)
 
     def refuses_reports(self, url: str) -> None:
         """See `Scheduler`."""
-        self._link.tell(RefusesReports(self._pool, url))
+        self._link.tell(Scheduler.refuses_reports, self._pool, url)
 
     def lost_model(self, url: str, model: str) -> None:
         """See `Scheduler`."""
-        self._link.tell(LostModel(self._pool, url, model))
+        self._link.tell(Scheduler.lost_model, self._pool, url, model)
         self._view.lost_model(url, model)
 
     def found_gone(self, url: str, why: str, at: float) -> None:
         """See `Scheduler`."""
-        self._link.tell(FoundGone(self._pool, url, why, at))
+        self._link.tell(Scheduler.found_gone, self._pool, url, why, at)
         self._down(url, why, at)
 
     def _down(self, url: str, why: str, at: float) -> None:
@@ -258,11 +282,6 @@ class RemoteScheduler:
         if engine is not None and self._view.mark_down(url, why, at):
             role = engine.role.value
             self._observers.notify(NodeChanged(url, role, up=False, reason=why))
-
-
-def _chosen(answer: Answer) -> Chosen:
-    assert isinstance(answer, Chosen)
-    return answer
 
 
 class Refusals:
@@ -279,7 +298,7 @@ class Refusals:
     def notify(self, event: Event) -> None:
         """Tell of a request that was refused."""
         if isinstance(event, LegFailed) and event.status == FULL:
-            self._link.tell(RefusesMore(self._pool, event.node))
+            self._link.tell(ChoicesOfWorker.refused_more, self._pool, event.node)
 
 
 class _Space:
@@ -296,4 +315,4 @@ class _Space:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.space = 0
-            self._link.tell(SpaceFree(lease.number))
+            self._link.tell(LeasesOfWorker.space_free, 0, lease.number)

@@ -19,7 +19,6 @@ from pdproxy.scheduling.turn_before import TurnEnd
 from pdproxy.transfer.kept_turn import KeptTurn, TurnRecord
 from pdproxy.transfer.turns import DecodeHandle
 from pdproxy.workers.scheduler_link import SchedulerLink
-from pdproxy.workers.scheduler_messages import OfTurn
 from pdproxy.workers.turn_messages import (
     LARGEST,
     PAST_RUN,
@@ -28,12 +27,13 @@ from pdproxy.workers.turn_messages import (
     Freed,
     Given,
     Kept,
+    News,
     Open,
     TurnsHeld,
-    encode,
 )
+from pdproxy.workers.turns_of_workers import TurnsOfWorker
+from pdproxy.workers.worker_choices import Chosen
 
-TOPIC = "turns"
 MAX_UNHEARD = 4096
 """What is kept for the next scheduler process. If there is more, the oldest turns are left to their
 engines' own time.
@@ -69,12 +69,11 @@ class RemoteTurns:
         self._next = first
         self.seconds = seconds
         self.now = now
-        self._unheard: deque[tuple[int, Kept | Dropped | Ended | Freed | Open]] = deque()
+        self._unheard: deque[tuple[int, News]] = deque()
         self._given: dict[int, Reuse] = {}
         """By lease, until the scheduler process has heard what came of it."""
         self._size = self._size_told = 0
-        link.holds[f"{TOPIC} {pool}"] = self._held
-        link.turns[pool] = self
+        link.begins.append(self._begin)
 
     def __repr__(self) -> str:
         return f"<RemoteTurns of pool {self._pool}, {len(self._given)} in use>"
@@ -113,12 +112,23 @@ class RemoteTurns:
 
     # -- turns that it gets
 
-    def got(self, lease: int, reuse: Reuse) -> None:
-        """See `GotTurns`."""
-        self._given[lease] = reuse
+    def noted_by(self, lease: int) -> tuple[Callable[[Chosen], None], Callable[[], None]]:
+        """Return what notes the turn that comes with the lease of this number, and what gives that
+        turn back.
+        """
+
+        def arrived(chosen: Chosen) -> None:
+            if chosen.turn is not None:
+                self._given[lease] = chosen.turn
+
+        def vain() -> None:
+            if lease in self._given:
+                self.ended(lease, None)
+
+        return arrived, vain
 
     def ended(self, lease: int, how: str | None) -> None:
-        """See `GotTurns`."""
+        """Tell what came of it: the value of a `TurnEnd`, None: it was not taken."""
         self._tell(Ended(lease, how))
 
     def run_of(self, url: str) -> int | None:
@@ -128,13 +138,13 @@ class RemoteTurns:
 
     # -- the scheduler process
 
-    def _tell(self, news: Kept | Dropped | Ended | Freed | Open) -> None:
+    def _tell(self, news: News) -> None:
         self._forget_heard()
         number, self._next = self._next, self._next + 1
         self._unheard.append((number, news))
         if len(self._unheard) > MAX_UNHEARD:
             self._forget()
-        self._link.tell(OfTurn(self._pool, self._worker, number, news))
+        self._link.tell(TurnsOfWorker.news, self._pool, self._worker, number, news)
 
     def _forget_heard(self) -> None:
         heard = self._heard[self._worker]
@@ -146,12 +156,13 @@ class RemoteTurns:
         if isinstance(news, Ended):
             self._given.pop(news.lease, None)
 
-    def _held(self) -> bytes | None:
-        """Return what a new scheduler process is told. The one before hears nothing any more."""
+    def _begin(self) -> None:
+        """Tell a new scheduler process what there is. The one before hears nothing any more."""
         self._forget_heard()
         self._size_told = self._size
         given = [Given(lease, reuse) for lease, reuse in self._given.items()]
-        return encode(TurnsHeld(given, list(self._unheard), self._worker, self._size))
+        held = TurnsHeld(given, list(self._unheard), self._worker, self._size)
+        self._link.tell(TurnsOfWorker.held, self._pool, held)
 
 
 class RemoteTurn:

@@ -8,10 +8,9 @@ import asyncio
 import socket
 from collections.abc import Callable, Collection
 
-from pdproxy.workers.admitted_worker import AdmissionOfAll
-from pdproxy.workers.remote_turns import TOPIC as TURNS
-from pdproxy.workers.scheduler_clients import Answers, Hears, PoolChoices, SchedulerClient
+from pdproxy.workers.scheduler_clients import AtWorker, Hears, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
+from pdproxy.workers.worker_choices import LeasesOfWorker, PoolChoices, serve_choices
 
 EXPECTED = 0.25
 """Seconds for which a scheduler process waits until all workers have said which leases they have.
@@ -31,16 +30,16 @@ class SchedulerLinks:
         """That of a worker."""
         self.hears: dict[str, Hears] = {}
         """In the scheduler process: what takes what workers say, by topics."""
-        self.answers: dict[str, Answers] = {}
-        """In the scheduler process: what answers what workers ask, by topics."""
-        self.greets: list[Callable[[SchedulerClient], None]] = []
-        """In the scheduler process: what says to each new worker all that workers are to know."""
-        self.of_all: AdmissionOfAll | None = None
-        """In the scheduler process: what gives requests places."""
+        self.greets: list[Callable[[SchedulerClient], object]] = [self._greet]
+        """In the scheduler process: what makes the objects that each new worker calls, and says to
+        the worker all that workers are to know.
+        """
         self.leaves: list[Callable[[SchedulerClient], None]] = []
         """In the scheduler process: what is told of each worker that says no more."""
         self._pools: list[PoolChoices] = []
-        self._clients: set[SchedulerClient] = set()
+        self._clients: dict[SchedulerClient, LeasesOfWorker] = {}
+        self._transfers: set[int] = set()
+        """Pools of whose transfers workers are told in the next turn."""
         self._early: list[socket.socket] = []
         """Sockets that came before the start."""
         self._is_started = self._engines_known = self._may_choose = False
@@ -53,14 +52,7 @@ class SchedulerLinks:
         """Choose for a pool, the next one in their order."""
         number = len(self._pools)
         self._pools.append(pool)
-        if pool.turns is not None:
-            self.hears[f"{TURNS} {number}"] = lambda client, body: client.turns.held(number, body)
-
-        def changed() -> None:
-            for client in self._clients:
-                client.know_transfers(number)
-
-        pool.ledger.transfers.changed = changed
+        pool.ledger.transfers.changed = lambda: self._transfers_changed(number)
 
     def connect(self, end: socket.socket) -> None:
         """Use a socket to the other process, which has just begun, or this one has."""
@@ -79,7 +71,7 @@ class SchedulerLinks:
     @property
     def leases(self) -> int:
         """How many leases the workers have of this process."""
-        return sum(client.leases for client in self._clients)
+        return sum(map(len, self._clients.values()))
 
     @property
     def clients(self) -> Collection[SchedulerClient]:
@@ -111,15 +103,31 @@ class SchedulerLinks:
         self.link.close()
 
     def _serve(self, end: socket.socket) -> None:
-        client = SchedulerClient(
-            end, self._pools, self._gone, self._said, self.hears, self.answers, self.of_all
-        )
-        self._clients.add(client)
-        for greet in self.greets:
-            greet(client)
+        SchedulerClient(end, self._gone, self._said, self.hears, self.greets)
+
+    def _greet(self, client: SchedulerClient) -> None:
+        self._clients[client] = serve_choices(client, self._pools)
+        for pool in range(len(self._pools)):
+            self._tell_transfers(client, pool)
+
+    def _transfers_changed(self, pool: int) -> None:
+        """Tell workers what is known of a pool's transfers: once per turn."""
+        if not self._transfers:
+            asyncio.get_running_loop().call_soon(self._tell_all_transfers)
+        self._transfers.add(pool)
+
+    def _tell_all_transfers(self) -> None:
+        for pool in self._transfers:
+            for client in self._clients:
+                self._tell_transfers(client, pool)
+        self._transfers.clear()
+
+    def _tell_transfers(self, client: SchedulerClient, pool: int) -> None:
+        known = self._pools[pool].ledger.transfers.known()
+        client.tell(AtWorker.know_transfers, 0, pool, known)
 
     def _gone(self, client: SchedulerClient) -> None:
-        self._clients.discard(client)
+        self._clients.pop(client, None)
         for leave in self.leaves:
             leave(client)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from secrets import token_bytes
 from socket import socket
 
@@ -33,7 +34,7 @@ from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
 from pdproxy.workers import custodian, heirs
 from pdproxy.workers.admin import AdminApiOfAll, answer
-from pdproxy.workers.admitted_worker import AdmissionOfAll
+from pdproxy.workers.admitted_worker import AdmissionOfAll, AdmittedWorker
 from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.heirs import ADOPT, ADOPTED
 from pdproxy.workers.kept import KEPT, Keeper
@@ -130,7 +131,8 @@ class WorkerShare:
         self._shown: ShownOfAll | None = None
         self._send = send
         self._choosing = SchedulerLinks(chooses=self.chooses, workers=shared.processes - 1)
-        self._of_all: tuple[LocalAdmission, Clients] | None = None
+        self._admits: tuple[LocalAdmission, Clients] | None = None
+        self._quotas: LocalQuotas | None = None
         self._levels = b""
         """What keys had left when that was kept last."""
         self.keeper = Keeper(send, shared.kept)
@@ -215,9 +217,9 @@ class WorkerShare:
 
     def tell_levels(self) -> None:
         """Have the parent keep what keys have left, for the next scheduler process."""
-        if (of_all := self._choosing.of_all) is None:
+        if self._quotas is None:
             return
-        levels = encode_levels(of_all.quotas.levels())
+        levels = encode_levels(self._quotas.levels())
         if levels != self._levels:
             self._levels = levels
             self.keeper.keep(LEVELS, levels)
@@ -244,20 +246,21 @@ class WorkerShare:
         if not self.chooses:
             return RemoteAdmission(self._choosing.link, clients)
         made = local()
-        self._of_all = made, clients
+        self._admits = made, clients
         return made
 
     def quotas(
         self, local: Callable[[], LocalQuotas], limits: Callable[[], Mapping[str, KeyLimits]]
     ) -> Quotas:
         """See `Share`."""
-        if self._of_all is None:
+        if self._admits is None:
             return RemoteQuotas(self._choosing.link, limits)
-        admission, clients = self._of_all
-        made = local()
+        admission, clients = self._admits
+        made = self._quotas = local()
         for levels in self.keeper.kept_of(LEVELS):
             made.take_over(decode_levels(levels))
-        self._choosing.of_all = AdmissionOfAll(admission, made, clients)
+        of_all = AdmissionOfAll(admission, made, clients)
+        self._choosing.greets.append(partial(AdmittedWorker, of_all))
         return made
 
     def shown(

@@ -52,6 +52,9 @@ class Open(msgspec.Struct, array_like=True, frozen=True, tag=4):
     size: int
 
 
+News = Kept | Dropped | Ended | Freed | Open
+
+
 class Given(msgspec.Struct, array_like=True, frozen=True):
     """A turn that the worker got with a lease."""
 
@@ -65,7 +68,7 @@ class TurnsHeld(msgspec.Struct, array_like=True, frozen=True):
     """
 
     given: Sequence[Given]
-    told: Sequence[tuple[int, Kept | Dropped | Ended | Freed | Open]]
+    told: Sequence[tuple[int, News]]
     worker: int
     open: int
 
@@ -78,5 +81,4 @@ class TurnLeft(msgspec.Struct, array_like=True, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_held = msgspec.msgpack.Decoder(TurnsHeld).decode
 decode_left = msgspec.msgpack.Decoder(TurnLeft).decode

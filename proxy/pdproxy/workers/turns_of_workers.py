@@ -7,18 +7,17 @@ released: its prefill engine may still pull.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
 from pdproxy.deciding.kept_turns import KeptTurns, Reuse, TurnLimits
 from pdproxy.deciding.turns import KeptReuse, PoolTurns
 from pdproxy.fleet.engine import Engine
-from pdproxy.scheduling.leases import Assignment
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.turn_before import TurnEnd
+from pdproxy.scheduling.turn_before import FoundTurn, TurnEnd
 from pdproxy.transfer.kept_turn import KeptTurn, TurnRecord
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
+from pdproxy.workers.calls import told
 from pdproxy.workers.records import Area
 from pdproxy.workers.turn_messages import (
     PAST_RUN,
@@ -26,9 +25,10 @@ from pdproxy.workers.turn_messages import (
     Ended,
     Freed,
     Kept,
+    News,
     Open,
     TurnLeft,
-    decode_held,
+    TurnsHeld,
     decode_left,
     encode,
 )
@@ -116,89 +116,80 @@ class WorkersTurns:
 
 
 class TurnsOfWorker:
-    """Those of one worker. `of`: returns the turns of the pool with a number, None if none are kept
-    there.
-    """
+    """Those of one worker in a pool. A `Holder`."""
 
-    def __init__(self, of: Callable[[int], WorkersTurns | None]) -> None:
-        self._of = of
-        self._given: dict[int, tuple[WorkersTurns, Reuse]] = {}
-        self._do: dict[type, Callable[[WorkersTurns, Any], None]] = {
-            Kept: self._kept,
-            Dropped: self._dropped,
-            Ended: self._ended,
-            Freed: lambda pool, news: pool.turns.freed(news.name, news.reason),
-            Open: lambda pool, news: pool.turns.leave_space(news.size, self),
-        }
-        self._pools: set[WorkersTurns] = set()
-        """Those of which it has told something."""
+    def __init__(self, pool: WorkersTurns) -> None:
+        self._pool = pool
+        self._given: dict[int, Reuse] = {}
+        """By the numbers of leases."""
 
     def __repr__(self) -> str:
         return f"<TurnsOfWorker {len(self._given)} in use>"
 
-    def give(self, lease: int, turns: WorkersTurns | None, found: Assignment) -> Reuse | None:
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def give(self, lease: int, turn: FoundTurn) -> Reuse | None:
         """Take the turn that was found for a choice. Return it as the worker gets it."""
-        turn = found.turn
-        if turns is None or not isinstance(turn, KeptReuse) or not turn.take():
+        if not isinstance(turn, KeptReuse) or not turn.take():
             return None
-        reuse = turn.reuse
-        self._given[lease] = turns, reuse
+        reuse = self._given[lease] = turn.reuse
         return msgspec.structs.replace(reuse, turn=msgspec.structs.replace(reuse.turn, key=b""))
 
-    def back(self, lease: int) -> None:
-        """Keep the turn again that was taken with a lease, if any was: the worker is not told."""
-        if (given := self._given.pop(lease, None)) is not None:
-            self._back(*given)
-
-    def told(self, pool: int, worker: int, number: int, news: object) -> None:
-        """Process what the worker tells."""
-        turns = self._of(pool)
-        if turns is not None and turns.is_new(worker, number):
-            self._pools.add(turns)
-            self._do[type(news)](turns, news)
-
-    def held(self, pool: int, body: bytes) -> None:
-        """Process what the worker has of a scheduler process that was before."""
-        held, turns = decode_held(body), self._of(pool)
-        if turns is None:
-            return
-        for given in held.given:
-            self._given[given.lease] = turns, turns.own_reuse(given.reuse)
-        for number, news in held.told:
-            self.told(pool, held.worker, number, news)
-        self._pools.add(turns)
-        turns.turns.leave_space(held.open, self)
+    def unwanted(self, number: int, *, is_sent: bool) -> None:
+        """See `Holder`. A turn that is on its way comes back from there: it is never given back
+        twice.
+        """
+        if not is_sent and (reuse := self._given.pop(number, None)) is not None:
+            self._back(reuse)
 
     def close(self) -> None:
-        """The worker has ended."""
-        for turns, reuse in self._given.values():
-            turns.turns.end(reuse, TurnEnd.LEFT)
+        """See `Holder`."""
+        for reuse in self._given.values():
+            self._pool.turns.end(reuse, TurnEnd.LEFT)
         self._given.clear()
-        for pool in self._pools:
-            pool.turns.leave_space(0, self)
+        self._pool.turns.leave_space(0, self)
 
-    @staticmethod
-    def _kept(pool: WorkersTurns, news: Kept) -> None:
-        turn = news.turn
-        pool.turns.keep(msgspec.structs.replace(turn, record=pool.own(turn.record)))
+    # -- what the worker calls
 
-    @staticmethod
-    def _dropped(pool: WorkersTurns, news: Dropped) -> None:
-        pool.turns.dropped(pool.own(news.record), news.handle, news.reason)
-
-    def _ended(self, _: WorkersTurns, news: Ended) -> None:
-        given = self._given.pop(news.lease, None)
-        if given is None:
+    @told
+    def news(self, worker: int, number: int, news: News) -> None:
+        """Process what the worker, with this number, tells. `number`: its own, never used twice."""
+        pool = self._pool
+        if not pool.is_new(worker, number):
             return
-        if news.how is None:
-            self._back(*given)
-        else:
-            turns, reuse = given
-            turns.turns.end(reuse, TurnEnd(news.how))
+        match news:
+            case Kept(turn):
+                pool.turns.keep(msgspec.structs.replace(turn, record=pool.own(turn.record)))
+            case Dropped(record, handle, reason):
+                pool.turns.dropped(pool.own(record), handle, reason)
+            case Ended(lease, how):
+                self._ended(lease, how)
+            case Freed(name, reason):
+                pool.turns.freed(name, reason)
+            case Open(size):
+                pool.turns.leave_space(size, self)
 
-    @staticmethod
-    def _back(pool: WorkersTurns, reuse: Reuse) -> None:
+    @told
+    def held(self, held: TurnsHeld) -> None:
+        """Process what the worker has of a scheduler process that was before."""
+        for given in held.given:
+            self._given[given.lease] = self._pool.own_reuse(given.reuse)
+        for number, news in held.told:
+            self.news(held.worker, number, news)
+        self._pool.turns.leave_space(held.open, self)
+
+    def _ended(self, lease: int, how: str | None) -> None:
+        reuse = self._given.pop(lease, None)
+        if reuse is None:
+            return
+        if how is None:
+            self._back(reuse)
+        else:
+            self._pool.turns.end(reuse, TurnEnd(how))
+
+    def _back(self, reuse: Reuse) -> None:
         if reuse.turn.key:
-            pool.turns.give_back(reuse)
+            self._pool.turns.give_back(reuse)
         else:  # its ids were known to the scheduler process before
-            pool.turns.end(reuse, TurnEnd.UNUSED)
+            self._pool.turns.end(reuse, TurnEnd.UNUSED)
