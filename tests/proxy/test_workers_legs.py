@@ -154,7 +154,7 @@ async def test_a_worker_that_is_stopped_has_no_lost_requests(
         reports(w.decode[0], 4)
         assert await other.pools[0].resources.works(w.decode[0].url, WAIT)
         link = stopped.share._choosing.link  # type: ignore[union-attr]
-        link.hears.clear()
+        link._do.clear()
         reports(w.decode[0], 1)
         asked = time.monotonic()
         assert await other.pools[0].resources.works(w.decode[0].url, WAIT)

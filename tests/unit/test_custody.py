@@ -25,7 +25,7 @@ from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.nixl import NIXL, NixlOptions, nixl
 from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 from pdproxy.wire.notices import Notice, NoticeEvent
-from pdproxy.workers.custodian import WorkerCustodian
+from pdproxy.workers.custody_records import adopt, recorded
 from pdproxy.workers.records import SharedRecords
 from tests.fakes.registry import USUAL_HOSTS
 from tests.sim.raw import turns
@@ -41,20 +41,26 @@ def custodian(contract: Contract, **engines: Any) -> Custodian:
     )
 
 
-def shared(contract: Contract, records: SharedRecords, number: int = 0) -> WorkerCustodian:
+class Shared(Custodian):
     """The custodian of a worker."""
-    ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
-    return WorkerCustodian(
-        contract,
-        ledger,
-        {},
-        Deadlines(),
-        Observers([]),
-        lambda: 0.0,
-        Clock(),
-        USUAL_HOSTS,
-        area=records.area(number),
-    )
+
+    def __init__(self, contract: Contract, records: SharedRecords, number: int = 0) -> None:
+        self.live = recorded(contract, records.area(number), 0)
+        ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
+        super().__init__(
+            contract,
+            ledger,
+            {},
+            Deadlines(),
+            Observers([]),
+            lambda: 0.0,
+            Clock(),
+            USUAL_HOSTS,
+            self.live,
+        )
+
+    def adopt(self, left: list[bytes]) -> None:
+        adopt(self, self.live, {}, left, 0)
 
 
 def handle(name: str) -> Handle:
@@ -199,7 +205,7 @@ async def test_what_may_not_be_read_yet_is_left_to_nobody() -> None:
     them have.
     """
     records, clock = SharedRecords(2, 64), Clock()
-    ready, kept = ReadyWaits(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    ready, kept = ReadyWaits(clock, Observers([]), clock.now), Shared(lmcache_pd(), records)
     custody = kept.take(handle("r1"), LEG)
     custody.expected = ready.expect("r1", 2)
     await turns(3)
@@ -210,7 +216,7 @@ async def test_what_may_not_be_read_yet_is_left_to_nobody() -> None:
     ready.receive(notice)
     await turns(3)
     (record,) = records.taken(0)
-    heir = shared(lmcache_pd(), records, 1)
+    heir = Shared(lmcache_pd(), records, 1)
     heir.adopt([record])
     assert heir.snapshot()["releasing"][0] == 1
     assert len(records.taken(1)) == 1, "it leaves it again, if it is killed"
@@ -221,7 +227,7 @@ async def test_what_may_not_be_read_yet_is_left_to_nobody() -> None:
 @pytest.mark.parametrize("how", ["none is sent", "all came before"])
 async def test_what_may_be_read_is_left_at_once(how: str) -> None:
     records, clock = SharedRecords(1, 64), Clock()
-    ready, kept = ReadyWaits(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    ready, kept = ReadyWaits(clock, Observers([]), clock.now), Shared(lmcache_pd(), records)
     custody = kept.take(handle("r1"), LEG)
     if how == "all came before":
         ready.receive(Notice(event=NoticeEvent.READY, request_id="r1"))
@@ -237,7 +243,7 @@ async def test_what_may_be_read_is_left_at_once(how: str) -> None:
 
 async def test_what_has_ended_before_its_last_notice_is_left_to_nobody() -> None:
     records, clock = SharedRecords(1, 64), Clock()
-    ready, kept = ReadyWaits(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    ready, kept = ReadyWaits(clock, Observers([]), clock.now), Shared(lmcache_pd(), records)
     custody = kept.take(handle("r1"), LEG)
     expected = custody.expected = ready.expect("r1", 1)
     await turns(3)

@@ -150,7 +150,7 @@ class PoolParts:
         bootstraps = build_bootstraps(
             process, own, engines, ledger, admin, probes, transfer.contract
         )
-        custody = (
+        custodian = Custodian(
             transfer.contract,
             ledger,
             engines.known,
@@ -159,8 +159,10 @@ class PoolParts:
             now,
             clock,
             transfer.hosts,
+            None if own is None else own.live_custodies(transfer.contract),
         )
-        custodian = Custodian(*custody) if own is None else own.custodian(*custody)
+        if own is not None:
+            own.share_custody(custodian, engines)
         engines.keep_known(custodian.named)
         engines.when_forgotten(
             lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url)

@@ -23,12 +23,11 @@ from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.canary import Canaries
-from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.registration import KnownRegistrations, Registrations
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
@@ -260,18 +259,13 @@ class PoolShare(Protocol):
     ) -> None:
         """Tell the others of the registrations that this process takes."""
 
-    def custodian(
-        self,
-        contract: Contract,
-        ledger: Ledger,
-        engines: Mapping[str, Engine],
-        deadlines: Deadlines,
-        observers: Observers,
-        now: Callable[[], float],
-        clock: Clock,
-        hosts: HandleHosts,
-    ) -> Custodian:
-        """Return what has custody of this process's KV. The arguments: those of `Custodian`."""
+    def live_custodies(self, contract: Contract) -> OrderedSet[Custody]:
+        """Return what holds this process's live handles: other processes can release them if this
+        one is killed.
+        """
+
+    def share_custody(self, custodian: Custodian, engines: EngineRegistry) -> None:
+        """Have this process release handles of others that were killed."""
 
 
 class SoleProcess:

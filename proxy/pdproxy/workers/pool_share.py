@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from socket import socket
@@ -18,12 +18,11 @@ from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.canary import Canaries
-from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.registration import KnownRegistrations, Registrations
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -39,8 +38,8 @@ from pdproxy.transfer.turns import TurnRules
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.bootstrap import Ranks
 from pdproxy.wire.notices import Notice
+from pdproxy.workers import custody_records
 from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
-from pdproxy.workers.custodian import WorkerCustodian
 from pdproxy.workers.engine_bootstraps import AskingBootstraps, ToldBootstraps
 from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
 from pdproxy.workers.followed_members import FollowedMembers
@@ -118,7 +117,11 @@ class WorkerPoolShare:
         self._left_turns: list[bytes] = []
         """Records of turns that a killed scheduler process has kept."""
         self._remote_turns: RemoteTurns | None = None
-        self._custodian: WorkerCustodian | None = None
+        self._live: OrderedSet[Custody] = OrderedSet()
+        self.adopt: Callable[[list[bytes]], None] = lambda _: None
+        """Becomes responsible for the KV of a worker that has ended which engines of this pool
+        hold.
+        """
         self.legs: LegsOfAll | None = None
         self._own_legs: OwnLegs | None = None
 
@@ -129,13 +132,6 @@ class WorkerPoolShare:
         """Look at what other processes have of engines on their way out."""
         if self.capacity is not None:
             self.capacity.look()
-
-    def adopt(self, records: list[bytes]) -> None:
-        """Become responsible for the KV of a worker that has ended which engines of this pool
-        hold.
-        """
-        if self._custodian is not None:
-            self._custodian.adopt(records)
 
     def turns(
         self,
@@ -321,28 +317,12 @@ class WorkerPoolShare:
         topic = f"registrations {self.at}"
         RegistrationsForWorkers(self._choosing, topic, known, engines, clock, timeout)
 
-    def custodian(
-        self,
-        contract: Contract,
-        ledger: Ledger,
-        engines: Mapping[str, Engine],
-        deadlines: Deadlines,
-        observers: Observers,
-        now: Callable[[], float],
-        clock: Clock,
-        hosts: HandleHosts,
-    ) -> Custodian:
+    def live_custodies(self, contract: Contract) -> OrderedSet[Custody]:
         """See `PoolShare`."""
-        self._custodian = WorkerCustodian(
-            contract,
-            ledger,
-            engines,
-            deadlines,
-            observers,
-            now,
-            clock,
-            hosts,
-            area=self._area,
-            pool=self.at,
-        )
-        return self._custodian
+        self._live = custody_records.recorded(contract, self._area, self.at)
+        return self._live
+
+    def share_custody(self, custodian: Custodian, engines: EngineRegistry) -> None:
+        """See `PoolShare`."""
+        live, known, pool = self._live, engines.known, self.at
+        self.adopt = lambda records: custody_records.adopt(custodian, live, known, records, pool)

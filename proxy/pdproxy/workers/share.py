@@ -32,7 +32,7 @@ from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
-from pdproxy.workers import custodian, heirs
+from pdproxy.workers import custody_records, heirs
 from pdproxy.workers.admin import AdminApiOfAll, answer
 from pdproxy.workers.admitted_worker import AdmissionOfAll, AdmittedWorker
 from pdproxy.workers.followed_members import FollowedMembers
@@ -88,7 +88,7 @@ class WorkersMemory:
         self.cache_secret = token_bytes(SECRET_BYTES)
         """See `SoleProcess`. All workers have the same one."""
         self.pools = [PoolMemory(processes) for _ in range(pools)]
-        self.custody = SharedRecords(processes, custodian.UNITS)
+        self.custody = SharedRecords(processes, custody_records.UNITS)
         self.kept: dict[str, bytes] = {}
         """What the scheduler process has kept for its successor. Not shared: a process has a copy
         from its fork.

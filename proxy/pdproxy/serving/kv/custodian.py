@@ -114,7 +114,9 @@ KV_STUCK_AGE = gauge(
 
 
 class Custodian:
-    """All live handles of one pool. `hosts`: which hosts the handles of abandoned legs may name."""
+    """All live handles of one pool. `hosts`: which hosts the handles of abandoned legs may name.
+    `live`: what holds them, None for what is forgotten with this process.
+    """
 
     def __init__(
         self,
@@ -126,12 +128,13 @@ class Custodian:
         now: Callable[[], float],
         clock: Clock,
         hosts: HandleHosts,
+        live: OrderedSet[Custody] | None = None,
     ) -> None:
         self._deadlines = deadlines
         self._observers = observers
         self.now = now
         self.clock = clock
-        self._live: OrderedSet[Custody] = OrderedSet()
+        self._live: OrderedSet[Custody] = OrderedSet() if live is None else live
         self._has_notices = contract.handle_from_notice is not None
         self.decode_waits = contract.holder.decode_waits
         """Whether decode engines wait for a push under this contract."""

@@ -1,4 +1,4 @@
-"""Custody of one of several workers: what must be known to release a handle is in memory that
+"""Records of one worker's live handles: what must be known to release a handle is in memory that
 outlives this process.
 
 If this worker is killed, the parent reads its records, and another worker becomes responsible for
@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from pdproxy.fleet.engine import Engine
-from pdproxy.fleet.handle_hosts import HandleHosts
-from pdproxy.kit.clock import Clock
 from pdproxy.kit.ordered_set import OrderedSet
-from pdproxy.observe.events import Observers
-from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
-from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle, LegRequest, no_notices
 from pdproxy.workers.records import Area
 
@@ -125,53 +120,41 @@ class _RecordedLate(_Recorded):
             expected.done.add_done_callback(lambda _: self.note(member))
 
 
-class WorkerCustodian(Custodian):
-    """A `Custodian` of one of several workers. `area`: for the records of all its pools; `pool`:
-    the number of this one.
+def recorded(contract: Contract, area: Area, pool: int) -> OrderedSet[Custody]:
+    """Return what holds the live custodies of the pool with number `pool`, and records them in
+    `area`.
     """
+    awaits_notices = contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
+    return (_RecordedLate if awaits_notices else _Recorded)(area, pool)
 
-    def __init__(
-        self,
-        contract: Contract,
-        states: EngineStates,
-        engines: Mapping[str, Engine],
-        deadlines: Deadlines,
-        observers: Observers,
-        now: Callable[[], float],
-        clock: Clock,
-        hosts: HandleHosts,
-        *,
-        area: Area,
-        pool: int = 0,
-    ) -> None:
-        super().__init__(contract, states, engines, deadlines, observers, now, clock, hosts)
-        awaits_notices = (
-            contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
+
+def adopt(
+    custodian: Custodian,
+    live: OrderedSet[Custody],
+    engines: Mapping[str, Engine],
+    records: list[bytes],
+    pool: int,
+) -> None:
+    """Release the handles of a worker that has ended, those of this pool. Nobody else asks for
+    their KV. `custodian`: takes them, and holds them in `live`.
+    """
+    found = [one for one in map(_decode, records) if one.pool == pool]
+    for one in found:
+        handle = Handle(
+            one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release
         )
-        self._live = (_RecordedLate if awaits_notices else _Recorded)(area, pool)
-        self._pool = pool
-
-    def adopt(self, records: list[bytes]) -> None:
-        """Release the handles of a worker that has ended, those of this pool. Nobody else asks for
-        their KV.
-        """
-        found = [one for one in map(_decode, records) if one.pool == self._pool]
-        for one in found:
-            handle = Handle(
-                one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release
-            )
-            engine = self._engines.get(one.prefill)
-            run = None if engine is None else engine.in_ledger.run_number
-            leg = PrefillRecord(
-                one.prefill, one.model, one.authorization, _not_read, one.decode, run=run
-            )
-            custody = self.take(handle, leg)
-            if isinstance(self._live, _RecordedLate):
-                self._live.note(custody)  # all its notices have come
-            custody.was_asked = True  # a decode engine may have been sent it
-            custody.release()
-        if found:
-            logger.warning("%d handles of a worker that has ended are released", len(found))
+        engine = engines.get(one.prefill)
+        run = None if engine is None else engine.in_ledger.run_number
+        leg = PrefillRecord(
+            one.prefill, one.model, one.authorization, _not_read, one.decode, run=run
+        )
+        custody = custodian.take(handle, leg)
+        if isinstance(live, _RecordedLate):
+            live.note(custody)  # all its notices have come
+        custody.was_asked = True  # a decode engine may have been sent it
+        custody.release()
+    if found:
+        logger.warning("%d handles of a worker that has ended are released", len(found))
 
 
 def _not_read(_: bytes) -> str:
