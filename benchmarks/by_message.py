@@ -83,6 +83,8 @@ async def choose(
     took: list[float] = []
 
     async def one() -> None:
+        if hold:  # not all of them at once
+            await asyncio.sleep(hold * random.random())
         while (asked := time.perf_counter()) < until:
             ask = Ask("m", 4000, time.monotonic())
             found = await scheduler.choose("0" * 32, ask)

@@ -17,7 +17,7 @@ from pdproxy.app.credentials import Credentials
 from pdproxy.app.share import SECRET_BYTES
 from pdproxy.app.shown import Shown
 from pdproxy.deciding.local_admission import LocalAdmission
-from pdproxy.deciding.local_quotas import LocalQuotas, decode_levels, encode_levels
+from pdproxy.deciding.local_quotas import Levels, LocalQuotas, decode_levels, encode_levels
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import MergeRule, counter, gauge
 from pdproxy.observe.logs import Log
@@ -54,7 +54,7 @@ REFRESH_EVERY = 0.25
 request, and a store that another core saw late is found.
 """
 LEVELS = "levels"
-"""The key of what is kept for the next scheduler process: what keys have left."""
+"""The word in front of what is kept for the next scheduler process: what each key has left."""
 UNSHARED = counter(
     "pdproxy_kv_handles_unshared_total",
     "handles",
@@ -133,7 +133,7 @@ class WorkerShare:
         self._choosing = SchedulerLinks(chooses=self.chooses, workers=shared.processes - 1)
         self._admits: tuple[LocalAdmission, Clients] | None = None
         self._quotas: LocalQuotas | None = None
-        self._levels = b""
+        self._levels: Mapping[str, Levels] = {}
         """What keys had left when that was kept last."""
         self.keeper = Keeper(send, shared.kept)
         self.members: MembersOfAll | FollowedMembers = (
@@ -219,10 +219,12 @@ class WorkerShare:
         """Have the parent keep what keys have left, for the next scheduler process."""
         if self._quotas is None:
             return
-        levels = encode_levels(self._quotas.levels())
-        if levels != self._levels:
-            self._levels = levels
-            self.keeper.keep(LEVELS, levels)
+        before, self._levels = self._levels, self._quotas.levels()
+        for name in before.keys() - self._levels.keys():
+            self.keeper.keep(f"{LEVELS} {name}", None)
+        for name, level in self._levels.items():
+            if before.get(name) != level:
+                self.keeper.keep(f"{LEVELS} {name}", encode_levels({name: level}))
 
     def pool(self, at: int) -> WorkerPoolShare:
         """See `Share`."""
