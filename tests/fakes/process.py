@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -85,24 +85,32 @@ class Served:
                 found.append((pid, Path(f"/proc/{pid}/comm").read_text().rstrip("\n")))
         return [(pid, name) for pid, name in found if name.startswith("pdproxy-")]
 
-    def connected(self, port: int | None, *, is_theirs: bool) -> list[int]:
+    def connected(self, port: int, *, is_theirs: bool) -> list[int]:
         """The processes with open connections where the port is theirs, or the other side's."""
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        end = 1 if is_theirs else 2
-        links = {
-            f"socket:[{row[9]}]"
-            for row in rows
-            if row[end].endswith(f":{port:04X}") and row[3] == "01"
-        }
+        return self._connected([port], 1 if is_theirs else 2)[port]
 
-        def of(pid: int) -> set[str]:
-            found = set()
+    def serve(self, ports: Collection[int]) -> dict[int, int]:
+        """By the ports of clients: the processes that have their connections."""
+        return {port: pid for port, (pid,) in self._connected(ports, 2).items()}
+
+    def _connected(self, ports: Collection[int], end: int) -> dict[int, list[int]]:
+        """The processes with open connections that have these ports. `end`: the number of the
+        port's column in the system's table.
+        """
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        by_link = {
+            f"socket:[{row[9]}]": int(row[end].split(":")[1], 16) for row in rows if row[3] == "01"
+        }
+        found: dict[int, list[int]] = {port: [] for port in ports}
+        for pid, _ in self._children():
+            theirs = set()
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                    found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-            return found
-
-        return [pid for pid, _ in self._children() if links & of(pid)]
+                    theirs.add(by_link.get(os.readlink(f"/proc/{pid}/fd/{fd}")))
+            for port in theirs & found.keys():
+                assert port is not None
+                found[port].append(pid)
+        return found
 
     def serves_client(self) -> int:
         """The worker that has the only client's connection."""

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.admin import BASE, Api
-from tests.fakes.client import Answer
+from tests.fakes.client import Answer, Client
 from tests.fakes.engine import FakeEngine
 from tests.fakes.forked import start
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
-from tests.fakes.world import until
+from tests.fakes.samples import read, total
+from tests.fakes.world import COMPLETIONS, TEXT, completion, until
 
 SERVE = textwrap.dedent(
     """
@@ -84,6 +85,27 @@ class Run:
         await until(lambda: self.proxy.scheduler() not in (None, killed), PATIENCE)
         await self.whole()
 
+    async def clients(self, count: int) -> dict[int, list[Client]]:
+        """Connect so many clients. Return them by their workers."""
+        clients = await asyncio.gather(*[Client.connect(self.proxy.port) for _ in range(count)])
+        await asyncio.gather(*map(served, clients))  # else some may wait for their workers
+        ports = [one.writer.get_extra_info("sockname")[1] for one in clients]
+        workers = self.proxy.serve(ports)
+        found: dict[int, list[Client]] = {pid: [] for pid in self.proxy.workers()}
+        for client, port in zip(clients, ports, strict=True):
+            found[workers[port]].append(client)
+        return found
+
+    async def leases(self, wanted: int) -> None:
+        """Wait until this is what the scheduler process has leased, and what workers have."""
+        names = "pdproxy_scheduler_leases", "pdproxy_node_inflight"
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                page = (await self.proxy.ask("GET", "/metrics")).body.decode()
+                if [total(read(page, name), name, {}) for name in names] == [wanted] * 2:
+                    return
+                await asyncio.sleep(0.02)
+
     async def whole(self) -> None:
         """Wait until both workers and the scheduler process serve."""
         async with asyncio.timeout(PATIENCE):
@@ -95,6 +117,13 @@ class Run:
                 await asyncio.sleep(0.05)
 
 
+async def served(client: Client) -> None:
+    """Ask for a completion, which must be right."""
+    client.post(COMPLETIONS, completion())
+    answer = await client.answer()
+    assert (answer.status, answer.text) == (200, TEXT), answer.body
+
+
 @asynccontextmanager
 async def serving(
     tmp_path: Path,
@@ -102,19 +131,21 @@ async def serving(
     settings: Callable[[int, int], str],
     shown: Sequence[FakeEngine] | None = None,
     spare: Sequence[FakeEngine] = (),
+    code: str = SERVE,
 ) -> AsyncIterator[Run]:
     """Run it until the block ends; it must end with 0 then. `settings`: its file, from its port and
     that of its admin API.
 
     `engines`: all that are to listen. `shown`: a prefill and a decode engine for `Served`, the
-    first two of them if it is None; `spare`: those that the proxy does not know.
+    first two of them if it is None; `spare`: those that the proxy does not know; `code`: what the
+    process runs.
     """
     for engine in engines:
         await engine.listen()
     port, admin, path = free_port(), free_port(), tmp_path / "pdproxy.yaml"
     path.write_text(settings(port, admin))
     with (tmp_path / "log").open("wb") as log:
-        process = start(SERVE, [str(path)], ENVIRONMENT, log)
+        process = start(code, [str(path)], ENVIRONMENT, log)
         run = Run(
             Served(process, port, engines[:2] if shown is None else shown), Api(admin), path, spare
         )

@@ -1,4 +1,4 @@
-"""The scheduler process is killed, or stopped: workers serve on, and its successor chooses."""
+"""The scheduler process is killed: workers serve on, and its successor chooses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from pathlib import Path
 
 from tests.fakes import scripts
 from tests.fakes.books import Books
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import Client
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.process import PATIENCE, Served, served
-from tests.fakes.samples import read, total
 from tests.fakes.served_workers import nodes, serving
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until
-
-LEASES = "pdproxy_scheduler_leases"
 
 
 class Probes:
@@ -95,70 +92,6 @@ async def test_killed_it_is_started_again_and_streams_go_on(tmp_path: Path) -> N
             await _shows(proxy, 0, "pdproxy_node_up", node=proxy.decode.url)
             proxy.process.send_signal(signal.SIGTERM)
             assert await proxy.process.wait() == 0
-
-
-async def test_stopped_it_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
-    """Those that wait for it get engines of its successor, which knows all streams."""
-    with (tmp_path / "log").open("wb") as log:
-        async with served(log, workers=2, interval=0.2) as proxy:
-            go = asyncio.Event()
-            proxy.decode.script(*[scripts.after_word(go, scripts.one_more_word)] * 8)
-            streams = [await Client.connect(proxy.port) for _ in range(8)]
-            for client in streams:
-                client.post(COMPLETIONS, completion(stream=True))
-            heads = [await client.head() for client in streams]
-            scheduler = proxy.scheduler()
-            assert scheduler is not None
-            os.kill(scheduler, signal.SIGSTOP)
-            waiting = [proxy.ask("POST", COMPLETIONS, completion()) for _ in range(16)]
-            assert [one.status for one in await asyncio.gather(*waiting)] == [200] * 16
-            assert proxy.scheduler() not in (None, scheduler)
-            await _shows(proxy, 8, LEASES)
-            go.set()
-            for client, head in zip(streams, heads, strict=True):
-                assert (await client.rest(head)).ended
-                client.close()
-            await _shows(proxy, 0, LEASES)
-            assert await proxy.metric("pdproxy_scheduler_restarts_total") == 1
-            assert await proxy.metric("pdproxy_worker_restarts_total") == 0
-    assert "is killed: it has answered nothing for 1 s" in (tmp_path / "log").read_text()
-
-
-async def test_nobody_waits_for_a_worker_that_is_stopped(tmp_path: Path) -> None:
-    """The scheduler chooses for the other one, and keeps what the stopped one has."""
-    with (tmp_path / "log").open("wb") as log:
-        async with served(log, workers=2, interval=0.2) as proxy:
-            go = asyncio.Event()
-            proxy.decode.script(*[scripts.after_word(go, scripts.one_more_word)] * 16)
-            clients = [await Client.connect(proxy.port) for _ in range(16)]
-            by_worker: dict[int, list[tuple[Client, Answer]]] = {}
-            for client in clients:
-                client.post(COMPLETIONS, completion(stream=True))
-                head = await client.head()
-                port = client.writer.get_extra_info("sockname")[1]
-                (worker,) = proxy.connected(port, is_theirs=False)
-                by_worker.setdefault(worker, []).append((client, head))
-            await _shows(proxy, 16, LEASES)
-            stopped, other = proxy.workers()
-            os.kill(stopped, signal.SIGSTOP)
-            go.set()
-            for client, head in by_worker[other]:
-                assert (await client.rest(head)).ended
-                for _ in range(4):
-                    client.post(COMPLETIONS, completion())
-                    assert (await client.answer()).status == 200
-            client = by_worker[other][0][0]
-            client.send(request("GET", "/metrics", b""))
-            page = (await client.answer()).body.decode()
-            leases = total(read(page, LEASES), LEASES, {})
-            assert leases == len(by_worker[stopped])
-            os.kill(stopped, signal.SIGCONT)
-            for client, head in by_worker[stopped]:
-                assert (await client.rest(head)).ended
-            await _shows(proxy, 0, LEASES)
-            assert proxy.workers() == [stopped, other]
-            for client in clients:
-                client.close()
 
 
 async def test_it_ends_behind_the_workers(tmp_path: Path) -> None:

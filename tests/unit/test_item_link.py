@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+import uvloop
 
 from pdproxy.workers import item_link, links
 from pdproxy.workers.item_link import ItemLink
@@ -151,3 +152,36 @@ async def test_what_a_process_has_sent_that_has_ended_is_read_first(ends, waits:
     await until(lambda: one.lost)
     assert isinstance(one.lost[0], EndedError)
     assert one.items == [b"last"]
+
+
+def test_the_end_of_a_process_that_has_not_read_everything_is_found() -> None:
+    """The socket has an error behind what that process has sent last. libuv watches it no more."""
+
+    async def found() -> None:
+        mine, its = links.pair()
+        one, other = End(mine), End(its)
+        other.link.pause()
+        one.link.say(encode(b"not read"))
+        one.link.flush()
+        other.link.say(encode(b"last"))
+        other.link.flush()
+        other.link.close()
+        await until(lambda: one.items)
+        await asyncio.sleep(0.01)
+        one.link.look()
+        assert one.items == [b"last"]
+        assert isinstance(one.lost[0], EndedError)
+        one.link.close()
+
+    uvloop.run(found())
+
+
+async def test_who_takes_no_more_items_takes_none_of_them(ends) -> None:
+    one, other = ends
+    one.link.pause()
+    other.link.say(encode(b"a"))
+    other.link.flush()
+    one.link.look()
+    assert not one.items
+    one.link.resume()
+    await until(lambda: one.items)

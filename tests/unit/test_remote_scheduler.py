@@ -7,13 +7,20 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import BadRequestError, OverloadedError, RefusalReason, TooLateError
+from pdproxy.kit.errors import (
+    BadRequestError,
+    EnginesLostError,
+    OverloadedError,
+    RefusalReason,
+    TooLateError,
+)
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.leases import Assignment, Verdict
 from pdproxy.scheduling.ledger import Ledger
@@ -33,6 +40,7 @@ from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.worker_choices import ChoicesOfWorker, PoolChoices, serve_choices
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
+from tests.fakes.world import until
 
 P, D, D2, E = "http://p:1", "http://d:1", "http://d:2", "http://e:1"
 ROLES = {P: Role.PREFILL, D: Role.DECODE, D2: Role.DECODE, E: Role.ENCODE}
@@ -341,7 +349,12 @@ async def test_an_engine_that_the_worker_does_not_know_yet_gets_nothing(both) ->
 
 
 @pytest.mark.parametrize(
-    "error", [TooLateError("late"), OverloadedError("full", RefusalReason.CAPACITY, retry_after=2)]
+    "error",
+    [
+        TooLateError("late"),
+        EnginesLostError("lost", retry_after=4.0),
+        OverloadedError("full", RefusalReason.CAPACITY, retry_after=2),
+    ],
 )
 def test_a_refusal_arrives_as_it_is(error: OverloadedError) -> None:
     got = error_of(refused(1, error))
@@ -545,7 +558,58 @@ async def test_one_that_ends_before_it_chooses_was_ended_by_no_question(monkeypa
     w.link.close()
 
 
+def test_the_end_of_a_worker_that_has_not_read_everything_ends_its_leases() -> None:
+    """What it has sent last is read, and then its socket has an error: see `ItemLink.look`."""
+
+    async def ends() -> None:
+        s = Deciding()
+        both = SchedulerLinks(chooses=True, workers=1)
+        both.add(PoolChoices(s.scheduler, s.ledger, s.buffers, lambda: None, lambda: 2.0))
+        heard: list[bytes] = []
+        both.hears["b"] = lambda _, body: heard.append(body)
+        mine, its = links.pair()
+        both.connect(mine)
+        both.start()
+        both.choose()
+        w = Worker()
+        w.link.connect(its)
+        await w.pair()
+        assert w.link._link is not None
+        w.link._link.pause()
+        both.say("a", b"not read")
+        await asyncio.sleep(0)
+        w.link.say("b", b"last")
+        w.link.close()
+        await until(lambda: heard)
+        both.look()
+        assert (s.loads(), both.leases, len(both.clients)) == ({}, 0, 0)
+        both.stop()
+
+    uvloop.run(ends())
+
+
 # -- hostile workers
+
+
+async def test_a_worker_that_is_not_listened_to_is_connected_again(both, monkeypatch) -> None:
+    """To the same scheduler process, which is told what the worker has."""
+    monkeypatch.setattr(scheduler_link, "ALONE", 0.0)
+    s, w = both
+    held = await w.pair()
+    loads = s.loads()
+    w.link.alone = lambda: s.connect(w.link)
+    assert w.link._link is not None
+    w.link._link._socket.send(b"\0\0\0\4what")
+    waits = asyncio.create_task(w.pair())
+    await until(lambda: len(s.clients) == 2)
+    for lease in (await waits).leases:
+        w.scheduler.close(lease, Verdict.GOOD, 3.0)
+    await settled()
+    assert (s.loads(), s.lost) == (loads, s.clients[:1])
+    for lease in held.leases:
+        w.scheduler.close(lease, Verdict.GOOD, 3.0)
+    await settled()
+    assert (s.loads(), len(s.leases)) == ({}, 0)
 
 
 async def test_a_worker_that_takes_too_much_is_not_listened_to(both, monkeypatch) -> None:

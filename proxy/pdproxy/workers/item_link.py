@@ -58,7 +58,7 @@ class ItemLink(Generic[Item]):
         """What is sent at the end of this turn."""
         self._size = 0
         """Their bytes."""
-        self._is_reading = False
+        self._is_reading = self._is_paused = False
         self._unsent = bytearray()
         self._unread = bytearray()
         self.resume()
@@ -73,10 +73,12 @@ class ItemLink(Generic[Item]):
 
     def pause(self) -> None:
         """Take no more items until `resume`."""
+        self._is_paused = True
         self._loop.remove_reader(self._socket.fileno())
 
     def resume(self) -> None:
         """Take items."""
+        self._is_paused = False
         self._loop.add_reader(self._socket.fileno(), self.read)
 
     def close(self) -> None:
@@ -134,6 +136,14 @@ class ItemLink(Generic[Item]):
         del self._unsent[:sent]
         if not self._unsent:
             self._loop.remove_writer(self._socket.fileno())
+
+    def look(self) -> None:
+        """Take what has come, or notice the end. To be called from time to time: libuv does not
+        watch a socket any longer once it has an error. A process has one that has ended before it
+        had read everything, and what it has sent last is read before the error.
+        """
+        if not self._is_paused:
+            self.read()
 
     def read(self) -> None:
         """Take what has come."""

@@ -168,6 +168,10 @@ class SchedulerClient:
 
     # -- the link
 
+    def look(self) -> None:
+        """Notice whether the worker has ended."""
+        self._link.look()
+
     def _received(self, items: list[Call | Reply | Refused]) -> None:
         if len(items) <= AT_ONCE:
             self._work(items)

@@ -42,6 +42,10 @@ MAX_UNSENT = 1 << 20
 """Bytes that the scheduler process has not read: behind more, no question is added."""
 MAX_QUESTION = 1 << 20
 """Bytes of one question, without a prompt's ids. Only a model's name can make one so long."""
+ALONE = 0.5
+"""Seconds without a link behind which another one is asked for: one to the next scheduler process
+comes sooner. One that lives may have ended the link, because this worker did not read.
+"""
 TRIES = 2
 """How many scheduler processes are sent one question: one that ends them must not end more."""
 
@@ -108,6 +112,9 @@ class SchedulerLink:
         self._patience: asyncio.TimerHandle | None = None
         self._since = 0.0
         """When this began, in the event loop's seconds."""
+        self.alone: Callable[[], None] = lambda: None
+        """Asks for another link."""
+        self._alone: asyncio.TimerHandle | None = None
         self._is_hopeless = False
         """Whether the next scheduler process did not come in time."""
         self.serve(AtWorker, _OfLink(self, self._welcome))
@@ -130,6 +137,8 @@ class SchedulerLink:
         if self._link is not None:
             self._link.read()  # what the one before has sent last
         self._drop_link()
+        if self._alone is not None:
+            self._alone.cancel()
         self._link = ItemLink(end, decoder(), self._received, self._gone, links.MAX_UNSENT)
         if self._open:
             self._be_patient()
@@ -162,9 +171,15 @@ class SchedulerLink:
         if self._link is not None:
             self._link.flush()
         self._drop_link()
-        if self._patience is not None:
-            self._patience.cancel()
+        for timer in (self._patience, self._alone):
+            if timer is not None:
+                timer.cancel()
         self._give_up()
+
+    def look(self) -> None:
+        """Notice whether the scheduler process has ended."""
+        if self._link is not None:
+            self._link.look()
 
     def _drop_link(self) -> None:
         link, self._link, self._is_welcome = self._link, None, False
@@ -173,10 +188,13 @@ class SchedulerLink:
         self._open = {n: one for n, one in self._open.items() if not one.answer.done()}
 
     def _gone(self, error: LinkError) -> None:
+        if self._link is None:
+            return
         logger.warning("the scheduler process is gone: %s", error)
         # What was to be said was about leases, and the next process is told which are left.
         self._drop_link()
         self._be_patient()
+        self._alone = asyncio.get_running_loop().call_later(ALONE, self.alone)
 
     def _be_patient(self) -> None:
         if self._patience is None and not self._is_hopeless:

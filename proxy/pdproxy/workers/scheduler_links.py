@@ -85,6 +85,12 @@ class SchedulerLinks:
         for end in early:
             self.connect(end)
 
+    def look(self) -> None:
+        """Notice which processes have ended. To be called from time to time: see `ItemLink`."""
+        for client in list(self._clients):
+            client.look()
+        self.link.look()
+
     def choose(self) -> None:
         """In the scheduler process: choose as soon as workers have said what they have. The engines
         are known.

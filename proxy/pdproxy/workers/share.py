@@ -48,10 +48,11 @@ from pdproxy.workers.remote_admission import RemoteAdmission, RemoteQuotas
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.shown_of_all import ShownOfAll
 from pdproxy.workers.siblings import LinkedSiblings
+from pdproxy.workers.supervisor import NO_PEER
 
 REFRESH_EVERY = 0.25
 """Seconds between two looks at all that is shared: an engine that drains is looked at without a
-request, and a store that another core saw late is found.
+request, a store that another core saw late is found, and so is the end of a process.
 """
 LEVELS = "levels"
 """The word in front of what is kept for the next scheduler process: what each key has left."""
@@ -131,6 +132,7 @@ class WorkerShare:
         self._shown: ShownOfAll | None = None
         self._send = send
         self._choosing = SchedulerLinks(chooses=self.chooses, workers=shared.processes - 1)
+        self._choosing.link.alone = lambda: send(Message(NO_PEER))
         self._admits: tuple[LocalAdmission, Clients] | None = None
         self._quotas: LocalQuotas | None = None
         self._levels: Mapping[str, Levels] = {}
@@ -207,6 +209,7 @@ class WorkerShare:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_EVERY)
+            self._choosing.look()
             self.refresh()
             self.tell_levels()
 

@@ -42,8 +42,10 @@ with `PONG`, and a socket to another process: of a worker to the one that works 
 other way round.
 """
 READY, REFUSED, PONG, ENDS_WITHIN = "ready", "refused", "pong", "ends_within"
+NO_PEER = "no_peer"
 """What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has
-read a ping; it drains, and may take so long (`number`: seconds).
+read a ping; it drains, and may take so long (`number`: seconds); its socket to the process that
+works for all is closed, and it has got no other one.
 """
 _LONGEST_WAIT = 1.0
 
@@ -472,6 +474,8 @@ class Supervisor:
                 # settings may have changed since the start
                 if self._end_by is not None and not self._at_once:
                     self._end_by = max(self._end_by, time.monotonic() + message.number)
+            elif message.kind == NO_PEER:
+                self._connect(worker)
             elif message.kind != PONG:
                 self._watcher.received(worker, message)
 
