@@ -21,12 +21,13 @@ def followed(w: World, source: SettingsSource, log: Log) -> Reloading:
         return follow(first, source, live)
     share = _share(first)
     for other in others:
-        link = _share(other).links.link
+        subscriber = _share(other).links.link.subscriber
         told = SettingsOfWorker(
-            live_settings(other, log), source.first, 1, link, partial(_is_closed, other)
+            live_settings(other, log), source.first, 1, subscriber, partial(_is_closed, other)
         )
         other.readiness.show(told.shortcomings)
-    return follow(first, source, SettingsForWorkers(live, source.first, share.links, share.keeper))
+    tells = SettingsForWorkers(live, source.first, share.links.publisher, share.keeper)
+    return follow(first, source, tells)
 
 
 def _is_closed(proxy: Proxy) -> bool:

@@ -240,8 +240,8 @@ async def test_the_log_level_of_operators_is_that_of_all(settings: str, level: s
     logs = [_log() for _ in range(3)]
     try:
         scheduler, worker = Scheduler(supervisor), Worker()
-        follow(worker.links.link, logs[1])
-        told = LevelOfAll(scheduler.links, scheduler.keeper, logs[0])
+        follow(worker.links.link.subscriber, logs[1])
+        told = LevelOfAll(scheduler.links.publisher, scheduler.keeper, logs[0])
         told.take_over(lambda: "info")
         scheduler.start()
         worker.connect(scheduler)
@@ -250,14 +250,14 @@ async def test_the_log_level_of_operators_is_that_of_all(settings: str, level: s
         told.changed()
         await until(lambda: (logs[1].level, logs[1].level_set_by) == ("debug", "admin"))
         late = Worker()
-        follow(late.links.link, logs[2])
+        follow(late.links.link.subscriber, logs[2])
         late.connect(scheduler)
         await until(lambda: logs[2].level == "debug")
         assert await scheduler.keeper.all_kept(1.0)
         await scheduler.stop()
         set_level(logs[2], settings)
         successor = Scheduler(supervisor)
-        LevelOfAll(successor.links, successor.keeper, logs[2]).take_over(lambda: settings)
+        LevelOfAll(successor.links.publisher, successor.keeper, logs[2]).take_over(lambda: settings)
         assert logs[2].level == level
         for one in (worker, late):
             one.links.stop()

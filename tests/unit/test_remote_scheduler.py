@@ -33,8 +33,9 @@ from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.workers import item_link, links, scheduler_clients, scheduler_link
 from pdproxy.workers.calls import Answer, asked, error_of, refused
-from pdproxy.workers.remote_scheduler import HeldLease, RemoteScheduler
-from pdproxy.workers.scheduler_clients import AtWorker, Hears, SchedulerClient
+from pdproxy.workers.publisher import Publisher
+from pdproxy.workers.remote_scheduler import TRANSFERS, HeldLease, RemoteScheduler
+from pdproxy.workers.scheduler_clients import Hears, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.worker_choices import ChoicesOfWorker, PoolChoices, serve_choices
@@ -80,26 +81,25 @@ class Deciding:
         self.hears: dict[str, Hears] = {}
         self.clients: list[SchedulerClient] = []
         self.lost: list[SchedulerClient] = []
+        self.publisher = Publisher()
+        transfers = self.ledger.transfers
+        topic = self.publisher.topic(f"{TRANSFERS} 0", lambda _: transfers.known())
+        transfers.changed = topic.changed
 
     def connect(self, link: SchedulerLink) -> SchedulerClient:
         """Connect a worker."""
         mine, its = links.pair()
         pool = PoolChoices(self.scheduler, self.ledger, self.buffers, lambda: None, lambda: 2.0)
-        said = (lambda _: None) if self._restarted else SchedulerClient.welcome
-        client = SchedulerClient(mine, self.lost.append, said, self.hears)
+        client = SchedulerClient(mine, self.lost.append, self._said, self.hears)
         self.leases = serve_choices(client, [pool])
-        self.ledger.transfers.changed = self._transfers_changed
         self.clients.append(client)
-        self._transfers_changed()
         link.connect(its)
         return client
 
-    def _transfers_changed(self) -> None:
-        asyncio.get_running_loop().call_soon(self._tell_transfers)
-
-    def _tell_transfers(self) -> None:
-        for client in self.clients:
-            client.tell(AtWorker.know_transfers, 0, 0, self.ledger.transfers.known())
+    def _said(self, client: SchedulerClient) -> None:
+        self.publisher.greet(client)
+        if not self._restarted:
+            client.welcome()
 
     def loads(self) -> dict[str, int]:
         """The open leases of each engine that has any."""

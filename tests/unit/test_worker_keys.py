@@ -19,6 +19,7 @@ from pdproxy.workers.keys import KEYS, KeysForWorkers, credentials_of_worker
 from pdproxy.workers.links import Message
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
+from pdproxy.workers.subscriber import Subscriber
 from tests.unit.test_remote_scheduler import settled
 
 CLIENT, OTHER, OPERATOR, ENGINE = ("c" * 16, "o" * 16, "a" * 16, "e" * 16)
@@ -47,10 +48,10 @@ class Both:
         self.sent = 0
         """How often something was to be kept."""
         self.own = Credentials(self.settings)
-        KeysForWorkers(self.own, self.links, Keeper(self._send, {}))
+        KeysForWorkers(self.own, self.links.publisher, Keeper(self._send, {}))
         self.links.start()
         self.link = SchedulerLink()
-        self.worker = credentials_of_worker(self.settings, b"", self.link)
+        self.worker = credentials_of_worker(self.settings, b"", self.link.subscriber)
         mine, its = links.pair()
         self.links.connect(its)
         self.link.connect(mine)
@@ -112,10 +113,10 @@ async def test_a_file_that_goes_bad_is_told_once_and_keeps_no_worker_from_beginn
     ]
     assert len([one for one in caplog.messages if "can't be read again" in one]) == 1
     assert both.worker.shortcomings() == []
-    late = credentials_of_worker(both.settings, both.kept[KEYS], SchedulerLink())
+    late = credentials_of_worker(both.settings, both.kept[KEYS], Subscriber())
     assert digest(CLIENT.encode()) in late._in_force.clients.keys
     with pytest.raises(SettingsError):
-        credentials_of_worker(both.settings, b"", SchedulerLink())
+        credentials_of_worker(both.settings, b"", Subscriber())
     both.close()
 
 

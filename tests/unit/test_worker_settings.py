@@ -49,7 +49,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.live, self.link, self.ends = Live(), SchedulerLink(), False
-        self.told = SettingsOfWorker(self.live, FIRST, 2, self.link, lambda: self.ends)
+        self.told = SettingsOfWorker(self.live, FIRST, 2, self.link.subscriber, lambda: self.ends)
 
     def connect(self, scheduler: SchedulerLinks) -> None:
         mine, its = links.pair()
@@ -65,7 +65,7 @@ def scheduler() -> tuple[SettingsForWorkers, SchedulerLinks, Live, dict[str, byt
     def send(message: Message) -> None:
         keep(kept, message)
 
-    return SettingsForWorkers(live, FIRST, made, Keeper(send, kept)), made, live, kept
+    return SettingsForWorkers(live, FIRST, made.publisher, Keeper(send, kept)), made, live, kept
 
 
 def part(settings: Settings) -> Settings:

@@ -12,13 +12,12 @@ from pdproxy.app.credentials import Credentials
 from pdproxy.app.key_values import KeyValue, ToldKeys
 from pdproxy.settings.schema import Settings
 from pdproxy.workers.kept import Keeper
-from pdproxy.workers.scheduler_link import SchedulerLink
-from pdproxy.workers.scheduler_links import SchedulerLinks
+from pdproxy.workers.publisher import Publisher
+from pdproxy.workers.subscriber import Subscriber
 
 KEYS = "keys"
 """The topic, and the key of what the supervisor keeps: what all files of keys hold."""
 
-_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(dict[str, KeyValue]).decode
 
 
@@ -27,13 +26,11 @@ class KeysForWorkers:
     keep it.
     """
 
-    def __init__(self, own: Credentials, links: SchedulerLinks, keeper: Keeper) -> None:
+    def __init__(self, own: Credentials, publisher: Publisher, keeper: Keeper) -> None:
         self._own = own
-        self._links = links
-        self._keeper = keeper
         self._values = own.key_values()
-        keeper.keep(KEYS, _encode(self._values))
-        links.greets.append(lambda client: client.say(KEYS, _encode(self._values)))
+        self._topic = publisher.topic(KEYS, lambda _: self._values, keeper=keeper)
+        self._topic.changed()
         own.then.append(self._look)
 
     def __repr__(self) -> str:
@@ -46,12 +43,10 @@ class KeysForWorkers:
         values = self._own.key_values()
         if values != self._values:
             self._values = values
-            told = _encode(values)
-            self._keeper.keep(KEYS, told)
-            self._links.say(KEYS, told)
+            self._topic.changed()
 
 
-def credentials_of_worker(settings: Settings, kept: bytes, link: SchedulerLink) -> Credentials:
+def credentials_of_worker(settings: Settings, kept: bytes, subscriber: Subscriber) -> Credentials:
     """Return the keys and TLS contexts of a worker, that takes what the scheduler process tells.
     `kept`: what the supervisor has kept, empty: nothing yet.
 
@@ -59,9 +54,5 @@ def credentials_of_worker(settings: Settings, kept: bytes, link: SchedulerLink) 
         SettingsError: as `Credentials`.
     """
     made = Credentials(settings, ToldKeys(_decode(kept) if kept else {}))
-
-    def hear(body: bytes) -> None:
-        made.take(_decode(body))
-
-    link.hears[KEYS] = hear
+    subscriber.subscribe(KEYS, dict[str, KeyValue], lambda _, values: made.take(values))
     return made

@@ -11,39 +11,37 @@ import msgspec
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.observe.logs import Log, set_level
 from pdproxy.workers.kept import Keeper
-from pdproxy.workers.scheduler_clients import SchedulerClient
-from pdproxy.workers.scheduler_link import SchedulerLink
-from pdproxy.workers.scheduler_links import SchedulerLinks
+from pdproxy.workers.publisher import Publisher
+from pdproxy.workers.subscriber import Subscriber
 
 LEVEL = "log_level"
 """The topic."""
 
 
-class _Kept(msgspec.Struct, array_like=True, frozen=True):
+class _Level(msgspec.Struct, array_like=True, frozen=True):
     """`instead_of`: the level of the settings whose place it takes."""
 
     level: str
     instead_of: str
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Kept).decode
+_decode = msgspec.msgpack.Decoder(_Level).decode
 
 
-def follow(link: SchedulerLink, log: Log) -> None:
+def follow(subscriber: Subscriber, log: Log) -> None:
     """Have a worker use the level from now on."""
-    link.hears[LEVEL] = lambda body: set_level(log, body.decode(), by=ADMIN)
+    subscriber.subscribe(LEVEL, _Level, lambda _, told: set_level(log, told.level, by=ADMIN))
 
 
 class LevelOfAll:
     """The scheduler process's part. `log`: its own."""
 
-    def __init__(self, links: SchedulerLinks, keeper: Keeper, log: Log) -> None:
-        self._links = links
+    def __init__(self, publisher: Publisher, keeper: Keeper, log: Log) -> None:
         self._keeper = keeper
         self._log = log
         self._of_settings: Callable[[], str] = lambda: log.level
-        links.greets.append(self._greet)
+        self.changed = publisher.topic(LEVEL, self._level, keeper=keeper).changed
+        """Tells workers of a level that was just set."""
 
     def take_over(self, of_settings: Callable[[], str]) -> None:
         """Use the level that was kept, unless the settings have another one than then.
@@ -54,12 +52,7 @@ class LevelOfAll:
             if kept.instead_of == self._of_settings():
                 set_level(self._log, kept.level, by=ADMIN)
 
-    def changed(self) -> None:
-        """Tell workers of a level that was just set."""
-        level = self._log.level
-        self._links.say(LEVEL, level.encode())
-        self._keeper.keep(LEVEL, _encode(_Kept(level, self._of_settings())))
-
-    def _greet(self, client: SchedulerClient) -> None:
-        if self._log.level_set_by == ADMIN:
-            client.say(LEVEL, self._log.level.encode())
+    def _level(self, _: str) -> _Level | None:
+        """Return the level, None if no operator has set it."""
+        log = self._log
+        return _Level(log.level, self._of_settings()) if log.level_set_by == ADMIN else None

@@ -15,12 +15,15 @@ from pdproxy.scheduling.leases import GOOD, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger import DOWN, Ledger
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.scheduler import ANY, Constraints, Scheduler
+from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.workers.remote_turns import RemoteTurn, RemoteTurns
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_link import Question, SchedulerLink
 from pdproxy.workers.turn_messages import LARGEST
 from pdproxy.workers.worker_choices import ChoicesOfWorker, Chosen, Held, LeasesOfWorker
 
+TRANSFERS = "transfers"
+"""Behind this word, the topic of what is known of KV that does not move has a pool's number."""
 MOST_UNKNOWN = 3
 """How often a choice is made where this worker does not know one of the engines yet."""
 
@@ -67,7 +70,9 @@ class RemoteScheduler:
         self.fits = fits
         self.leases: dict[int, HeldLease] = {}
         """Those of this worker, by their numbers."""
-        link.know_transfers[pool] = view.follow_transfers
+        link.subscriber.subscribe(
+            f"{TRANSFERS} {pool}", KnownTransfers, lambda _, known: view.follow_transfers(known)
+        )
         link.begins.append(self._begin)
         engines.keep_known(lambda: {one.engine.url for one in self.leases.values()})
 

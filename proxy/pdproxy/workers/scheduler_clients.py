@@ -17,7 +17,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 
 from pdproxy.kit.errors import OverloadedError, RefusalReason
 from pdproxy.kit.frames import frames
-from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.workers.calls import (
     CALLS,
     Call,
@@ -60,10 +59,6 @@ class AtWorker(Protocol):
     @told
     def hear(self, topic: str, body: bytes) -> None:
         """Something about a topic."""
-
-    @told
-    def know_transfers(self, pool: int, known: KnownTransfers) -> None:
-        """What is known of KV that does not move: all of it."""
 
 
 class Holder(Protocol):
@@ -157,6 +152,10 @@ class SchedulerClient:
     ) -> None:
         """Call a method in the worker, in the order of these calls. `on`: as in `Call`."""
         self._link.say(encode_item(CALLS[method](on, *args, **kwargs)))
+
+    def send(self, item: bytes) -> None:
+        """Send a call that is encoded already: several workers are sent the same one."""
+        self._link.say(item)
 
     def welcome(self) -> None:
         """Have the worker ask from now on."""

@@ -15,7 +15,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from pdproxy.kit.errors import BadRequestError, OverloadedError, RefusalReason
 from pdproxy.kit.frames import frames
-from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.workers import links
 from pdproxy.workers.calls import (
     CALLS,
@@ -30,7 +29,9 @@ from pdproxy.workers.calls import (
 )
 from pdproxy.workers.item_link import ItemLink
 from pdproxy.workers.links import LinkError
+from pdproxy.workers.publisher import Publisher, Subscribed
 from pdproxy.workers.scheduler_clients import AtWorker, SchedulerClient
+from pdproxy.workers.subscriber import Subscriber
 
 logger = logging.getLogger("pdproxy.workers")
 
@@ -103,8 +104,8 @@ class SchedulerLink:
         self._do: dict[tuple[type, int], Callable[[Call], Any]] = {}
         self.begins: list[Callable[[], None]] = []
         """What tells each new scheduler process what this worker has, before that chooses."""
-        self.know_transfers: dict[int, Callable[[KnownTransfers], None]] = {}
-        """What takes what is known of transfers, by the numbers of the pools."""
+        self.subscriber = Subscriber()
+        """The topics that this worker follows."""
         self.hears: dict[str, Callable[[bytes], None]] = {}
         """What takes what the scheduler process says, by its topics."""
         self.holds: dict[str, Callable[[], bytes | None]] = {}
@@ -118,6 +119,7 @@ class SchedulerLink:
         self._is_hopeless = False
         """Whether the next scheduler process did not come in time."""
         self.serve(AtWorker, _OfLink(self, self._welcome))
+        self.serve(Subscribed, self.subscriber)
 
     def __repr__(self) -> str:
         state = "no scheduler" if self._link is None else "connected"
@@ -142,6 +144,8 @@ class SchedulerLink:
         self._link = ItemLink(end, decoder(), self._received, self._gone, links.MAX_UNSENT)
         if self._open:
             self._be_patient()
+        for name, values in self.subscriber.connected():
+            self.tell(Publisher.restore, 0, name, values)
         for topic, body_of in self.holds.items():
             if (body := body_of()) is not None:
                 self.say(topic, body)
@@ -322,10 +326,6 @@ class _OfLink:
     def hear(self, topic: str, body: bytes) -> None:
         """See `AtWorker`."""
         self._link.hears[topic](body)
-
-    def know_transfers(self, pool: int, known: KnownTransfers) -> None:
-        """See `AtWorker`."""
-        self._link.know_transfers[pool](known)
 
 
 def _no_scheduler(why: str) -> OverloadedError:

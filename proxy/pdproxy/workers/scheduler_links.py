@@ -8,7 +8,9 @@ import asyncio
 import socket
 from collections.abc import Callable, Collection
 
-from pdproxy.workers.scheduler_clients import AtWorker, Hears, SchedulerClient
+from pdproxy.workers.publisher import Publisher
+from pdproxy.workers.remote_scheduler import TRANSFERS
+from pdproxy.workers.scheduler_clients import Hears, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.worker_choices import LeasesOfWorker, PoolChoices, serve_choices
 
@@ -30,6 +32,8 @@ class SchedulerLinks:
         """That of a worker."""
         self.hears: dict[str, Hears] = {}
         """In the scheduler process: what takes what workers say, by topics."""
+        self.publisher = Publisher()
+        """In the scheduler process: what all workers follow."""
         self.greets: list[Callable[[SchedulerClient], object]] = [self._greet]
         """In the scheduler process: what makes the objects that each new worker calls, and says to
         the worker all that workers are to know.
@@ -38,8 +42,6 @@ class SchedulerLinks:
         """In the scheduler process: what is told of each worker that says no more."""
         self._pools: list[PoolChoices] = []
         self._clients: dict[SchedulerClient, LeasesOfWorker] = {}
-        self._transfers: set[int] = set()
-        """Pools of whose transfers workers are told in the next turn."""
         self._early: list[socket.socket] = []
         """Sockets that came before the start."""
         self._is_started = self._engines_known = self._may_choose = False
@@ -52,7 +54,9 @@ class SchedulerLinks:
         """Choose for a pool, the next one in their order."""
         number = len(self._pools)
         self._pools.append(pool)
-        pool.ledger.transfers.changed = lambda: self._transfers_changed(number)
+        transfers = pool.ledger.transfers
+        topic = self.publisher.topic(f"{TRANSFERS} {number}", lambda _: transfers.known())
+        transfers.changed = topic.changed
 
     def connect(self, end: socket.socket) -> None:
         """Use a socket to the other process, which has just begun, or this one has."""
@@ -103,6 +107,7 @@ class SchedulerLinks:
         """Close all links."""
         for client in list(self._clients):
             client.close()
+            self.publisher.left(client)
         self._clients.clear()
         for end in self._early:
             end.close()
@@ -113,32 +118,17 @@ class SchedulerLinks:
 
     def _greet(self, client: SchedulerClient) -> None:
         self._clients[client] = serve_choices(client, self._pools)
-        for pool in range(len(self._pools)):
-            self._tell_transfers(client, pool)
-
-    def _transfers_changed(self, pool: int) -> None:
-        """Tell workers what is known of a pool's transfers: once per turn."""
-        if not self._transfers:
-            asyncio.get_running_loop().call_soon(self._tell_all_transfers)
-        self._transfers.add(pool)
-
-    def _tell_all_transfers(self) -> None:
-        for pool in self._transfers:
-            for client in self._clients:
-                self._tell_transfers(client, pool)
-        self._transfers.clear()
-
-    def _tell_transfers(self, client: SchedulerClient, pool: int) -> None:
-        known = self._pools[pool].ledger.transfers.known()
-        client.tell(AtWorker.know_transfers, 0, pool, known)
+        client.serve(Publisher, self.publisher)
 
     def _gone(self, client: SchedulerClient) -> None:
         self._clients.pop(client, None)
+        self.publisher.left(client)
         for leave in self.leaves:
             leave(client)
 
     def _said(self, client: SchedulerClient) -> None:
         """A worker has said what it has."""
+        self.publisher.greet(client)
         if self._may_choose:
             client.welcome()
         else:

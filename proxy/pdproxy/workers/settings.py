@@ -17,15 +17,14 @@ from pdproxy.fleet.member import MembershipError
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings, of_worker
 from pdproxy.workers.kept import Keeper
-from pdproxy.workers.scheduler_link import SchedulerLink
-from pdproxy.workers.scheduler_links import SchedulerLinks
+from pdproxy.workers.publisher import Publisher
+from pdproxy.workers.subscriber import Subscriber
 
 logger = logging.getLogger("pdproxy.settings")
 
 SETTINGS = "settings"
 """The topic, and the key of what the supervisor keeps: the settings in force, all of them."""
 
-_encode = msgspec.msgpack.Encoder().encode
 decode_settings = msgspec.msgpack.Decoder(Settings).decode
 
 
@@ -34,25 +33,20 @@ class SettingsForWorkers:
     those of now; `keeper`: has the supervisor keep them.
     """
 
-    def __init__(
-        self, own: Uses, in_force: Settings, links: SchedulerLinks, keeper: Keeper
-    ) -> None:
+    def __init__(self, own: Uses, in_force: Settings, publisher: Publisher, keeper: Keeper) -> None:
         self._own = own
-        self._links = links
-        self._keeper = keeper
-        self._told = _encode(in_force)
-        links.greets.append(lambda client: client.say(SETTINGS, self._told))
+        self._in_force = in_force
+        self._topic = publisher.topic(SETTINGS, lambda _: self._in_force, keeper=keeper)
 
     def __repr__(self) -> str:
-        return f"<SettingsForWorkers {len(self._told)} bytes>"
+        return f"<SettingsForWorkers by {self._own!r}>"
 
     def use(self, old: Settings, new: Settings) -> None:
         """See `Uses`."""
         self._own.use(old, new)
         if new != old:
-            self._told = _encode(new)
-            self._keeper.keep(SETTINGS, self._told)
-            self._links.say(SETTINGS, self._told)
+            self._in_force = new
+            self._topic.changed()
 
 
 class SettingsOfWorker:
@@ -65,7 +59,7 @@ class SettingsOfWorker:
         own: Uses,
         in_force: Settings,
         workers: int,
-        link: SchedulerLink,
+        subscriber: Subscriber,
         ends: Callable[[], bool],
     ) -> None:
         self._own = own
@@ -73,7 +67,7 @@ class SettingsOfWorker:
         self._workers = workers
         self._ends = ends
         self._failure: str | None = None
-        link.hears[SETTINGS] = self._hear
+        subscriber.subscribe(SETTINGS, Settings, self._take)
 
     def __repr__(self) -> str:
         return f"<SettingsOfWorker: {self._failure or 'good'}>"
@@ -86,8 +80,8 @@ class SettingsOfWorker:
             [] if self._failure is None else [f"new settings can't be used here: {self._failure}"]
         )
 
-    def _hear(self, body: bytes) -> None:
-        new = of_worker(decode_settings(body), self._workers)
+    def _take(self, _: str, told: Settings) -> None:
+        new = of_worker(told, self._workers)
         if self._ends():
             return
         try:

@@ -165,9 +165,9 @@ class WorkerShare:
         """See `Share`."""
         if not self.chooses:
             kept = self._shared.kept.get(KEYS, b"")
-            return credentials_of_worker(settings, kept, self._choosing.link)
+            return credentials_of_worker(settings, kept, self._choosing.link.subscriber)
         made = Credentials(settings)
-        KeysForWorkers(made, self._choosing, self.keeper)
+        KeysForWorkers(made, self._choosing.publisher, self.keeper)
         return made
 
     @property
@@ -285,9 +285,9 @@ class WorkerShare:
     def follow_level(self, log: Log) -> None:
         """Use the log level that operators set. `log`: this process's."""
         if self.chooses:
-            self._level = LevelOfAll(self._choosing, self.keeper, log)
+            self._level = LevelOfAll(self._choosing.publisher, self.keeper, log)
         else:
-            follow(self._choosing.link, log)
+            follow(self._choosing.link.subscriber, log)
 
     def take_over_level(self, of_settings: Callable[[], str]) -> None:
         """Go on with the log level that operators have set. `of_settings`: returns the level of the

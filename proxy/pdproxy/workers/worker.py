@@ -274,7 +274,7 @@ async def _serve(
         if source is not None and source.paths:
             live = live_settings(proxy, log)
             if share.chooses:
-                tells = SettingsForWorkers(live, source.first, share.links, share.keeper)
+                tells = SettingsForWorkers(live, source.first, share.links.publisher, share.keeper)
                 reloading = follow(proxy, source, tells)
                 await reloading.catch_up()
                 hangups.then = reloading.soon
@@ -285,7 +285,7 @@ async def _serve(
                     live,
                     source.first,
                     settings.listen.workers,
-                    share.links.link,
+                    share.links.link.subscriber,
                     lambda: proxy.admission.closed,
                 )
                 proxy.readiness.show(told.shortcomings)
