@@ -17,9 +17,10 @@ from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.transfer import moriio
 from pdproxy.workers import links
-from pdproxy.workers.registrations import RegistrationsForWorkers, RegistrationsOfWorker
+from pdproxy.workers.registrations import RegistrationsOfWorker, publish_registrations
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
+from pdproxy.workers.scheduler_messages import Published
 from tests.fakes.clock import ManualClock
 from tests.fakes.registry import unused_client
 from tests.unit.test_registration import TIMEOUT, A, D, P, Stage, beat
@@ -28,15 +29,13 @@ TOPIC = "registrations 0"
 
 
 class Scheduler(Stage):
-    """A scheduler process."""
+    """A scheduler process. `timeout`: for which it goes on from what workers know."""
 
-    def __init__(self, clock: ManualClock) -> None:
+    def __init__(self, clock: ManualClock, timeout: float = TIMEOUT) -> None:
         super().__init__(moriio.registered, clock)
         self.links = SchedulerLinks(chooses=True, workers=2)
         self.links.start()
-        RegistrationsForWorkers(
-            self.links, TOPIC, self.known, self.engines, self.clock, timeout=TIMEOUT
-        )
+        publish_registrations(self.links.publisher, TOPIC, self.known, self.engines, timeout)
 
 
 class Worker:
@@ -46,7 +45,7 @@ class Worker:
         self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         self.engines = EngineRegistry(self.ledger)
         self.link = SchedulerLink()
-        self.known = RegistrationsOfWorker(self.link, TOPIC, self.engines, self.ledger)
+        self.known = RegistrationsOfWorker(self.link.subscriber, TOPIC, self.engines, self.ledger)
         for url in knows or (P, D, A):
             self.add(url)
 
@@ -131,12 +130,14 @@ async def test_a_restarted_engine_keeps_its_peers() -> None:
     scheduler.links.stop()
 
 
-async def test_heartbeats_that_change_nothing_are_not_told() -> None:
+async def test_heartbeats_that_change_nothing_are_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scheduler, worker = Scheduler(ManualClock()), Worker()
     worker.connect(scheduler)
     await settled()
-    heard: list[bytes] = []
-    worker.link.hears[TOPIC] = heard.append
+    heard: list[Published] = []
+    monkeypatch.setitem(worker.link._do, Published, heard.append)
     for _ in range(5):
         scheduler.known.receive(m(), b"1", "10.0.0.1")
         await scheduler.clock.advance(1)
@@ -213,12 +214,12 @@ async def test_what_is_newer_counts() -> None:
     worker.connect(third)
     await settled()
     third.links.stop()
-    fourth = Scheduler(clock)
+    fourth = Scheduler(clock, timeout=0.02)
     fourth.engines.remove(P)
     await settled()
     worker.connect(fourth)
     await settled()
-    await clock.advance(TIMEOUT + 1)
+    await asyncio.sleep(0.05)
     fourth.engines.add(EngineSpec(P, Role.PREFILL), unused_client(P), registered_as=of_url(P, None))
     fourth.up(P)
     assert fourth.not_ready(P) == "has not registered"

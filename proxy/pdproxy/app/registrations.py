@@ -76,7 +76,7 @@ def build_registrations(
         checked=hosts.of_peers,
     )
     if own is not None:
-        own.pass_on(known, engines, process.clock, timeout)
+        own.pass_on(known, engines, timeout)
     failed = process.tasks.watch("registrations").failed
     socket = RegistrationSocket(known.receive, known.unreadable, failed)
     return Registering(known, socket, place, sockets)

@@ -254,9 +254,7 @@ class PoolShare(Protocol):
     def registered(self, engines: EngineRegistry, ledger: Ledger) -> KnownRegistrations:
         """Return the registrations of the pool's engines, which another process takes."""
 
-    def pass_on(
-        self, known: Registrations, engines: EngineRegistry, clock: Clock, timeout: float
-    ) -> None:
+    def pass_on(self, known: Registrations, engines: EngineRegistry, timeout: float) -> None:
         """Tell the others of the registrations that this process takes."""
 
     def live_custodies(self, contract: Contract) -> OrderedSet[Custody]:

@@ -117,9 +117,11 @@ class _Entry:
 class KnownRegistrations(Protocol):
     """What is known of registrations: an observer."""
 
-    complete: bool
-    """Whether all is known that there is to know."""
     only: tuple[type[Event], ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is known that there is to know."""
 
     @property
     def count(self) -> int:
@@ -178,6 +180,11 @@ class Registrations:
     def known(self) -> list[Registered]:
         """Return what is known of all engines that are expected to register."""
         return [entry.known for entry in self._entries.values()]
+
+    def of(self, engine: Engine) -> Registered | None:
+        """Return what is known of an engine, None if it is not expected to register."""
+        entry = self._entries.get(engine.registered_as)
+        return entry.known if entry is not None and entry.engine is engine else None
 
     def restore(self, known: Registered) -> None:
         """Go on from what was known before. What was heard since, or is newer, counts more."""

@@ -50,7 +50,7 @@ from pdproxy.workers.members import MembersOfAll
 from pdproxy.workers.notices import NoticesForWorkers, take_notices
 from pdproxy.workers.own_legs import OwnLegs
 from pdproxy.workers.records import Area, SharedRecords
-from pdproxy.workers.registrations import RegistrationsForWorkers, RegistrationsOfWorker
+from pdproxy.workers.registrations import RegistrationsOfWorker, publish_registrations
 from pdproxy.workers.remote_losses import RemoteLosses
 from pdproxy.workers.remote_scheduler import Refusals, RemoteScheduler
 from pdproxy.workers.remote_turns import RemoteTurns
@@ -307,15 +307,13 @@ class WorkerPoolShare:
 
     def registered(self, engines: EngineRegistry, ledger: Ledger) -> KnownRegistrations:
         """See `PoolShare`."""
-        link = self._choosing.link
-        return RegistrationsOfWorker(link, f"registrations {self.at}", engines, ledger)
+        subscriber = self._choosing.link.subscriber
+        return RegistrationsOfWorker(subscriber, f"registrations {self.at}", engines, ledger)
 
-    def pass_on(
-        self, known: Registrations, engines: EngineRegistry, clock: Clock, timeout: float
-    ) -> None:
+    def pass_on(self, known: Registrations, engines: EngineRegistry, timeout: float) -> None:
         """See `PoolShare`."""
         topic = f"registrations {self.at}"
-        RegistrationsForWorkers(self._choosing, topic, known, engines, clock, timeout)
+        publish_registrations(self._choosing.publisher, topic, known, engines, timeout)
 
     def live_custodies(self, contract: Contract) -> OrderedSet[Custody]:
         """See `PoolShare`."""

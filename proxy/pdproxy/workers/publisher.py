@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from pdproxy.fleet.engine import Engine
 from pdproxy.kit.frames import frames
 from pdproxy.workers.calls import CALLS, encode_item, told
 from pdproxy.workers.kept import Keeper
@@ -49,7 +50,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Topic(Generic[T]):
-    """One topic, made by `Publisher.topic`."""
+    """One topic, made by `Publisher.topic`. A watcher of engines, where its keys are their URLs."""
 
     def __init__(
         self,
@@ -83,6 +84,14 @@ class Topic(Generic[T]):
         """
         self._keep(key)
         self._publisher.post(self, key, was_gone=True)
+
+    def added(self, engine: Engine) -> None:
+        """An engine is there."""
+        self.found(engine.url)
+
+    def removed(self, engine: Engine) -> None:
+        """An engine is gone."""
+        self.gone(engine.url)
 
     def _keep(self, key: str) -> None:
         if self._keeper is not None:

@@ -1,15 +1,11 @@
 """Registrations of engines, of several workers: engines register at the scheduler process, which
-tells workers what is known of each.
+publishes what is known of each.
 
-A worker is told all of it when it connects, and then what changes. It tells all of it to the next
-scheduler process, which goes on from there: engines stay registered, and their owners the same.
+Workers tell all of it to the next scheduler process, which goes on from there: engines stay
+registered, and their owners the same.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-import msgspec
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -20,75 +16,27 @@ from pdproxy.fleet.registration import (
     registers,
     write_known,
 )
-from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Event, NodeChanged
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.workers.scheduler_clients import SchedulerClient
-from pdproxy.workers.scheduler_link import SchedulerLink
-from pdproxy.workers.scheduler_links import SchedulerLinks
+from pdproxy.workers.publisher import Publisher
+from pdproxy.workers.subscriber import Subscriber
 
 
-class _Told(msgspec.Struct, array_like=True):
-    """`whole`: `known` is all that there is. `gone`: the URL of an engine that was removed."""
-
-    known: Sequence[Registered] = ()
-    whole: bool = False
-    gone: str | None = None
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Told).decode
-
-
-class RegistrationsForWorkers:
-    """What the scheduler process tells of the registrations of a pool, and is told when it begins.
-    `topic`: theirs; `timeout`: seconds for which it goes on from what it was told.
+def publish_registrations(
+    publisher: Publisher, topic: str, own: Registrations, engines: EngineRegistry, timeout: float
+) -> None:
+    """Have workers know the registrations of a pool. `timeout`: seconds for which this process goes
+    on from what workers know of engines that are not added yet.
     """
 
-    def __init__(
-        self,
-        links: SchedulerLinks,
-        topic: str,
-        own: Registrations,
-        engines: EngineRegistry,
-        clock: Clock,
-        timeout: float,
-    ) -> None:
-        self._own = own
-        self._before: dict[str, Registered] = {}
-        """What the scheduler process before had found of engines, by their URLs: also of those that
-        are not added yet.
-        """
-        self._links = links
-        self._topic = topic
-        self._clock = clock
-        self._timeout = timeout
-        own.changed = lambda known: links.say(topic, _encode(_Told([known])))
-        engines.watch(self)
-        links.greets.append(self._greet)
-        links.hears[topic] = self._restore
+    def of(url: str) -> Registered | None:
+        engine = engines.get(url)
+        return None if engine is None else own.of(engine)
 
-    def __repr__(self) -> str:
-        return f"<RegistrationsForWorkers {self._own!r}>"
-
-    def added(self, engine: Engine) -> None:
-        """Go on from what was known of an engine."""
-        if (known := self._before.pop(engine.url, None)) is not None:
-            self._own.restore(known)
-
-    def removed(self, engine: Engine) -> None:
-        """Tell workers that nothing is known any more."""
-        self._links.say(self._topic, _encode(_Told(gone=engine.url)))
-
-    def _greet(self, client: SchedulerClient) -> None:
-        client.say(self._topic, _encode(_Told(self._own.known(), whole=True)))
-
-    def _restore(self, _: SchedulerClient, body: bytes) -> None:
-        if not self._before:
-            self._clock.after(self._timeout, self._before.clear)
-        for known in _decode(body).known:
-            self._before[known.url] = known
-            self._own.restore(known)
+    made = publisher.topic(topic, of, engines.keys)
+    made.restore_by(Registered, lambda _, known: own.restore(known), timeout)
+    own.changed = lambda known: made.changed(known.url)
+    engines.watch(made)
 
 
 class RegistrationsOfWorker:
@@ -97,25 +45,29 @@ class RegistrationsOfWorker:
     only: tuple[type[Event], ...] = (NodeChanged,)
 
     def __init__(
-        self, link: SchedulerLink, topic: str, engines: EngineRegistry, ledger: Ledger
+        self, subscriber: Subscriber, topic: str, engines: EngineRegistry, ledger: Ledger
     ) -> None:
         self._engines = engines
         self._ledger = ledger
-        self._known: dict[str, Registered] = {}
-        """By the URLs of the engines that the scheduler process has."""
-        self.complete = False
-        """Whether a scheduler process has told all of it."""
+        self._subscriber = subscriber
+        self._told = subscriber.subscribe(
+            topic, Registered, self._take, lambda url: self._take(url, None), is_whole=True
+        )
+        self._told.retained = lambda: self._told.values
         engines.watch(self)
-        link.hears[topic] = self._hear
-        link.holds[topic] = self._held
 
     def __repr__(self) -> str:
-        return f"<RegistrationsOfWorker {self.count} of {len(self._known)}>"
+        return f"<RegistrationsOfWorker {self.count} of {len(self._told.values)}>"
+
+    @property
+    def complete(self) -> bool:
+        """Whether a scheduler process has told all of it."""
+        return self._subscriber.has_all
 
     @property
     def count(self) -> int:
         """How many engines are registered and can be used."""
-        return sum(not isinstance(one.found, str) for one in self._known.values())
+        return sum(not isinstance(one.found, str) for one in self._told.values.values())
 
     def shortcomings(self) -> list[str]:
         """Return nothing: the scheduler process says what is wrong."""
@@ -123,7 +75,7 @@ class RegistrationsOfWorker:
 
     def added(self, engine: Engine) -> None:
         """Expect one more engine to be registered."""
-        self._write(engine)
+        self._take(engine.url, self._told.values.get(engine.url))
 
     def removed(self, engine: Engine) -> None:
         """What is known of it counts until the scheduler process has removed it, too."""
@@ -131,25 +83,10 @@ class RegistrationsOfWorker:
     def notify(self, event: Event) -> None:
         """An engine that restarted has a new run, whose peers come from its registration."""
         if isinstance(event, NodeChanged) and event.up:
-            self._write(self._engines.get(event.node))
+            self._take(event.node, self._told.values.get(event.node))
 
-    def _write(self, engine: Engine | None) -> None:
+    def _take(self, url: str, known: Registered | None) -> None:
+        engine = self._engines.get(url)
         if engine is not None and registers(engine):
-            known = self._known.get(engine.url)
             found = NOT_REGISTERED if known is None else known.found
             write_known(engine, self._ledger, found)
-
-    def _hear(self, body: bytes) -> None:
-        told = _decode(body)
-        if told.whole:
-            gone, self._known, self.complete = list(self._known), {}, True
-        else:
-            gone = [] if told.gone is None else [told.gone]
-        for url in gone:
-            self._known.pop(url, None)
-        self._known |= {one.url: one for one in told.known}
-        for url in {*gone, *(one.url for one in told.known)}:
-            self._write(self._engines.get(url))
-
-    def _held(self) -> bytes | None:
-        return _encode(_Told([*self._known.values()])) if self._known else None
