@@ -7,10 +7,8 @@ count as those whose clients have left as their engines disappeared.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -26,6 +24,9 @@ from pdproxy.workers.admitted_worker import ClientName
 from pdproxy.workers.calls import Answer, asked, told
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
+
+SUSPECTS = "suspects"
+"""Behind this word, the topic of the suspects of a pool has the pool's number."""
 
 
 class Sender(msgspec.Struct, array_like=True):
@@ -48,12 +49,11 @@ class Judgement(msgspec.Struct, array_like=True):
     refusal: tuple[str, float | None] | None
 
 
-class LossesAtWorker(Protocol):
-    """What workers are told."""
+class Known(msgspec.Struct, array_like=True):
+    """All suspects."""
 
-    @told
-    def know(self, fingerprints: Sequence[Fingerprint], clients: Sequence[ClientName]) -> None:
-        """All suspects."""
+    fingerprints: Sequence[Fingerprint]
+    clients: Sequence[ClientName]
 
 
 class _Request(msgspec.Struct, eq=False):
@@ -244,39 +244,12 @@ class LossesOfWorker:
         return self._pool.lost.forbidden(self._request(sender))
 
 
-class Suspects:
-    """Tells workers of the suspects of the pool with this number."""
-
-    def __init__(self, links: SchedulerLinks, pool: int, lost: EnginesLost) -> None:
-        self._links = links
-        self._pool = pool
-        self._lost = lost
-        self._will_tell = False
-        lost.changed = self._changed
-        links.greets.append(self._tell_one)
-
-    def __repr__(self) -> str:
-        return f"<Suspects of pool {self._pool}>"
-
-    def _changed(self) -> None:
-        """Tell all workers, once per turn of the event loop."""
-        if not self._will_tell:
-            self._will_tell = True
-            asyncio.get_running_loop().call_soon(self._tell)
-
-    def _tell(self) -> None:
-        self._will_tell = False
-        for client in self._links.clients:
-            self._tell_one(client)
-
-    def _tell_one(self, client: SchedulerClient) -> None:
-        known = self._lost.known
-        client.tell(LossesAtWorker.know, self._pool, [*known.fingerprints], [*known.clients])
-
-
 def decide_losses(links: SchedulerLinks, at: int, pool: LossesOfPool) -> None:
     """Decide for all workers in the pool with this number."""
-    Suspects(links, at, pool.lost)
+    known = pool.lost.known
+    pool.lost.changed = links.publisher.topic(
+        f"{SUSPECTS} {at}", lambda _: Known([*known.fingerprints], [*known.clients])
+    ).changed
 
     def greet(client: SchedulerClient) -> None:
         losses = LossesOfWorker(pool)

@@ -11,7 +11,7 @@ from pdproxy.kit.errors import EnginesLostError
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.losses import Fingerprint, KnownSuspects, RequestAtRisk
-from pdproxy.workers.loss_clients import LossesAtWorker, LossesOfWorker, Sender
+from pdproxy.workers.loss_clients import SUSPECTS, Known, LossesOfWorker, Sender
 from pdproxy.workers.scheduler_link import SchedulerLink
 
 
@@ -30,17 +30,16 @@ class RemoteLosses:
         self.known = KnownSuspects()
         """As the scheduler process has told them last."""
         self._slots: set[int] = set()
-        link.serve(LossesAtWorker, self, pool)
+        link.subscriber.subscribe(f"{SUSPECTS} {pool}", Known, self._follow)
         link.begins.append(self._begin)
 
     def __repr__(self) -> str:
         return f"<RemoteLosses of pool {self._pool}, {len(self._slots)} slots>"
 
-    def know(self, fingerprints: Sequence[Fingerprint], clients: Sequence[bytes | str]) -> None:
-        """See `LossesAtWorker`."""
+    def _follow(self, _: str, told: Known) -> None:
         known = self.known
-        known.fingerprints, known.clients = frozenset(fingerprints), frozenset(clients)
-        known.remembers = bool(fingerprints or clients)
+        known.fingerprints, known.clients = frozenset(told.fingerprints), frozenset(told.clients)
+        known.remembers = bool(told.fingerprints or told.clients)
 
     def _begin(self) -> None:
         self._link.tell(LossesOfWorker.restore, self._pool, [*self._slots])
