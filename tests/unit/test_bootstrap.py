@@ -149,7 +149,7 @@ class Stand(Recorder):
         ranks: int = 1,
         tp_size: int | None = None,
         tasks: TaskOwner | None = None,
-        make: Callable[[Stand], Bootstraps] | None = None,
+        share: Callable[[Stand], None] = lambda _: None,
     ) -> None:
         self.engines, self.ledger = registry(EngineSpec(D, Role.DECODE))
         super().__init__()
@@ -158,7 +158,17 @@ class Stand(Recorder):
         observers = Observers([self])
         self.tasks = _Idle("test") if tasks is None else tasks
         self.time = 1000.0
-        self.bootstraps = (make or Stand._alone)(self)
+        self.bootstraps = Bootstraps(
+            self.engines,
+            self.ledger,
+            self._query,
+            observers,
+            self.tasks,
+            Probes(),
+            lambda: self.time,
+            MOONCAKE,
+        )
+        share(self)
         observers.add(self.bootstraps)
         self.engines.add(
             EngineSpec(P, Role.PREFILL),
@@ -170,19 +180,6 @@ class Stand(Recorder):
         self.observers = observers
         self.up(P, 1.0)
         self.up(D, 1.0)
-
-    def _alone(self) -> Bootstraps:
-        observers = Observers([self])
-        return Bootstraps(
-            self.engines,
-            self.ledger,
-            self._query,
-            observers,
-            self.tasks,
-            Probes(),
-            lambda: self.time,
-            MOONCAKE,
-        )
 
     async def _query(self, address: str) -> Ranks:
         self.asked.append(address)

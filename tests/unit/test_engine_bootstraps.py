@@ -6,11 +6,9 @@ import asyncio
 
 from pdproxy.fleet.bootstrap import MAX_GIVEN_UP, NOT_ASKED
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
-from pdproxy.observe.events import HandleEnded, Observers
-from pdproxy.settings.health import Probes
-from pdproxy.transfer.mooncake import MOONCAKE
+from pdproxy.observe.events import HandleEnded
 from pdproxy.workers import links
-from pdproxy.workers.engine_bootstraps import AskingBootstraps, ToldBootstraps
+from pdproxy.workers.engine_bootstraps import BootstrapsOfWorker, publish_bootstraps
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from tests.unit.test_bootstrap import Stand, answer, one
@@ -37,38 +35,15 @@ class Asking:
             self.link[number].connect(its)
 
     def _scheduler(self) -> Stand:
-        def make(stand: Stand) -> AskingBootstraps:
-            return AskingBootstraps(
-                stand.engines,
-                stand.ledger,
-                stand._query,
-                Observers([stand]),
-                stand.tasks,
-                Probes(),
-                lambda: stand.time,
-                MOONCAKE,
-                links=self.links,
-                topic=TOPIC,
-            )
-
-        return Stand(make=make)
+        stand = Stand()
+        publish_bootstraps(self.links, TOPIC, stand.bootstraps, stand.engines)
+        return stand
 
     def _worker(self, number: int) -> Stand:
-        def make(stand: Stand) -> ToldBootstraps:
-            return ToldBootstraps(
-                stand.engines,
-                stand.ledger,
-                stand._query,
-                Observers([stand]),
-                stand.tasks,
-                Probes(),
-                lambda: stand.time,
-                MOONCAKE,
-                link=self.link[number],
-                topic=TOPIC,
-            )
+        def share(stand: Stand) -> None:
+            BootstrapsOfWorker(self.link[number], TOPIC, stand.bootstraps, stand.engines)
 
-        return Stand(make=make)
+        return Stand(share=share)
 
     async def start_again(self) -> None:
         """Have another scheduler process in place of a dead one. Nobody is connected to it yet."""

@@ -25,9 +25,7 @@ def build_bootstraps(
     """Return what asks the bootstrap servers of a pool's engines. Nothing is asked yet. `own`: see
     `build_ledger`.
     """
-    asks = contract.capabilities.peers_from is PeerSource.BOOTSTRAP
-    make = Bootstraps if own is None or not asks else own.bootstraps
-    return make(
+    made = Bootstraps(
         engines,
         ledger,
         admin.bootstrap,
@@ -37,3 +35,6 @@ def build_bootstraps(
         process.now,
         contract,
     )
+    if own is not None and contract.capabilities.peers_from is PeerSource.BOOTSTRAP:
+        own.share_bootstraps(made, engines)
+    return made

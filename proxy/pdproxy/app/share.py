@@ -39,7 +39,6 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.lost_pushes import AwaitedPush
 from pdproxy.serving.kv.open_turns import TurnKeeper
-from pdproxy.settings.health import Probes
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Settings
@@ -50,7 +49,6 @@ from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
-from pdproxy.wire.bootstrap import Ranks
 from pdproxy.wire.notices import Notice
 
 SECRET_BYTES = 32
@@ -199,20 +197,8 @@ class PoolShare(Protocol):
     ) -> None:
         """Have all processes know how engines are. `watching`: what watches them here."""
 
-    def bootstraps(
-        self,
-        engines: EngineRegistry,
-        ledger: Ledger,
-        query: Callable[[str], Awaitable[Ranks]],
-        observers: Observers,
-        tasks: TaskOwner,
-        probes: Probes,
-        now: Callable[[], float],
-        contract: Contract,
-    ) -> Bootstraps:
-        """Return what knows the answers of bootstrap servers here. The arguments: those of
-        `Bootstraps`.
-        """
+    def share_bootstraps(self, own: Bootstraps, engines: EngineRegistry) -> None:
+        """Have all processes know the answers of bootstrap servers. `own`: what knows them here."""
 
     def canaries(
         self,

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError
@@ -35,7 +37,7 @@ from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.settings.health import Probes
 from pdproxy.transfer.contract import Contract, PushedToDecode
 from pdproxy.transfer.peers import Peer
-from pdproxy.wire.bootstrap import Ranks
+from pdproxy.wire.bootstrap import RankAddresses, Ranks
 
 NOT_ASKED = "its bootstrap server was not asked yet"
 SOON = 0.5
@@ -74,18 +76,36 @@ BOOTSTRAP_QUERIES = counter(
 class Known:
     """What a server has said of its engine. Written by `Bootstraps`.
 
-    `run`: the engine's run that it was said of, None: of none. `addresses` by engine id: decode
+    `run`: the engine's run that it was said of, None: of none; `ranks`: what was said then.
+    `addresses` by engine id: decode
     engines never forget those that they have asked for. `stale`: the runs of decode engines that
     may have asked for addresses which are no longer right. `given_up`: when requests of this run
     were given up that decode engines wait for, in monotonic seconds.
     """
 
     run: int | None = None
+    ranks: Ranks = field(default_factory=dict)
     trouble: str | None = None
     addresses: dict[str, _Addresses] = field(default_factory=dict)
     stale: set[int] = field(default_factory=set)
     given_up: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_GIVEN_UP))
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class KnownServer(msgspec.Struct, array_like=True):
+    """What is known of the server of one run of an engine: what it has answered last, None if it
+    has not, or why it can't be used. `started`: when that run began, as the engine reports it.
+
+    `stale`: decode engines that keep addresses which are no longer right, with their start times.
+    `given_up`: when prompts were given up, in monotonic seconds.
+    """
+
+    url: str
+    started: float
+    ranks: dict[int, RankAddresses] | None
+    trouble: str | None
+    stale: list[tuple[str, float]]
+    given_up: list[float]
 
 
 class Bootstraps:
@@ -120,6 +140,14 @@ class Bootstraps:
         self._stuck_for = (holder.stuck_for if isinstance(holder, PushedToDecode) else None) or 0.0
         self._known: dict[Engine, Known] = {}
         self._running: dict[Engine, asyncio.Task[None]] = {}
+        self.keep_asking: Callable[[Engine], None] = self._keep_asking
+        """Called with an engine that is up in another run than its server has answered for: asks
+        for it from now on. Set where another process asks.
+        """
+        self.changed: Callable[[Engine], None] = lambda _: None
+        """Called with an engine of whose server something else is known."""
+        self.when_given_up: Callable[[Engine], None] = lambda _: None
+        """Called with an engine that has given up a prompt of this process."""
         engines.watch(self)
 
     def __repr__(self) -> str:
@@ -143,7 +171,8 @@ class Bootstraps:
         """
         if isinstance(event, HandleEnded):
             if event.end == STUCK and (stuck := self._engines.get(event.prefill)) is not None:
-                self._stuck(stuck)
+                self.gave_up(stuck)
+                self.when_given_up(stuck)
             return
         if not isinstance(event, NodeChanged) or (engine := self._engines.get(event.node)) is None:
             return
@@ -152,7 +181,7 @@ class Bootstraps:
             known.given_up.clear()
             self._ledger.mark_kv(engine.url, NOT_ASKED)
             known.wake.set()
-            self._keep_asking(engine)
+            self.keep_asking(engine)
 
     def _keep_asking(self, engine: Engine) -> None:
         """Ask for an engine from now on."""
@@ -161,13 +190,14 @@ class Bootstraps:
                 partial(self.run, engine), f"bootstrap {engine.url}"
             )
 
-    def _stuck(self, engine: Engine) -> None:
+    def gave_up(self, engine: Engine) -> None:
         """Note that a prompt was given up for which a decode engine waits."""
         if (known := self._known.get(engine)) is None:
             return
         known.given_up.append(self._now())
         if known.run is not None and (why := self._overrun(known)) is not None:
             self._ledger.mark_kv(engine.url, why)
+        self.changed(engine)
 
     def _overrun(self, known: Known) -> str | None:
         """Return why no more prompts may be transferred from an engine, None if they may."""
@@ -234,8 +264,9 @@ class Bootstraps:
         None if it can.
         """
         why = self._learn(engine, known, ranks) or self._overrun(known)
-        known.run, known.trouble = engine.in_ledger.run_number, None
+        known.run, known.trouble, known.ranks = engine.in_ledger.run_number, None, ranks
         self._ledger.mark_kv(engine.url, why)
+        self.changed(engine)
         return why
 
     def _failed(self, engine: Engine, known: Known, why: str) -> None:
@@ -246,6 +277,7 @@ class Bootstraps:
                 engine.url,
                 f"has a bootstrap server at {engine.bootstrap} that can't be used: {why}",
             )
+        self.changed(engine)
 
     def _learn(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
         """Take note of an engine's ranks. Return why it can't take part in KV transfer, None if it
@@ -305,6 +337,61 @@ class Bootstraps:
             "old addresses:"
             f" restart {urls}, and leave engine_id out of its --kv-transfer-config"
         )
+
+    # -- what other processes know
+
+    def has_asked(self, engine: Engine) -> bool:
+        """Return whether a server has answered for an engine, in whatever run."""
+        known = self._known.get(engine)
+        return known is not None and known.run is not None
+
+    def of(self, engine: Engine) -> KnownServer | None:
+        """Return what is known of the server of an engine, None if it has none or is not up."""
+        known, started = self._known.get(engine), _started(engine)
+        if known is None or started is None:
+            return None
+        runs = {other.in_ledger.run_number: other for other in self._engines.values()}
+        stale = [
+            (runs[run].url, since)
+            for run in sorted(known.stale)
+            if run in runs and (since := _started(runs[run])) is not None
+        ]
+        ranks = dict(known.ranks) if known.run == engine.in_ledger.run_number else None
+        return KnownServer(engine.url, started, ranks, known.trouble, stale, [*known.given_up])
+
+    def restore(self, told: KnownServer) -> None:
+        """Go on from what was known before, if nothing is known of the engine's run yet."""
+        engine = self._engines.get(told.url)
+        known = None if engine is None else self._known.get(engine)
+        if engine is None or known is None or told.ranks is None:
+            return
+        if known.run != engine.in_ledger.run_number:
+            self.follow(told)
+
+    def follow(self, told: KnownServer) -> None:
+        """Take over what another process knows of an engine's server, if that is of its present
+        run.
+        """
+        engine = self._engines.get(told.url)
+        known = None if engine is None else self._known.get(engine)
+        if engine is None or known is None or _started(engine) != told.started:
+            return
+        for url, started in told.stale:
+            other = self._engines.get(url)
+            if other is not None and _started(other) == started:
+                known.stale.add(other.in_ledger.run_number)
+        known.given_up.clear()
+        known.given_up.extend(told.given_up[-MAX_GIVEN_UP:])
+        if told.ranks is not None:
+            self._answered(engine, known, told.ranks)
+        if told.trouble is not None:
+            self._failed(engine, known, told.trouble)
+
+
+def _started(engine: Engine) -> float | None:
+    """Return when an engine's run began, None if the engine is not up."""
+    known = engine.in_ledger
+    return known.evidence.started if known.up and known.evidence is not None else None
 
 
 def _spelled(workers: Mapping[int, Mapping[int, str]]) -> _Addresses:

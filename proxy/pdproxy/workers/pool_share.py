@@ -30,17 +30,15 @@ from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.open_turns import TurnKeeper
-from pdproxy.settings.health import Probes
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
 from pdproxy.upstream.admin import EngineAdmin
-from pdproxy.wire.bootstrap import Ranks
 from pdproxy.wire.notices import Notice
 from pdproxy.workers import custody_records
 from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
-from pdproxy.workers.engine_bootstraps import AskingBootstraps, ToldBootstraps
+from pdproxy.workers.engine_bootstraps import BootstrapsOfWorker, publish_bootstraps
 from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
 from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.kept_sockets import KeptSockets
@@ -233,23 +231,13 @@ class WorkerPoolShare:
             outliers, probe = watching.outliers, probing.prober.soon
             StateWriter(links, topic, engines, ledger, auditor, outliers, observers, now, probe)
 
-    def bootstraps(
-        self,
-        engines: EngineRegistry,
-        ledger: Ledger,
-        query: Callable[[str], Awaitable[Ranks]],
-        observers: Observers,
-        tasks: TaskOwner,
-        probes: Probes,
-        now: Callable[[], float],
-        contract: Contract,
-    ) -> Bootstraps:
+    def share_bootstraps(self, own: Bootstraps, engines: EngineRegistry) -> None:
         """See `PoolShare`."""
         links, topic = self._choosing, f"bootstrap servers {self.at}"
-        parts = engines, ledger, query, observers, tasks, probes, now, contract
         if self.chooses:
-            return AskingBootstraps(*parts, links=links, topic=topic)
-        return ToldBootstraps(*parts, link=links.link, topic=topic)
+            publish_bootstraps(links, topic, own, engines)
+        else:
+            BootstrapsOfWorker(links.link, topic, own, engines)
 
     def canaries(
         self,
