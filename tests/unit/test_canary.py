@@ -32,7 +32,7 @@ FORMS: Any = {False: "string", True: "string"}
 class Engines(Recorder):
     """Two engines that answer canaries, and how they were asked."""
 
-    def __init__(self, tokenizer: SimTokenizer | None = None) -> None:
+    def __init__(self, tokenizer: SimTokenizer | None = None, threads: int = 2) -> None:
         super().__init__()
         self.asked: list[str] = []
         self.roots: list[str] = []
@@ -44,7 +44,7 @@ class Engines(Recorder):
         self.registry, self.ledger = registry(
             EngineSpec(P, Role.PREFILL), EngineSpec(D, Role.DECODE)
         )
-        self.threads = ThreadPoolExecutor(2)
+        self.threads = ThreadPoolExecutor(threads)
         self.canaries = Canaries(
             self.registry,
             self,  # type: ignore[arg-type]

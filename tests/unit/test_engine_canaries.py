@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pdproxy.observe.events import Observers
 from pdproxy.upstream.admin import ModelCard
 from pdproxy.wire.route import Route
 from pdproxy.workers import engine_canaries, links
-from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
+from pdproxy.workers.engine_canaries import CanariesForWorkers, CanariesOfWorker
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from tests.fakes.tokenizer import SimTokenizer
@@ -27,6 +25,7 @@ class Judging:
     def __init__(self) -> None:
         self.links = SchedulerLinks(chooses=True, workers=COUNT - 1)
         self.link = [SchedulerLink() for _ in range(COUNT)]
+        self.sharing: list[CanariesForWorkers | CanariesOfWorker] = []
         self.workers = [self._scheduler(), *[self._worker(at) for at in range(1, COUNT)]]
         self.links.start()
         for number in range(1, COUNT):
@@ -38,37 +37,17 @@ class Judging:
         self.link[number].connect(its)
 
     def _engines(self) -> Engines:
-        made = Engines()
-        made.threads.shutdown()
-        made.threads = ThreadPoolExecutor(1)
-        return made
+        return Engines(threads=1)
 
     def _scheduler(self) -> Engines:
         made = self._engines()
-        made.canaries = AskingCanaries(
-            made.registry,
-            made,  # type: ignore[arg-type]
-            Observers([made]),
-            made.threads,
-            tokenizer=None,
-            find=made._find,
-            links=self.links,
-            topic=TOPIC,
-        )
+        self.sharing[:1] = [CanariesForWorkers(self.links, TOPIC, made.canaries, made.registry)]
         return made
 
     def _worker(self, number: int) -> Engines:
         made = self._engines()
-        made.canaries = ToldCanaries(
-            made.registry,
-            made,  # type: ignore[arg-type]
-            Observers([made]),
-            made.threads,
-            tokenizer=None,
-            find=made._find,
-            link=self.link[number],
-            topic=TOPIC,
-        )
+        shared = CanariesOfWorker(self.link[number], TOPIC, made.canaries, made.registry)
+        self.sharing[number : number + 1] = [shared]
         return made
 
     async def again(self, number: int) -> None:
@@ -222,7 +201,7 @@ async def test_a_tokenizer_that_one_request_has_refuted_is_trusted_by_none() -> 
     ]
     judging.workers[2].canaries.refuted(P, "other", Route.CHAT, "there is no such model")
     await judging.pass_on()
-    assert [len(worker.canaries._kept[P].refuted) for worker in judging.workers] == [1] * COUNT  # type: ignore[attr-defined]
+    assert [len(one.known[P].refuted) for one in judging.sharing] == [1] * COUNT
     judging.close()
 
 
@@ -261,5 +240,5 @@ async def test_an_engine_that_is_too_busy_is_asked_again() -> None:
     assert judging.asked() == [[P, P], [], []]
     judging.workers[0].registry.remove(P)
     await judging.pass_on()
-    assert [worker.canaries._kept for worker in judging.workers] == [{}] * COUNT  # type: ignore[attr-defined]
+    assert [one.known for one in judging.sharing] == [{}] * COUNT
     judging.close()

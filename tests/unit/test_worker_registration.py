@@ -17,10 +17,11 @@ from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.transfer import moriio
 from pdproxy.workers import links
+from pdproxy.workers.publisher import Subscribed
 from pdproxy.workers.registrations import RegistrationsOfWorker, publish_registrations
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
-from pdproxy.workers.scheduler_messages import Published
+from pdproxy.workers.subscriber import Subscriber
 from tests.fakes.clock import ManualClock
 from tests.fakes.registry import unused_client
 from tests.unit.test_registration import TIMEOUT, A, D, P, Stage, beat
@@ -136,8 +137,15 @@ async def test_heartbeats_that_change_nothing_are_not_told(
     scheduler, worker = Scheduler(ManualClock()), Worker()
     worker.connect(scheduler)
     await settled()
-    heard: list[Published] = []
-    monkeypatch.setitem(worker.link._do, Published, heard.append)
+    heard: list[str] = []
+    follow = Subscriber.follow
+
+    def followed(self: Subscriber, topic: str, key: str, value: bytes | None) -> None:
+        heard.append(key)
+        follow(self, topic, key, value)
+
+    monkeypatch.setattr(Subscriber, "follow", followed)
+    worker.link.serve(Subscribed, worker.link.subscriber)
     for _ in range(5):
         scheduler.known.receive(m(), b"1", "10.0.0.1")
         await scheduler.clock.advance(1)

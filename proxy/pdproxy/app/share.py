@@ -5,7 +5,6 @@ asks a `Share` for them, or `SoleProcess`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from secrets import token_bytes
 from typing import Protocol
 
@@ -42,10 +41,8 @@ from pdproxy.serving.kv.open_turns import TurnKeeper
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Settings
-from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
-from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.operation import Readiness
@@ -200,19 +197,8 @@ class PoolShare(Protocol):
     def share_bootstraps(self, own: Bootstraps, engines: EngineRegistry) -> None:
         """Have all processes know the answers of bootstrap servers. `own`: what knows them here."""
 
-    def canaries(
-        self,
-        engines: EngineRegistry,
-        admin: EngineAdmin,
-        observers: Observers,
-        threads: Executor,
-        *,
-        tokenizer: LocalTokenizer | None,
-        find: Callable[[str], LocalTokenizer],
-    ) -> Canaries:
-        """Return what judges engines' answers to canaries here. The arguments: those of
-        `Canaries`.
-        """
+    def share_canaries(self, own: Canaries, engines: EngineRegistry) -> None:
+        """Have all processes judge engines' answers to canaries. `own`: what judges them here."""
 
     def retrying(self, engines: EngineRegistry) -> Retrying:
         """Return what this process's requests ask before they are tried again, if another one

@@ -91,8 +91,9 @@ def build_tokens(
         except UnusableError as error:
             raise SettingsError(f"pools[0].tokenizer: {quote(pool.tokenizer)}: {error}") from None
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
-    make = Canaries if own is None else own.canaries
-    canaries = make(engines, admin, observers, threads, tokenizer=named, find=library.find)
+    canaries = Canaries(engines, admin, observers, threads, tokenizer=named, find=library.find)
+    if own is not None:
+        own.share_canaries(canaries, engines)
 
     async def ask(url: str, body: bytes, authorization: bytes | None) -> TokenIds:
         # As on the data path: without keys of clients, their own header is forwarded. Our key would

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -79,6 +79,14 @@ class CanaryAnswers(msgspec.Struct, array_like=True):
     models: dict[str, ModelAnswers] = {}
 
 
+class Refuted(msgspec.Struct, array_like=True, frozen=True):
+    """A request has shown that an engine makes other ids for a base model."""
+
+    model: str
+    route: Route
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class Trusted:
     """A tokenizer that all engines of a model agree with. `forms`: how its template gets a
@@ -119,6 +127,16 @@ class Canaries:
         self._bases: dict[str, str] = {}
         self._trusted: dict[tuple[str | None, Route], Trusted | None] = {}
         self._wake = asyncio.Event()
+        self.answers: Callable[[Engine], Awaitable[CanaryAnswers | None]] = self.ask
+        """Returns what an engine answers, None: it is not known yet. Raises as `ask`. Set where
+        several processes judge, as those behind it are.
+        """
+        self.announces = True
+        """Whether judgements are events."""
+        self.when_judged: Callable[[Engine], None] = lambda _: None
+        """Called with an engine that was judged."""
+        self.when_refuted: Callable[[Engine, Refuted], None] = lambda _, __: None
+        """Called with what a request of this process has shown of an engine that was judged."""
         engines.watch(self)
         observers.show(TOKENIZE_AGREES, self.agreements)
 
@@ -174,19 +192,21 @@ class Canaries:
             if model is None
             else self._bases.get(model, model)
         )
-        if self._distrust(engine, name, route, why):
+        refuted = Refuted(name, route, why)
+        if self.distrust(engine, refuted):
+            self.when_refuted(engine, refuted)
             self._observers.notify(TokenizerJudged(url, name, False, why))
 
-    def _distrust(self, engine: Engine, model: str, route: Route, why: str) -> bool:
+    def distrust(self, engine: Engine, refuted: Refuted) -> bool:
         """Tokenize a base model's prompts here no more. Return whether the engine was judged for
         it.
         """
         judged = engine.run.judgements or {}
-        if (known := judged.get(model)) is None:
+        if (known := judged.get(refuted.model)) is None:
             return False
-        off = {"chats": False} if route is Route.CHAT else {"texts": False}
-        judged[model] = replace(
-            known, agreement=msgspec.structs.replace(known.agreement, **off), why=why
+        off = {"chats": False} if refuted.route is Route.CHAT else {"texts": False}
+        judged[refuted.model] = replace(
+            known, agreement=msgspec.structs.replace(known.agreement, **off), why=refuted.why
         )
         self._trusted.clear()
         return True
@@ -245,7 +265,7 @@ class Canaries:
     async def _ask(self, engine: Engine) -> bool:
         run, url = engine.run, engine.url
         try:
-            answers = await self._answers(engine)
+            answers = await self.answers(engine)
             if answers is None:
                 return False
             self._remember(answers.cards)
@@ -267,18 +287,22 @@ class Canaries:
         run.judgements = judged
         self._trusted.clear()
         self._announce(engine, judged)
+        self.when_judged(engine)
         return True
 
     def _announce(self, engine: Engine, judged: Mapping[str, Judgement]) -> None:
-        for model, judgement in judged.items():
+        for model, judgement in judged.items() if self.announces else ():
             agrees = False if judgement.agreement.differs else None if judgement.why else True
             self._observers.notify(
                 TokenizerJudged(engine.url, model, agrees, judgement.why or "all canaries agree")
             )
 
-    async def _answers(self, engine: Engine) -> CanaryAnswers | None:
-        """Return what an engine answers, without canaries if it was judged already; None: it is not
-        known yet.
+    async def ask(self, engine: Engine) -> CanaryAnswers:
+        """Return what an engine answers, without canaries if it was judged already.
+
+        Raises:
+            EngineError: it does not answer as it should.
+            OverloadedError: there are no more connections.
         """
         answers = CanaryAnswers(await self._admin.models(engine.url))
         if engine.run.judgements is None:

@@ -1,5 +1,5 @@
-"""Canaries of tokenizers with several workers: the scheduler process asks the engines, and each
-process judges the answers by its own tokenizer.
+"""Canaries of tokenizers with several workers: the scheduler process asks the engines and publishes
+their answers, and each process judges these by its own tokenizer.
 
 What a request has shown of an engine's ids in one worker ends tokenizing for that engine's model in
 all: the worker says it, and nothing undoes it in this run of the engine.
@@ -7,41 +7,23 @@ all: the worker says it, and nothing undoes it in this run of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Executor
-
 import msgspec
 
-from pdproxy.fleet.canary import Canaries, CanaryAnswers, ModelAnswers
-from pdproxy.fleet.engine import Engine, Judgement
+from pdproxy.fleet.canary import Canaries, CanaryAnswers, ModelAnswers, Refuted
+from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.observe.events import Observers
-from pdproxy.tokens.tokenizer import LocalTokenizer
-from pdproxy.upstream.admin import EngineAdmin
-from pdproxy.wire.route import Route
-from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
-from pdproxy.workers.telling import Telling
 
 MAX_TOLD = 1 << 18
 """Bytes of what an engine answers that workers are sent: five times what vLLM answers."""
 
 
-class Refuted(msgspec.Struct, array_like=True, frozen=True):
-    """A request has shown that an engine makes other ids for a base model."""
-
-    model: str
-    route: Route
-    why: str
-
-
 class Known(msgspec.Struct, array_like=True):
     """What is known of one run of an engine. `started`: when that run began, as the engine reports
-    it. `answers`: None where a worker says it, and of an engine that was removed.
+    it. `answers`: None where a worker says it.
     """
 
-    url: str
     started: float
     answers: CanaryAnswers | None
     refuted: list[Refuted]
@@ -56,155 +38,150 @@ class Known(msgspec.Struct, array_like=True):
         return is_new
 
 
+class Shown(msgspec.Struct, array_like=True):
+    """What a request of a worker has shown of one run of an engine."""
+
+    url: str
+    started: float
+    refuted: Refuted
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(list[Known]).decode
+decode_shown = msgspec.msgpack.Decoder(Shown).decode
 
 
-class _RefutedCanaries(Canaries):
-    """Canaries that keep what is known of each engine's run."""
+class _Shared:
+    """Shares canaries, `own`. Owns what is known of engines' runs: `known`, by URLs. A watcher of
+    engines.
+    """
 
-    _kept: dict[str, Known]
-    _runs: dict[str, int]
-    """The number of the run of which that is, if it was known then."""
+    def __init__(self, own: Canaries, engines: EngineRegistry, known: dict[str, Known]) -> None:
+        self.known = known
+        self._own = own
+        self._engines = engines
+        self._numbers: dict[str, int] = {}
+        """The numbers of the runs of which that is, where they were known then."""
+        own.when_judged = self._distrust
+        engines.watch(self)
 
-    def _known(self, engine: Engine) -> Known | None:
+    def _of(self, engine: Engine) -> Known | None:
         """Return what is known of an engine's present run, None if nothing is."""
         url, run, evidence = engine.url, engine.in_ledger.run_number, engine.in_ledger.evidence
-        known = self._kept.get(url)
+        known = self.known.get(url)
         if known is None or evidence is None or known.started != evidence.started:
             return None
-        return known if self._runs.get(url, run) == run else None
+        return known if self._numbers.get(url, run) == run else None
 
-    def _keep(self, known: Known) -> None:
-        url = known.url
-        self._kept[url] = known
-        self._runs.pop(url, None)
+    def _keep(self, url: str, known: Known) -> None:
+        """Keep what is known of the present run of an engine, or of one that begins soon."""
+        self.known[url] = known
+        self._numbers.pop(url, None)
         engine = self._engines.get(url)
-        if engine is not None and self._known(engine) is not None:
-            self._runs[url] = engine.in_ledger.run_number
+        if engine is not None and self._of(engine) is not None:
+            self._numbers[url] = engine.in_ledger.run_number
 
-    def _distrust_all(self, engine: Engine) -> None:
+    def _distrust(self, engine: Engine) -> None:
         """Distrust what was refuted."""
-        if (known := self._known(engine)) is not None:
+        if (known := self._of(engine)) is not None:
             for one in known.refuted:
-                super()._distrust(engine, one.model, one.route, one.why)
+                self._own.distrust(engine, one)
+
+    def added(self, engine: Engine) -> None:
+        """Do nothing: what is known counts once the engine is up."""
 
     def removed(self, engine: Engine) -> None:
-        """See `Canaries`."""
+        """Forget an engine, unless only its settings change."""
         if engine.url != self._engines.replaced:
-            self._kept.pop(engine.url, None)
-            self._runs.pop(engine.url, None)
-        super().removed(engine)
+            self._forget(engine.url)
+
+    def _forget(self, url: str) -> None:
+        """Forget an engine."""
+        self.known.pop(url, None)
+        self._numbers.pop(url, None)
 
 
-class AskingCanaries(_RefutedCanaries):
-    """The `Canaries` of the scheduler process: it tells workers what engines answer."""
+class CanariesForWorkers(_Shared):
+    """Tells workers what engines answer to the canaries of the scheduler process."""
 
     def __init__(
-        self,
-        engines: EngineRegistry,
-        admin: EngineAdmin,
-        observers: Observers,
-        threads: Executor,
-        *,
-        tokenizer: LocalTokenizer | None,
-        find: Callable[[str], LocalTokenizer],
-        links: SchedulerLinks,
-        topic: str,
+        self, links: SchedulerLinks, topic: str, own: Canaries, engines: EngineRegistry
     ) -> None:
-        self._kept, self._runs = {}, {}
-        super().__init__(engines, admin, observers, threads, tokenizer=tokenizer, find=find)
-        self._telling = Telling(links, topic, engines, self._told, 1)
-        links.hears[topic] = self._heard
+        super().__init__(own, engines, {})
+        self._topic = links.publisher.topic(topic, self._told, engines.keys)
+        self._topic.restore_by(Known, self._restore)
+        own.answers = self._answers
+        own.when_refuted = self._refuted
+        links.hears[topic] = lambda _, body: self._heard(decode_shown(body))
 
-    def _told(self, urls: Iterable[str]) -> bytes:
-        told: list[Known] = []
-        for url in urls:
-            engine = self._engines.get(url)
-            known = None if engine is None else self._known(engine)
-            if engine is None:
-                told.append(Known(url, 0.0, None, []))
-            elif known is not None and known.answers is not None:
-                told.append(known)
-        return encode(told)
+    def __repr__(self) -> str:
+        return f"<CanariesForWorkers {self._own!r}>"
 
-    def removed(self, engine: Engine) -> None:
-        """See `Canaries`."""
-        super().removed(engine)
-        self._telling.post(engine.url)
+    def _forget(self, url: str) -> None:
+        super()._forget(url)
+        self._topic.gone(url)
 
-    def _of_run(self, engine: Engine, started: float) -> Known:
-        known = self._known(engine)
-        if known is None:
-            known = Known(engine.url, started, None, [])
-            self._keep(known)
-        return known
+    def _told(self, url: str) -> Known | None:
+        engine = self._engines.get(url)
+        known = None if engine is None else self._of(engine)
+        return None if known is None or known.answers is None else known
 
     async def _answers(self, engine: Engine) -> CanaryAnswers | None:
-        """See `Canaries`."""
-        answers = await super()._answers(engine)
+        answers = await self._own.ask(engine)
         evidence = engine.in_ledger.evidence
-        if answers is not None and evidence is not None:
+        if evidence is not None:
             known = self._of_run(engine, evidence.started)
             before = known.answers or CanaryAnswers([])
             known.answers = CanaryAnswers(answers.cards, answers.models or before.models)
             if len(encode(known)) > MAX_TOLD:
                 known.answers = _untold(known.answers)
-            self._telling.post(engine.url)
+            self._topic.changed(engine.url)
         return answers
 
-    def _announce(self, engine: Engine, judged: Mapping[str, Judgement]) -> None:
-        super()._announce(engine, judged)
-        self._distrust_all(engine)
+    def _of_run(self, engine: Engine, started: float) -> Known:
+        known = self._of(engine)
+        if known is None:
+            known = Known(started, None, [])
+            self._keep(engine.url, known)
+        return known
 
-    def _distrust(self, engine: Engine, model: str, route: Route, why: str) -> bool:
-        was_judged = super()._distrust(engine, model, route, why)
+    def _refuted(self, engine: Engine, refuted: Refuted) -> None:
         evidence = engine.in_ledger.evidence
-        if was_judged and evidence is not None:
-            self._add(engine, evidence.started, Refuted(model, route, why))
-        return was_judged
+        if evidence is not None and self._of_run(engine, evidence.started).add(refuted):
+            self._topic.changed(engine.url)
 
-    def _add(self, engine: Engine, started: float, refuted: Refuted) -> None:
-        if self._of_run(engine, started).add(refuted):
-            self._telling.post(engine.url)
+    def _restore(self, url: str, said: Known) -> None:
+        for one in said.refuted:
+            self._heard(Shown(url, said.started, one))
 
-    def _heard(self, _: SchedulerClient, body: bytes) -> None:
-        """Take what a worker's requests have shown."""
-        for said in decode(body):
-            engine = self._engines.get(said.url)
-            evidence = None if engine is None else engine.in_ledger.evidence
-            if engine is None or evidence is None or evidence.started != said.started:
-                continue  # it has started again
-            for one in said.refuted:
-                self._add(engine, said.started, one)
-            self._distrust_all(engine)
+    def _heard(self, shown: Shown) -> None:
+        """Take what a request of a worker has shown."""
+        engine = self._engines.get(shown.url)
+        evidence = None if engine is None else engine.in_ledger.evidence
+        if engine is not None and evidence is not None and evidence.started == shown.started:
+            self._refuted(engine, shown.refuted)  # else it has started again
+            self._distrust(engine)
 
 
-class ToldCanaries(_RefutedCanaries):
-    """The `Canaries` of a worker: it asks no engine."""
+class CanariesOfWorker(_Shared):
+    """Has the canaries of a worker judge what it is told: it asks no engine."""
 
     def __init__(
-        self,
-        engines: EngineRegistry,
-        admin: EngineAdmin,
-        observers: Observers,
-        threads: Executor,
-        *,
-        tokenizer: LocalTokenizer | None,
-        find: Callable[[str], LocalTokenizer],
-        link: SchedulerLink,
-        topic: str,
+        self, link: SchedulerLink, topic: str, own: Canaries, engines: EngineRegistry
     ) -> None:
-        self._kept, self._runs = {}, {}
-        super().__init__(engines, admin, observers, threads, tokenizer=tokenizer, find=find)
         self._link = link
         self._topic = topic
-        link.hears[topic] = self._hear
-        link.holds[topic] = self._holds
+        told = link.subscriber.subscribe(topic, Known, self._take, self._forget)
+        told.retained = self._said
+        super().__init__(own, engines, told.values)
+        own.answers = self._answers
+        own.when_refuted = self._refuted
+        own.announces = False
+
+    def __repr__(self) -> str:
+        return f"<CanariesOfWorker {self._own!r}>"
 
     async def _answers(self, engine: Engine) -> CanaryAnswers | None:
-        """See `Canaries`."""
-        known, evidence = self._known(engine), engine.in_ledger.evidence
+        known, evidence = self._of(engine), engine.in_ledger.evidence
         if known is None or known.answers is None or evidence is None:
             return None
         names = {card.id for card in known.answers.cards}
@@ -212,36 +189,24 @@ class ToldCanaries(_RefutedCanaries):
             return None  # adapters were loaded: the engine is asked again
         return known.answers
 
-    def _announce(self, engine: Engine, judged: Mapping[str, Judgement]) -> None:
-        self._distrust_all(engine)
+    def _refuted(self, engine: Engine, refuted: Refuted) -> None:
+        if (known := self._of(engine)) is not None and known.add(refuted):
+            self._link.say(self._topic, encode(Shown(engine.url, known.started, refuted)))
 
-    def _distrust(self, engine: Engine, model: str, route: Route, why: str) -> bool:
-        was_judged, known = super()._distrust(engine, model, route, why), self._known(engine)
-        if was_judged and known is not None and known.add(refuted := Refuted(model, route, why)):
-            self._link.say(self._topic, encode([Known(known.url, known.started, None, [refuted])]))
-        return was_judged
+    def _take(self, url: str, told: Known) -> None:
+        before = self.known.get(url)
+        if before is not None and before.started == told.started:
+            for one in before.refuted:  # the scheduler process may not have heard it yet
+                told.add(one)
+        self._keep(url, told)
+        if (engine := self._engines.get(url)) is not None:
+            self._distrust(engine)
+        self._own.changed()
 
-    def _hear(self, body: bytes) -> None:
-        for told in decode(body):
-            before = self._kept.pop(told.url, None)
-            if told.answers is None:
-                self._runs.pop(told.url, None)
-                continue
-            if before is not None and before.started == told.started:
-                for one in before.refuted:  # the scheduler process may not have heard it yet
-                    told.add(one)
-            self._keep(told)
-            if (engine := self._engines.get(told.url)) is not None:
-                self._distrust_all(engine)
-        self._wake.set()
-
-    def _holds(self) -> bytes | None:
-        held = [
-            Known(known.url, known.started, None, known.refuted)
-            for known in self._kept.values()
-            if known.refuted
-        ]
-        return encode(held) if held else None
+    def _said(self) -> dict[str, Known]:
+        """Return what requests have shown: a new scheduler process asks engines for the rest."""
+        known = self.known.items()
+        return {url: Known(one.started, None, one.refuted) for url, one in known if one.refuted}
 
 
 def _untold(answers: CanaryAnswers) -> CanaryAnswers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from socket import socket
 
@@ -31,15 +30,13 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.open_turns import TurnKeeper
 from pdproxy.settings.limits import Deadlines
-from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
-from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.notices import Notice
 from pdproxy.workers import custody_records
 from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
 from pdproxy.workers.engine_bootstraps import BootstrapsOfWorker, publish_bootstraps
-from pdproxy.workers.engine_canaries import AskingCanaries, ToldCanaries
+from pdproxy.workers.engine_canaries import CanariesForWorkers, CanariesOfWorker
 from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.kept_sockets import KeptSockets
 from pdproxy.workers.legs_of_all import LegsOfAll
@@ -239,22 +236,13 @@ class WorkerPoolShare:
         else:
             BootstrapsOfWorker(links.link, topic, own, engines)
 
-    def canaries(
-        self,
-        engines: EngineRegistry,
-        admin: EngineAdmin,
-        observers: Observers,
-        threads: Executor,
-        *,
-        tokenizer: LocalTokenizer | None,
-        find: Callable[[str], LocalTokenizer],
-    ) -> Canaries:
+    def share_canaries(self, own: Canaries, engines: EngineRegistry) -> None:
         """See `PoolShare`."""
         links, topic = self._choosing, f"canaries {self.at}"
-        parts = engines, admin, observers, threads
         if self.chooses:
-            return AskingCanaries(*parts, tokenizer=tokenizer, find=find, links=links, topic=topic)
-        return ToldCanaries(*parts, tokenizer=tokenizer, find=find, link=links.link, topic=topic)
+            CanariesForWorkers(links, topic, own, engines)
+        else:
+            CanariesOfWorker(links.link, topic, own, engines)
 
     def retrying(self, engines: EngineRegistry) -> Retrying:
         """See `PoolShare`."""
