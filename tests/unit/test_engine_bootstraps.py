@@ -8,14 +8,13 @@ from pdproxy.fleet.bootstrap import MAX_GIVEN_UP, NOT_ASKED
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.observe.events import HandleEnded
 from pdproxy.workers import links
-from pdproxy.workers.engine_bootstraps import BootstrapsOfWorker, publish_bootstraps
+from pdproxy.workers.engine_bootstraps import BootstrapsForWorkers, BootstrapsOfWorker
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from tests.unit.test_bootstrap import Stand, answer, one
 from tests.unit.test_canary import D, P
 
 COUNT = 3
-TOPIC = "bootstrap servers"
 
 
 class Asking:
@@ -36,12 +35,12 @@ class Asking:
 
     def _scheduler(self) -> Stand:
         stand = Stand()
-        publish_bootstraps(self.links, TOPIC, stand.bootstraps, stand.engines)
+        BootstrapsForWorkers(self.links, 0, stand.bootstraps, stand.engines)
         return stand
 
     def _worker(self, number: int) -> Stand:
         def share(stand: Stand) -> None:
-            BootstrapsOfWorker(self.link[number], TOPIC, stand.bootstraps, stand.engines)
+            BootstrapsOfWorker(self.link[number], 0, stand.bootstraps, stand.engines)
 
         return Stand(share=share)
 

@@ -16,7 +16,6 @@ from tests.fakes.tokenizer import SimTokenizer
 from tests.unit.test_canary import D, Engines, P
 
 COUNT = 3
-TOPIC = "canaries"
 
 
 class Judging:
@@ -41,12 +40,12 @@ class Judging:
 
     def _scheduler(self) -> Engines:
         made = self._engines()
-        self.sharing[:1] = [CanariesForWorkers(self.links, TOPIC, made.canaries, made.registry)]
+        self.sharing[:1] = [CanariesForWorkers(self.links, 0, made.canaries, made.registry)]
         return made
 
     def _worker(self, number: int) -> Engines:
         made = self._engines()
-        shared = CanariesOfWorker(self.link[number], TOPIC, made.canaries, made.registry)
+        shared = CanariesOfWorker(self.link[number], 0, made.canaries, made.registry)
         self.sharing[number : number + 1] = [shared]
         return made
 

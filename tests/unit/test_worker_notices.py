@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
@@ -22,13 +23,18 @@ from pdproxy.wire.lmcache_telemetry import notices
 from pdproxy.wire.notices import Notice, NoticeEvent
 from pdproxy.workers import links
 from pdproxy.workers.kept_sockets import KeptSockets
-from pdproxy.workers.notices import AT_ONCE, MAX_UNREAD, NoticesForWorkers, take_notices
+from pdproxy.workers.notices import (
+    AT_ONCE,
+    MAX_UNREAD,
+    NoticesAtWorker,
+    NoticesForWorkers,
+    NoticesOfWorker,
+)
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from tests.fakes.clock import ManualClock
 from tests.fakes.world import until
 
-TOPIC = "notices 0"
 WORKERS = 2
 SCHEDULER = 2
 
@@ -43,7 +49,7 @@ class Scheduler:
         self.counted: Counter[tuple[str, str]] = Counter()
         self.notices = NoticesForWorkers(
             self.links,
-            TOPIC,
+            0,
             SCHEDULER,
             WORKERS + 1,
             lambda notice: self.taken.append(notice.request_id),
@@ -68,14 +74,13 @@ class Worker:
         self.taken: list[Notice] = []
         self.messages = 0
         self.failures: list[Exception] = []
-        take_notices(self.link, TOPIC, number, self._take, self.failures.append)
-        hear = self.link.hears[TOPIC]
+        self.own = NoticesOfWorker(self.link, 0, number, self._take, self.failures.append)
+        self.link.serve(NoticesAtWorker, self)
 
-        def count(body: bytes) -> None:
-            self.messages += 1
-            hear(body)
-
-        self.link.hears[TOPIC] = count
+    def take(self, notices: Sequence[Notice]) -> None:
+        """Count a message."""
+        self.messages += 1
+        self.own.take(notices)
 
     def _take(self, notice: Notice) -> None:
         if notice.request_id.endswith("bad"):
@@ -183,20 +188,21 @@ async def test_a_flood_for_a_worker_that_reads_nothing_fills_no_memory(is_connec
     """Notices are dropped, and counted; once it reads they are passed on again."""
     scheduler, worker = Scheduler(is_read=True), SimpleNamespace(said=[], unread=0)
 
-    def say(topic: str, body: bytes) -> None:
+    def tell(_: object, pool: int, notices: Sequence[Notice]) -> None:
+        body = msgspec.msgpack.encode(notices)
         worker.said.append(body)
         worker.unread += len(body)
 
-    worker.say = say
+    worker.tell = tell
     if is_connected:
-        scheduler.notices._joined(worker, b"1")  # type: ignore[arg-type]
+        scheduler.notices.joined(1, worker)  # type: ignore[arg-type]
     megabyte = b"[" + b"1," * (AT_ONCE // 2 - 8) + b"1]"
     for _ in range(1000):
         for _ in range(3):
             scheduler.notices.receive(ready("01" + "a" * 500, token_ids=megabyte))
         await asyncio.sleep(0)
     if not is_connected:
-        scheduler.notices._joined(worker, b"1")  # type: ignore[arg-type]
+        scheduler.notices.joined(1, worker)  # type: ignore[arg-type]
     assert MAX_UNREAD < worker.unread < MAX_UNREAD + 2 * AT_ONCE
     assert scheduler.counted["ready", "not_passed"] > 2900
     assert " 0 bytes" in repr(scheduler.notices)
@@ -211,7 +217,7 @@ async def test_what_a_worker_has_not_read_is_counted(all_of_them: Made) -> None:
     assert worker.link._link is not None
     worker.link._link.pause()
     client = scheduler.notices._clients[0]
-    client.say("x", bytes(4 * AT_ONCE))
+    client.send(bytes(4 * AT_ONCE))
     await settled()
     assert AT_ONCE < client.unread < 5 * AT_ONCE
 
@@ -229,7 +235,7 @@ async def test_waits_get_their_notices() -> None:
 
     waits = ReadyWaits(clock, Observers([Counts()]), clock.now)
     scheduler, link = Scheduler(), SchedulerLink()
-    take_notices(link, TOPIC, 1, waits.receive, pytest.fail)  # type: ignore[arg-type]
+    NoticesOfWorker(link, 0, 1, waits.receive, pytest.fail)  # type: ignore[arg-type]
     mine, its = links.pair()
     scheduler.links.connect(its)
     link.connect(mine)

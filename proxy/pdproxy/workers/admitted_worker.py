@@ -13,7 +13,7 @@ from pdproxy.kit.errors import LimitError, PdproxyError
 from pdproxy.scheduling.admission import RequestDemand
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.workers.calls import Answer, asked, told
-from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_clients import Holder, SchedulerClient
 
 ClientName = Any
 """`AdmittedClient.name`: bytes or a text. An argument can't have both types in msgspec."""
@@ -61,8 +61,8 @@ class AdmissionOfAll(msgspec.Struct, frozen=True, eq=False):
     clients: Clients
 
 
-class AdmittedWorker:
-    """A `Holder`. Places and uses have the numbers of the questions for them."""
+class AdmittedWorker(Holder):
+    """Places and uses have the numbers of the questions for them."""
 
     def __init__(self, of_all: AdmissionOfAll, worker: SchedulerClient) -> None:
         self._admission = of_all.admission

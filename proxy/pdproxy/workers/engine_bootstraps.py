@@ -11,29 +11,39 @@ from __future__ import annotations
 from pdproxy.fleet.bootstrap import Bootstraps, KnownServer
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.workers.calls import told
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
+_TOPIC = "bootstrap servers"
+"""Behind these words, the topic of the servers of a pool has the pool's number."""
 
-def publish_bootstraps(
-    links: SchedulerLinks, topic: str, own: Bootstraps, engines: EngineRegistry
-) -> None:
-    """Have workers know what servers answer to this process. Workers say the URLs of engines that
-    have given up a prompt.
-    """
 
-    def of(url: str) -> KnownServer | None:
-        engine = engines.get(url)
-        return None if engine is None else own.of(engine)
+class BootstrapsForWorkers:
+    """Has workers know what servers answer to this process, in the pool with number `pool`."""
 
-    def gave_up(url: str) -> None:
-        if (engine := engines.get(url)) is not None:
-            own.gave_up(engine)
+    def __init__(
+        self, links: SchedulerLinks, pool: int, own: Bootstraps, engines: EngineRegistry
+    ) -> None:
+        self._own = own
+        self._engines = engines
+        topic = links.publisher.topic(f"{_TOPIC} {pool}", self._of, engines.keys)
+        topic.restore_by(KnownServer, lambda _, known: own.restore(known))
+        own.changed = lambda engine: topic.changed(engine.url)
+        links.serve(BootstrapsForWorkers, self, pool)
 
-    made = links.publisher.topic(topic, of, engines.keys)
-    made.restore_by(KnownServer, lambda _, told: own.restore(told))
-    own.changed = lambda engine: made.changed(engine.url)
-    links.hears[topic] = lambda _, body: gave_up(body.decode())
+    def __repr__(self) -> str:
+        return f"<BootstrapsForWorkers {self._own!r}>"
+
+    def _of(self, url: str) -> KnownServer | None:
+        engine = self._engines.get(url)
+        return None if engine is None else self._own.of(engine)
+
+    @told
+    def gave_up(self, url: str) -> None:
+        """An engine has given up a prompt."""
+        if (engine := self._engines.get(url)) is not None:
+            self._own.gave_up(engine)
 
 
 class BootstrapsOfWorker:
@@ -42,14 +52,15 @@ class BootstrapsOfWorker:
     """
 
     def __init__(
-        self, link: SchedulerLink, topic: str, own: Bootstraps, engines: EngineRegistry
+        self, link: SchedulerLink, pool: int, own: Bootstraps, engines: EngineRegistry
     ) -> None:
         self._own = own
         self._engines = engines
-        self._told = link.subscriber.subscribe(topic, KnownServer, lambda _, told: own.follow(told))
+        topic, gave_up = f"{_TOPIC} {pool}", BootstrapsForWorkers.gave_up
+        self._told = link.subscriber.subscribe(topic, KnownServer, lambda _, now: own.follow(now))
         self._told.retained = lambda: self._told.values
         own.keep_asking = self._came_up
-        own.when_given_up = lambda engine: link.say(topic, engine.url.encode())
+        own.when_given_up = lambda engine: link.tell(gave_up, pool, engine.url)
         engines.watch(self)
 
     def __repr__(self) -> str:
@@ -64,7 +75,7 @@ class BootstrapsOfWorker:
             self._told.values.pop(engine.url, None)
 
     def _came_up(self, engine: Engine) -> None:
-        told = self._told.values.get(engine.url)
+        now = self._told.values.get(engine.url)
         # without a start time it may be of the run before
-        if told is not None and (told.started or not self._own.has_asked(engine)):
-            self._own.follow(told)
+        if now is not None and (now.started or not self._own.has_asked(engine)):
+            self._own.follow(now)

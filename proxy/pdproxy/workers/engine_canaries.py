@@ -12,6 +12,7 @@ import msgspec
 from pdproxy.fleet.canary import Canaries, CanaryAnswers, ModelAnswers, Refuted
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.workers.calls import told
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
@@ -38,16 +39,9 @@ class Known(msgspec.Struct, array_like=True):
         return is_new
 
 
-class Shown(msgspec.Struct, array_like=True):
-    """What a request of a worker has shown of one run of an engine."""
-
-    url: str
-    started: float
-    refuted: Refuted
-
-
-encode = msgspec.msgpack.Encoder().encode
-decode_shown = msgspec.msgpack.Decoder(Shown).decode
+_encode = msgspec.msgpack.Encoder().encode
+_TOPIC = "canaries"
+"""Behind this word, the topic of the canaries of a pool has the pool's number."""
 
 
 class _Shared:
@@ -101,17 +95,19 @@ class _Shared:
 
 
 class CanariesForWorkers(_Shared):
-    """Tells workers what engines answer to the canaries of the scheduler process."""
+    """Tells workers what engines answer to the canaries of the scheduler process, in the pool with
+    number `pool`.
+    """
 
     def __init__(
-        self, links: SchedulerLinks, topic: str, own: Canaries, engines: EngineRegistry
+        self, links: SchedulerLinks, pool: int, own: Canaries, engines: EngineRegistry
     ) -> None:
         super().__init__(own, engines, {})
-        self._topic = links.publisher.topic(topic, self._told, engines.keys)
+        self._topic = links.publisher.topic(f"{_TOPIC} {pool}", self._told, engines.keys)
         self._topic.restore_by(Known, self._restore)
         own.answers = self._answers
         own.when_refuted = self._refuted
-        links.hears[topic] = lambda _, body: self._heard(decode_shown(body))
+        links.serve(CanariesForWorkers, self, pool)
 
     def __repr__(self) -> str:
         return f"<CanariesForWorkers {self._own!r}>"
@@ -132,7 +128,7 @@ class CanariesForWorkers(_Shared):
             known = self._of_run(engine, evidence.started)
             before = known.answers or CanaryAnswers([])
             known.answers = CanaryAnswers(answers.cards, answers.models or before.models)
-            if len(encode(known)) > MAX_TOLD:
+            if len(_encode(known)) > MAX_TOLD:
                 known.answers = _untold(known.answers)
             self._topic.changed(engine.url)
         return answers
@@ -151,14 +147,15 @@ class CanariesForWorkers(_Shared):
 
     def _restore(self, url: str, said: Known) -> None:
         for one in said.refuted:
-            self._heard(Shown(url, said.started, one))
+            self.shown(url, said.started, one)
 
-    def _heard(self, shown: Shown) -> None:
-        """Take what a request of a worker has shown."""
-        engine = self._engines.get(shown.url)
+    @told
+    def shown(self, url: str, started: float, refuted: Refuted) -> None:
+        """Take what a request of a worker has shown of one run of an engine."""
+        engine = self._engines.get(url)
         evidence = None if engine is None else engine.in_ledger.evidence
-        if engine is not None and evidence is not None and evidence.started == shown.started:
-            self._refuted(engine, shown.refuted)  # else it has started again
+        if engine is not None and evidence is not None and evidence.started == started:
+            self._refuted(engine, refuted)  # else it has started again
             self._distrust(engine)
 
 
@@ -166,13 +163,14 @@ class CanariesOfWorker(_Shared):
     """Has the canaries of a worker judge what it is told: it asks no engine."""
 
     def __init__(
-        self, link: SchedulerLink, topic: str, own: Canaries, engines: EngineRegistry
+        self, link: SchedulerLink, pool: int, own: Canaries, engines: EngineRegistry
     ) -> None:
         self._link = link
-        self._topic = topic
-        told = link.subscriber.subscribe(topic, Known, self._take, self._forget)
-        told.retained = self._said
-        super().__init__(own, engines, told.values)
+        self._pool = pool
+        topic = f"{_TOPIC} {pool}"
+        followed = link.subscriber.subscribe(topic, Known, self._take, self._forget)
+        followed.retained = self._said
+        super().__init__(own, engines, followed.values)
         own.answers = self._answers
         own.when_refuted = self._refuted
         own.announces = False
@@ -191,14 +189,15 @@ class CanariesOfWorker(_Shared):
 
     def _refuted(self, engine: Engine, refuted: Refuted) -> None:
         if (known := self._of(engine)) is not None and known.add(refuted):
-            self._link.say(self._topic, encode(Shown(engine.url, known.started, refuted)))
+            shown, started = CanariesForWorkers.shown, known.started
+            self._link.tell(shown, self._pool, engine.url, started, refuted)
 
-    def _take(self, url: str, told: Known) -> None:
+    def _take(self, url: str, now: Known) -> None:
         before = self.known.get(url)
-        if before is not None and before.started == told.started:
+        if before is not None and before.started == now.started:
             for one in before.refuted:  # the scheduler process may not have heard it yet
-                told.add(one)
-        self._keep(url, told)
+                now.add(one)
+        self._keep(url, now)
         if (engine := self._engines.get(url)) is not None:
             self._distrust(engine)
         self._own.changed()

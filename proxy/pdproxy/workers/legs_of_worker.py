@@ -12,7 +12,7 @@ from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StandstillError
 from pdproxy.workers.calls import Answer, asked, told
 from pdproxy.workers.leg_messages import End, EngineLegs, Shown, ToldLeg, ToldPush
-from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_clients import Holder, SchedulerClient
 
 AT_ONCE = 64
 """Questions of one worker that are worked on at the same time. The others wait."""
@@ -116,8 +116,8 @@ class Legs(Protocol):
         """The worker has ended."""
 
 
-class LegsOfWorker:
-    """What one worker has told, in the pool with number `pool`. A `Holder`."""
+class LegsOfWorker(Holder):
+    """What one worker has told, in the pool with number `pool`."""
 
     def __init__(self, of_all: Legs, client: SchedulerClient, pool: int) -> None:
         self._of_all = of_all
@@ -139,12 +139,6 @@ class LegsOfWorker:
 
     def __repr__(self) -> str:
         return f"<LegsOfWorker {self.legs!r}>"
-
-    def __len__(self) -> int:
-        return 0  # legs have leases, which are counted
-
-    def unwanted(self, number: int, *, is_sent: bool) -> None:
-        """See `Holder`. An answer leaves nothing."""
 
     def close(self) -> None:
         """See `Holder`."""

@@ -22,7 +22,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.losses import SOON, Fingerprint, LostUnder
 from pdproxy.workers.admitted_worker import ClientName
 from pdproxy.workers.calls import Answer, asked, told
-from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_clients import Holder, SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
 SUSPECTS = "suspects"
@@ -81,8 +81,8 @@ class LossesOfPool(msgspec.Struct, frozen=True, eq=False):
     comebacks: Comebacks
 
 
-class LossesOfWorker:
-    """Those of one worker in a pool. A `Holder`. Slots and turns have the numbers of the questions
+class LossesOfWorker(Holder):
+    """Those of one worker in a pool. Slots and turns have the numbers of the questions
     for them, and requests numbers of the worker's own.
     """
 

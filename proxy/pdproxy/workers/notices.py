@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from pdproxy.kit import ids
 from pdproxy.observe.events import KvNoticed, Observers
 from pdproxy.wire.notices import Notice
-from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.calls import told
+from pdproxy.workers.scheduler_clients import Holder, SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
@@ -24,13 +26,18 @@ MAX_UNREAD = 8 << 20
 _OTHERS = 1024
 """Bytes of a notice besides the handle and the ids that it may carry, about."""
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[Notice]).decode
+
+class NoticesAtWorker(Protocol):
+    """What a worker is told."""
+
+    @told
+    def take(self, notices: Sequence[Notice]) -> None:
+        """Notices about prompts of the worker."""
 
 
 class NoticesForWorkers:
-    """What the scheduler process, with number `number`, does with the notices of a pool. `topic`:
-    theirs; `workers`: how many workers there are.
+    """What the scheduler process, with number `number`, does with the notices of the pool with
+    number `pool`. `workers`: how many workers there are.
 
     `take`: takes those that name no worker; `is_read`: whether anything reads the handles and ids
     that they may carry.
@@ -39,7 +46,7 @@ class NoticesForWorkers:
     def __init__(
         self,
         links: SchedulerLinks,
-        topic: str,
+        pool: int,
         number: int,
         workers: int,
         take: Callable[[Notice], None],
@@ -47,7 +54,7 @@ class NoticesForWorkers:
         *,
         is_read: bool,
     ) -> None:
-        self._topic = topic
+        self._pool = pool
         self._number = number
         self._workers = workers
         self._take = take
@@ -62,8 +69,7 @@ class NoticesForWorkers:
         self._sizes: Counter[int] = Counter()
         """Bytes of these, by workers."""
         self._is_called = False
-        links.hears[topic] = self._joined
-        links.leaves.append(self._left)
+        links.greets.append(lambda client: _NoticesOfWorker(self, client, pool))
 
     def __repr__(self) -> str:
         return f"<NoticesForWorkers {self._sizes.total()} bytes wait>"
@@ -97,35 +103,59 @@ class NoticesForWorkers:
     def _pass_on(self, owner: int, client: SchedulerClient) -> None:
         del self._sizes[owner]
         if (due := self._due.pop(owner, None)) is not None:
-            client.say(self._topic, _encode(due))
+            client.tell(NoticesAtWorker.take, self._pool, due)
 
-    def _joined(self, client: SchedulerClient, body: bytes) -> None:
-        """A worker has said its number."""
-        owner = int(body)
+    def joined(self, owner: int, client: SchedulerClient) -> None:
+        """Pass notices on to a worker from now on. `owner`: its number."""
         self._clients[owner] = client
         self._pass_on(owner, client)
 
-    def _left(self, client: SchedulerClient) -> None:
+    def left(self, client: SchedulerClient) -> None:
+        """A worker has ended."""
         self._clients = {owner: one for owner, one in self._clients.items() if one is not client}
 
 
-def take_notices(
-    link: SchedulerLink,
-    topic: str,
-    number: int,
-    take: Callable[[Notice], None],
-    failed: Callable[[Exception], None],
-) -> None:
-    """Have `take` get what comes of a topic for worker `number`. `failed`: what is called if one
+class _NoticesOfWorker(Holder):
+    """What one worker calls."""
+
+    def __init__(self, of_all: NoticesForWorkers, client: SchedulerClient, pool: int) -> None:
+        self._of_all = of_all
+        self._client = client
+        client.hold(self)
+        client.serve(_NoticesOfWorker, self, pool)
+
+    def close(self) -> None:
+        """See `Holder`."""
+        self._of_all.left(self._client)
+
+    @told
+    def join(self, owner: int) -> None:
+        """Be told notices from now on. `owner`: the worker's number."""
+        self._of_all.joined(owner, self._client)
+
+
+class NoticesOfWorker:
+    """Has `take` get the notices of a pool for worker `number`. `failed`: what is called if one
     can't be processed.
     """
 
-    def hear(body: bytes) -> None:
-        for notice in _decode(body):
-            try:
-                take(notice)
-            except Exception as error:  # a defect here must not lose the notices behind this one
-                failed(error)
+    def __init__(
+        self,
+        link: SchedulerLink,
+        pool: int,
+        number: int,
+        take: Callable[[Notice], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._take = take
+        self._failed = failed
+        link.serve(NoticesAtWorker, self, pool)
+        link.begins.append(lambda: link.tell(_NoticesOfWorker.join, pool, number))
 
-    link.hears[topic] = hear
-    link.holds[topic] = lambda: b"%d" % number
+    def take(self, notices: Sequence[Notice]) -> None:
+        """See `NoticesAtWorker`."""
+        for notice in notices:
+            try:
+                self._take(notice)
+            except Exception as error:  # a defect here must not lose the notices behind this one
+                self._failed(error)

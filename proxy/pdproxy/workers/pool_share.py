@@ -35,14 +35,14 @@ from pdproxy.transfer.turns import TurnRules
 from pdproxy.wire.notices import Notice
 from pdproxy.workers import custody_records
 from pdproxy.workers.audit import AuditorOfAll, WorkerAuditor
-from pdproxy.workers.engine_bootstraps import BootstrapsOfWorker, publish_bootstraps
+from pdproxy.workers.engine_bootstraps import BootstrapsForWorkers, BootstrapsOfWorker
 from pdproxy.workers.engine_canaries import CanariesForWorkers, CanariesOfWorker
 from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.kept_sockets import KeptSockets
 from pdproxy.workers.legs_of_all import LegsOfAll
 from pdproxy.workers.loss_clients import LossesOfPool, decide_losses
 from pdproxy.workers.members import MembersOfAll
-from pdproxy.workers.notices import NoticesForWorkers, take_notices
+from pdproxy.workers.notices import NoticesForWorkers, NoticesOfWorker
 from pdproxy.workers.own_legs import OwnLegs
 from pdproxy.workers.records import Area, SharedRecords
 from pdproxy.workers.registrations import RegistrationsOfWorker, publish_registrations
@@ -230,19 +230,19 @@ class WorkerPoolShare:
 
     def share_bootstraps(self, own: Bootstraps, engines: EngineRegistry) -> None:
         """See `PoolShare`."""
-        links, topic = self._choosing, f"bootstrap servers {self.at}"
+        links = self._choosing
         if self.chooses:
-            publish_bootstraps(links, topic, own, engines)
+            BootstrapsForWorkers(links, self.at, own, engines)
         else:
-            BootstrapsOfWorker(links.link, topic, own, engines)
+            BootstrapsOfWorker(links.link, self.at, own, engines)
 
     def share_canaries(self, own: Canaries, engines: EngineRegistry) -> None:
         """See `PoolShare`."""
-        links, topic = self._choosing, f"canaries {self.at}"
+        links = self._choosing
         if self.chooses:
-            CanariesForWorkers(links, topic, own, engines)
+            CanariesForWorkers(links, self.at, own, engines)
         else:
-            CanariesOfWorker(links.link, topic, own, engines)
+            CanariesOfWorker(links.link, self.at, own, engines)
 
     def retrying(self, engines: EngineRegistry) -> Retrying:
         """See `PoolShare`."""
@@ -273,12 +273,12 @@ class WorkerPoolShare:
         is_read: bool,
     ) -> Callable[[Notice], None]:
         """See `PoolShare`."""
-        topic, own, links = f"notices {self.at}", self.number, self._choosing
+        own, links = self.number, self._choosing
         if not self.chooses:
-            take_notices(links.link, topic, own, take, failed)
+            NoticesOfWorker(links.link, self.at, own, take, failed)
             return take
         return NoticesForWorkers(
-            links, topic, own, self._workers, take, observers, is_read=is_read
+            links, self.at, own, self._workers, take, observers, is_read=is_read
         ).receive
 
     def registered(self, engines: EngineRegistry, ledger: Ledger) -> KnownRegistrations:

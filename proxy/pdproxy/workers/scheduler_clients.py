@@ -61,11 +61,12 @@ class AtWorker(Protocol):
         """Something about a topic."""
 
 
-class Holder(Protocol):
+class Holder:
     """What holds something of one worker, by the numbers of the worker's questions."""
 
     def __len__(self) -> int:
-        """How much it holds."""
+        """How much it holds, of what a worker may have only so many."""
+        return 0
 
     def unwanted(self, number: int, *, is_sent: bool) -> None:
         """End what this question has got: nobody waits for it any more. `is_sent`: its answer may

@@ -67,6 +67,12 @@ class SchedulerLinks:
         else:
             self.link.connect(end)
 
+    def serve(self, owner: type, target: object, on: int) -> None:
+        """In the scheduler process: have all workers call the methods of `owner` on `target`. `on`:
+        as in `Call`.
+        """
+        self.greets.append(lambda client: client.serve(owner, target, on))
+
     def say(self, topic: str, body: bytes) -> None:
         """In the scheduler process: say something to all workers."""
         for client in self._clients:

@@ -19,6 +19,7 @@ from pdproxy.transfer.kept_turn import KeptTurn, TurnRecord
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
 from pdproxy.workers.calls import told
 from pdproxy.workers.records import Area
+from pdproxy.workers.scheduler_clients import Holder
 from pdproxy.workers.turn_messages import (
     PAST_RUN,
     Dropped,
@@ -115,8 +116,8 @@ class WorkersTurns:
         return msgspec.structs.replace(reuse, turn=turn, prefill_run=run)
 
 
-class TurnsOfWorker:
-    """Those of one worker in a pool. A `Holder`."""
+class TurnsOfWorker(Holder):
+    """Those of one worker in a pool."""
 
     def __init__(self, pool: WorkersTurns) -> None:
         self._pool = pool

@@ -25,7 +25,7 @@ from pdproxy.scheduling.prefix.keys import PromptKeys
 from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.scheduler import Constraints, Scheduler
 from pdproxy.workers.calls import Answer, asked, plain, told
-from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_clients import Holder, SchedulerClient
 from pdproxy.workers.turns_of_workers import TurnsOfWorker, WorkersTurns
 
 for _method in (
@@ -112,7 +112,7 @@ class Held(msgspec.Struct, array_like=True):
     space: int
 
 
-class LeasesOfWorker:
+class LeasesOfWorker(Holder):
     """Those of all pools."""
 
     def __init__(self) -> None:
