@@ -45,7 +45,7 @@ async def test_canaries_are_asked_once_for_all_workers(monkeypatch: pytest.Monke
         url = w.decode[0].url
         for one, canaries in zip(w.workers, every, strict=True):
             one.engines[url].run.judgements = None
-            canaries._kept.clear()  # type: ignore[attr-defined]
+            canaries.answers.__self__.known.clear()  # type: ignore[attr-defined]
         for canaries in every:
             canaries.changed()
         await until(lambda: all(len(list(one.agreements())) == 2 for one in every))

@@ -1,6 +1,4 @@
-"""Engines' states between the scheduler process and workers: whole, in order, and no more of them
-than there are engines, however little a worker reads.
-"""
+"""Engines' states between the scheduler process and workers: what each of them has noted counts."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.settings.health import OutlierSettings
-from pdproxy.workers import links, state_writer, telling
-from pdproxy.workers.engine_states import Told, decode_told
+from pdproxy.workers import links
+from pdproxy.workers.engine_states import EngineState
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
@@ -26,7 +24,6 @@ from pdproxy.workers.state_view import StateView
 from pdproxy.workers.state_writer import StateWriter
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
-from tests.fakes.world import until
 
 P, D = "http://p:1", "http://d:1"
 EVIDENCE = Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0)
@@ -94,7 +91,7 @@ class Scheduler(Process):
 
 
 class Worker(Process):
-    """A worker. `messages`: what it was told."""
+    """A worker. `states`: what it was told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,14 +105,14 @@ class Worker(Process):
             self.observers,
             self.now,
         )
-        self.messages: list[Told] = []
-        hear = self.link.hears[TOPIC]
+        self.states: list[EngineState] = []
+        follow = self.view._told._take
 
-        def kept(body: bytes) -> None:
-            self.messages.append(decode_told(body))
-            hear(body)
+        def kept(url: str, state: EngineState) -> None:
+            self.states.append(state)
+            follow(url, state)
 
-        self.link.hears[TOPIC] = kept
+        self.view._told._take = kept
 
 
 async def settled() -> None:
@@ -139,7 +136,7 @@ async def stage() -> AsyncIterator[Stage]:
     made.s.up(P, D)
     made.s.connect(made.w)
     await settled()
-    made.w.messages.clear()
+    made.w.states.clear()
     yield made
     made.w.link.close()
     made.s.links.stop()
@@ -154,60 +151,8 @@ async def test_a_worker_is_told_all_and_then_what_changes_once_per_turn(stage: S
     s.ledger.mark_down(D, "gone", 5.0)
     await settled()
     assert w.down() == {P: None, D: "gone"}
-    assert [[one.url for one in told.states] for told in w.messages] == [[D]]
+    assert [one.url for one in w.states] == [D]
     assert w.engines[D].in_ledger.down_since == 5.0
-
-
-async def test_a_worker_that_does_not_read_is_told_the_last_states(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not each of those that it has missed; others are told meanwhile."""
-    monkeypatch.setattr(telling, "AGAIN", 0.01)
-    s, w, other = stage.s, stage.w, Worker()
-    other.add(P, D)
-    (stopped,) = s.links.clients
-    behind = {stopped}
-    monkeypatch.setattr(SchedulerClient, "is_behind", property(lambda self: self in behind))
-    s.connect(other)
-    for at in range(20):
-        s.ledger.mark_down((P, D)[at % 2], f"gone {at}", 0.0)
-        await settled()
-    assert other.down() == {P: "gone 18", D: "gone 19"}
-    assert w.messages == []
-    behind.clear()
-    await asyncio.sleep(0.05)
-    assert w.down() == other.down()
-    assert len(w.messages) == 1
-    assert not s.writer._telling.behind
-    other.link.close()
-
-
-async def test_a_worker_that_leaves_while_it_does_not_read_is_forgotten(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(telling, "AGAIN", 0.01)
-    monkeypatch.setattr(SchedulerClient, "is_behind", property(lambda _: True))
-    stage.s.ledger.mark_down(P, "gone", 0.0)
-    await settled()
-    assert len(stage.s.writer._telling.behind) == 1
-    stage.w.link.close()
-    await settled()
-    assert not stage.s.writer._telling.behind
-    await asyncio.sleep(0.03)
-
-
-async def test_many_engines_are_told_of_in_parts() -> None:
-    """So that the whole of a large pool is never more than a worker may leave unread."""
-    s, w = Scheduler(), Worker()
-    urls = [f"http://d:{port}" for port in range(1, 2 * state_writer.AT_ONCE + 11)]
-    s.add(*urls)
-    w.add(*urls)
-    s.up(*urls)
-    s.connect(w)
-    await until(lambda: set(w.down().values()) == {None})
-    assert max(len(told.states) for told in w.messages) == state_writer.AT_ONCE
-    w.link.close()
-    s.links.stop()
 
 
 async def test_what_a_worker_notes_itself_is_not_undone_by_an_older_state(stage: Stage) -> None:
@@ -278,7 +223,7 @@ async def test_engines_that_come_and_go(stage: Stage) -> None:
     s.engines.remove(late)
     await settled()
     assert w.engines[late].in_ledger.up
-    assert late not in w.view._told
+    assert late not in w.view._told.values
     w.engines.remove(late)
     w.add(late)
     await settled()
@@ -361,14 +306,12 @@ async def test_what_no_scheduler_process_has_heard_is_said_to_the_next_one(stage
     new.links.stop()
 
 
-async def test_states_of_engines_that_a_source_finds_later(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_states_of_engines_that_a_source_finds_later(stage: Stage) -> None:
     """They count for some seconds: later the engine may be another one."""
-    monkeypatch.setattr(state_writer, "HELD_FOR", 0.02)
     stage.s.links.stop()
     await settled()
     new = Scheduler()
+    new.writer._topic._early_for = 0.02
     new.connect(stage.w)
     await settled()
     new.add(P)

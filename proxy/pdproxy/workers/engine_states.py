@@ -1,11 +1,10 @@
-"""Engines' states, which the scheduler process writes and workers read: messages, and how a state
-is taken over.
+"""Engines' states, which the scheduler process writes and publishes, and workers follow: what they
+say of them, and how a state is taken over.
 
-Each message has whole states. A worker is sent all of them when it connects, and then those that
-have changed, once per turn of the event loop. What it notes of an engine by itself it says; until
-the scheduler process has heard that, states of this engine may be older, and don't count. A new
-scheduler process hears from workers what the one before knew. Of several states of an engine the
-newest counts there, and none that is older than what the new process has found out itself.
+What a worker notes of an engine by itself it says; until the scheduler process has heard that,
+states of this engine may be older, and don't count. Of the states of an engine that workers tell a
+new scheduler process, the newest counts there, and none that is older than what the new process has
+found out itself.
 """
 
 from __future__ import annotations
@@ -45,16 +44,6 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     blind: bool
 
 
-class Told(msgspec.Struct, array_like=True):
-    """What the scheduler process says. `gone`: URLs of engines of which it knows nothing any more.
-    `heard`: the number of the worker's last note that it has heard.
-    """
-
-    states: list[EngineState] = []
-    gone: list[str] = []
-    heard: int = 0
-
-
 class Note(msgspec.Struct, array_like=True, frozen=True):
     """What a worker has noted of an engine by itself. `number`: increasing. `stalled`: why it
     stands still, None if it was not that; `ejected`: engines with which it is not paired.
@@ -67,18 +56,17 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Said(msgspec.Struct, array_like=True):
-    """What a worker says. `holds`: what it knows, for a new scheduler process; `wanted`: engines to
-    be probed.
+    """What a worker says. `wanted`: engines to be probed. The answer to notes is the number of the
+    last one.
     """
 
-    holds: list[EngineState] = []
     notes: list[Note] = []
     wanted: list[str] = []
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_told = msgspec.msgpack.Decoder(Told).decode
 decode_said = msgspec.msgpack.Decoder(Said).decode
+decode_number = msgspec.msgpack.Decoder(int).decode
 
 
 class Following:

@@ -130,11 +130,6 @@ class SchedulerClient:
     # -- telling
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the worker has not read what it was sent."""
-        return self._link.unsent > 0
-
-    @property
     def unread(self) -> int:
         """How many bytes the worker has not read, about: those that wait here."""
         return self._link.unsent

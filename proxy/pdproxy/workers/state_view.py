@@ -1,7 +1,6 @@
 """A worker's side of engines' states: a view of what the scheduler process knows.
 
-Owns the last state of each engine that it was told. The rest of this worker reads the ledger and
-the registry, as in the process that writes the states.
+The rest of this worker reads the ledger and the registry, as in the process that writes the states.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from pdproxy.workers.engine_states import (
     Following,
     Note,
     Said,
-    Told,
-    decode_told,
+    decode_number,
     encode,
 )
 from pdproxy.workers.scheduler_link import SchedulerLink
@@ -32,7 +30,7 @@ WISH_EVERY = 1.0
 
 
 class StateView:
-    """The view of one pool's engines, a watcher of them. `topic`: of the messages.
+    """The view of one pool's engines, a watcher of them. `topic`: of the states.
 
     An observer: an engine to which a leg has failed is to be probed at once.
     """
@@ -54,27 +52,29 @@ class StateView:
         self._engines = engines
         self._now = now
         self._following = Following(engines, ledger, auditor, observers, now, self._noted)
-        self._told: dict[str, EngineState] = {}
+        self._told = link.subscriber.subscribe(topic, EngineState, self._follow)
         """Also of engines that this worker does not have yet."""
+        self._told.retained = self._now_known
+        self._told.counts = lambda url: url not in self._numbers
         self._numbers: dict[str, int] = {}
         """The number of the last note of an engine, until the scheduler process has heard it."""
         self._number = 0
         self._wished: dict[str, float] = {}
-        link.hears[topic] = self._hear
-        link.holds[topic] = self._holds
+        link.hears[topic] = self._heard
         engines.watch(self)
         observers.add(self)
 
     def __repr__(self) -> str:
-        return f"<StateView of {len(self._told)} engines>"
+        return f"<StateView of {len(self._told.values)} engines>"
 
     def added(self, engine: Engine) -> None:
         """Have an engine be as it was told before."""
-        if engine.url in self._told:  # behind other watchers, which have to know the engine first
+        if engine.url in self._told.values:
+            # behind other watchers, which have to know the engine first
             asyncio.get_running_loop().call_soon(self._added, engine)
 
     def _added(self, engine: Engine) -> None:
-        state = self._told.get(engine.url)
+        state = self._told.values.get(engine.url)
         if state is not None and self._engines.get(engine.url) is engine:
             self._take(engine, state, None)
 
@@ -83,7 +83,7 @@ class StateView:
         settings have changed.
         """
         if engine.url != self._engines.replaced:
-            self._told.pop(engine.url, None)
+            self._told.values.pop(engine.url, None)
         self._numbers.pop(engine.url, None)
         self._wished.pop(engine.url, None)
 
@@ -97,22 +97,16 @@ class StateView:
 
     # -- what the scheduler process says
 
-    def _hear(self, body: bytes) -> None:
-        told: Told = decode_told(body)
-        heard = told.heard
-        if heard:
-            self._numbers = {url: one for url, one in self._numbers.items() if one > heard}
-        for state in told.states:
-            if state.url in self._numbers:
-                continue  # it follows again, behind what this worker has noted
-            before = self._told.get(state.url)
-            self._told[state.url] = state
-            if (engine := self._engines.get(state.url)) is not None:
-                self._take(engine, state, before)
-            else:
-                self._following.follow_leaving(state)
-        for url in told.gone:
-            self._told.pop(url, None)
+    def _heard(self, body: bytes) -> None:
+        """The notes up to this one are known there: states of their engines are sent behind it."""
+        heard = decode_number(body)
+        self._numbers = {url: one for url, one in self._numbers.items() if one > heard}
+
+    def _follow(self, url: str, state: EngineState) -> None:
+        if (engine := self._engines.get(url)) is not None:
+            self._take(engine, state, self._told.values.get(url))
+        else:
+            self._following.follow_leaving(state)
 
     def _take(self, engine: Engine, state: EngineState, before: EngineState | None) -> None:
         self._following.follow(engine, state, before)
@@ -127,25 +121,25 @@ class StateView:
             return
         self._number += 1
         self._numbers[url] = self._number
-        told = self._told.get(url)
+        told = self._told.values.get(url)
         known = engine.in_ledger
         stalled = known.stalled if told is None or told.stalled is None else None
         ejected = known.ejected.difference(() if told is None else told.ejected)
         note = Note(self._number, url, stalled, sorted(ejected))
         self._link.say(self._topic, encode(Said(notes=[note])))
 
-    def _holds(self) -> bytes | None:
-        """Return what is known, for a new scheduler process."""
-        held = [self._now_known(state) for state in self._told.values()]
+    def _now_known(self) -> dict[str, EngineState]:
+        """Return what is known, for a new scheduler process: also what nobody has heard."""
+        known = {url: self._with_notes(state) for url, state in self._told.values.items()}
         self._numbers.clear()
         self._wished.clear()
-        return encode(Said(holds=held)) if held else None
+        return known
 
-    def _now_known(self, state: EngineState) -> EngineState:
+    def _with_notes(self, state: EngineState) -> EngineState:
         engine = self._engines.get(state.url)
         if engine is None or state.url not in self._numbers:
             return state
-        known = engine.in_ledger  # with what nobody has heard
+        known = engine.in_ledger
         return structs.replace(
             state,
             at=self._now(),

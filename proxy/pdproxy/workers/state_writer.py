@@ -1,13 +1,12 @@
-"""The scheduler process's side of engines' states: it tells workers what has changed, and hears
-what they have noted.
+"""The scheduler process's side of engines' states: it publishes them, and hears what workers have
+noted.
 
 Owns when each state has changed last.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
@@ -20,25 +19,16 @@ from pdproxy.workers.engine_states import (
     Following,
     Note,
     Said,
-    Told,
     decode_said,
     encode,
 )
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
-from pdproxy.workers.telling import Telling
-
-AT_ONCE = 64
-"""Engines of which one message tells."""
-HELD_FOR = 5.0
-"""Seconds for which a state that a worker has of an engine is kept, until this process finds the
-engine: sources of engines answer later.
-"""
 
 
 class StateWriter:
-    """The states of one pool's engines, a watcher of them. `topic`: of the messages; `probe`: has
-    an engine probed soon.
+    """The states of one pool's engines, a watcher of them. `topic`: theirs; `probe`: has an engine
+    probed soon.
     """
 
     def __init__(
@@ -53,7 +43,7 @@ class StateWriter:
         now: Callable[[], float],
         probe: Callable[[Engine], None],
     ) -> None:
-        self._topic = topic
+        self._name = topic
         self._engines = engines
         self._ledger = ledger
         self._outliers = outliers
@@ -64,51 +54,37 @@ class StateWriter:
         """When an engine's state has changed last, here or at the process before."""
         self._audited: dict[str, float] = {}
         """Of when the account of an engine's audit is that a worker had."""
-        self._held: dict[str, EngineState] = {}
-        """What workers know of engines that are not here yet."""
-        self._telling = Telling(links, topic, engines, self._told, AT_ONCE)
+        self._topic = links.publisher.topic(topic, self._state, engines.keys)
+        self._topic.restore_by(EngineState, self._take)
         links.hears[topic] = self._heard
         engines.watch(self)
-        engines.when_forgotten(self._telling.post)
+        engines.when_forgotten(self._topic.gone)
 
     def __repr__(self) -> str:
         return f"<StateWriter of {len(self._engines)} engines>"
 
     def added(self, engine: Engine) -> None:
         """Take over what workers know of it."""
-        if engine.url in self._held:  # behind other watchers, which have to know the engine first
-            asyncio.get_running_loop().call_soon(self._added, engine)
-
-    def _added(self, engine: Engine) -> None:
-        state = self._held.pop(engine.url, None)
-        if state is not None and self._engines.get(engine.url) is engine:
-            self._take(engine, state)
+        self._topic.found(engine.url)
 
     def removed(self, engine: Engine) -> None:
-        """Forget an engine. Workers forget it, too."""
+        """Forget an engine. Workers are told how it is until its last request is over."""
         self._at.pop(engine.url, None)
         self._audited.pop(engine.url, None)
-        self._telling.post(engine.url)
 
     # -- telling
 
     def _changed(self, url: str) -> None:
         self._at[url] = self._now()
-        self._telling.post(url)
+        self._topic.changed(url)
 
-    def _told(self, urls: Iterable[str]) -> bytes:
-        told = Told()
-        leaving = {engine.url: engine for engine in self._engines.leaving}
-        for url in urls:
-            engine = self._engines.get(url) or leaving.get(url)
-            if engine is None:
-                told.gone.append(url)
-            elif engine.in_ledger.probed:
-                told.states.append(self._state(engine))
-        return encode(told)
-
-    def _state(self, engine: Engine) -> EngineState:
-        known, url, audit = engine.in_ledger, engine.url, engine.audit
+    def _state(self, url: str) -> EngineState | None:
+        """Return what is known of an engine, None before it was probed."""
+        leaving = (one for one in self._engines.leaving if one.url == url)
+        engine = self._engines.get(url) or next(leaving, None)
+        if engine is None or not engine.in_ledger.probed:
+            return None
+        known, audit = engine.in_ledger, engine.audit
         return EngineState(
             url,
             self._at.get(url, 0.0),
@@ -130,27 +106,17 @@ class StateWriter:
     def _heard(self, client: SchedulerClient, body: bytes) -> None:
         """Take what a worker says."""
         said: Said = decode_said(body)
-        for state in said.holds:
-            if (engine := self._engines.get(state.url)) is not None:
-                self._take(engine, state)
-            elif self._is_newer(state, self._held):
-                self._held[state.url] = state
-                asyncio.get_running_loop().call_later(HELD_FOR, self._held.pop, state.url, None)
         for note in said.notes:
             self._take_note(note)
         if said.notes:
-            client.say(self._topic, encode(Told(heard=said.notes[-1].number)))
+            client.say(self._name, encode(said.notes[-1].number))
         for url in said.wanted:
             if (engine := self._engines.get(url)) is not None:
                 self._probe(engine)
 
-    @staticmethod
-    def _is_newer(state: EngineState, held: dict[str, EngineState]) -> bool:
-        return state.url not in held or state.at > held[state.url].at
-
-    def _take(self, engine: Engine, state: EngineState) -> None:
+    def _take(self, url: str, state: EngineState) -> None:
         """Take over what a worker knows of an engine, if that is newer."""
-        url = state.url
+        engine = self._engines[url]
         if state.account is not None and state.at > self._audited.get(url, -1.0):
             # legs of workers go on, and so must the audit
             self._audited[url] = state.at
@@ -160,7 +126,7 @@ class StateWriter:
             self._at[url] = state.at
             if state.left_out is not None:
                 self._outliers.follow(url, *state.left_out)
-            self._telling.post(url)
+            self._topic.changed(url)
 
     def _take_note(self, note: Note) -> None:
         engine = self._engines.get(note.url)
@@ -168,4 +134,4 @@ class StateWriter:
             self._following.stalled(engine, note.stalled)
         for other in note.ejected:
             self._ledger.eject(note.url, other)
-        self._telling.post(note.url)
+        self._topic.changed(note.url)
