@@ -27,7 +27,6 @@ from tests.fakes.registry import registry, unused_client
 
 P, D = "http://p:1", "http://d:1"
 EVIDENCE = Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0)
-TOPIC = "engines 0"
 
 
 class Process:
@@ -63,7 +62,7 @@ class Scheduler(Process):
         self.outliers = Outliers(OutlierSettings())
         self.writer = StateWriter(
             self.links,
-            TOPIC,
+            0,
             self.engines,
             self.ledger,
             self.auditor,
@@ -98,7 +97,7 @@ class Worker(Process):
         self.link = SchedulerLink()
         self.view = StateView(
             self.link,
-            TOPIC,
+            0,
             self.engines,
             self.ledger,
             self.auditor,

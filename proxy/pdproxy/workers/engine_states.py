@@ -10,6 +10,7 @@ found out itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +21,7 @@ from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.breakers import BreakerState
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Evidence
+from pdproxy.workers.calls import told
 
 
 class EngineState(msgspec.Struct, array_like=True, frozen=True):
@@ -44,29 +46,18 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     blind: bool
 
 
-class Note(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker has noted of an engine by itself. `number`: increasing. `stalled`: why it
-    stands still, None if it was not that; `ejected`: engines with which it is not paired.
-    """
-
-    number: int
-    url: str
-    stalled: str | None
-    ejected: list[str]
+TOPIC = "engines"
+"""Behind this word, the topic of the states of a pool's engines has the pool's number."""
 
 
-class Said(msgspec.Struct, array_like=True):
-    """What a worker says. `wanted`: engines to be probed. The answer to notes is the number of the
-    last one.
-    """
+class StatesAtWorker(Protocol):
+    """What a worker is told besides the states."""
 
-    notes: list[Note] = []
-    wanted: list[str] = []
-
-
-encode = msgspec.msgpack.Encoder().encode
-decode_said = msgspec.msgpack.Decoder(Said).decode
-decode_number = msgspec.msgpack.Decoder(int).decode
+    @told
+    def heard(self, number: int) -> None:
+        """What the worker has noted up to this number is known: the states of these engines are
+        sent behind this.
+        """
 
 
 class Following:

@@ -221,12 +221,12 @@ class WorkerPoolShare:
     ) -> None:
         """See `PoolShare`."""
         auditor, probing = watching.auditor, watching.probing
-        links, topic, now = self._choosing, f"engines {self.at}", self._now
+        links, at, now = self._choosing, self.at, self._now
         if probing is None:
-            StateView(links.link, topic, engines, ledger, auditor, observers, now)
+            StateView(links.link, at, engines, ledger, auditor, observers, now)
         else:
             outliers, probe = watching.outliers, probing.prober.soon
-            StateWriter(links, topic, engines, ledger, auditor, outliers, observers, now, probe)
+            StateWriter(links, at, engines, ledger, auditor, outliers, observers, now, probe)
 
     def share_bootstraps(self, own: Bootstraps, engines: EngineRegistry) -> None:
         """See `PoolShare`."""

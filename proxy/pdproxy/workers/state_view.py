@@ -15,22 +15,16 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.events import Event, LegFailed, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.workers.engine_states import (
-    EngineState,
-    Following,
-    Note,
-    Said,
-    decode_number,
-    encode,
-)
+from pdproxy.workers.engine_states import TOPIC, EngineState, Following, StatesAtWorker
 from pdproxy.workers.scheduler_link import SchedulerLink
+from pdproxy.workers.state_writer import StatesOfWorker
 
 WISH_EVERY = 1.0
 """Seconds between two wishes to have an engine probed."""
 
 
 class StateView:
-    """The view of one pool's engines, a watcher of them. `topic`: of the states.
+    """The view of the engines of the pool with number `pool`, a watcher of them.
 
     An observer: an engine to which a leg has failed is to be probed at once.
     """
@@ -40,7 +34,7 @@ class StateView:
     def __init__(
         self,
         link: SchedulerLink,
-        topic: str,
+        pool: int,
         engines: EngineRegistry,
         ledger: Ledger,
         auditor: Auditor,
@@ -48,11 +42,11 @@ class StateView:
         now: Callable[[], float],
     ) -> None:
         self._link = link
-        self._topic = topic
+        self._pool = pool
         self._engines = engines
         self._now = now
         self._following = Following(engines, ledger, auditor, observers, now, self._noted)
-        self._told = link.subscriber.subscribe(topic, EngineState, self._follow)
+        self._told = link.subscriber.subscribe(f"{TOPIC} {pool}", EngineState, self._follow)
         """Also of engines that this worker does not have yet."""
         self._told.retained = self._now_known
         self._told.counts = lambda url: url not in self._numbers
@@ -60,7 +54,7 @@ class StateView:
         """The number of the last note of an engine, until the scheduler process has heard it."""
         self._number = 0
         self._wished: dict[str, float] = {}
-        link.hears[topic] = self._heard
+        link.serve(StatesAtWorker, self, pool)
         engines.watch(self)
         observers.add(self)
 
@@ -93,14 +87,13 @@ class StateView:
             now = self._now()
             if now - self._wished.get(event.node, -WISH_EVERY) >= WISH_EVERY:
                 self._wished[event.node] = now
-                self._link.say(self._topic, encode(Said(wanted=[event.node])))
+                self._link.tell(StatesOfWorker.wanted, self._pool, event.node)
 
     # -- what the scheduler process says
 
-    def _heard(self, body: bytes) -> None:
-        """The notes up to this one are known there: states of their engines are sent behind it."""
-        heard = decode_number(body)
-        self._numbers = {url: one for url, one in self._numbers.items() if one > heard}
+    def heard(self, number: int) -> None:
+        """See `StatesAtWorker`."""
+        self._numbers = {url: one for url, one in self._numbers.items() if one > number}
 
     def _follow(self, url: str, state: EngineState) -> None:
         if (engine := self._engines.get(url)) is not None:
@@ -125,8 +118,8 @@ class StateView:
         known = engine.in_ledger
         stalled = known.stalled if told is None or told.stalled is None else None
         ejected = known.ejected.difference(() if told is None else told.ejected)
-        note = Note(self._number, url, stalled, sorted(ejected))
-        self._link.say(self._topic, encode(Said(notes=[note])))
+        note, number = StatesOfWorker.note, self._number
+        self._link.tell(note, self._pool, number, url, stalled, sorted(ejected))
 
     def _now_known(self) -> dict[str, EngineState]:
         """Return what is known, for a new scheduler process: also what nobody has heard."""

@@ -6,7 +6,7 @@ Owns when each state has changed last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
@@ -14,27 +14,21 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Outliers
-from pdproxy.workers.engine_states import (
-    EngineState,
-    Following,
-    Note,
-    Said,
-    decode_said,
-    encode,
-)
+from pdproxy.workers.calls import told
+from pdproxy.workers.engine_states import TOPIC, EngineState, Following, StatesAtWorker
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
 
 class StateWriter:
-    """The states of one pool's engines, a watcher of them. `topic`: theirs; `probe`: has an engine
-    probed soon.
+    """The states of the engines of the pool with number `pool`, a watcher of them. `probe`: has an
+    engine probed soon.
     """
 
     def __init__(
         self,
         links: SchedulerLinks,
-        topic: str,
+        pool: int,
         engines: EngineRegistry,
         ledger: Ledger,
         auditor: Auditor,
@@ -43,7 +37,6 @@ class StateWriter:
         now: Callable[[], float],
         probe: Callable[[Engine], None],
     ) -> None:
-        self._name = topic
         self._engines = engines
         self._ledger = ledger
         self._outliers = outliers
@@ -54,9 +47,9 @@ class StateWriter:
         """When an engine's state has changed last, here or at the process before."""
         self._audited: dict[str, float] = {}
         """Of when the account of an engine's audit is that a worker had."""
-        self._topic = links.publisher.topic(topic, self._state, engines.keys)
+        self._topic = links.publisher.topic(f"{TOPIC} {pool}", self._state, engines.keys)
         self._topic.restore_by(EngineState, self._take)
-        links.hears[topic] = self._heard
+        links.greets.append(lambda client: StatesOfWorker(self, client, pool))
         engines.watch(self)
         engines.when_forgotten(self._topic.gone)
 
@@ -103,16 +96,19 @@ class StateWriter:
 
     # -- hearing
 
-    def _heard(self, client: SchedulerClient, body: bytes) -> None:
-        """Take what a worker says."""
-        said: Said = decode_said(body)
-        for note in said.notes:
-            self._take_note(note)
-        if said.notes:
-            client.say(self._name, encode(said.notes[-1].number))
-        for url in said.wanted:
-            if (engine := self._engines.get(url)) is not None:
-                self._probe(engine)
+    def wanted(self, url: str) -> None:
+        """See `StatesOfWorker`."""
+        if (engine := self._engines.get(url)) is not None:
+            self._probe(engine)
+
+    def noted(self, url: str, stalled: str | None, ejected: Sequence[str]) -> None:
+        """See `StatesOfWorker.note`."""
+        engine = self._engines.get(url)
+        if engine is not None and stalled is not None:
+            self._following.stalled(engine, stalled)
+        for other in ejected:
+            self._ledger.eject(url, other)
+        self._topic.changed(url)
 
     def _take(self, url: str, state: EngineState) -> None:
         """Take over what a worker knows of an engine, if that is newer."""
@@ -128,10 +124,26 @@ class StateWriter:
                 self._outliers.follow(url, *state.left_out)
             self._topic.changed(url)
 
-    def _take_note(self, note: Note) -> None:
-        engine = self._engines.get(note.url)
-        if engine is not None and note.stalled is not None:
-            self._following.stalled(engine, note.stalled)
-        for other in note.ejected:
-            self._ledger.eject(note.url, other)
-        self._topic.changed(note.url)
+
+class StatesOfWorker:
+    """What one worker calls."""
+
+    def __init__(self, writer: StateWriter, client: SchedulerClient, pool: int) -> None:
+        self._writer = writer
+        self._client = client
+        self._pool = pool
+        client.serve(StatesOfWorker, self, pool)
+
+    @told
+    def note(self, number: int, url: str, stalled: str | None, ejected: Sequence[str]) -> None:
+        """The worker has noted something of an engine by itself. `number`: increasing. `stalled`:
+        why the engine stands still, None if it was not that; `ejected`: engines with which it is
+        not paired.
+        """
+        self._writer.noted(url, stalled, ejected)
+        self._client.tell(StatesAtWorker.heard, self._pool, number)
+
+    @told
+    def wanted(self, url: str) -> None:
+        """An engine is to be probed soon."""
+        self._writer.wanted(url)
