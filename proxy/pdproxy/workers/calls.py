@@ -125,7 +125,6 @@ class _Method:
 
     def runs(self, target: object) -> Callable[[Call], Any]:
         """Return what does a call of this method on an object."""
-        self.make()
         method, astuple = getattr(target, self.name), msgspec.structs.astuple
         if not self.keywords:
             return lambda item: method(*astuple(item)[1:])
@@ -159,7 +158,10 @@ def asked(method: AnyMethod) -> AnyMethod:
 
 def methods_of(owner: type) -> list[_Method]:
     """Return the methods of a class that other processes call."""
-    return [one for one in _METHODS if one.owner == owner.__qualname__]
+    found = [one for one in _METHODS if one.owner == owner.__qualname__]
+    for method in found:
+        method.make()
+    return found
 
 
 def _answer(returned: object) -> object:

@@ -120,8 +120,7 @@ class SchedulerClient:
     def serve(self, owner: type, target: object, on: int = 0) -> None:
         """Have the worker call the methods of `owner` on `target`. `on`: as in `Call`."""
         for method in methods_of(owner):
-            run = method.runs(target)
-            self._do.setdefault(method.types[0], {})[on] = run, method.reply
+            self._do.setdefault(method.types[0], {})[on] = method.runs(target), method.reply
 
     def hold(self, holder: Holder) -> None:
         """Count what a holder has, and end it with the worker."""
