@@ -19,7 +19,7 @@ from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.logs import Log, set_level
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
-from pdproxy.workers import members
+from pdproxy.workers import publisher
 from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.kept import KEPT, Keeper, keep
 from pdproxy.workers.links import Message, pair
@@ -137,7 +137,7 @@ def _urls(count: int) -> list[str]:
 
 async def test_a_worker_is_told_all_members_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has and nobody tells goes once it was told all."""
-    monkeypatch.setattr(members, "PORTION", 1000)
+    monkeypatch.setattr(publisher, "PORTION", 1000)
     urls = _urls(50)
     scheduler, worker = Scheduler(Supervisor(), *urls), Worker("http://old:1", urls[0])
     scheduler.start()
@@ -177,7 +177,9 @@ async def test_a_worker_that_does_not_read_is_told_how_members_are_then(
 
 
 async def test_a_successor_has_the_same_members() -> None:
-    """Those of the settings of the start are not all that there are. Workers keep their engines."""
+    """Those of the settings of the start are not all that there are. Workers keep their engines,
+    but for those that it does not have.
+    """
     supervisor = Supervisor()
     first, worker = Scheduler(supervisor, *_urls(2)), Worker(*_urls(2))
     first.start()
@@ -207,6 +209,13 @@ async def test_a_successor_has_the_same_members() -> None:
     await until(lambda: len(worker.pool.done) == 3)
     assert not [one for one in worker.pool.done if one.startswith("take out")]
     await second.stop()
+    del supervisor.kept["members 0 http://a:1"]
+    third = Scheduler(supervisor, *_urls(2))
+    third.start()
+    worker.connect(third)
+    await until(lambda: [*worker.pool.members] == [*third.pool.members])
+    assert worker.pool.done[-1] == "take out http://a:1"
+    await third.stop()
     worker.links.stop()
 
 

@@ -101,7 +101,7 @@ async def both() -> AsyncIterator[Both]:
     await settled()
     for worker in made.workers:
         assert worker.taken() == [("a", 1), ("b", 2)]
-        assert worker.link.subscriber.has_all
+        assert worker.topic.has_all
     yield made
     made.close()
 
@@ -179,7 +179,7 @@ async def test_a_worker_is_told_all_in_portions(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(SchedulerClient, "send", noted)
     scheduler, worker = Scheduler(**{f"n{at}": at for at in range(50)}), Worker()
     worker.connect(scheduler)
-    await until(lambda: worker.link.subscriber.has_all)
+    await until(lambda: worker.topic.has_all)
     assert [number for _, number in worker.told] == [*range(50)]
     assert len(sizes) > 5
     assert max(sizes) < 130

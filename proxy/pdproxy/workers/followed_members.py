@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-
-import msgspec
+from functools import partial
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.membership import Membership
@@ -23,19 +22,16 @@ from pdproxy.workers.members import (
     Key,
     Needs,
     ToldMember,
-    ToldMembers,
-    decode_member,
     decode_needs,
     encode,
 )
 from pdproxy.workers.scheduler_link import SchedulerLink
+from pdproxy.workers.subscriber import Subscription
 
 logger = logging.getLogger("pdproxy.workers")
 
 AGAIN = 1.0
 """Seconds between two attempts to have an engine whose files can't be used here."""
-
-_decode = msgspec.msgpack.Decoder(ToldMembers).decode
 
 
 class FollowedMembers:
@@ -45,26 +41,38 @@ class FollowedMembers:
         self._link = link
         self._memberships: list[Membership] = []
         self._engines: list[EngineRegistry] = []
-        self._told: set[Key] = set()
-        """The members that the present scheduler process has told."""
+        self._told: list[Subscription[ToldMember]] = []
+        """By pools."""
         self._missing: dict[Key, tuple[ToldMember, str]] = {}
         """Members that could not be had, or not with their new settings, each with the reason."""
-        self.is_known = False
-        """Whether a scheduler process has told all members."""
-        link.hears[MEMBERS] = self._hear
         link.hears[NEEDS] = self._answer
 
     def __repr__(self) -> str:
-        return f"<FollowedMembers {len(self._told)}>"
+        return f"<FollowedMembers of {len(self._told)} pools>"
 
     def add(self, members: Membership, engines: EngineRegistry) -> None:
         """Follow the members of one more pool."""
+        pool = len(self._told)
+        told = self._link.subscriber.subscribe(
+            f"{MEMBERS} {pool}",
+            ToldMember,
+            lambda _, member: self._put(member),
+            partial(self._take_out, pool),
+            is_whole=True,
+        )
+        told.then = partial(self._told_all, pool)
+        self._told.append(told)
         self._memberships.append(members)
         self._engines.append(engines)
 
     def shortcomings(self) -> list[str]:
         """Return which members can't be used here, a sentence each."""
         return [f"{url} can't be used: {why}" for (_, url), (_, why) in self._missing.items()]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a scheduler process has told all members."""
+        return all(told.has_all for told in self._told)
 
     def start(self, tasks: TaskOwner) -> None:
         """Try from time to time to have the members that could not be had, in a task of this
@@ -78,25 +86,11 @@ class FollowedMembers:
             for member, _ in list(self._missing.values()):
                 self._put(member)
 
-    def _hear(self, body: bytes) -> None:
-        told = _decode(body)
-        if told.begins:
-            self._told.clear()
-        for key in told.gone:
-            self._take_out(key)
-        for member in map(decode_member, told.members):
-            self._told.add((member.pool, member.settings.url))
-            self._put(member)
-        if told.is_all:
-            known = [
-                (pool, url)
-                for pool, members in enumerate(self._memberships)
-                for url in members.members
-            ]
-            for key in known:
-                if key not in self._told:
-                    self._take_out(key)
-            self.is_known = True
+    def _told_all(self, pool: int) -> None:
+        """Take out those that this worker has had from its settings alone."""
+        for url in list(self._memberships[pool].members):
+            if url not in self._told[pool].values:
+                self._take_out(pool, url)
 
     def _put(self, member: ToldMember) -> None:
         key = member.pool, member.settings.url
@@ -108,10 +102,8 @@ class FollowedMembers:
             if before is None or before[1] != str(error):
                 logger.error("%s can't be used: %s", key[1], error)  # noqa: TRY400
 
-    def _take_out(self, key: Key) -> None:
-        pool, url = key
-        self._told.discard(key)
-        self._missing.pop(key, None)
+    def _take_out(self, pool: int, url: str) -> None:
+        self._missing.pop((pool, url), None)
         if url in self._memberships[pool].members:
             self._memberships[pool].take_out(url)
 

@@ -1,9 +1,5 @@
-"""The members of the pools, which the scheduler process decides: what it tells workers of them, and
-what it has the supervisor keep for its successor.
-
-Owns what each worker is still to be told. All that has changed within one turn of the event loop is
-told together, and a worker that does not read is told only how members are when it reads again. A
-worker that begins is told all members.
+"""The members of the pools, which the scheduler process decides and publishes. The supervisor keeps
+them for its successor.
 
 An engine that drains stays until no worker has requests or KV there. Each worker is asked for that
 from time to time, and its answer counts if it was asked after the scheduler process itself had
@@ -27,20 +23,18 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.workers.kept import Keeper
+from pdproxy.workers.publisher import Topic
 from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
 logger = logging.getLogger("pdproxy.workers")
 
 MEMBERS, NEEDS = "members", "needs"
-"""The topics: of members, and of engines that drain: who still needs them."""
-PORTION = 1 << 17
-"""Bytes of members that a worker is told at once. It has to read them before it is told more."""
+"""The topics: of members, by their URLs, where the number of the pool is behind this word; and of
+engines that drain: who still needs them.
+"""
 HEIRS = 2.0
 """Seconds for which engines stay that a worker needed which has ended: another one gets its KV."""
-AGAIN = 0.05
-"""Seconds until a worker is told more that has not read what it was told before."""
-
 Key = tuple[int, str]
 """The number of a pool, and the URL of an engine."""
 
@@ -66,20 +60,6 @@ class ToldMember(msgspec.Struct, array_like=True, frozen=True):
         memberships[self.pool].put(self.settings, self.source, self.heirs, self.since, self.drain)
 
 
-class ToldMembers(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker is told. First those that have gone, then those that are there: an engine may
-    have gone and come again.
-
-    `begins`: it is the first that the worker is told; `is_all`: with it the worker knows all.
-    `members`: each a `ToldMember`.
-    """
-
-    begins: bool
-    is_all: bool
-    gone: Sequence[Key]
-    members: Sequence[bytes]
-
-
 class Needs(msgspec.Struct, array_like=True, frozen=True):
     """A question, with engines that drain; or its answer, with those of them that the worker needs.
     `number`: of the question.
@@ -95,13 +75,9 @@ decode_needs = msgspec.msgpack.Decoder(Needs).decode
 
 
 class _Worker:
-    """What one worker is to be told, and what it needs."""
+    """What one worker needs."""
 
-    def __init__(self, due: dict[Key, bool]) -> None:
-        self.due = due
-        """Members that it is to be told of, each with whether it was gone meanwhile."""
-        self.begins = True
-        self.is_posting = False
+    def __init__(self) -> None:
         self.asked = self.answered = 0
         """The numbers of the last question to it, and of the last one that it has answered."""
         self.needs: set[Key] = set()
@@ -111,8 +87,10 @@ class MembersOfAll:
     """Those of all pools, in the scheduler process."""
 
     def __init__(self, links: SchedulerLinks, keeper: Keeper, now: Callable[[], float]) -> None:
+        self._links = links
         self._keeper = keeper
         self._now = now
+        self._topics: list[Topic[ToldMember]] = []
         self._memberships: list[Membership] = []
         self._engines: list[EngineRegistry] = []
         self._workers: dict[SchedulerClient, _Worker] = {}
@@ -128,7 +106,6 @@ class MembersOfAll:
         """
         self._lost: dict[str, str] = {}
         """By URLs of members that were kept and are missing: who has added them, and why."""
-        links.greets.append(self._greet)
         links.leaves.append(self._left)
         links.hears[NEEDS] = self._answered
 
@@ -140,6 +117,14 @@ class MembersOfAll:
         pool = len(self._memberships)
         self._memberships.append(members)
         self._engines.append(engines)
+        self._topics.append(
+            self._links.publisher.topic(
+                f"{MEMBERS} {pool}",
+                partial(self._told, pool),
+                lambda: members.members,
+                self._keeper,
+            )
+        )
         members.when_changed = partial(self._changed, pool)
         engines.keep_known(partial(self._needed, pool))
 
@@ -180,50 +165,24 @@ class MembersOfAll:
             self._busy.setdefault((pool, url), self._asked + 1)
         else:
             self._forget_drain((pool, url))
-        key = f"{MEMBERS} {pool} {url}"
-        self._keeper.keep(key, None if member is None else encode(ToldMember.of(pool, member)))
-        for client, worker in self._workers.items():
-            worker.due[pool, url] = worker.due.get((pool, url), False) or member is None
-            self._post_soon(client, worker)
+        topic = self._topics[pool]
+        if member is None:
+            topic.gone(url)
+        else:
+            topic.changed(url)
 
-    def _greet(self, client: SchedulerClient) -> None:
-        every = {
-            (pool, url): False for pool, one in enumerate(self._memberships) for url in one.members
-        }
-        worker = self._workers[client] = _Worker(every)
-        self._post(client, worker)
+    def _told(self, pool: int, url: str) -> ToldMember | None:
+        member = self._memberships[pool].members.get(url)
+        return None if member is None else ToldMember.of(pool, member)
+
+    # -- engines that drain
 
     def _left(self, client: SchedulerClient) -> None:
         if (worker := self._workers.pop(client, None)) is not None:
             self._orphans |= dict.fromkeys(worker.needs, self._now() + HEIRS)
 
-    def _post_soon(self, client: SchedulerClient, worker: _Worker, seconds: float = 0.0) -> None:
-        if not worker.is_posting:
-            worker.is_posting = True
-            asyncio.get_running_loop().call_later(seconds, self._post, client, worker)
-
-    def _post(self, client: SchedulerClient, worker: _Worker) -> None:
-        worker.is_posting = False
-        if client not in self._workers:
-            return
-        if client.unsent:
-            self._post_soon(client, worker, AGAIN)
-            return
-        gone, members, size = list[Key](), list[bytes](), 0
-        while worker.due and size < PORTION:
-            pool, url = key = next(iter(worker.due))
-            if worker.due.pop(key):
-                gone.append(key)
-            if (member := self._memberships[pool].members.get(url)) is not None:
-                members.append(encode(ToldMember.of(pool, member)))
-                size += len(members[-1])
-        told = ToldMembers(worker.begins, not worker.due, gone, members)
-        worker.begins = False
-        client.say(MEMBERS, encode(told))
-        if worker.due:
-            self._post_soon(client, worker)
-
-    # -- engines that drain
+    def _of(self, client: SchedulerClient) -> _Worker:
+        return self._workers.setdefault(client, _Worker())
 
     def _needed(self, pool: int) -> Collection[str]:
         """Return the engines of a pool that drain, and that a worker may need."""
@@ -234,7 +193,10 @@ class MembersOfAll:
         return (
             not self.has_workers
             or self._orphans.get(key, 0.0) > self._now()
-            or any(one.answered < number or key in one.needs for one in self._workers.values())
+            or any(
+                one.answered < number or key in one.needs
+                for one in map(self._of, self._links.clients)
+            )
         )
 
     def _drains(self, key: Key) -> bool:
@@ -257,7 +219,8 @@ class MembersOfAll:
         busy = [
             (pool, url) for pool, url in self._busy if self._engines[pool][url].in_ledger.requests
         ]
-        for client, worker in self._workers.items():
+        for client in self._links.clients:
+            worker = self._of(client)
             if worker.answered == worker.asked:
                 self._asked += 1
                 worker.asked = self._asked

@@ -41,8 +41,8 @@ class Subscribed(Protocol):
         """The value of a topic's key; None: the key is gone."""
 
     @told
-    def follows_all(self) -> None:
-        """The worker was told the values of all topics."""
+    def follows_all(self, topic: str) -> None:
+        """The worker was told all values of a topic."""
 
 
 T = TypeVar("T")
@@ -142,11 +142,17 @@ _Place = tuple[Topic[Any], str]
 
 
 class _Worker:
-    """`due`: what it has to be told, and whether the key was gone meanwhile."""
+    """`due`: what it has to be told, by topics: keys, each with whether it was gone meanwhile."""
 
-    def __init__(self, due: dict[_Place, bool]) -> None:
+    def __init__(self, due: dict[Topic[Any], dict[str, bool]]) -> None:
         self.due = due
-        self.has_all = False
+        self.has_all: set[Topic[Any]] = set()
+        """Topics of which it was told all."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has to be told anything."""
+        return len(self.has_all) < len(self.due) or any(self.due.values())
 
 
 class Publisher:
@@ -170,7 +176,7 @@ class Publisher:
         keys: Callable[[], Collection[str]] = lambda: ("",),
         keeper: Keeper | None = None,
     ) -> Topic[T]:
-        """Return a new topic. Topics are told in the order in which they are made.
+        """Return a new topic. Those that are made first are told first.
 
         `keys` returns all keys: one by default. `value` returns the value of a key, as msgpack can
         encode it; None: there is nothing to tell. `keeper`: has the supervisor keep the values.
@@ -181,7 +187,7 @@ class Publisher:
     @property
     def behind(self) -> int:
         """How many workers have to be told something."""
-        return sum(bool(worker.due) for worker in self._workers.values())
+        return sum(worker.is_behind for worker in self._workers.values())
 
     @told
     def restore(self, topic: str, values: dict[str, bytes]) -> None:
@@ -193,7 +199,7 @@ class Publisher:
 
     def greet(self, client: SchedulerClient) -> None:
         """Tell a worker everything: it has said what it has."""
-        every = {(topic, key): False for topic in self._topics.values() for key in topic.all_keys()}
+        every = {one: dict.fromkeys(one.all_keys(), False) for one in self._topics.values()}
         self._workers[client] = _Worker(every)
         self._tell_soon()
 
@@ -222,10 +228,10 @@ class Publisher:
         items: dict[_Place, bytes | None] = {}
         has_told = False
         for client, worker in list(self._workers.items()):
-            for place, was_gone in changed.items():
-                # behind what has changed before
-                worker.due[place] = worker.due.pop(place, False) or was_gone
-            if not client.unsent and (worker.due or not worker.has_all):
+            for (topic, key), was_gone in changed.items():
+                keys = worker.due.setdefault(topic, {})
+                keys[key] = keys.pop(key, False) or was_gone  # behind what has changed before
+            if worker.is_behind and not client.unsent:
                 has_told = True
                 self._tell_worker(client, worker, items)
         if self.behind and has_told:  # in the next turn it shows whether they read
@@ -238,22 +244,39 @@ class Publisher:
     ) -> None:
         """Tell a worker a portion. `items`: those that were made in this turn."""
         size = 0
-        while worker.due and size < PORTION:
-            place = topic, key = next(iter(worker.due))
-            try:
-                if worker.due.pop(place):
-                    client.send(_item(topic, key, None))
-                if place not in items:
-                    body = topic.encoded(key)
-                    items[place] = None if body is None else _item(topic, key, body)
-                if (item := items[place]) is not None:
-                    client.send(item)
-                    size += len(item)
-            except Exception as error:  # what comes behind it counts all the same
-                logger.error("%r could not be told to a worker: %s", topic.name, frames(error))  # noqa: TRY400
-        if not worker.due and not worker.has_all:
-            worker.has_all = True
-            client.tell(Subscribed.follows_all, 0)
+        for topic, keys in worker.due.items():
+            while keys and size < PORTION:
+                key = next(iter(keys))
+                size += self._tell_value(client, topic, key, keys.pop(key), items)
+            if keys:
+                return
+            if topic not in worker.has_all:
+                worker.has_all.add(topic)
+                client.tell(Subscribed.follows_all, 0, topic.name)
+
+    @staticmethod
+    def _tell_value(
+        client: SchedulerClient,
+        topic: Topic[Any],
+        key: str,
+        was_gone: bool,
+        items: dict[_Place, bytes | None],
+    ) -> int:
+        """Tell a worker a value. Return its bytes."""
+        place = topic, key
+        try:
+            if was_gone:
+                client.send(_item(topic, key, None))
+            if place not in items:
+                body = topic.encoded(key)
+                items[place] = None if body is None else _item(topic, key, body)
+            if (item := items[place]) is None:
+                return 0
+            client.send(item)
+        except Exception as error:  # what comes behind it counts all the same
+            logger.error("%r could not be told to a worker: %s", topic.name, frames(error))  # noqa: TRY400
+            return 0
+        return len(item)
 
 
 def _item(topic: Topic[Any], key: str, body: bytes | None) -> bytes:

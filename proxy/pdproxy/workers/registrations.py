@@ -49,7 +49,6 @@ class RegistrationsOfWorker:
     ) -> None:
         self._engines = engines
         self._ledger = ledger
-        self._subscriber = subscriber
         self._told = subscriber.subscribe(
             topic, Registered, self._take, lambda url: self._take(url, None), is_whole=True
         )
@@ -62,7 +61,7 @@ class RegistrationsOfWorker:
     @property
     def complete(self) -> bool:
         """Whether a scheduler process has told all of it."""
-        return self._subscriber.has_all
+        return self._told.has_all
 
     @property
     def count(self) -> int:

@@ -41,6 +41,10 @@ class Subscription(Generic[T]):
         """Returns the values that a new scheduler process is told, none by default."""
         self.counts: Callable[[str], bool] = lambda _: True
         """Returns whether a value of a key that comes now counts."""
+        self.then: Callable[[], None] = lambda: None
+        """Called each time that a scheduler process has told all values."""
+        self.has_all = False
+        """Whether one has."""
         self._untold: set[str] = set()
         """Keys that the present scheduler process has not told."""
 
@@ -64,8 +68,9 @@ class Subscription(Generic[T]):
             finally:
                 self.values[key] = value
 
-    def untold(self) -> set[str]:
-        """Return the keys that are gone: the scheduler process has told all that it has."""
+    def received_all(self) -> set[str]:
+        """The scheduler process has told all values. Return the keys that are gone."""
+        self.has_all = True
         untold, self._untold = self._untold, set()
         return untold if self._is_whole else set()
 
@@ -75,10 +80,6 @@ class Subscriber:
 
     def __init__(self) -> None:
         self._topics: dict[str, Subscription[Any]] = {}
-        self.then: list[Callable[[], None]] = []
-        """Called each time that a scheduler process has told all values."""
-        self.has_all = False
-        """Whether one has."""
 
     def __repr__(self) -> str:
         return f"<Subscriber of {len(self._topics)} topics>"
@@ -115,11 +116,9 @@ class Subscriber:
         except Exception as error:  # what comes behind it counts all the same
             logger.error("%r of the scheduler process failed: %s", topic, frames(error))  # noqa: TRY400
 
-    def follows_all(self) -> None:
+    def follows_all(self, topic: str) -> None:
         """See `Subscribed`."""
-        for name, topic in self._topics.items():
-            for key in topic.untold():
-                self.follow(name, key, None)
-        self.has_all = True
-        for then in self.then:
-            then()
+        known = self._topics[topic]
+        for key in known.received_all():
+            self.follow(topic, key, None)
+        known.then()
