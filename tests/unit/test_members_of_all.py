@@ -294,7 +294,7 @@ async def test_an_engine_that_drains_waits_for_a_later_answer() -> None:
     scheduler.members.has_workers = True
     assert needed() == ["http://e:1"], "no worker has answered"
     await until(lambda: worker.members.is_known)
-    (known,) = scheduler.members._workers.values()
+    (known,) = scheduler.members.workers
     needs.clear()
     for _ in range(3):
         scheduler.members._ask_workers()

@@ -32,10 +32,10 @@ from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.workers import item_link, links, scheduler_clients, scheduler_link
-from pdproxy.workers.calls import Answer, asked, error_of, refused
+from pdproxy.workers.calls import Answer, asked, error_of, refused, told
 from pdproxy.workers.publisher import Publisher
 from pdproxy.workers.remote_scheduler import TRANSFERS, HeldLease, RemoteScheduler
-from pdproxy.workers.scheduler_clients import Hears, SchedulerClient
+from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.scheduler_links import SchedulerLinks
 from pdproxy.workers.worker_choices import ChoicesOfWorker, PoolChoices, serve_choices
@@ -78,7 +78,6 @@ class Deciding:
             None,
         )
         self._restarted = restarted
-        self.hears: dict[str, Hears] = {}
         self.clients: list[SchedulerClient] = []
         self.lost: list[SchedulerClient] = []
         self.publisher = Publisher()
@@ -90,7 +89,7 @@ class Deciding:
         """Connect a worker."""
         mine, its = links.pair()
         pool = PoolChoices(self.scheduler, self.ledger, self.buffers, lambda: None, lambda: 2.0)
-        client = SchedulerClient(mine, self.lost.append, self._said, self.hears)
+        client = SchedulerClient(mine, self.lost.append, self._said)
         self.leases = serve_choices(client, [pool])
         self.clients.append(client)
         link.connect(its)
@@ -120,6 +119,20 @@ class Questions:
     def answer(self, number: int, body: bytes) -> Answer[bytes]:
         """Return an answer, sooner or later."""
         return self._answer(number, body)
+
+
+class Notes:
+    """What one side is told."""
+
+    def __init__(self, take: Callable[[str], None]) -> None:
+        self._take = take
+
+    @told
+    def note(self, text: str) -> None:
+        """Take a note."""
+        if text == "wrong":
+            raise ValueError(text)
+        self._take(text)
 
 
 class Silent:
@@ -195,32 +208,30 @@ async def test_a_pair_is_leased_and_closed(both) -> None:
     assert counted == {P: (1, 1), d: (1, 1)}
 
 
-async def test_what_is_said_of_topics_arrives_in_order_and_is_held_for_the_next_process() -> None:
+async def test_calls_arrive_in_order_and_a_new_process_is_told_first() -> None:
     s, w = Deciding(), Worker()
     heard: list[object] = []
-    s.hears["a"] = lambda client, body: heard.append((client, body, client.has_said))
-    s.hears["wrong"] = lambda client, body: heard.append(body.decode("ascii"))
-    w.link.hears["b"] = heard.append
-    w.link.hears["wrong"] = lambda body: heard.append(body.decode("ascii"))
-    w.link.holds["a"] = lambda: b"held"
-    w.link.holds["none"] = lambda: None
+    w.link.begins.append(lambda: w.link.tell(Notes.note, 0, "held"))
+    w.link.serve(Notes, Notes(heard.append))
     client = s.connect(w.link)
-    w.link.say("wrong", b"\xff")
-    w.link.say("a", b"more")
+    client.serve(Notes, Notes(lambda note: heard.append((note, client.has_said))))
+    w.link.tell(Notes.note, 0, "wrong")
+    w.link.tell(Notes.note, 0, "more")
     await settled()
-    # what is held is said before a process chooses, and what fails keeps nothing back
-    assert heard == [(client, b"held", False), (client, b"more", True)]
+    # what fails keeps nothing back
+    assert heard == [("held", False), ("more", True)]
     heard.clear()
-    client.say("wrong", b"\xff")
-    client.say("b", b"told")
+    client.tell(Notes.note, 0, "wrong")
+    client.tell(Notes.note, 0, "told")
     await settled()
-    assert heard == [b"told"]
+    assert heard == ["told"]
     heard.clear()
     client.close()
     await settled()
     client = s.connect(w.link)
+    client.serve(Notes, Notes(heard.append))
     await settled()
-    assert heard == [(client, b"held", False)]
+    assert heard == ["held"]
     w.link.close()
     client.close()
 
@@ -275,20 +286,21 @@ async def test_questions_are_answered_whenever_that_can_be() -> None:
 
 async def test_a_socket_that_comes_before_a_process_is_made_waits() -> None:
     """What is made later hears what is said first, and holds what is said first."""
-    heard: list[bytes] = []
+    heard: list[str] = []
     all_links = [SchedulerLinks(chooses=chooses, workers=1) for chooses in (True, False)]
     for one, end in zip(all_links, links.pair(), strict=True):
         one.connect(end)
     scheduler, worker = all_links
+    scheduler.serve(Notes, Notes(heard.append), 0)
     scheduler.start()
-    scheduler.say("a", b"told")
+    for client in scheduler.clients:
+        client.tell(Notes.note, 0, "told")
     await settled()
-    worker.link.holds["b"] = lambda: b"held"
-    worker.link.hears["a"] = heard.append
-    scheduler.hears["b"] = lambda _, body: heard.append(body)
+    worker.link.begins.append(lambda: worker.link.tell(Notes.note, 0, "held"))
+    worker.link.serve(Notes, Notes(heard.append))
     worker.start()
     await settled()
-    assert heard == [b"told", b"held"]
+    assert heard == ["told", "held"]
     for one in all_links:
         one.stop()
 
@@ -565,8 +577,8 @@ def test_the_end_of_a_worker_that_has_not_read_everything_ends_its_leases() -> N
         s = Deciding()
         both = SchedulerLinks(chooses=True, workers=1)
         both.add(PoolChoices(s.scheduler, s.ledger, s.buffers, lambda: None, lambda: 2.0))
-        heard: list[bytes] = []
-        both.hears["b"] = lambda _, body: heard.append(body)
+        heard: list[str] = []
+        both.serve(Notes, Notes(heard.append), 0)
         mine, its = links.pair()
         both.connect(mine)
         both.start()
@@ -576,9 +588,10 @@ def test_the_end_of_a_worker_that_has_not_read_everything_ends_its_leases() -> N
         await w.pair()
         assert w.link._link is not None
         w.link._link.pause()
-        both.say("a", b"not read")
+        for client in both.clients:
+            client.tell(Notes.note, 0, "not read")
         await asyncio.sleep(0)
-        w.link.say("b", b"last")
+        w.link.tell(Notes.note, 0, "last")
         w.link.close()
         await until(lambda: heard)
         both.look()

@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.membership import Membership
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.settings.errors import SettingsError
-from pdproxy.workers.members import (
-    MEMBERS,
-    NEEDS,
-    Key,
-    Needs,
-    ToldMember,
-    decode_needs,
-    encode,
-)
+from pdproxy.workers.members import MEMBERS, Key, MembersAtWorker, NeedsOfWorker, ToldMember
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.subscriber import Subscription
 
@@ -45,7 +38,7 @@ class FollowedMembers:
         """By pools."""
         self._missing: dict[Key, tuple[ToldMember, str]] = {}
         """Members that could not be had, or not with their new settings, each with the reason."""
-        link.hears[NEEDS] = self._answer
+        link.serve(MembersAtWorker, self)
 
     def __repr__(self) -> str:
         return f"<FollowedMembers of {len(self._told)} pools>"
@@ -107,10 +100,10 @@ class FollowedMembers:
         if url in self._memberships[pool].members:
             self._memberships[pool].take_out(url)
 
-    def _answer(self, body: bytes) -> None:
-        asked = decode_needs(body)
-        needed = [key for key in asked.engines if self._needs(*key)]
-        self._link.say(NEEDS, encode(Needs(asked.number, needed)))
+    def tell_needs(self, number: int, engines: Sequence[Key]) -> None:
+        """See `MembersAtWorker`."""
+        needed = [key for key in engines if self._needs(*key)]
+        self._link.tell(NeedsOfWorker.tell, 0, number, needed)
 
     def _needs(self, pool: int, url: str) -> bool:
         engines = self._engines[pool]

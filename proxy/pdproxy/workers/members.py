@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -22,17 +23,16 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
+from pdproxy.workers.calls import told
 from pdproxy.workers.kept import Keeper
 from pdproxy.workers.publisher import Topic
-from pdproxy.workers.scheduler_clients import SchedulerClient
+from pdproxy.workers.scheduler_clients import Holder, SchedulerClient
 from pdproxy.workers.scheduler_links import SchedulerLinks
 
 logger = logging.getLogger("pdproxy.workers")
 
-MEMBERS, NEEDS = "members", "needs"
-"""The topics: of members, by their URLs, where the number of the pool is behind this word; and of
-engines that drain: who still needs them.
-"""
+MEMBERS = "members"
+"""Behind this word, the topic of the members of a pool, by their URLs, has the pool's number."""
 HEIRS = 2.0
 """Seconds for which engines stay that a worker needed which has ended: another one gets its KV."""
 Key = tuple[int, str]
@@ -60,27 +60,46 @@ class ToldMember(msgspec.Struct, array_like=True, frozen=True):
         memberships[self.pool].put(self.settings, self.source, self.heirs, self.since, self.drain)
 
 
-class Needs(msgspec.Struct, array_like=True, frozen=True):
-    """A question, with engines that drain; or its answer, with those of them that the worker needs.
-    `number`: of the question.
-    """
-
-    number: int
-    engines: Sequence[Key]
+_decode_member = msgspec.msgpack.Decoder(ToldMember).decode
 
 
-encode = msgspec.msgpack.Encoder().encode
-decode_member = msgspec.msgpack.Decoder(ToldMember).decode
-decode_needs = msgspec.msgpack.Decoder(Needs).decode
+class MembersAtWorker(Protocol):
+    """What a worker is told besides the members."""
+
+    @told
+    def tell_needs(self, number: int, engines: Sequence[Key]) -> None:
+        """Tell which of these engines, that drain, the worker needs: call `NeedsOfWorker.tell` with
+        this number.
+        """
 
 
-class _Worker:
-    """What one worker needs."""
+class NeedsOfWorker(Holder):
+    """What one worker needs of engines that drain."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_all: MembersOfAll, client: SchedulerClient) -> None:
+        self._of_all = of_all
+        self._client = client
         self.asked = self.answered = 0
         """The numbers of the last question to it, and of the last one that it has answered."""
-        self.needs: set[Key] = set()
+        self.engines: set[Key] = set()
+        client.hold(self)
+        client.serve(NeedsOfWorker, self)
+        of_all.workers.append(self)
+
+    def close(self) -> None:
+        """See `Holder`."""
+        self._of_all.left(self)
+
+    def ask(self, number: int, engines: Sequence[Key]) -> None:
+        """Have it tell: see `MembersAtWorker`."""
+        self.asked = number
+        self._client.tell(MembersAtWorker.tell_needs, 0, number, engines)
+
+    @told
+    def tell(self, number: int, engines: Sequence[Key]) -> None:
+        """Take which engines it needs. `number`: of `MembersAtWorker.tell_needs`."""
+        self.answered = number
+        self.engines = set(engines)
 
 
 class MembersOfAll:
@@ -93,7 +112,8 @@ class MembersOfAll:
         self._topics: list[Topic[ToldMember]] = []
         self._memberships: list[Membership] = []
         self._engines: list[EngineRegistry] = []
-        self._workers: dict[SchedulerClient, _Worker] = {}
+        self.workers: list[NeedsOfWorker] = []
+        """What those need that are connected."""
         self._asked = 0
         """The number of the last question to any worker."""
         self.has_workers = False
@@ -106,11 +126,10 @@ class MembersOfAll:
         """
         self._lost: dict[str, str] = {}
         """By URLs of members that were kept and are missing: who has added them, and why."""
-        links.leaves.append(self._left)
-        links.hears[NEEDS] = self._answered
+        links.greets.append(partial(NeedsOfWorker, self))
 
     def __repr__(self) -> str:
-        return f"<MembersOfAll: {len(self._workers)} workers>"
+        return f"<MembersOfAll: {len(self.workers)} workers>"
 
     def add(self, members: Membership, engines: EngineRegistry) -> None:
         """Tell the members of one more pool."""
@@ -136,8 +155,8 @@ class MembersOfAll:
         """Have the members that were kept, if this process takes the place of another one. Ask
         workers what they need from now on, in a task of this owner.
         """
-        told = map(decode_member, self._keeper.kept_of(MEMBERS))
-        kept = {(one.pool, one.settings.url): one for one in told}
+        found = map(_decode_member, self._keeper.kept_of(MEMBERS))
+        kept = {(one.pool, one.settings.url): one for one in found}
         for pool, one in enumerate(self._memberships):
             for url in [*one.members] if kept else []:
                 if (pool, url) not in kept:
@@ -177,12 +196,11 @@ class MembersOfAll:
 
     # -- engines that drain
 
-    def _left(self, client: SchedulerClient) -> None:
-        if (worker := self._workers.pop(client, None)) is not None:
-            self._orphans |= dict.fromkeys(worker.needs, self._now() + HEIRS)
-
-    def _of(self, client: SchedulerClient) -> _Worker:
-        return self._workers.setdefault(client, _Worker())
+    def left(self, worker: NeedsOfWorker) -> None:
+        """A worker has ended."""
+        self.workers.remove(worker)
+        needed = worker.engines & self._busy.keys()
+        self._orphans |= dict.fromkeys(needed, self._now() + HEIRS)
 
     def _needed(self, pool: int) -> Collection[str]:
         """Return the engines of a pool that drain, and that a worker may need."""
@@ -193,10 +211,7 @@ class MembersOfAll:
         return (
             not self.has_workers
             or self._orphans.get(key, 0.0) > self._now()
-            or any(
-                one.answered < number or key in one.needs
-                for one in map(self._of, self._links.clients)
-            )
+            or any(one.answered < number or key in one.engines for one in self.workers)
         )
 
     def _drains(self, key: Key) -> bool:
@@ -206,8 +221,6 @@ class MembersOfAll:
     def _forget_drain(self, key: Key) -> None:
         self._busy.pop(key, None)
         self._orphans.pop(key, None)
-        for worker in self._workers.values():
-            worker.needs.discard(key)
 
     async def _ask(self) -> None:
         while True:
@@ -219,17 +232,9 @@ class MembersOfAll:
         busy = [
             (pool, url) for pool, url in self._busy if self._engines[pool][url].in_ledger.requests
         ]
-        for client in self._links.clients:
-            worker = self._of(client)
+        for worker in self.workers:
             if worker.answered == worker.asked:
                 self._asked += 1
-                worker.asked = self._asked
-                client.say(NEEDS, encode(Needs(self._asked, list(self._busy))))
+                worker.ask(self._asked, list(self._busy))
         for key in busy:
             self._busy[key] = self._asked + 1
-
-    def _answered(self, client: SchedulerClient, body: bytes) -> None:
-        answer = decode_needs(body)
-        if (worker := self._workers.get(client)) is not None:
-            worker.answered = answer.number
-            worker.needs = {key for key in answer.engines if key in self._busy}

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from types import CoroutineType, MappingProxyType
+from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 from pdproxy.kit.errors import OverloadedError, RefusalReason
@@ -43,8 +43,6 @@ COUNTED = 1000
 """Items behind which it is looked how much a worker has open."""
 
 P = ParamSpec("P")
-Hears = Callable[["SchedulerClient", bytes], None]
-"""Takes what a worker has said."""
 
 
 class AtWorker(Protocol):
@@ -55,10 +53,6 @@ class AtWorker(Protocol):
         """The scheduler process knows the engines, and what workers have: from now on it
         chooses.
         """
-
-    @told
-    def hear(self, topic: str, body: bytes) -> None:
-        """Something about a topic."""
 
 
 class Holder:
@@ -85,7 +79,7 @@ class SchedulerClient:
     """One worker. `end`: of a pair of sockets. `greet`: each is called once this is made.
 
     `lost`: called when nothing more comes from it; `said`: when it has said what it has, which is
-    before it asks: it does so behind `welcome`. `hears`: what takes what it says, by topics.
+    before it asks: it does so behind `welcome`.
     """
 
     def __init__(
@@ -93,11 +87,10 @@ class SchedulerClient:
         end: socket.socket,
         lost: Callable[[SchedulerClient], None],
         said: Callable[[SchedulerClient], None],
-        hears: Mapping[str, Hears] = MappingProxyType({}),
         greet: Iterable[Callable[[SchedulerClient], object]] = (),
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lost, self._said, self._hears = lost, said, hears
+        self._lost, self._said = lost, said
         self._do: dict[type, dict[int, _Served]] = {}
         self._holders: list[Holder] = []
         self._waiting: dict[int, asyncio.Task[None]] = {}
@@ -155,10 +148,6 @@ class SchedulerClient:
     def welcome(self) -> None:
         """Have the worker ask from now on."""
         self.tell(AtWorker.welcome, 0)
-
-    def say(self, topic: str, body: bytes) -> None:
-        """Say something about a topic."""
-        self.tell(AtWorker.hear, 0, topic, body)
 
     # -- the link
 
@@ -285,11 +274,6 @@ class SchedulerClient:
             task.cancel()
             self._refuse(number, _unwanted())  # every question is answered once
         self._give_up(number, is_sent=True)
-
-    @told
-    def heard(self, topic: str, body: bytes) -> None:
-        """Take what it says about a topic."""
-        self._hears[topic](self, body)
 
     @told
     def ready(self) -> None:

@@ -106,10 +106,6 @@ class SchedulerLink:
         """What tells each new scheduler process what this worker has, before that chooses."""
         self.subscriber = Subscriber()
         """The topics that this worker follows."""
-        self.hears: dict[str, Callable[[bytes], None]] = {}
-        """What takes what the scheduler process says, by its topics."""
-        self.holds: dict[str, Callable[[], bytes | None]] = {}
-        """By topics: what is said to each new scheduler process first; None is nothing."""
         self._patience: asyncio.TimerHandle | None = None
         self._since = 0.0
         """When this began, in the event loop's seconds."""
@@ -118,7 +114,7 @@ class SchedulerLink:
         self._alone: asyncio.TimerHandle | None = None
         self._is_hopeless = False
         """Whether the next scheduler process did not come in time."""
-        self.serve(AtWorker, _OfLink(self, self._welcome))
+        self.serve(AtWorker, self)
         self.serve(Subscribed, self.subscriber)
 
     def __repr__(self) -> str:
@@ -146,16 +142,13 @@ class SchedulerLink:
             self._be_patient()
         for name, values in self.subscriber.connected():
             self.tell(Publisher.restore, 0, name, values)
-        for topic, body_of in self.holds.items():
-            if (body := body_of()) is not None:
-                self.say(topic, body)
         for begin in self.begins:
             begin()
         self.tell(SchedulerClient.ready, 0)
         self._link.flush()
 
-    def _welcome(self) -> None:
-        """The scheduler process chooses: ask it what waits."""
+    def welcome(self) -> None:
+        """See `AtWorker`. Ask the scheduler process what waits."""
         self._is_welcome, self._is_hopeless = True, False
         if self._patience is not None:
             self._patience.cancel()
@@ -291,10 +284,6 @@ class SchedulerLink:
         if self._link is not None:  # the next one is told what is left
             self._link.say(encode_item(CALLS[method](on, *args, **kwargs)))
 
-    def say(self, topic: str, body: bytes) -> None:
-        """Say something about a topic, in the order of these calls and those of `tell`."""
-        self.tell(SchedulerClient.heard, 0, topic, body)
-
     # -- what comes
 
     def _received(self, items: list[Call | Reply | Refused]) -> None:
@@ -314,18 +303,6 @@ class SchedulerLink:
         except Exception as error:  # what comes behind it counts all the same
             name = type(item).__name__
             logger.error("%s of the scheduler process failed: %s", name, frames(error))  # noqa: TRY400
-
-
-class _OfLink:
-    """An `AtWorker`."""
-
-    def __init__(self, link: SchedulerLink, welcome: Callable[[], None]) -> None:
-        self._link = link
-        self.welcome = welcome
-
-    def hear(self, topic: str, body: bytes) -> None:
-        """See `AtWorker`."""
-        self._link.hears[topic](body)
 
 
 def _no_scheduler(why: str) -> OverloadedError:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from pdproxy.workers.publisher import Publisher
 from pdproxy.workers.remote_scheduler import TRANSFERS
-from pdproxy.workers.scheduler_clients import Hears, SchedulerClient
+from pdproxy.workers.scheduler_clients import SchedulerClient
 from pdproxy.workers.scheduler_link import SchedulerLink
 from pdproxy.workers.worker_choices import LeasesOfWorker, PoolChoices, serve_choices
 
@@ -30,16 +30,12 @@ class SchedulerLinks:
         self._workers = workers
         self.link = SchedulerLink()
         """That of a worker."""
-        self.hears: dict[str, Hears] = {}
-        """In the scheduler process: what takes what workers say, by topics."""
         self.publisher = Publisher()
         """In the scheduler process: what all workers follow."""
         self.greets: list[Callable[[SchedulerClient], object]] = [self._greet]
         """In the scheduler process: what makes the objects that each new worker calls, and says to
         the worker all that workers are to know.
         """
-        self.leaves: list[Callable[[SchedulerClient], None]] = []
-        """In the scheduler process: what is told of each worker that says no more."""
         self._pools: list[PoolChoices] = []
         self._clients: dict[SchedulerClient, LeasesOfWorker] = {}
         self._early: list[socket.socket] = []
@@ -72,11 +68,6 @@ class SchedulerLinks:
         as in `Call`.
         """
         self.greets.append(lambda client: client.serve(owner, target, on))
-
-    def say(self, topic: str, body: bytes) -> None:
-        """In the scheduler process: say something to all workers."""
-        for client in self._clients:
-            client.say(topic, body)
 
     @property
     def leases(self) -> int:
@@ -120,7 +111,7 @@ class SchedulerLinks:
         self.link.close()
 
     def _serve(self, end: socket.socket) -> None:
-        SchedulerClient(end, self._gone, self._said, self.hears, self.greets)
+        SchedulerClient(end, self._gone, self._said, self.greets)
 
     def _greet(self, client: SchedulerClient) -> None:
         self._clients[client] = serve_choices(client, self._pools)
@@ -129,8 +120,6 @@ class SchedulerLinks:
     def _gone(self, client: SchedulerClient) -> None:
         self._clients.pop(client, None)
         self.publisher.left(client)
-        for leave in self.leaves:
-            leave(client)
 
     def _said(self, client: SchedulerClient) -> None:
         """A worker has said what it has."""
