@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ from tests.fakes.several import WORKERS
 PATIENCE = 180.0
 SERVE = textwrap.dedent(
     """
+    import os
     import sys
     from functools import partial
     from pdproxy.observe import logs
@@ -38,7 +40,8 @@ SERVE = textwrap.dedent(
     from pdproxy.settings.pools import Pool
     port, prefill, decode, log_format, max_bytes, workers, interval, linger = sys.argv[1:]
     supervisor.SupervisorTimes = partial(supervisor.SupervisorTimes, pauses=(0.0,))
-    scheduler_link.PATIENCE = 60.0  # however slow this machine is
+    if "PDPROXY_TEST_KILLS" not in os.environ:
+        scheduler_link.PATIENCE = 60.0  # however slow this machine is
     if int(workers) > 1:
         from pdproxy.workers.parent import run
     else:
@@ -55,6 +58,13 @@ SERVE = textwrap.dedent(
     )))
     """  # noqa: E501
 )
+
+
+def longest_wait(log: Path) -> float:
+    """Return for how many seconds requests have waited for a scheduler process at most, as workers
+    have logged it.
+    """
+    return max(map(float, re.findall(r"chosen again, ([0-9.]+) s", log.read_text())), default=0.0)
 
 
 class Served:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,11 +49,23 @@ def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str
     """Run tests against a copy of the package, with a mutation or without, until one fails. Return
     what has become of it.
     """
-    with TemporaryDirectory(prefix="mutation-") as folder:
-        package = Path(shutil.copytree(PACKAGE, Path(folder) / PACKAGE.name))  # with its bytecode
+
+    def mutate(package: Path) -> None:
         if mutation is not None:
             file = package / mutation.path
             file.write_bytes(mutation.of(file.read_bytes()))
+
+    return tested(mutate, files, limit)
+
+
+def tested(change: Callable[[Path], None] | None, tests: Sequence[str], limit: float) -> str:
+    """Run tests against a copy of the package, changed or not, until one fails. Return what has
+    become of the change. `tests`: as pytest names them in the folder of tests.
+    """
+    with TemporaryDirectory(prefix="mutation-") as folder:
+        package = Path(shutil.copytree(PACKAGE, Path(folder) / PACKAGE.name))  # with its bytecode
+        if change is not None:
+            change(package)
         command = [
             sys.executable,
             "-m",
@@ -62,7 +74,7 @@ def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str
             "-x",
             "-p",
             "no:cacheprovider",
-            *(str(TESTS / one) for one in files),
+            *(str(TESTS / one) for one in tests),
         ]
         env = os.environ | {
             # the copy stands before the package

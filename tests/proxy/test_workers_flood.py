@@ -62,9 +62,9 @@ async def test_a_worker_that_floods_is_nobody_elses_trouble(tmp_path: Path, floo
                 await asyncio.gather(*map(served, asking[good]))
             if flood == "deaf":
                 os.kill(bad, signal.SIGUSR2)
+            await asyncio.gather(*map(served, [*asking[bad], *asking[good]]))
             # what it has is known again, as it is behind a restart of the scheduler process
             await run.leases(STREAMS)
-            await asyncio.gather(*map(served, [*asking[bad], *asking[good]]))
         go.set()
         for client, head in streams:
             answer = await client.rest(head)

@@ -8,8 +8,10 @@ import pytest
 
 from tests.chaos.planted.bug import PACKAGE
 from tests.mutations import __main__ as script
+from tests.mutations import planted
 from tests.mutations.nearest import MOST, PARTS, TESTS, nearest
 from tests.mutations.sites import Mutation, sites
+from tests.mutations.worker_bugs import BUGS
 
 SOURCE = b'''
 LIMIT = 3
@@ -100,3 +102,36 @@ def test_a_copy_is_what_is_tested() -> None:
         "scheduling/waits.py", 1, 0, len(source), "raise SystemExit(1)", "nothing is left"
     )
     assert script.judged(broken, ["unit/test_waits.py"], 100.0) == script.NOTICED
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_a_program_and_its_test_exists(name: str) -> None:
+    bug = BUGS[name]
+    before = (PACKAGE / bug.change.path).read_text()
+    after = bug.change.of(before)
+    assert after != before
+    ast.parse(after)
+    file, _, test = bug.test.partition("::")
+    assert f"def {test.partition('[')[0]}(" in (TESTS / file).read_text()
+
+
+def test_planted_bugs_that_no_test_finds_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missed = BUGS["end_not_seen"].plant
+
+    def tested(change: object, tests: list[str], limit: float) -> str:
+        return script.SURVIVED if change is None or change == missed else script.NOTICED
+
+    monkeypatch.setattr(planted, "tested", tested)
+    assert planted.main(["answer_kept"]) == 0
+    assert planted.main(["answer_kept", "end_not_seen"]) == 1
+    said = capsys.readouterr().out
+    assert "| end_not_seen | survived | test_the_end_of_a_worker_that_has_not_read_ever" in said
+    assert said.endswith("1 of 2 were found\n")
+    monkeypatch.setattr(planted, "tested", lambda *_: script.NOTICED)
+    assert planted.main([]) == 1
+    assert "without a bug: noticed" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        planted.main(["none"])
+    assert ended.value.code == 2

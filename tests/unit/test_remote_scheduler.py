@@ -394,6 +394,7 @@ async def test_space_is_waited_for_and_released() -> None:
     assert urls((await waits).leases) == [P, D]
     await settled()
     assert (s.spaces(), s.loads()) == (2, {P: 2, D: 2})
+    w.scheduler.close(waits.result().leases[1], Verdict.GOOD, 3.0)  # its space is still taken
     w.link.close()
     await settled()
     assert (s.spaces(), s.loads(), len(s.lost)) == (0, {}, 1)
@@ -529,7 +530,7 @@ async def test_nobody_waits_long_for_a_scheduler(monkeypatch) -> None:
     await settled()
     client.close()
     with pytest.raises(OverloadedError, match="no scheduler process"):
-        await asking
+        await asyncio.wait_for(asking, 20)
     with pytest.raises(OverloadedError, match="does not answer"):
         await w.scheduler.choose("id", ASK)
     Deciding().connect(w.link)
@@ -636,7 +637,9 @@ async def test_a_worker_that_takes_too_much_is_not_listened_to(both, monkeypatch
 
 async def w_closed(w: Worker) -> None:
     """Refuse what waits once the link is gone: nobody gives it another one."""
-    while w.link._link is not None:
+    for _ in range(1000):
+        if w.link._link is None:
+            break
         await asyncio.sleep(0)
     w.link.close()
 
