@@ -20,8 +20,8 @@ BUGS: Mapping[str, Planted] = {
         _SCHEDULER + "test_who_leaves_at_any_moment_leaves_nothing",
         Change(
             "workers/scheduler_link.py",
-            "            self.tell(Unwanted(item.number, most))\n            raise\n",
-            "            raise\n",
+            "        self.tell(SchedulerClient.unwanted, 0, question.number)\n",
+            "",
         ),
     ),
     "buffer_unbounded": Planted(
@@ -54,23 +54,35 @@ BUGS: Mapping[str, Planted] = {
     "held_leases_not_told": Planted(
         "the next scheduler process is not told which leases a worker has",
         _SCHEDULER + "test_a_scheduler_that_ends_at_any_moment_loses_no_request",
-        Change("workers/scheduler_link.py", "Holds(held,", "Holds([],"),
+        Change(
+            "workers/remote_scheduler.py",
+            "ChoicesOfWorker.restore, self._pool, held)",
+            "ChoicesOfWorker.restore, self._pool, [])",
+        ),
     ),
     "held_places_not_told": Planted(
         "the next scheduler process is not told which places a worker's requests have",
         _ADMISSION + "test_a_new_scheduler_process_is_told_of_places_and_asked_again",
-        Change("workers/scheduler_link.py", "self.places(), self.uses()", "[], self.uses()"),
+        Change(
+            "workers/remote_admission.py",
+            "AdmittedWorker.restore_places, 0, held)",
+            "AdmittedWorker.restore_places, 0, [])",
+        ),
     ),
     "held_uses_not_told": Planted(
         "the next scheduler process is not told which keys with limits a worker's requests use",
         _ADMISSION + "test_a_new_scheduler_process_goes_on_with_what_keys_have_left",
-        Change("workers/scheduler_link.py", "self.places(), self.uses()", "self.places(), []"),
+        Change(
+            "workers/remote_admission.py",
+            "AdmittedWorker.restore_uses, 0, held)",
+            "AdmittedWorker.restore_uses, 0, [])",
+        ),
     ),
     "leases_of_the_dead_kept": Planted(
         "the leases of a worker that has ended are not closed",
         _SCHEDULER + "test_a_worker_that_ends_at_any_moment_leaves_nothing",
         Change(
-            "workers/scheduler_clients.py",
+            "workers/worker_choices.py",
             "        for number in list(self._leases):\n            self._give_up(number)\n",
             "",
         ),
@@ -125,7 +137,7 @@ BUGS: Mapping[str, Planted] = {
         "space in receive buffers that a worker had taken is not freed with it",
         _SCHEDULER + "test_space_is_waited_for_and_released",
         Change(
-            "workers/scheduler_clients.py",
+            "workers/worker_choices.py",
             """\
         for space in self._spaces.values():
             space.release()
@@ -137,7 +149,11 @@ BUGS: Mapping[str, Planted] = {
     "too_much_taken": Planted(
         "a worker may have any number of leases",
         _SCHEDULER + "test_a_worker_that_takes_too_much_is_not_listened_to",
-        Change("workers/scheduler_clients.py", "+ held > MAX_OPEN:", "+ held > MAX_OPEN << 30:"),
+        Change(
+            "workers/scheduler_clients.py",
+            "map(len, self._holders)) > MAX_OPEN:",
+            "map(len, self._holders)) > MAX_OPEN << 30:",
+        ),
     ),
     "turns_told_twice": Planted(
         "a scheduler process does not note what it has heard of kept turns: it is told again",
