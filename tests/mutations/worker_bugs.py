@@ -11,6 +11,7 @@ from tests.mutations.bug import Planted
 
 _ADMISSION = "unit/test_remote_admission.py::"
 _LINK = "unit/test_item_link.py::"
+_PUBLISHER = "unit/test_publisher.py::"
 _SCHEDULER = "unit/test_remote_scheduler.py::"
 _TURNS = "unit/test_remote_turns.py::"
 
@@ -40,6 +41,15 @@ BUGS: Mapping[str, Planted] = {
             "workers/scheduler_links.py",
             "        for client in list(self._clients):\n            client.look()\n",
             "",
+        ),
+    ),
+    "engine_that_came_again_stays": Planted(
+        "workers are not told that what came again was gone: its engine is another one",
+        _PUBLISHER + "test_a_worker_that_does_not_read_is_told_the_last_values",
+        Change(
+            "workers/publisher.py",
+            "keys[key] = keys.pop(key, False) or was_gone",
+            "keys[key] = keys.pop(key, was_gone)",
         ),
     ),
     "given_turns_not_told": Planted(
@@ -162,6 +172,33 @@ BUGS: Mapping[str, Planted] = {
             "workers/turns_of_workers.py",
             "        self._heard[worker] = number\n        return True\n",
             "        return True\n",
+        ),
+    ),
+    "values_not_read": Planted(
+        "a worker that does not read is told each value of a topic",
+        _PUBLISHER + "test_a_worker_that_does_not_read_is_told_the_last_values",
+        Change(
+            "workers/publisher.py",
+            "if worker.is_behind and not client.unsent:",
+            "if worker.is_behind:",
+        ),
+    ),
+    "values_not_told": Planted(
+        "the next scheduler process is not told which values a worker has",
+        _PUBLISHER + "test_a_new_scheduler_process_has_what_workers_have_before_it_tells",
+        Change(
+            "workers/scheduler_link.py",
+            "            self.tell(Publisher.restore, 0, name, values)",
+            "            pass",
+        ),
+    ),
+    "values_that_are_gone_kept": Planted(
+        "a worker keeps values that the next scheduler process does not have",
+        _PUBLISHER + "test_what_a_new_scheduler_process_does_not_tell",
+        Change(
+            "workers/subscriber.py",
+            "return untold if self._is_whole else set()",
+            "return set()",
         ),
     ),
     "waits_for_ever": Planted(

@@ -33,9 +33,7 @@ class SchedulerLinks:
         self.publisher = Publisher()
         """In the scheduler process: what all workers follow."""
         self.greets: list[Callable[[SchedulerClient], object]] = [self._greet]
-        """In the scheduler process: what makes the objects that each new worker calls, and says to
-        the worker all that workers are to know.
-        """
+        """In the scheduler process: what makes the objects that each new worker calls."""
         self._pools: list[PoolChoices] = []
         self._clients: dict[SchedulerClient, LeasesOfWorker] = {}
         self._early: list[socket.socket] = []
