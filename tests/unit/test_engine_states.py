@@ -11,7 +11,7 @@ import pytest
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.observe.events import LegFailed, Observers
-from pdproxy.scheduling.leases import Lease
+from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.settings.health import OutlierSettings
@@ -230,10 +230,12 @@ async def test_engines_that_come_and_go(stage: Stage) -> None:
 
 
 async def test_whether_a_removed_engine_is_up_ends_legs_in_workers(stage: Stage) -> None:
-    """Only the scheduler process asks it, while a worker has a leg there."""
+    """Only the scheduler process asks it, while a worker has a leg there. Then nothing is left."""
     s, w = stage.s, stage.w
-    for one in (s, w):
+    leases = [
         one.ledger._open(one.engines[D].in_ledger, Role.DECODE, 1, _Ask)  # type: ignore[arg-type]
+        for one in (s, w)
+    ]
     leaving = [one.engines.remove(D) for one in (s, w)]
     lost: list[str] = []
     w.ledger.when_lost(lost.append)
@@ -241,6 +243,11 @@ async def test_whether_a_removed_engine_is_up_ends_legs_in_workers(stage: Stage)
     await settled()
     assert leaving[1].in_ledger.down_because == "gone"
     assert lost == [D]
+    for one, lease in zip((s, w), leases, strict=True):
+        one.ledger.close(lease, Verdict.NEUTRAL, 2.0)
+        one.engines.forget_idle()
+    await settled()
+    assert (list(s.writer._at), list(w.view._told.values)) == ([P], [P])
 
 
 class _Ask:

@@ -162,6 +162,14 @@ async def test_what_a_worker_that_ends_has_moved_was_moved(both: Schedules) -> N
     assert (account.expected, account.loading, both.missing) == (140, 0, 0)
 
 
+async def test_an_engine_that_is_gone_is_forgotten(both: Schedules) -> None:
+    """Nobody asks what was moved there."""
+    worker = both.workers[0]
+    worker.moves(100)
+    worker.engines.remove(D)
+    assert not worker.audit._moved
+
+
 async def test_another_scheduler_process_goes_on_with_the_account(both: Schedules) -> None:
     """What was missing stays so. Workers tell again what is loading, and nothing twice."""
     await both.scraped(0)

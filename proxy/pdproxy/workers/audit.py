@@ -42,6 +42,12 @@ class WorkerAuditor(Auditor):
     def __init__(self, engines: EngineRegistry, ledger: Ledger, observers: Observers) -> None:
         super().__init__(engines, ledger, observers)
         self._moved: dict[Engine, _Moved] = {}
+        engines.when_forgotten(self._forget)
+
+    def _forget(self, url: str) -> None:
+        """Forget an engine that is gone: the scheduler process asks for it no more."""
+        for engine in [one for one in self._moved if one.url == url]:
+            del self._moved[engine]
 
     def asked(self, decode: Engine, prompt_tokens: int) -> None:
         """See `Auditor`."""

@@ -51,7 +51,7 @@ class StateWriter:
         self._topic.restore_by(EngineState, self._take)
         links.greets.append(lambda client: StatesOfWorker(self, client, pool))
         engines.watch(self)
-        engines.when_forgotten(self._topic.gone)
+        engines.when_forgotten(self._forgotten)
 
     def __repr__(self) -> str:
         return f"<StateWriter of {len(self._engines)} engines>"
@@ -64,6 +64,10 @@ class StateWriter:
         """Forget an engine. Workers are told how it is until its last request is over."""
         self._at.pop(engine.url, None)
         self._audited.pop(engine.url, None)
+
+    def _forgotten(self, url: str) -> None:
+        self._at.pop(url, None)  # it was asked until now
+        self._topic.gone(url)
 
     # -- telling
 
