@@ -186,12 +186,12 @@ async def test_notices_wait_for_a_worker_that_is_not_connected() -> None:
 @pytest.mark.parametrize("is_connected", [True, False])
 async def test_a_flood_for_a_worker_that_reads_nothing_fills_no_memory(is_connected: bool) -> None:
     """Notices are dropped, and counted; once it reads they are passed on again."""
-    scheduler, worker = Scheduler(is_read=True), SimpleNamespace(said=[], unread=0)
+    scheduler, worker = Scheduler(is_read=True), SimpleNamespace(said=[], unsent=0)
 
     def tell(_: object, pool: int, notices: Sequence[Notice]) -> None:
         body = msgspec.msgpack.encode(notices)
         worker.said.append(body)
-        worker.unread += len(body)
+        worker.unsent += len(body)
 
     worker.tell = tell
     if is_connected:
@@ -203,10 +203,10 @@ async def test_a_flood_for_a_worker_that_reads_nothing_fills_no_memory(is_connec
         await asyncio.sleep(0)
     if not is_connected:
         scheduler.notices.joined(1, worker)  # type: ignore[arg-type]
-    assert MAX_UNREAD < worker.unread < MAX_UNREAD + 2 * AT_ONCE
+    assert MAX_UNREAD < worker.unsent < MAX_UNREAD + 2 * AT_ONCE
     assert scheduler.counted["ready", "not_passed"] > 2900
     assert " 0 bytes" in repr(scheduler.notices)
-    worker.unread, before = 0, len(worker.said)
+    worker.unsent, before = 0, len(worker.said)
     scheduler.receive("01b")
     await settled()
     assert len(worker.said) == before + 1
@@ -219,7 +219,7 @@ async def test_what_a_worker_has_not_read_is_counted(all_of_them: Made) -> None:
     client = scheduler.notices._clients[0]
     client.send(bytes(4 * AT_ONCE))
     await settled()
-    assert AT_ONCE < client.unread < 5 * AT_ONCE
+    assert AT_ONCE < client.unsent < 5 * AT_ONCE
 
 
 async def test_waits_get_their_notices() -> None:

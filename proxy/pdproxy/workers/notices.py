@@ -81,7 +81,7 @@ class NoticesForWorkers:
             self._take(notice)
             return
         client = self._clients.get(owner)
-        unread = self._sizes[owner] + (0 if client is None else client.unread)
+        unread = self._sizes[owner] + (0 if client is None else client.unsent)
         if unread > MAX_UNREAD:
             self._observers.notify(KvNoticed(notice.event.value, "not_passed"))
             return

@@ -122,11 +122,6 @@ class SchedulerClient:
     # -- telling
 
     @property
-    def unread(self) -> int:
-        """How many bytes the worker has not read, about: those that wait here."""
-        return self._link.unsent
-
-    @property
     def unsent(self) -> int:
         """How many bytes wait until the worker reads."""
         return self._link.unsent
