@@ -23,6 +23,7 @@ INSIDE = (
 
 ONE_WORKER: Mapping[str, str] = MappingProxyType(
     {
+        "test_admission_and_drain.py::test_drain_cuts_off_what_is_left_at_its_deadline": EACH,
         (
             "test_auto_placement.py::"
             "test_an_engines_own_settings_say_how_many_tokens_its_steps_have"
@@ -31,8 +32,16 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_continued_not.py::test_records_are_bounded_and_counted": DIVIDED,
         "test_decode_fails.py::test_a_kept_connection_that_the_engine_had_closed": KEPT,
         "test_decode_fails.py::test_connections_are_kept_and_closed_as_the_engine_says": KEPT,
+        (
+            "test_engine_networks.py::test_a_notice_for_a_client_that_has_left_names_no_other_host"
+        ): INSIDE,
         "test_engines_come_and_go.py::test_a_removed_engine_is_asked_nothing": KEPT,
         "test_first_contact.py::test_a_refusal_is_a_release_once_kv_has_moved": EACH,
+        "test_handles_once.py::test_a_lease_that_ends_while_the_engine_is_connected_to": INSIDE,
+        "test_handles_once.py::test_a_notice_of_a_leg_that_has_failed_has_its_kv_released": INSIDE,
+        "test_handles_once.py::test_a_notice_while_it_connects": INSIDE,
+        "test_handles_once.py::test_kv_that_is_being_released_is_not_read": INSIDE,
+        "test_handles_once.py::test_kv_whose_lease_ends_is_not_read": INSIDE,
         "test_hostile_bodies.py::test_a_body_is_read_in_time_or_not_at_all": DIVIDED,
         "test_hostile_bodies.py::test_an_honest_large_body_is_served_byte_for_byte": DIVIDED,
         "test_hostile_bodies.py::test_bodies_that_wait_to_be_read_are_bounded": DIVIDED,
@@ -52,10 +61,23 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_notifier.py::test_a_notice_proves_ids_as_an_answer_does": EACH,
         "test_notifier.py::test_notices_for_a_proxy_that_is_gone": INSIDE,
         "test_notifier.py::test_the_decode_engine_is_asked_before_the_prefills_answer": INSIDE,
+        "test_operator_routes.py::test_keys_that_are_guessed_at_health_checks_are_counted": EACH,
+        "test_operator_routes.py::test_who_sees_it_follows_the_settings": INSIDE,
         "test_other_routes.py::test_bodies_of_all_routes_share_one_bound": DIVIDED,
         "test_placement.py": INSIDE,
         "test_prefixes.py::test_a_prefill_engine_is_asked_to_report_and_may_refuse": EACH,
         "test_registered.py::test_a_decode_engine_that_waits_for_a_writer_that_failed": INSIDE,
+        (
+            "test_requests_at_fault.py::"
+            "test_an_answer_without_space_and_limit_costs_what_who_leaves_pays"
+        ): DIVIDED,
+        (
+            "test_requests_at_fault.py::"
+            "test_an_answer_without_space_costs_no_more_than_was_asked_for"
+        ): DIVIDED,
+        (
+            "test_requests_at_fault.py::test_an_answer_without_space_is_paid_as_far_as_it_had_come"
+        ): DIVIDED,
         "test_root_tasks.py::test_a_notice_that_can_not_be_handled": INSIDE,
         "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,
         "test_shares.py::test_a_body_that_goes_on_is_not_the_one_that_gives_way": DIVIDED,

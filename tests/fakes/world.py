@@ -223,6 +223,11 @@ class World:
                 await auditor.comparing
         await self.told()
 
+    async def flowing(self, engine: FakeEngine) -> None:
+        """Wait until the client of an engine gets its events."""
+        legs = [one.engines[engine.url].open_legs for one in self.workers]
+        await until(lambda: any(one.flowing for one in legs))
+
     async def told(self) -> None:
         """Wait until each worker knows what the others have found."""
         for _ in range(

@@ -15,7 +15,7 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply
 from tests.fakes.named import body
 from tests.fakes.passed import MESSAGES, RESPONSES
-from tests.fakes.world import CHAT_TEXT, LONG, World, until, world
+from tests.fakes.world import CHAT_TEXT, LONG, until, world
 from tests.proxy.test_hostile_engines import LET_THROUGH, STREAM, Endless, bounded, framed
 from tests.proxy.test_nothing_inside import HANDLE
 
@@ -58,12 +58,6 @@ def ending(path: str, number: int, **more: object) -> list[bytes]:
 def same(one: object, other: object) -> bool:
     """Whether two are equal: pytest would show the difference of megabytes."""
     return one == other
-
-
-async def flowing(w: World, number: int = 0) -> None:
-    """Wait until the client of a decode engine gets its events."""
-    legs = w.proxy.engines[w.decode[number].url].open_legs
-    await until(lambda: legs.flowing)
 
 
 BEFORE = {
@@ -116,7 +110,7 @@ async def test_what_has_no_end_behind_output(path: str, name: str) -> None:
         async def data_first(reply: Reply) -> None:
             await reply.start()
             await reply.pieces(*sent)
-            await flowing(w, 1)
+            await w.flowing(w.decode[1])
             await script(reply)
 
         w.decode[1].script(data_first)
@@ -175,7 +169,7 @@ async def test_what_comes_behind_the_end_is_dropped(path: str, what: str, at_onc
     async def script(reply: Reply) -> None:
         await reply.start()
         await reply.pieces(*begun)
-        await flowing(w)
+        await w.flowing(w.decode[0])
         await (reply.piece(b"".join(good) + behind) if at_once else reply.pieces(*good, behind))
         await reply.finish()
 

@@ -29,7 +29,7 @@ from tests.fakes.engine import Reply, Script
 from tests.fakes.named import body
 from tests.fakes.passed import MESSAGES, RESPONSES, shape
 from tests.fakes.scripts import streams
-from tests.fakes.world import LONG, World, until, world
+from tests.fakes.world import LONG, World, world
 
 ROUTES = pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 STREAM = pytest.mark.parametrize("stream", [False, True])
@@ -185,8 +185,7 @@ async def test_a_stream_that_fails_ends_with_an_error_of_the_api(
     async def script(reply: Reply) -> None:
         await reply.start()
         await reply.pieces(*events)
-        legs = w.proxy.engines[w.decode[1].url].open_legs
-        await until(lambda: legs.flowing)
+        await w.flowing(w.decode[1])
         if last:
             await reply.piece(last)
         await scripts.ending(reply, then if then in ("eof", "reset", "stall") else "finish")
@@ -246,7 +245,7 @@ async def test_a_client_that_leaves(path: str, stream: bool) -> None:
         await begun.wait()
         leg = await w.decode[0].asked()
         if stream:
-            await until(lambda: w.proxy.engines[w.decode[0].url].open_legs.flowing)
+            await w.flowing(w.decode[0])
         client.close()
         await asyncio.wait_for(leg.left.wait(), LONG)
         assert (await w.ended()).outcome == "client_left"

@@ -116,7 +116,10 @@ async def test_two_of_three_engines_that_fail_each_request(ask: str) -> None:
         good, *bad = w.decode
         everywhere(fails_at(POISON, lambda reply: reply.serve()), path, good)
         everywhere(fails_at("", how), path, *bad)
-        statuses = [(await w.ask(path, body)).status for _ in range(8 * FAILURES)]
+        statuses = []
+        for _ in range(8 * FAILURES):
+            statuses.append((await w.ask(path, body)).status)
+            await w.told()
         assert statuses.count(200) >= len(statuses) - 1, statuses
         assert {w.proxy.engines[one.url].in_ledger.state(w.proxy.now()) for one in bad} == {
             "excluded"
@@ -135,6 +138,7 @@ async def test_the_only_engine_opens_its_breaker_by_itself(ask: str) -> None:
         asked = everywhere(fails_at(POISON, how), path, only)
         assert (await w.ask(path, body)).status == 500
         assert asked == [only.url] * 3, "of `limits.attempts`"
+        await w.told()
         assert w.proxy.engines[only.url].in_ledger.state(w.proxy.now()) == "excluded"
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert only.requests[-1].kv is not None, "prompts are still split"
@@ -203,6 +207,7 @@ async def test_it_counts_with_the_first_data_of_another_engines_stream() -> None
         client.post(COMPLETIONS, completion(stream=True))
         await client.head()
         assert await client.piece() == scripts.WORD
+        await w.told()
         assert w.proxy.engines[asked[0]].in_ledger.failures == 1
         client.close()
         await w.ended()
@@ -265,8 +270,12 @@ async def test_a_stream_that_its_client_did_not_read_is_paid(tmp_path: Path) -> 
         client.post(COMPLETIONS, completion(stream=True, max_tokens=most), bearer("sk-a"))
         await client.head()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        legs = w.proxy.pools[0].resources.engines[w.decode[0].url].open_legs.legs
-        await until(lambda: any(isinstance(leg, DecodeLeg) and leg.relay.paused for leg in legs))
+        every = [one.engines[w.decode[0].url].open_legs.legs for one in w.workers]
+        await until(
+            lambda: any(
+                isinstance(leg, DecodeLeg) and leg.relay.paused for legs in every for leg in legs
+            )
+        )
         client.close()
         await until(lambda: w.events(RequestEnded))
         assert most <= minute - await left(w) < most + 100
@@ -302,8 +311,12 @@ async def test_a_stream_that_was_read_before_its_client_stopped_is_paid(
             seen += (await client.reader.read(1 << 16)).count(b"data: ")
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         stopped.set()
-        legs = w.proxy.pools[0].resources.engines[w.decode[0].url].open_legs.legs
-        await until(lambda: any(isinstance(leg, DecodeLeg) and leg.relay.paused for leg in legs))
+        every = [one.engines[w.decode[0].url].open_legs.legs for one in w.workers]
+        await until(
+            lambda: any(
+                isinstance(leg, DecodeLeg) and leg.relay.paused for legs in every for leg in legs
+            )
+        )
         client.close()
         await until(lambda: w.events(RequestEnded))
         assert minute - await left(w) >= read
