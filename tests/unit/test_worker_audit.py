@@ -163,11 +163,20 @@ async def test_what_a_worker_that_ends_has_moved_was_moved(both: Schedules) -> N
 
 
 async def test_an_engine_that_is_gone_is_forgotten(both: Schedules) -> None:
-    """Nobody asks what was moved there."""
+    """By the worker and by the scheduler process, which has no reason to ask for it any more."""
+    await both.scraped(0)
     worker = both.workers[0]
-    worker.moves(100)
+    worker.audit.asked(worker.engine, 100)
+    await both.scraped(0)
+    assert both.legs.loading(D) == 100
+    worker.audit.over(worker.engine, 100, loaded=True)
     worker.engines.remove(D)
-    assert not worker.audit._moved
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (worker.audit._moved, both.legs.loading(D)) == ({}, 0)
+    account = both.engine.audit.account
+    assert account is not None
+    assert (account.expected, account.loading) == (100, 0)
 
 
 async def test_another_scheduler_process_goes_on_with_the_account(both: Schedules) -> None:

@@ -42,12 +42,6 @@ class WorkerAuditor(Auditor):
     def __init__(self, engines: EngineRegistry, ledger: Ledger, observers: Observers) -> None:
         super().__init__(engines, ledger, observers)
         self._moved: dict[Engine, _Moved] = {}
-        engines.when_forgotten(self._forget)
-
-    def _forget(self, url: str) -> None:
-        """Forget an engine that is gone: the scheduler process asks for it no more."""
-        for engine in [one for one in self._moved if one.url == url]:
-            del self._moved[engine]
 
     def asked(self, decode: Engine, prompt_tokens: int) -> None:
         """See `Auditor`."""
@@ -75,6 +69,12 @@ class WorkerAuditor(Auditor):
             elif not moved.loading:
                 del self._moved[engine]
         return changes
+
+    def forget(self, url: str) -> EngineLegs:
+        """Forget an engine that is gone. Return what was not told of it."""
+        gone = [self._moved.pop(engine) for engine in list(self._moved) if engine.url == url]
+        told, arrived = sum(one.told for one in gone), sum(one.arrived for one in gone)
+        return EngineLegs(url, -told, arrived)
 
     def tell_anew(self) -> None:
         """Begin anew: of what loads now, nothing was told."""

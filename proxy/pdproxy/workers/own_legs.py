@@ -80,6 +80,7 @@ class OwnLegs:
         link.serve(LegsAtWorker, self, pool)
         link.begins.append(self._begin)
         engines.watch(self)
+        engines.when_forgotten(self._forgotten)
 
     def __repr__(self) -> str:
         return f"<OwnLegs of pool {self._pool}>"
@@ -90,6 +91,12 @@ class OwnLegs:
 
     def removed(self, engine: Engine) -> None:
         """Its legs are told until they are over."""
+
+    def _forgotten(self, url: str) -> None:
+        """Tell what was not told of an engine that is gone: nobody may ask for it any more."""
+        left = self._auditor.forget(url)
+        if left.loading or left.arrived:
+            self._link.tell(LegsOfWorker.tell, self._pool, 0, [left])
 
     def _begin(self) -> None:
         """Have a new scheduler process ask from now on."""
