@@ -246,6 +246,7 @@ async def test_whether_a_removed_engine_is_up_ends_legs_in_workers(stage: Stage)
     for one, lease in zip((s, w), leases, strict=True):
         one.ledger.close(lease, Verdict.NEUTRAL, 2.0)
         one.engines.forget_idle()
+    s.ledger.when_noted(D)
     await settled()
     assert (list(s.writer._at), list(w.view._told.values)) == ([P], [P])
 

@@ -72,8 +72,9 @@ class StateWriter:
     # -- telling
 
     def _changed(self, url: str) -> None:
-        self._at[url] = self._now()
-        self._topic.changed(url)
+        if url in self._engines.known:  # else it is forgotten
+            self._at[url] = self._now()
+            self._topic.changed(url)
 
     def _state(self, url: str) -> EngineState | None:
         """Return what is known of an engine, None before it was probed."""
