@@ -51,6 +51,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_hostile_logs.py::test_a_pipe_that_nobody_reads": EACH,
         "test_hostile_logs.py::test_the_last_lines_are_written": EACH,
         "test_key_rights.py::test_a_pool_that_a_key_does_not_name": INSIDE,
+        "test_membership.py::test_a_fleet_that_changes_under_streaming_clients": INSIDE,
         "test_membership.py::test_nothing_is_left_of_an_engine_that_went": INSIDE,
         "test_metrics_table.py::test_series_of_a_removed_engine_are_dropped": INSIDE,
         "test_metrics_table.py::test_the_process_and_its_versions_are_on_the_page": INSIDE,
@@ -78,6 +79,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         (
             "test_requests_at_fault.py::test_an_answer_without_space_is_paid_as_far_as_it_had_come"
         ): DIVIDED,
+        "test_requests_at_fault.py::test_two_of_three_engines_that_fail_each_request": EACH,
         "test_root_tasks.py::test_a_notice_that_can_not_be_handled": INSIDE,
         "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,
         "test_shares.py::test_a_body_that_goes_on_is_not_the_one_that_gives_way": DIVIDED,
