@@ -16,6 +16,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -83,12 +84,19 @@ def tested(change: Callable[[Path], None] | None, tests: Sequence[str], limit: f
             "PDPROXY_TEST_EXAMPLES": "100",
             "PDPROXY_TEST_SEEDS": "3",
         }
-        try:
-            code = subprocess.run(
-                command, cwd=TESTS.parent, env=env, capture_output=True, timeout=limit, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return LATE
+        with subprocess.Popen(
+            command,
+            cwd=TESTS.parent,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process:
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes of the tests
+                return LATE
     return SURVIVED if code == 0 else NOTICED
 
 

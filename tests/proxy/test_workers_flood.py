@@ -36,7 +36,7 @@ async def test_a_worker_that_floods_is_nobody_elses_trouble(tmp_path: Path, floo
 
     def settings(port: int, _: int) -> str:
         return (
-            f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5}}\n"
+            f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5, between_tokens: 600}}\n"
             f"pools:\n- connector: nixl\n{nodes(engines)}"
         )
 

@@ -37,7 +37,7 @@ async def _running(tmp_path: Path) -> AsyncIterator[Run]:
 
     def settings(port: int, _: int) -> str:
         return (
-            f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5}}\n"
+            f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5, between_tokens: 600}}\n"
             f"pools:\n- connector: nixl\n{nodes(engines)}"
         )
 

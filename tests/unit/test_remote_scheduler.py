@@ -284,6 +284,32 @@ async def test_questions_are_answered_whenever_that_can_be() -> None:
     s.clients[-1].close()
 
 
+@pytest.mark.parametrize("turns", range(8))
+async def test_who_leaves_a_question_at_any_moment_leaves_nothing(turns: int) -> None:
+    """Also before its answer has begun, which then is never awaited."""
+    s, w = Deciding(), Worker()
+    waiting = 0
+
+    async def answer(number: int, body: bytes) -> bytes:
+        nonlocal waiting
+        waiting += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            waiting -= 1
+        return body
+
+    client = s.connect(w.link)
+    client.serve(Questions, Questions(answer), 3)
+    await settled()
+    asking = asyncio.ensure_future(w.link.ask(w.link.question(), Questions.answer, 3, b"x"))
+    Steps(asking.cancel).behind(turns)
+    await settled()
+    assert (asking.cancelled(), waiting, client._waiting) == (True, 0, {})
+    w.link.close()
+    client.close()
+
+
 async def test_a_socket_that_comes_before_a_process_is_made_waits() -> None:
     """What is made later hears what is said first, and holds what is said first."""
     heard: list[str] = []

@@ -208,7 +208,7 @@ class SchedulerClient:
             raise
         task = self._loop.create_task(self._wait(reply, number, found), name="answer a worker")
         self._waiting[number] = task
-        task.add_done_callback(partial(self._over, number))
+        task.add_done_callback(partial(self._over, number, found))
 
     async def _wait(
         self,
@@ -224,7 +224,8 @@ class SchedulerClient:
             self._refuse(number, _failed())
             raise
 
-    def _over(self, number: int, _: asyncio.Task[None]) -> None:
+    def _over(self, number: int, found: Coroutine[Any, Any, object], _: asyncio.Task[None]) -> None:
+        found.close()  # a task that was cancelled before its first step has not awaited it
         self._waiting.pop(number, None)
 
     def _answer(self, reply: Callable[[int, Any], Reply], number: int, value: object) -> None:
