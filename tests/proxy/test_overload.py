@@ -227,6 +227,7 @@ async def test_prompts_that_are_too_much_together_wait() -> None:
         assert [(await client.answer()).status for client in clients] == [200] * 3
         huge = await w.ask(COMPLETIONS, completion(prompt="word " * 4000, max_tokens=5))
         assert huge.status == 200
+        await w.told()
         assert w.metric("pdproxy_tokens_in_flight") == 0
 
 

@@ -151,10 +151,13 @@ async def test_what_is_killed_leaves_no_kv(tmp_path: Path, what: str) -> None:
                 await asyncio.sleep(0.05)
         assert await proxy.metric("pdproxy_turns_reused_total") > 0
         assert await proxy.metric("pdproxy_turns_dropped_total", reason="failed") == 0
+        async with asyncio.timeout(PATIENCE):  # what was told last may be under way
+            while what == "scheduler" and len(d.engine.handles) != await proxy.metric(
+                "pdproxy_turns"
+            ):
+                await asyncio.sleep(0.05)
         kept = await proxy.metric("pdproxy_turns")
         assert kept > 0
-        if what == "scheduler":
-            await until(lambda: len(d.engine.handles) == kept, PATIENCE)
         assert kept <= len(d.engine.handles) <= kept + TALKS * KILLS
         left = len(d.engine.handles) - kept
         proxy.process.send_signal(signal.SIGTERM)
