@@ -1,4 +1,4 @@
-"""Makes the files that come from the code, most of them pages of docs/reference: `python -m
+"""Makes the files that come from the code, in `docs/reference` and `configs`: `python -m
 tests.reference.generate`.
 """
 
@@ -6,25 +6,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
-from tests.reference import admin, command_line, metrics, reference_file, routes, settings
+from tests.reference import admin, command_line, metrics, reference_file, routes, rules, settings
+from tests.reference.boards import BOARDS
 from tests.reference.markdown import ROOT, wrapped
 
-FOLDER = ROOT / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
-    "cli.md": command_line.page,
-    "settings.md": settings.page,
-    "metrics.md": metrics.page,
-    "routes.md": routes.page,
-    "admin-api.json": admin.page,
-    "reference.yaml": reference_file.page,
+    "docs/reference/cli.md": command_line.page,
+    "docs/reference/settings.md": settings.page,
+    "docs/reference/metrics.md": metrics.page,
+    "docs/reference/routes.md": routes.page,
+    "docs/reference/admin-api.json": admin.page,
+    "configs/reference.yaml": reference_file.page,
+    "configs/prometheus/rules.yml": rules.page,
+    **{f"configs/dashboards/{board.name}.json": board.page for board in BOARDS},
 }
-
-
-def place(name: str) -> Path:
-    """Return where a file is."""
-    return (ROOT / "configs" if name == "reference.yaml" else FOLDER) / name
 
 
 def made(name: str) -> str:
@@ -35,5 +31,6 @@ def made(name: str) -> str:
 
 if __name__ == "__main__":
     for name in PAGES:
-        place(name).write_text(made(name))
-        print(f"wrote {place(name).relative_to(ROOT)}")
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_text(made(name))
+        print(f"wrote {name}")

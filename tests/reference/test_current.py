@@ -1,4 +1,4 @@
-"""The pages of docs/reference that come from the code are current, and hold what they should."""
+"""The files that come from the code are current, and hold what they should."""
 
 import argparse
 from typing import Any
@@ -7,19 +7,19 @@ import pytest
 
 from pdproxy.serving.access.routes import TABLE
 from tests.reference import command_line, metrics, routes
-from tests.reference.generate import PAGES, made, place
-from tests.reference.markdown import COMMAND, cell
+from tests.reference.generate import PAGES, made
+from tests.reference.markdown import COMMAND, ROOT, cell
 from tests.reference.texts import docstrings, texts
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_current(name: str) -> None:
     """`python -m tests.reference.generate` changes nothing."""
-    assert place(name).read_text() == made(name), f"{place(name)} is stale: {COMMAND}"
+    assert (ROOT / name).read_text() == made(name), f"{name} is stale: {COMMAND}"
 
 
 def test_every_command_and_option_is_there() -> None:
-    page = made("cli.md")
+    page = made("docs/reference/cli.md")
     found = 0
     for of in _ends(command_line.parser()):
         section = page.partition(f"\n## {of.prog}\n")[2].partition("\n## ")[0]
@@ -41,7 +41,7 @@ def _ends(of: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 
 def test_every_setting_is_there_with_its_text() -> None:
-    page = made("settings.md")
+    page = made("docs/reference/settings.md")
     for path, text in texts().items():
         section, _, name = path.rpartition(".")
         assert not section or f"`{name}`" in page or f"## {path}" in page
@@ -77,7 +77,7 @@ def test_texts_belong_to_the_fields_above_them() -> None:
 )
 def test_metrics_of_all_kinds_are_there(name: str) -> None:
     """Counts of events, gauges, and those of parts that not every proxy has."""
-    assert f"| `{name}` |" in made("metrics.md")
+    assert f"| `{name}` |" in made("docs/reference/metrics.md")
 
 
 def test_routes_keep_their_text_and_get_their_table(

@@ -1,5 +1,5 @@
-"""docs/guide/monitoring.md names only metrics, labels, values and log fields that exist, and all
-log fields and phases.
+"""docs/guide/monitoring.md and alerts.md name only metrics, labels, values and log fields that
+exist, and the former all log fields and phases.
 """
 
 import json
@@ -19,7 +19,8 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.requests import PHASES
 from tests.reference.metrics import METRICS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "monitoring.md").read_text()
+GUIDE = Path(__file__).parents[2] / "docs" / "guide"
+PAGE, ALERTS = (GUIDE / "monitoring.md").read_text(), (GUIDE / "alerts.md").read_text()
 NAME = re.compile(r"\b(?:pdproxy|process|python)_[a-z_]+")
 MATCHER = re.compile(r'(pdproxy_[a-z_]+)\{(\w+)=~?"([^"]+)"\}')
 CODE = re.compile(r"`([^`\n]+)`")
@@ -89,7 +90,8 @@ def unknown(page: str) -> list[str]:
 
 def test_metrics_labels_and_values_exist() -> None:
     assert len(queries(PAGE)) > 40
-    assert unknown(PAGE) == []
+    assert len(queries(ALERTS)) > 15
+    assert unknown(PAGE) == unknown(ALERTS) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+"""Every panel of the dashboards has data in a real Prometheus that scrapes `pdproxy demo`, but for
+those that say what they need.
+"""
+
+# Needs prometheus on PATH. The panels that need settings are looked at with a second proxy, in
+# front of the demo's engines; for those that need engines of another sort it is enough that
+# Prometheus reads the query.
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pdproxy.fleet.gauges import NODE_INFO
+from tests.demo.processes import PROMPT, environment, running
+from tests.fakes.client import bearer, exchange, request
+from tests.fakes.forked import piped
+from tests.fakes.ports import free_port
+from tests.reference.alerts import JOB
+from tests.reference.boards import BOARDS
+from tests.reference.panels import Panel
+
+SECONDS, EVERY = 60.0, 2
+"""For how long there is traffic, and how often Prometheus scrapes."""
+KEY = "sk-of-a-team"
+SETTINGS = """
+listen: {{port: {port}, workers: 2, operator_routes: everywhere}}
+auth: {{api_keys_file: {keys}}}
+limits: {{engine_requests: 8}}
+replicas: {{count: 2}}
+pools:
+- policy: {{placement: auto}}
+  slo: {{ttft: 1, tpot: 0.1}}
+  nodes: {nodes}
+"""
+LONG, SHORT = "word " * 200, "word"
+"""A prompt that is split, and one that is shorter than a block."""
+OTHER_ENGINES = {
+    "Age of a source's last answer",
+    "Age of the last KV event",
+    "Age of the oldest of these",
+    "Blocks of turns",
+    "Both engines at work at once",
+    "Chunks in receive buffers",
+    "Connections to KV events",
+    "Encoder engines",
+    "Engines that a source names",
+    "KV events that are missing",
+    "KV events that are not indexed yet",
+    "Pauses of streams that go on",
+    "Ranks that sent no notice",
+    "Requests that may wait for KV for ever",
+    "Time of transfers",
+    "Turns that may be used",
+    "Waiting for notices that KV is ready",
+}
+"""Panels that are empty with both proxies: they need engines or connectors of another sort, or a
+failure.
+"""
+
+
+@asynccontextmanager
+async def prometheus(folder: Path, *ports: int) -> AsyncIterator[int]:
+    """A Prometheus that scrapes these proxies. Yields its port."""
+    port = free_port()
+    targets = [{"targets": [f"127.0.0.1:{one}" for one in ports]}]
+    job = {"job_name": JOB, "static_configs": targets}
+    times = {"scrape_interval": f"{EVERY}s"}
+    (folder / "prometheus.yml").write_text(json.dumps({"global": times, "scrape_configs": [job]}))
+    process = await asyncio.create_subprocess_exec(
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield port
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def values(port: int, instance: str, query: str) -> list[float]:
+    """Return all numbers that a panel would show of one proxy over the last half minute."""
+    chosen = {"$instance": re.escape(instance), "$engine": ".*", "$__rate_interval": "20s"}
+    for name, value in chosen.items():
+        query = query.replace(name, value.replace("\\", "\\\\"))
+    now = time.time()
+    asked = {"query": query, "start": now - 30, "end": now, "step": EVERY}
+    url = f"http://127.0.0.1:{port}/api/v1/query_range?{urllib.parse.urlencode(asked)}"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        found = json.load(answer)["data"]["result"]
+    numbers = [float(value) for series in found for _, value in series["values"]]
+    return [one for one in numbers if not math.isnan(one)]
+
+
+def shown(port: int, instance: str) -> tuple[list[Panel], list[Panel]]:
+    """Return the panels of which each query has data, and the others."""
+    panels = [panel for board in BOARDS for panel in board.panels]
+    full = []
+    for panel in panels:
+        found = [values(port, instance, query.text) for query, _ in panel.queries]
+        full += [panel] if all(found) else []
+    return full, [panel for panel in panels if panel not in full]
+
+
+async def page(port: int) -> str:
+    return (await exchange(port, request("GET", "/metrics", b""))).body.decode()
+
+
+async def ready(port: int) -> bool:
+    try:
+        return (await exchange(port, request("GET", "/ready", b""))).json["state"] == "ok"
+    except OSError:
+        return False
+
+
+async def traffic(port: int) -> None:
+    """Send prompts of all sorts to the second proxy."""
+    headers = bearer(KEY)
+    for number in range(10_000):
+        prompt = f"{number} {SHORT if number % 2 else LONG}"
+        body = {"model": "sim", "prompt": prompt, "max_tokens": 8, "stream": number % 4 < 2}
+        answer = await exchange(port, request("POST", "/v1/completions", body, headers))
+        assert answer.status == 200, answer.body
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+async def test_each_panel_has_data_or_says_what_it_needs(tmp_path: Path) -> None:
+    plain, other = free_port(), free_port()
+    async with running("--port", str(plain)) as demo, prometheus(tmp_path, plain, other) as port:
+        await demo.until(PROMPT)
+        text = await page(plain)
+        nodes = [
+            {"url": url, "role": role}
+            for url, role in re.findall(
+                rf'^{NODE_INFO.name}{{node="([^"]+)",pool="[^"]+",role="([^"]+)"}}',
+                text,
+                re.MULTILINE,
+            )
+        ]
+        assert len(nodes) == 4
+        (tmp_path / "keys").write_text(f"team:{KEY}\n")
+        (tmp_path / "pdproxy.yaml").write_text(
+            SETTINGS.format(port=other, keys=tmp_path / "keys", nodes=json.dumps(nodes))
+        )
+        served = await piped("serve", "--config", str(tmp_path / "pdproxy.yaml"), env=environment())
+        try:
+            while not await ready(other):
+                await asyncio.sleep(0.2)
+            sent = asyncio.create_task(traffic(other))
+            await asyncio.wait([sent], timeout=SECONDS)
+            full, empty = await asyncio.to_thread(shown, port, f"127.0.0.1:{plain}")
+            more, _ = await asyncio.to_thread(shown, port, f"127.0.0.1:{other}")
+            assert not sent.done(), sent.exception()
+            sent.cancel()
+        finally:
+            served.terminate()
+            await served.wait()
+    print(f"{len(full)} panels have data of `pdproxy demo`, {len(empty)} say what they need")
+    assert [panel.title for panel in empty if not panel.needs] == []
+    assert [panel.title for panel in full if panel.needs] == []
+    still = {panel.title for panel in empty if panel not in more}
+    print(f"{len(empty) - len(still)} of these have data of a proxy with such settings")
+    assert still == OTHER_ENGINES
