@@ -3,6 +3,7 @@
 # The tests use no Docker: they read the files, and pass their command lines to the real parsers.
 
 import asyncio
+import configparser
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from pdproxy.app.drain import longest_drain
+from pdproxy.app.server import files_needed
 from pdproxy.cli import serve
 from pdproxy.cli.main import main
 from pdproxy.cli.options import settings_from
@@ -299,6 +302,40 @@ def test_the_comments_of_compose_name_each_variable_with_its_default() -> None:
         name for name, _ in documented
     }
     assert documented <= used
+
+
+# -- configs/systemd
+
+
+def service() -> configparser.SectionProxy:
+    """Return the section `Service` of the unit, which sets nothing twice."""
+    unit = configparser.RawConfigParser()
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(ROOT / "configs/systemd/pdproxy.service")
+    return unit["Service"]
+
+
+def test_the_service_starts_the_proxy_with_settings_that_can_be_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, *words = shlex.split(service()["ExecStart"])
+    with captured(monkeypatch, serve) as seen:
+        assert main(words) == 0
+    assert Path(program).name == "pdproxy"
+    assert seen[0].config == Path("/etc/pdproxy/pdproxy.yaml")  # SIGHUP is ignored without a file
+    assert service()["ExecReload"].split()[1:] == ["-HUP", "$MAINPID"]
+    assert main(["serve", "--config", "/nothing.yaml"]) == int(
+        service()["RestartPreventExitStatus"]
+    )
+
+
+def test_the_service_has_the_time_and_the_files_that_the_default_settings_need() -> None:
+    settings = load(ROOT / "configs/2p2d.yaml", {})
+    longest = longest_drain(settings.deadlines, settings.listen.linger)
+    assert float(service()["TimeoutStopSec"]) > longest
+    assert f"takes {longest:g} s at most" in (ROOT / "configs/systemd/pdproxy.service").read_text()
+    assert int(service()["LimitNOFILE"]) > files_needed(settings)
+    assert service()["KillMode"] == "mixed"  # a worker that gets SIGTERM is started again
 
 
 # -- the Dockerfile
