@@ -41,6 +41,9 @@ replicas: {{count: 2}}
 pools:
 - policy: {{placement: auto}}
   slo: {{ttft: 1, tpot: 0.1}}
+  kv_events: {{enabled: true}}
+  turns: {{bidirectional: true}}
+  tokenize: always
   nodes: {nodes}
 """
 LONG, SHORT = "word " * 200, "word"
@@ -52,16 +55,12 @@ OTHER_ENGINES = {
     "Blocks of turns",
     "Both engines at work at once",
     "Chunks in receive buffers",
-    "Connections to KV events",
     "Encoder engines",
     "Engines that a source names",
-    "KV events that are missing",
-    "KV events that are not indexed yet",
     "Pauses of streams that go on",
     "Ranks that sent no notice",
     "Requests that may wait for KV for ever",
     "Time of transfers",
-    "Turns that may be used",
     "Waiting for notices that KV is ready",
 }
 """Panels that are empty with both proxies: they need engines or connectors of another sort, or a

@@ -21,6 +21,7 @@ from pdproxy.observe.events import DEADLINES, EVICTIONS
 from pdproxy.observe.prompt_shares import MOST, PROMPT_TOKENS
 from pdproxy.observe.requests import LEG_FAILURES, NODE_LEGS, NODE_SECONDS, REFUSALS, REQUESTS
 from pdproxy.serving.kv.custodian import HANDLES_ENDED, KV_HANDLE_AGE, KV_STUCK
+from pdproxy.web.wrong_keys import WRONG_KEYS
 from pdproxy.workers.shown_of_all import RESTARTS, SCHEDULER_RESTARTS
 from tests.reference.promql import UP, Query, QueryError, Scope, of_process
 
@@ -395,6 +396,17 @@ PROCESS = (
         "0m",
         "pdproxy {instance}: clients read their answers too slowly",
         "{value} connections were closed for that in 15 minutes.",
+    ),
+    Alert(
+        "PdproxyWrongKeys",
+        Severity.WARNING,
+        _OF.increase(WRONG_KEYS, "15m", {"answer": "throttled"})
+        .sum("instance", "listener")
+        .above(0),
+        "0m",
+        "pdproxy {instance}: an address sends many wrong keys ({listener})",
+        "{value} requests with wrong keys were refused with 429 in 15 minutes. Somebody guesses "
+        "keys, or a client has an old one.",
     ),
     Alert(
         "PdproxyWorkerRestarts",

@@ -26,6 +26,7 @@ from pdproxy.observe.events import DEADLINES, EVICTIONS
 from pdproxy.observe.prompt_shares import PROMPT_TOKENS
 from pdproxy.observe.requests import LEG_FAILURES, NODE_LEGS, NODE_SECONDS, REFUSALS, REQUESTS
 from pdproxy.serving.kv.custodian import HANDLES_ENDED, KV_HANDLE_AGE, KV_STUCK
+from pdproxy.web.wrong_keys import WRONG_KEYS
 from pdproxy.workers.shown_of_all import RESTARTS, SCHEDULER_RESTARTS
 from tests.reference.alerts import ALERTS, JOB
 from tests.reference.markdown import ROOT
@@ -248,6 +249,11 @@ CASES = [
         "PdproxySlowClients",
         [given(EVICTIONS, once(8), "reader"), given(DEADLINES, once(8), "client_write")],
         [given(EVICTIONS, once(5), "reader"), given(DEADLINES, once(5), "client_write")],
+    ),
+    Case(
+        "PdproxyWrongKeys",
+        [given(WRONG_KEYS, once(1), "clients", "throttled")],
+        [given(WRONG_KEYS, growing(9), "clients", "refused")],
     ),
     Case("PdproxyWorkerRestarts", [given(RESTARTS, once(1))], [given(RESTARTS, once(1, 10))]),
     Case(

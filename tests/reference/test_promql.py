@@ -98,6 +98,7 @@ def test_panels_and_alerts_are_described_in_sentences() -> None:
     texts = [panel.description for one in BOARDS for panel in one.panels]
     texts += [alert.text for alert in ALERTS]
     assert [text for text in texts if not text.endswith(".")] == []
+    assert [text for text in texts if "Stays 0" in text and "else it is empty" in text] == []
 
 
 def test_each_alert_has_a_section_that_says_what_to_do() -> None:

@@ -29,8 +29,8 @@ from tests.reference.panels import OF_BOARD as OF
 from tests.reference.panels import Board, Kind, Panel
 
 _NOTIFIER = "the notifier on the engines (pdproxy notifier)"
-_EVENTS = "KV events of the engines (pools[].kv_events)"
-_TURNS = "turns that hand KV back (pools[].turns)"
+_EVENTS = "KV events of the engines (pools[].kv_events.enabled)"
+_TURNS = "turns that hand KV back (pools[].turns.bidirectional)"
 MOVES = [
     Panel(
         "Prompt tokens that moved",
@@ -138,14 +138,14 @@ CACHES = [
     Panel(
         "Blocks that are known of engines' caches",
         "events: by KV events. routing: by what was sent to engines. just_routed: by what was sent "
-        "in the last seconds. Stays 0 where neither the policy prefix nor a placement is used.",
+        "in the last seconds.",
         [(OF.now(PREFIX_BLOCKS).sum("from"), "{from}")],
         needs="policy.decode or policy.prefill prefix, or policy.placement auto",
     ),
     Panel(
         "Connections to KV events",
         "Data-parallel ranks whose KV events are read. not_connected above 0: what is known of "
-        "that engine's cache is old. Stays 0 without KV events (pools[].kv_events).",
+        "that engine's cache is old.",
         [(OF.now(KV_EVENT_SOURCES).sum("state"), "{state}")],
         needs=_EVENTS,
     ),
@@ -157,7 +157,7 @@ CACHES = [
     ),
     Panel(
         "Blocks of KV events",
-        "Blocks that engines report. Stays 0 without KV events (pools[].kv_events).",
+        "Blocks that engines report. Stays 0 without KV events (pools[].kv_events.enabled).",
         [(OF.rate(KV_EVENT_BLOCKS).sum("change"), "{change}")],
     ),
     Panel(
@@ -165,7 +165,7 @@ CACHES = [
         "Gaps in the engines' messages. lost: messages are missing. restart: the engine was "
         "started again.",
         [(OF.rate(KV_EVENT_GAPS).sum("node", "cause"), "{node} {cause}")],
-        needs="a gap in the messages of an engine since the proxy's start",
+        needs=_EVENTS,
     ),
     Panel(
         "KV events that are not indexed yet",
