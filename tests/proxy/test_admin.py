@@ -5,6 +5,7 @@ happened.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import AdminPlace, Listen
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
+from pdproxy.upstream.metrics_page import NO_METRICS
 from tests.fakes import answers, scripts
 from tests.fakes.admin import BASE, Admin, admin
 from tests.fakes.client import Client
@@ -532,7 +534,9 @@ async def test_a_socket_that_only_its_user_can_open(tmp_path: Path) -> None:
         w.proxy.tasks.keep(server.run, "admin API")
         await until(lambda: server.serving)
         reader, writer = await asyncio.open_unix_connection(str(path))
-        writer.write(b"GET /admin/v1/engines HTTP/1.1\r\nhost: any\r\nconnection: close\r\n\r\n")
+        writer.write(
+            b"GET /admin/v1/engines HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
         async with asyncio.timeout(30):
             answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 200")
@@ -560,3 +564,20 @@ async def test_world_without_it_keeps_no_decisions() -> None:
     async with world() as w:
         assert w.proxy.pools[0].decisions is None
         assert (await w.get("/decisions")).status == 404
+
+
+async def test_the_kv_that_an_engine_has_in_use() -> None:
+    """As it has reported last; nothing of one that reports none, or is down."""
+    async with world() as w, admin(w) as api:
+        decode = w.proxy.engines[w.decode[0].url]
+        probing = w.proxy.pools[0].watching.probing
+        assert probing is not None
+        for metrics, shown in (
+            (dataclasses.replace(NO_METRICS, kv_usage=0.25), 0.25),
+            (NO_METRICS, None),
+        ):
+            probing.scraped.scraped(decode, metrics)
+            assert (await entry(api, w.decode[0]))["load"]["kv_usage"] == shown
+        decode.kv_usage = 0.5
+        w.proxy.ledger.mark_down(decode.url, "test", w.proxy.now())
+        assert (await entry(api, w.decode[0]))["load"]["kv_usage"] is None

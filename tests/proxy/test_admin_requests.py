@@ -12,7 +12,9 @@ from tests.fakes import answers, scripts
 from tests.fakes.admin import admin
 from tests.fakes.engine import Reply, serve
 from tests.fakes.scripts import WORD
+from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.fakes.world import COMPLETIONS, completion, until, world
+from tests.proxy.test_tokenize import always, judged
 
 
 async def _rest(reply: Reply) -> None:
@@ -95,3 +97,23 @@ async def test_clients_that_leave_are_no_running_requests(monkeypatch: pytest.Mo
             w.proxy.service.lifecycle.running,
             w.proxy.service.passthrough.lifecycle.running,
         ) == (None, None)
+
+
+async def test_the_time_for_token_ids_is_shown() -> None:
+    """Of a prompt that has waited for its ids, also behind a failed attempt; of others none."""
+    async with (
+        world(adjust=always(), library=Shelf(model=SimTokenizer("chatml"))) as w,
+        admin(w) as api,
+    ):
+        await judged(w)
+        w.prefill[0].script(scripts.whole(b"{}", 500))
+        assert (await w.ask(COMPLETIONS, completion())).status == 200
+        await until(lambda: not api.running)
+        (one,) = (await api.get("/requests"))["requests"]
+        assert one["prompts"][0]["attempts"] > 1
+        assert one["prompts"][0]["tokenize_s"] > 0
+    async with world() as w, admin(w) as api:
+        await w.ask(COMPLETIONS, completion())
+        await until(lambda: not api.running)
+        (one,) = (await api.get("/requests"))["requests"]
+        assert one["prompts"][0]["tokenize_s"] is None

@@ -24,7 +24,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.settings.limits import AUTO, Limits
-from pdproxy.upstream.metrics_page import Scrape
+from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 
 FULL = 503
 """The status with which vLLM refuses a request because its queue is full
@@ -246,6 +246,7 @@ class Scraped:
         if self.capacity is not None:
             self.capacity.scraped(engine, metrics)
         engine.kv_expired = metrics.expired
+        engine.kv_usage = None if metrics is NO_METRICS else metrics.kv_usage
         if self._replicas is not None:
             count = None if metrics.waiting is None else metrics.running + metrics.waiting
             self._replicas.reported(engine.url, count, self._now())

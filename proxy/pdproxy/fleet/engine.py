@@ -145,6 +145,8 @@ class Engine:
       connector does.
     - `kv_expired`: how many of its KV handles have expired, as it has reported last; None: it does
       not report it. Written by `app.capacity`, or taken over with the engine's state.
+    - `kv_usage`: the part of its KV blocks that are in use, 0 to 1, as it has reported last; None:
+      it does not report it. Written by `app.capacity`, in the process that probes engines.
     - `probes`, `audit`, `run`: state, each with one writer. `open_legs`: legs add and remove
       themselves.
     """
@@ -163,6 +165,7 @@ class Engine:
     kv_lease: float | None = None
     ec_address: str | None = None
     kv_expired: float | None = None
+    kv_usage: float | None = None
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)
     open_legs: OpenLegs = field(default_factory=OpenLegs)

@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.member import Member, MemberState, UnknownMemberError
 from pdproxy.fleet.membership import Membership
@@ -63,6 +64,13 @@ class EngineLoad(msgspec.Struct, frozen=True):
     window: Annotated[
         float | None,
         Meta(description="how many requests it should have at once, null for any number"),
+    ]
+    kv_usage: Annotated[
+        float | None,
+        Meta(
+            description="the part of its KV blocks that are in use, 0 to 1, as it has reported "
+            "last; null if it is down, or does not report it"
+        ),
     ]
 
 
@@ -261,7 +269,7 @@ class EngineEntries:
             else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
             version=None if evidence is None else evidence.version or None,
             block_size=None if evidence is None else evidence.block_size,
-            load=_load(ledger_engine),
+            load=_load(engine),
             breaker=EngineBreaker(
                 ledger_engine.failures,
                 round(max(0.0, ledger_engine.open_until - now), 1),
@@ -288,8 +296,9 @@ class EngineEntries:
         )
 
 
-def _load(engine: LedgerEngine) -> EngineLoad:
-    return EngineLoad(*engine.known_load, engine.window)
+def _load(engine: Engine) -> EngineLoad:
+    known = engine.in_ledger
+    return EngineLoad(*known.known_load, known.window, engine.kv_usage if known.up else None)
 
 
 def _why(engine: LedgerEngine, now: float) -> str | None:

@@ -47,7 +47,8 @@ class LegTimes(msgspec.Struct):
     """The legs of one prompt's last attempt so far: engines by URL, durations in seconds, None if a
     phase did not happen.
 
-    `why_alone`: the rule or failure because of which one engine served it alone. `encode_s`: from
+    `why_alone`: the rule or failure because of which one engine served it alone. `tokenize_s`: for
+    which it waited for the prompt's token ids, before its first attempt. `encode_s`: from
     asking encoder engines for its media to the last answer, and `encoders` those that answered,
     each with its seconds. `prefill_s`: from
     the prefill leg's start to its answer. Of a stream, `first_s`: from asking the engine that
@@ -81,6 +82,7 @@ class LegTimes(msgspec.Struct):
     encode_s: float | None = None
     encoders: tuple[tuple[str, float], ...] = ()
     beside_idle: bool = False
+    tokenize_s: float | None = None
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

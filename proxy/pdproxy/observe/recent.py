@@ -53,6 +53,9 @@ class RecentPrompt(msgspec.Struct, frozen=True):
     decode: Annotated[str | None, Meta(description="the engine that answered")]
     why_alone: Annotated[str | None, Meta(description="why one engine served it")]
     attempts: int
+    tokenize_s: Annotated[
+        float | None, Meta(description="for which it waited for the prompt's token ids")
+    ]
     encode_s: Annotated[
         float | None, Meta(description="from asking encoder engines to their last answer")
     ]
@@ -271,6 +274,7 @@ def _prompt(times: LegTimes) -> RecentPrompt:
         decode=times.decode,
         why_alone=times.why_alone,
         attempts=times.attempts,
+        tokenize_s=_rounded(times.tokenize_s),
         encode_s=_rounded(times.encode_s),
         prefill_s=_rounded(times.prefill_s),
         first_s=_rounded(times.first_s),

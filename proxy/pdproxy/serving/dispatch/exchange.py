@@ -272,7 +272,9 @@ class Exchange(PromptRequest):
         """
         resources = self.resources
         assert self.prompt is not None
+        started = resources.now()
         self.ids = await resources.ids(self.parsed, self.prompt, self.headers)
+        self.tried.tokenize_s = resources.now() - started
         if resources.turns is not None:
             self.key = key_of(self.parsed, self.prompt, self.ids)
         return why_not_split(resources, self) if resources.transfer.contract.needs_ids else None
@@ -332,7 +334,12 @@ class Exchange(PromptRequest):
         self.relay, self.may_be_answered = None, False
         self._asked += 1
         why = None if why_alone is None else why_alone.value
-        self.tried = LegTimes(prefill=attempt.prefill_url, why_alone=why, attempts=self._asked)
+        self.tried = LegTimes(
+            prefill=attempt.prefill_url,
+            why_alone=why,
+            attempts=self._asked,
+            tokenize_s=self.tried.tokenize_s,
+        )
         if why is not None:
             self.tried.beside_idle = assignment.leases[0].beside_idle
         if assignment.reason:
