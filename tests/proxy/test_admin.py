@@ -519,6 +519,17 @@ async def test_answers_are_as_the_document_says() -> None:
 # -- the address
 
 
+async def asked(path: Path, host: str) -> bytes:
+    """The answer to a request for the engines through a Unix socket."""
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    head = f"GET {BASE}/engines HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+    writer.write(head.encode())
+    async with asyncio.timeout(30):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
 async def test_a_socket_that_only_its_user_can_open(tmp_path: Path) -> None:
     """What a killed process has left is replaced, one in use is not, and it is gone at the end."""
     path = tmp_path / "admin.sock"
@@ -533,15 +544,11 @@ async def test_a_socket_that_only_its_user_can_open(tmp_path: Path) -> None:
         server = AdminServer(w.proxy, at, api.log)
         w.proxy.tasks.keep(server.run, "admin API")
         await until(lambda: server.serving)
-        reader, writer = await asyncio.open_unix_connection(str(path))
-        writer.write(
-            b"GET /admin/v1/engines HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-        )
-        async with asyncio.timeout(30):
-            answer = await reader.read()
+        answer = await asked(path, "localhost")
         assert answer.startswith(b"HTTP/1.1 200")
         assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["engines"]) == 2
-        writer.close()
+        for evil in ("evil.example", "localhost:1\r\norigin: https://evil.example"):
+            assert (await asked(path, evil)).startswith(b"HTTP/1.1 403"), "ssh -L leads there, too"
     at.close()
     assert not path.exists()
     path.write_text("a file of somebody")

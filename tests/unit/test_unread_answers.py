@@ -140,7 +140,7 @@ async def turns(count: int = 20) -> None:
 
 
 GENERATES = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
-PAGE = b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"
+PAGE = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
 KINDS: dict[str, tuple[bytes, dict[str, bool], dict[str, bool]]] = {
     "whole": (GENERATES, {}, {}),
     "stream": (GENERATES, {"streams": True}, {}),

@@ -47,9 +47,9 @@ ADMIN_REQUESTS = counter(
 class Gate:
     """Lets requests through to an application: those with a key, where keys are set.
 
-    Without keys `is_tcp` decides: pages that a browser on this machine shows can reach a port of
-    the loopback. So requests must name the loopback as their host, and may not come from a page of
-    another site.
+    Pages that a browser shows can reach a port of its machine's loopback, which may lead to a Unix
+    socket here (`ssh -L`). So requests without a key must name the loopback as their host, and may
+    not come from a page of another site. `is_tcp`: how the log names who sends them.
     """
 
     def __init__(
@@ -155,10 +155,8 @@ class Gate:
             if (error := _why_not(key, scope["method"])) is not None:
                 raise error
             return f"key {key.name}", key.digest
-        if self._is_tcp:
-            _refuse_pages(headers)
-            return "the loopback", None
-        return "the socket", None
+        _refuse_pages(headers)
+        return "the loopback" if self._is_tcp else "the socket", None
 
     def _why_no_more(self, digest: bytes | None, method: str = "GET") -> PdproxyError | None:
         """Return why the key that has let a request in does so no more, None if it does."""
