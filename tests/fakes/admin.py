@@ -64,6 +64,7 @@ class Admin(Api):
     ) -> None:
         super().__init__(port)
         self.server = server
+        self.feed = server.feed
         self.requests = requests
         self.log = log
 

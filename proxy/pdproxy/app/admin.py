@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.own_listener import OwnListener, own_bounds
+from pdproxy.app.pool import PoolParts
 from pdproxy.app.unix_socket import UnixSocket
 from pdproxy.fleet.entries import EngineEntries, PoolEngines
 from pdproxy.fleet.membership import ADMIN
@@ -22,9 +23,11 @@ from pdproxy.observe.recent import Recent
 from pdproxy.scheduling.decisions import KeptDecisions
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import AdminPlace, place_of
+from pdproxy.settings.pools import PoolSlo
 from pdproxy.settings.schema import Settings
 from pdproxy.web.admin.app import create_admin_app
 from pdproxy.web.admin.gate import Gate
+from pdproxy.web.admin.live import VIEWERS, Feed, Goals, LiveSource
 from pdproxy.web.admin.protocol import admin_protocol
 from pdproxy.web.admin.service import AdminService
 
@@ -117,8 +120,20 @@ class AdminServer:
         self.serving = False
         self._at = at
         keys = proxy.credentials.admin_keys
+        api, shown = proxy.share.admin_api(service, now), proxy.front.shown
+        feed = self.feed = Feed(
+            LiveSource(
+                api=api,
+                readiness=shown.readiness,
+                metrics=shown.snapshot,
+                decisions=service.decisions,
+                goals=partial(_goals, proxy.pools),
+                now=now,
+            )
+        )
+        observers.show(VIEWERS, lambda: [((), feed.viewers)])
         gate = Gate(
-            create_admin_app(proxy.share.admin_api(service, now), proxy.front.operation),
+            create_admin_app(api, feed, proxy.front.operation),
             keys,
             observers,
             proxy.wrong_keys,
@@ -144,6 +159,12 @@ class AdminServer:
                 await asyncio.get_running_loop().create_future()
             finally:
                 self.serving = False
+
+
+def _goals(pools: Sequence[PoolParts]) -> Goals:
+    """Return what the first pool that wants anything of requests' times wants."""
+    wanted = (pool.slo for pool in pools)
+    return next((Goals(one.ttft, one.tpot) for one in wanted if one != PoolSlo()), Goals())
 
 
 def prompts_of(proxy: Proxy) -> Callable[[], list[PoolPrompts]]:

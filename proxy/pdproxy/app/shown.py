@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pdproxy.app.readiness import judged
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.snapshot import Snapshot
 from pdproxy.scheduling.admission import Admission
 from pdproxy.web.operation import Readiness
 
@@ -27,6 +28,12 @@ class Shown:
     async def readiness(self) -> Readiness:
         """Return whether a request could be served now."""
         return judged(self._own_readiness())
+
+    async def snapshot(self) -> Snapshot:
+        """Return all metrics but those of the process itself."""
+        found = self._own_metrics.counts()
+        found.values.update(await self._own_metrics.gauges_in_turns())
+        return found
 
     async def metrics(self) -> bytes:
         """Return the page of all metrics."""

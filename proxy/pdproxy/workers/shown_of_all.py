@@ -107,7 +107,7 @@ class ShownOfAll(Shown):
             silent.append("the supervisor does not answer")
         return judged(together(found, silent, self._siblings.scheduler))
 
-    async def metrics(self) -> bytes:
+    async def snapshot(self) -> Snapshot:
         """See `Shown`. What was counted never decreases: of a worker that does not answer it is
         what it has reported last.
 
@@ -133,7 +133,11 @@ class ShownOfAll(Shown):
         page.values[SCHEDULER.name] = page.values.get(SCHEDULER.name) or {(): 0}
         page.values[RESTARTS.name] = {(): answers.restarts}
         page.values[SCHEDULER_RESTARTS.name] = {(): answers.scheduler_restarts}
-        return await in_turns(families(page))
+        return page
+
+    async def metrics(self) -> bytes:
+        """See `Shown`. Raises what `snapshot` raises."""
+        return await in_turns(families(await self.snapshot()))
 
     def start(self, tasks: TaskOwner) -> None:
         """Report the counts to the parent from now on, in a task of this owner."""

@@ -20,7 +20,9 @@ from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.bodies import body_of, flag_of, number_of, query_of
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.gate import answer_of
+from pdproxy.web.admin.live import STILL, Feed, LiveResponse
 from pdproxy.web.admin.openapi import describe, operation, parameter
+from pdproxy.web.admin.page import add_page
 from pdproxy.web.admin.shapes import (
     DrainOrder,
     EngineChanged,
@@ -58,9 +60,9 @@ _RECENT = [
 ]
 
 
-def create_admin_app(api: AdminApi, shown_too: Operation | None = None) -> FastAPI:
-    """Return the application. `shown_too`: makes the answers of what clients' listeners have for
-    operators.
+def create_admin_app(api: AdminApi, feed: Feed, shown_too: Operation | None = None) -> FastAPI:
+    """Return the application. `feed`: of what the page shows; `shown_too`: makes the answers of
+    what clients' listeners have for operators.
     """
     app = FastAPI(
         title="pdproxy admin",
@@ -99,6 +101,8 @@ def create_admin_app(api: AdminApi, shown_too: Operation | None = None) -> FastA
 
     _add_engines(app, api)
     _add_others(app, api)
+    _add_live(app, feed)
+    add_page(app)
     add_workers(app, api)
     describe(app)
     return app
@@ -251,6 +255,22 @@ def _add_others(app: FastAPI, api: AdminApi) -> None:
         decisions,
         "The last decisions of the pools' placements",
         {200: None},
+    )
+
+
+def _add_live(app: FastAPI, feed: Feed) -> None:
+    async def live(request: Request) -> Response:
+        query_of(request, ())
+        return LiveResponse(feed, request.scope[STILL])
+
+    _route(
+        app,
+        "GET",
+        f"{BASE}/live",
+        live,
+        "What the page at / shows, as server-sent events, for as long as they are read",
+        {200: None},
+        (429,),
     )
 
 

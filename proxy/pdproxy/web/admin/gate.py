@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -20,6 +21,8 @@ from pdproxy.observe.events import Observers
 from pdproxy.serving.access.keys import CHALLENGE, Keys, ValidKey
 from pdproxy.settings.errors import quote
 from pdproxy.web.admin.errors import body_of
+from pdproxy.web.admin.live import STILL
+from pdproxy.web.admin.page import is_page
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.wrong_keys import ADMIN, WrongKeys
 from pdproxy.wire.errors import retry_headers
@@ -30,7 +33,7 @@ _READING = ("GET", "HEAD")
 _CHECKED = "pdproxy.checked"
 """The key of an ASGI scope under which it is found who sends the request, or why it is refused."""
 OPEN = ("/docs", "/openapi.json")
-"""The documentation, which needs no key: a browser sends none for a page."""
+"""The documentation, which needs no key, as the page: a browser sends none for a page."""
 ADMIN_ENDS = (
     ("done", "answered"),
     ("refused", "it was wrong, had no valid key, or is not possible for the engine (4xx)"),
@@ -78,6 +81,8 @@ class Gate:
         async def received() -> Message:
             nonlocal refusal
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return message
             if refusal is None:
                 # its body, which says what is to be done, may come late
                 refusal = self._why_no_more(digest, method)
@@ -107,6 +112,7 @@ class Gate:
             by, digest = found
             if (error := self._why_no_more(digest, method)) is not None:
                 raise error  # it has waited behind others
+            scope[STILL] = partial(self._why_no_more, digest)
             await self._app(scope, received, watched)
         except PdproxyError as error:
             drop_traceback(error)
@@ -125,7 +131,7 @@ class Gate:
     def takes_body(self, scope: Scope) -> bool:
         """Return whether a request may send a body. Its head is complete."""
         found = scope[_CHECKED] = self.checked(scope)
-        is_open = scope["path"].startswith(OPEN)
+        is_open = _is_open(scope["path"])
         return isinstance(found, tuple) and not is_open and scope["method"] not in _READING
 
     def checked(self, scope: Scope) -> tuple[str | None, bytes | None] | PdproxyError:
@@ -148,7 +154,7 @@ class Gate:
         For what is open to anybody nobody is named: there is nothing that could be changed.
         """
         headers = _first(scope)
-        if scope["path"].startswith(OPEN):
+        if _is_open(scope["path"]):
             return None, None
         if self._keys.wanted:
             key = self._keys.verified(headers.get(b"authorization"))
@@ -166,6 +172,10 @@ class Gate:
         if key is None or key.is_over(self._keys.wall()):
             return RevokedError("key", "revoked" if key is None else "expired")
         return _why_not(key, method)
+
+
+def _is_open(path: str) -> bool:
+    return path.startswith(OPEN) or is_page(path)
 
 
 def _why_not(key: ValidKey, method: str) -> ForbiddenError | None:
