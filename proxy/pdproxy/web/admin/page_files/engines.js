@@ -145,7 +145,7 @@ export function showEngines(shown, history, act) {
           const up = one.list.filter((engine) => GOOD.has(engine.health.state)).length;
           const requests = one.list.reduce((sum, engine) => sum + engine.load.requests, 0);
           const pool = one.several ? `pool ${one.pool}: ` : "";
-          say(row.firstChild, `${pool}${one.role}: ${up} of ${one.list.length} up, ${number(requests)} requests`);
+          say(row.firstChild, `${pool}${one.role}: ${up} of ${one.list.length} up, ${number(requests)} ${requests === 1 ? "request" : "requests"}`);
         },
       );
     },

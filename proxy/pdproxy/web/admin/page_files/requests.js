@@ -73,7 +73,10 @@ function showCourse(svg, one, scale) {
       set(rect, "width", phase === "failure" ? 2 : `${Math.max(0, 100 * (Math.min(to, scale) - from) / scale).toFixed(2)}%`);
     });
   const words = parts.map(([phase, from, to]) => `${phase} ${seconds(to - from)}`);
-  for (const failed of one.failures) words.push(`${failed.phase} failed at ${seconds(failed.at_s)}: ${failed.error}`);
+  for (const { phase, at_s: at, error, retried } of one.failures) {
+    const what = phase === "continued" ? (retried ? "continued" : "not continued") : `${phase} failed`;
+    words.push(`${what} at ${seconds(at)}: ${error}`);
+  }
   if (one.error) words.push(one.error);
   set(svg, "aria-label", words.join(", ") || "nothing measured");
   set(svg.parentNode, "title", words.join("\n") || null);
