@@ -15,8 +15,11 @@ def test_a_wildcard_address_is_reached_on_the_loopback() -> None:
 
 
 def test_curl_survives_any_model_name() -> None:
-    *_, data = shlex.split(curl("http://x:1", 'it\'s "mine" $HOME'))
-    assert json.loads(data)["model"] == 'it\'s "mine" $HOME'
+    for width in (None, 60):
+        lines = curl("http://x:1", 'it\'s "mine" $HOME', width)
+        *_, data = shlex.split("\n".join(lines))
+        assert json.loads(data)["model"] == 'it\'s "mine" $HOME'
+        assert width is None or max(map(len, lines)) <= 80
 
 
 def test_the_snippet_is_python_for_any_model_name() -> None:

@@ -71,6 +71,82 @@ def session_of(tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
     )
 
 
+class Sender:
+    """Sends single requests to one server. `timeout`: seconds from a request's start to its last
+    byte.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, target: Target, endpoint: Endpoint, *, timeout: float
+    ) -> None:
+        self._session = session
+        self._url = target.url + PATHS[endpoint]
+        self._headers = {
+            "content-type": "application/json",
+            "accept": "text/event-stream",
+            "accept-encoding": "identity",
+            **target.headers,
+        }
+        self._timeout = timeout
+        self._clock = time.perf_counter
+
+    async def send(self, outcome: Outcome, body: bytes, start: float) -> None:
+        """Send a request, and note in `outcome` what came back, in seconds from `start`, which is a
+        time of `time.perf_counter`. An error is noted there, too.
+        """
+        reader = EventReader(4 * outcome.asked_output + 64)
+        outcome.sent = self._clock() - start
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._exchange(outcome, body, reader)
+        except TimeoutError:
+            outcome.fail("timeout", f"no whole answer within {self._timeout:g} s")
+        except asyncio.CancelledError:
+            outcome.fail("cut", "stopped before its end")
+        except (
+            BrokenStream,
+            aiohttp.ClientPayloadError,
+            aiohttp.ServerDisconnectedError,
+            ConnectionResetError,
+        ) as error:
+            outcome.fail(
+                "stream" if outcome.answered else "connection", str(error) or type(error).__name__
+            )
+        except ErrorEvent as error:
+            outcome.fail("error event", str(error))
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            outcome.fail("connection", str(error) or type(error).__name__)
+        finally:
+            outcome.times = [at - start for at in reader.times]
+            outcome.prompt_tokens, outcome.output_tokens = (
+                reader.prompt_tokens,
+                reader.output_tokens,
+            )
+            outcome.end = self._clock() - start
+
+    async def _exchange(self, outcome: Outcome, body: bytes, reader: EventReader) -> None:
+        async with self._session.post(
+            self._url, data=body, headers=self._headers, allow_redirects=False
+        ) as answer:
+            outcome.answered = True
+            if answer.status != 200:
+                text = (await answer.content.read(4096)).decode("utf-8", "replace")
+                outcome.fail(f"status {answer.status}", text)
+                return
+            if answer.content_type != "text/event-stream":
+                raise BrokenStream(f"content-type is {answer.content_type[:_MAX_SHOWN]}")
+            clock, feed = self._clock, reader.feed
+            async for chunk in answer.content.iter_any():
+                feed(chunk, clock())
+                if reader.done:
+                    break
+            reader.end()
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+                async with asyncio.timeout(_AFTER_DONE):
+                    async for _ in answer.content.iter_any():
+                        pass
+
+
 class Run:
     """One run against one server. `body` makes a request's body; `timeout`: seconds from a
     request's start to its last byte.
@@ -86,16 +162,8 @@ class Run:
         timeout: float,
         max_in_flight: int,
     ) -> None:
-        self._session = session
-        self._url = target.url + PATHS[endpoint]
-        self._headers = {
-            "content-type": "application/json",
-            "accept": "text/event-stream",
-            "accept-encoding": "identity",
-            **target.headers,
-        }
+        self._sender = Sender(session, target, endpoint, timeout=timeout)
         self._body = body
-        self._timeout = timeout
         self._max_in_flight = max_in_flight
         self._clock = time.perf_counter
         self._open: set[asyncio.Task[None]] = set()
@@ -159,63 +227,10 @@ class Run:
                 due=one.at, asked_input=one.input_tokens, asked_output=one.output_tokens
             )
             self._seen.outcomes.append(outcome)
-            task = asyncio.create_task(self._send(outcome, body))
+            task = asyncio.create_task(self._sender.send(outcome, body, self._start))
             self._open.add(task)
             self._seen.most_in_flight = max(self._seen.most_in_flight, len(self._open))
             task.add_done_callback(self._open.discard)
-
-    async def _send(self, outcome: Outcome, body: bytes) -> None:
-        reader = EventReader(4 * outcome.asked_output + 64)
-        outcome.sent = self._clock() - self._start
-        try:
-            async with asyncio.timeout(self._timeout):
-                await self._exchange(outcome, body, reader)
-        except TimeoutError:
-            outcome.fail("timeout", f"no whole answer within {self._timeout:g} s")
-        except asyncio.CancelledError:
-            outcome.fail("cut", "stopped before its end")
-        except (
-            BrokenStream,
-            aiohttp.ClientPayloadError,
-            aiohttp.ServerDisconnectedError,
-            ConnectionResetError,
-        ) as error:
-            outcome.fail(
-                "stream" if outcome.answered else "connection", str(error) or type(error).__name__
-            )
-        except ErrorEvent as error:
-            outcome.fail("error event", str(error))
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            outcome.fail("connection", str(error) or type(error).__name__)
-        finally:
-            outcome.times = [at - self._start for at in reader.times]
-            outcome.prompt_tokens, outcome.output_tokens = (
-                reader.prompt_tokens,
-                reader.output_tokens,
-            )
-            outcome.end = self._clock() - self._start
-
-    async def _exchange(self, outcome: Outcome, body: bytes, reader: EventReader) -> None:
-        async with self._session.post(
-            self._url, data=body, headers=self._headers, allow_redirects=False
-        ) as answer:
-            outcome.answered = True
-            if answer.status != 200:
-                text = (await answer.content.read(4096)).decode("utf-8", "replace")
-                outcome.fail(f"status {answer.status}", text)
-                return
-            if answer.content_type != "text/event-stream":
-                raise BrokenStream(f"content-type is {answer.content_type[:_MAX_SHOWN]}")
-            clock, feed = self._clock, reader.feed
-            async for chunk in answer.content.iter_any():
-                feed(chunk, clock())
-                if reader.done:
-                    break
-            reader.end()
-            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
-                async with asyncio.timeout(_AFTER_DONE):
-                    async for _ in answer.content.iter_any():
-                        pass
 
     @contextlib.asynccontextmanager
     async def _watching_loop(self) -> AsyncIterator[None]:

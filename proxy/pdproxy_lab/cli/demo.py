@@ -26,14 +26,15 @@ def add(commands: Commands, summary: str) -> None:
     parser = commands.add_parser(
         "demo",
         help=summary,
-        description="Run prefill and decode engines, the proxy in front of them and some chats, "
-        "and "
-        "show "
-        "their figures."
-        " Simulated engines need no GPU and no model. Ctrl-C ends everything.",
+        description="Run simulated prefill and decode engines and as many plain ones, a proxy in "
+        "front of each, and the same requests to both, and show which serves more of them in time. "
+        "No GPU and no model are needed. Keys kill an engine, slow it down, and change the load. "
+        "Ctrl-C ends everything; without a terminal it ends after a minute. --quiet, --engine vllm "
+        "and more than 8 engines: no comparison.",
         usage="pdproxy demo [--prefill N] [--decode N] [--engine sim|vllm] [option ...]",
         epilog=examples(
             "pdproxy demo --prefill 1 --decode 3",
+            "pdproxy demo --plain-chunk 512",
             "pdproxy demo --engine vllm --model Qwen/Qwen3-0.6B",
         ),
     )
@@ -75,7 +76,18 @@ def add(commands: Commands, summary: str) -> None:
         help="send no requests of its own; without a terminal, print no figures",
     )
     parser.add_argument(
-        "--seconds", metavar="N", type=_seconds, help="end after N seconds (default: at Ctrl-C)"
+        "--seconds",
+        metavar="N",
+        type=_seconds,
+        help="end after N seconds (default: at Ctrl-C; a comparison without a terminal: 60)",
+    )
+    parser.add_argument(
+        "--plain-chunk",
+        metavar="TOKENS",
+        type=_chunk,
+        default=4096,
+        help="--max-num-batched-tokens of the plain engines that are compared: small ones delay "
+        "tokens less (default: 4096, as of the others)",
     )
     group = parser.add_argument_group("real engines (--engine vllm)")
     group.add_argument(
@@ -98,8 +110,8 @@ def add(commands: Commands, summary: str) -> None:
         help="more flags for each engine, as one quoted text, such as '--max-model-len 8192' "
         "(default: none)",
     )
-    # the last view, as SVG
-    parser.add_argument("--capture", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    # a folder for the comparison's last view, as SVG
+    parser.add_argument("--capture", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -127,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         wait=arguments.wait,
         vllm=arguments.vllm,
         vllm_args=flags,
+        plain_chunk=arguments.plain_chunk,
         capture=arguments.capture,
     )
     try:
@@ -151,6 +164,12 @@ def _fail(text: str, code: int) -> int:
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_ENGINES:
         raise argparse.ArgumentTypeError(f"expected 1 to {MAX_ENGINES}, got {text!r}")
+    return int(text)
+
+
+def _chunk(text: str) -> int:
+    if not text.isdecimal() or not 256 <= int(text) <= 16384:
+        raise argparse.ArgumentTypeError(f"expected 256 to 16384, got {text!r}")
     return int(text)
 
 

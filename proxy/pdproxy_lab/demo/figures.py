@@ -26,6 +26,10 @@ PROXY_NAMES = (
     "pdproxy_ttft_seconds_bucket",
     "pdproxy_itl_seconds_bucket",
     "pdproxy_kv_moved_total",
+    "pdproxy_continuations_total",
+    "pdproxy_leg_failures_total",
+    "pdproxy_exclusions_total",
+    "pdproxy_decisions_total",
     PROMPT_TOKENS.name,
 )
 ENGINE_NAMES = (
@@ -89,6 +93,20 @@ class MovedKv:
 
 
 @dataclass(frozen=True, slots=True)
+class Recovery:
+    """What the proxy has done since its start. `continued`: streams that another engine went on
+    with; `failed_legs`: also those of these streams; `exclusions`: by the engine's URL; `split` and
+    `whole`: decisions of `auto`.
+    """
+
+    continued: int = 0
+    failed_legs: int = 0
+    exclusions: Mapping[str, int] = field(default_factory=dict)
+    split: int = 0
+    whole: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Everything that the view shows at one time. `answers`: whether the proxy's metrics could be
     read; `prompts`: how those of the last `WINDOW` seconds were served.
@@ -108,6 +126,7 @@ class Figures:
     transfers: MovedKv
     traffic: Tally | None
     prompts: PromptShare = field(default_factory=PromptShare)
+    recovery: Recovery = field(default_factory=Recovery)
 
 
 class History:
@@ -160,6 +179,7 @@ class History:
             # A copy: traffic goes on while figures are shown.
             traffic=traffic.copy() if traffic is not None else None,
             prompts=_prompts(proxy),
+            recovery=_recovery(page),
         )
 
     def _engine(self, place: ShownEngine, now: float, up: bool | None) -> EngineFigures:
@@ -218,6 +238,19 @@ def _prompts(readings: Sequence[Reading]) -> PromptShare:
             by_reason = found.alone if labels["served"] == "alone" else found.beside_idle
             by_reason[labels["reason"]] = int(tokens)
     return found
+
+
+def _recovery(page: Page) -> Recovery:
+    return Recovery(
+        continued=int(pages.total(page, "pdproxy_continuations_total", result="continued")),
+        failed_legs=int(pages.total(page, "pdproxy_leg_failures_total")),
+        exclusions={
+            labels["node"]: int(value)
+            for labels, value in pages.values(page, "pdproxy_exclusions_total")
+        },
+        split=int(pages.total(page, "pdproxy_decisions_total", choice="split")),
+        whole=int(pages.total(page, "pdproxy_decisions_total", choice="whole")),
+    )
 
 
 def _latency(readings: Sequence[Reading], histogram: str) -> Latency:

@@ -25,10 +25,19 @@ CANT_START = 2
 """The exit code if the demo can't start: a port, a program or a GPU is not available."""
 
 
+CHUNK = 4096
+"""`--max-num-batched-tokens` of engines that are compared: as on the H200s whose measurements are
+in docs/evidence/auto-h200.txt.
+"""
+MAX_COMPARED = 8
+"""Engines of a fleet that is compared. More would run too slowly on two cores."""
+
+
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     """The command line of a demo. `seconds`: when it ends by itself; `wait`: seconds until engines
-    must be ready.
+    must be ready; `plain_chunk`: `--max-num-batched-tokens` of plain engines; `capture`: the folder
+    for pictures of the last view.
     """
 
     engine: EngineKind = "sim"
@@ -42,4 +51,11 @@ class DemoOptions:
     wait: float = 600.0
     vllm: str = "vllm"
     vllm_args: tuple[str, ...] = ()
+    plain_chunk: int = CHUNK
     capture: Path | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether the same requests also go to as many plain engines."""
+        few = self.prefill + self.decode <= MAX_COMPARED
+        return self.engine == "sim" and not self.quiet and few

@@ -13,46 +13,35 @@ import logging
 import random
 import signal
 import socket
-from collections.abc import Coroutine
-from pathlib import Path
-from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 import uvloop
 
 from pdproxy.app.listening import listen
-from pdproxy.app.server import INTERRUPTED, fit_files, serve
+from pdproxy.app.server import INTERRUPTED
 from pdproxy.app.signals import Ending
 from pdproxy.settings.engines import ConfiguredEngine
-from pdproxy.settings.health import Probes
-from pdproxy.settings.limits import Deadlines
-from pdproxy.settings.listen import Listen
 from pdproxy.settings.pools import Pool
-from pdproxy.settings.schema import Settings
 from pdproxy_lab.demo import examples
+from pdproxy_lab.demo.comparison.run import Comparison
 from pdproxy_lab.demo.engines import Engines, SimEngines
-from pdproxy_lab.demo.figures import Figures, History
+from pdproxy_lab.demo.figures import History
+from pdproxy_lab.demo.machine import since_enter
 from pdproxy_lab.demo.options import CANT_START, DemoError, DemoOptions, Say
 from pdproxy_lab.demo.scrape import scrape
-from pdproxy_lab.demo.screen import Screen, capture, log_to_stderr
+from pdproxy_lab.demo.screen import Screen, log_to_stderr
+from pdproxy_lab.demo.served import ServedProxy
 from pdproxy_lab.demo.tally import Tally
 from pdproxy_lab.demo.traffic import Traffic
 from pdproxy_lab.demo.vllm.fleet import VllmEngines
+from pdproxy_lab.demo.waits import EndedError, or_at_once, unless_ended, until
 
 EVERY = 1.0
 """Seconds between two readings of the metrics."""
-READY = 30.0
-"""Seconds until the proxy must be ready, after its engines are up."""
-TRAFFIC_GRACE, DRAIN = 2.0, 10.0
-"""Seconds for unfinished answers, the demo's own and the user's, when it ends."""
+TRAFFIC_GRACE = 2.0
+"""Seconds for the demo's own unfinished answers when it ends."""
 _MIN_CONTEXT = 2048
-
-_T = TypeVar("_T")
-
-
-class _EndedError(Exception):
-    """The user has ended the demo."""
 
 
 def run(options: DemoOptions, say: Say) -> int:
@@ -63,9 +52,9 @@ def run(options: DemoOptions, say: Say) -> int:
         DemoError: it can't run; the text says why.
     """
     log_to_stderr(logging.WARNING)
-    if options.capture is not None and not options.capture.parent.is_dir():
-        raise DemoError(f"--capture: no such folder: {options.capture.parent}", CANT_START)
-    engines: Engines = SimEngines(options) if options.engine == "sim" else VllmEngines(options)
+    if options.capture is not None and not options.capture.is_dir():
+        raise DemoError(f"--capture: no such folder: {options.capture}", CANT_START)
+    engines = None if options.compares else _engines(options)
     try:
         listener = listen(options.host, options.port)
     except OSError as error:
@@ -75,7 +64,13 @@ def run(options: DemoOptions, say: Say) -> int:
             CANT_START,
         ) from error
     with listener:
+        if engines is None:
+            return uvloop.run(Comparison(options, listener, say).run())
         return uvloop.run(_Demo(options, engines, listener, say).run())
+
+
+def _engines(options: DemoOptions) -> Engines:
+    return SimEngines(options) if options.engine == "sim" else VllmEngines(options)
 
 
 class _Demo:
@@ -86,19 +81,17 @@ class _Demo:
     ) -> None:
         self._options = options
         self._engines = engines
-        self._listener = listener
         self._say = say
         self._ending = Ending()
-        self._proxy_ending = Ending(self._ending.at_once)
-        self._proxy: asyncio.Task[int] | None = None
+        self._proxy = ServedProxy(options.host, listener, self._ending.at_once)
         self._traffic: Traffic | None = None
-        self._url = examples.url_of(options.host, listener.getsockname()[1])
+        self._url = self._proxy.url
 
     async def run(self) -> int:
         # SIGHUP: the terminal is gone.
         self._ending.take_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         try:
-            with contextlib.suppress(_EndedError):
+            with contextlib.suppress(EndedError):
                 await self._play()
         finally:
             code = await self._end()
@@ -107,16 +100,17 @@ class _Demo:
     # -- up
 
     async def _play(self) -> None:
-        begun = asyncio.get_running_loop().time()
-        await self._unless_ended(self._engines.start(self._say))
-        self._begin_to_serve()
+        await unless_ended(self._engines.start(self._say), self._ending)
+        nodes = tuple(ConfiguredEngine(url=one.url, role=one.role) for one in self._engines.places)
+        self._proxy.start(Pool(nodes=nodes))
         timeout = aiohttp.ClientTimeout(total=5.0)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            await self._unless_ended(self._until_ready(session))
+            await unless_ended(self._proxy.until_ready(session), self._ending)
             context = await self._context(session)
-            taken = asyncio.get_running_loop().time() - begun
             self._say(
-                examples.greeting(self._url, self._engines.model, self._engines.description, taken)
+                examples.greeting(
+                    self._url, self._engines.model, self._engines.description, since_enter()
+                )
             )
             if not self._options.quiet:
                 pace = self._engines.pace
@@ -129,40 +123,7 @@ class _Demo:
                     chance=random.Random(),
                 )
                 self._traffic.start()
-            last = await self._watch(session)
-        if self._options.capture is not None and last is not None:
-            self._capture(self._options.capture, last)
-
-    def _begin_to_serve(self) -> None:
-        options = self._options
-        settings = Settings(
-            listen=Listen(host=options.host, port=self._listener.getsockname()[1], linger=0),
-            pools=(
-                Pool(
-                    nodes=tuple(
-                        ConfiguredEngine(url=one.url, role=one.role) for one in self._engines.places
-                    )
-                ),
-            ),
-            deadlines=Deadlines(drain=DRAIN),
-            probes=Probes(interval=1.0),
-        )
-        self._proxy = asyncio.create_task(
-            serve(fit_files(settings), self._listener, self._proxy_ending), name="proxy"
-        )
-
-    async def _until_ready(self, session: aiohttp.ClientSession) -> None:
-        reason = "no answer"
-        try:
-            async with asyncio.timeout(READY):
-                while True:
-                    async with session.get(f"{self._url}/ready") as answer:
-                        if answer.status == 200:
-                            return
-                        reason = await answer.text()
-                    await asyncio.sleep(0.05)
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise DemoError(f"the proxy was not ready within {READY:.0f} s: {reason}") from error
+            await self._watch(session)
 
     async def _context(self, session: aiohttp.ClientSession) -> int:
         """Return how many tokens fit into the model's context, from the model's card."""
@@ -175,11 +136,11 @@ class _Demo:
 
     # -- running
 
-    async def _watch(self, session: aiohttp.ClientSession) -> Figures | None:
-        """Show figures each second until the end; return the last ones."""
+    async def _watch(self, session: aiohttp.ClientSession) -> None:
+        """Show figures each second until the end."""
         loop = asyncio.get_running_loop()
         history = History(self._engines.places)
-        figures: Figures | None = None
+        tasks = [self._proxy.task] if self._proxy.task is not None else []
         end = None if self._options.seconds is None else loop.time() + self._options.seconds
         with Screen(self._title(), self._say, lines=not self._options.quiet) as screen:
             due = loop.time()
@@ -187,37 +148,15 @@ class _Demo:
                 proxy, engines = await scrape(session, self._url, self._engines.places)
                 now = loop.time()
                 history.add(now, proxy, engines)
-                figures = history.figures(now, self._tally())
-                await screen.show(figures)
+                await screen.show(history.figures(now, self._tally()))
                 due = max(due + EVERY, loop.time())
-                await self._pause_until(due if end is None else min(due, end))
-        return figures
+                await until(due if end is None else min(due, end), self._ending, tasks)
 
     def _title(self) -> str:
         return f"{self._url}  model {self._engines.model}"
 
     def _tally(self) -> Tally | None:
         return self._traffic.tally if self._traffic is not None else None
-
-    async def _pause_until(self, moment: float) -> None:
-        """Wait for a time or for the end, whichever comes first; the proxy's own end is an
-        error.
-        """
-        assert self._proxy is not None
-        end_requested = asyncio.ensure_future(self._ending.requested.wait())
-        left = max(0.0, moment - asyncio.get_running_loop().time())
-        await asyncio.wait(
-            {end_requested, self._proxy}, timeout=left, return_when=asyncio.FIRST_COMPLETED
-        )
-        end_requested.cancel()
-        if self._proxy.done():
-            raise DemoError("the proxy ended unexpectedly")
-
-    def _capture(self, path: Path, figures: Figures) -> None:
-        try:
-            capture(path, figures, self._title())
-        except OSError as error:
-            raise DemoError(f"--capture: {path}: {error.strerror or error}") from error
 
     # -- down
 
@@ -231,40 +170,12 @@ class _Demo:
             with contextlib.suppress(OSError):  # the reader of standard output may be gone
                 self._say("ending (Ctrl-C again: at once)")
         if self._traffic is not None:
-            await _or_at_once(self._traffic.stop(TRAFFIC_GRACE), at_once)
-        code = 0
+            await or_at_once(self._traffic.stop(TRAFFIC_GRACE), at_once)
         try:
-            if self._proxy is not None:
-                self._proxy_ending.requested.set()
-                code = await self._proxy
+            code = await self._proxy.end()
         finally:
             await self._engines.stop(at_once)
         return INTERRUPTED if at_once.is_set() else code
-
-    async def _unless_ended(self, what: Coroutine[Any, Any, _T]) -> _T:
-        """Return what a coroutine returns, or raise `_EndedError` when the end is requested
-        first.
-        """
-        working = asyncio.ensure_future(what)
-        end_requested = asyncio.ensure_future(self._ending.requested.wait())
-        try:
-            await asyncio.wait({working, end_requested}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise _EndedError
-            return working.result()
-        finally:
-            end_requested.cancel()
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-
-
-async def _or_at_once(what: Coroutine[Any, Any, None], at_once: asyncio.Event) -> None:
-    working = asyncio.ensure_future(what)
-    hurry = asyncio.ensure_future(at_once.wait())
-    await asyncio.wait({working, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    hurry.cancel()
-    working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
 
 
 class _Card(msgspec.Struct):

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -23,8 +21,6 @@ from pdproxy.observe.formats import TextFormatter
 from pdproxy_lab.demo import view
 from pdproxy_lab.demo.figures import Figures
 from pdproxy_lab.demo.options import Say
-
-CAPTURE_WIDTH, CAPTURE_HEIGHT = 100, 40
 
 
 class Screen:
@@ -72,23 +68,6 @@ class Screen:
     def _draw(self, live: Live, figures: Figures) -> None:
         width, height = self._console.size
         live.update(view.render(figures, self._title, width=width, height=height), refresh=True)
-
-
-def capture(path: Path, figures: Figures, title: str) -> None:
-    """Write the view of these figures to a file as SVG.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    console = Console(
-        record=True,
-        width=CAPTURE_WIDTH,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-    )
-    console.print(view.render(figures, title, width=CAPTURE_WIDTH, height=CAPTURE_HEIGHT))
-    path.write_text(console.export_svg(title="pdproxy demo"))
 
 
 def log_to_stderr(level: int, write: Callable[[str], object] | None = None) -> None:

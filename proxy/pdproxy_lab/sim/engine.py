@@ -74,6 +74,8 @@ class SimEngine:
         """Seconds since the epoch."""
         self.dead = False
         """Whether the core has died: `/health` answers 503 and every request fails."""
+        self.slowness = 1.0
+        """How many times longer its steps take than its hardware's."""
         self._chance = random.Random(chance)
         self._cores: list[Core] = []
         """One for each data-parallel rank."""
@@ -410,7 +412,8 @@ class SimEngine:
                 await self._idle(core)
                 planned = 0.0  # what comes next begins when it comes, however soon
                 continue
-            planned = (planned if now - planned < _MAX_LAG else now) + step.seconds
+            planned = planned if now - planned < _MAX_LAG else now
+            planned += step.seconds * self.slowness
             # a step that takes no time still lets other tasks run
             await asyncio.sleep(max(planned - now, 0.0))
             await self.stops.going(rank)
