@@ -64,12 +64,12 @@ pdproxy demo  the same requests to split and to plain engines               41 s
 16 req/s of 4,000 tokens in, 128 out. In time: TTFT ≤ 500 ms, TPOT ≤ 8 ms.
 Simulated, times of an H200 with an 8B model; 4 times slower here.
 ms            split: 2 prefill, 2 decode       plain: 4 engines, chunk 4096
-in time ▲     93% 14.9/s  ███████████████████  61% 9.8/s   ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅
-TTFT p50/99 ▼ 220/530     ███████████████████  124/276     ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄
-TPOT p50/99 ▼ 6.2/7.1     ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅  7.6/10      ███████████████████
-ITL p50/99 ▼  5.5/22      ▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂  5.1/98      ███████████████████
-worst gap ▼   42          ▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃  103         ███████████████████
-engines       1:12+3 2:12+3 3:12+3 4:12+3      1:12+3 2:12+3 3:12+3 4:12+3
+in time ▲     93% 14.9/s  ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇  61% 9.8/s   ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅
+TTFT p50/99 ▼ 220/530     ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇  124/276     ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄
+TPOT p50/99 ▼ 6.2/7.1     ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅  7.6/10      ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇
+ITL p50/99 ▼  5.5/22      ▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂  5.1/98      ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇
+worst gap ▼   42          ▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃  103         ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇
+running+wait  1:12+3 2:12+3 3:12+3 4:12+3      1:12+3 2:12+3 3:12+3 4:12+3
 requests      1,234 answered, 0 failed         1,234 answered, 0 failed
 
 Splitting pays here: 93% of the requests are in time, 61% on plain engines.

@@ -135,7 +135,8 @@ class Comparison:
         loop = asyncio.get_running_loop()
         screen = ComparisonScreen(self._say, self._press)
         seconds = self._options.seconds
-        every = EVERY if screen.is_terminal else LINES_EVERY
+        drawn = screen.is_terminal or self._options.capture is not None
+        every = EVERY if drawn else LINES_EVERY
         if seconds is None and not screen.is_terminal:
             seconds = LINES_END
         end = None if seconds is None else loop.time() + seconds

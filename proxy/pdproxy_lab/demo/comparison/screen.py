@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import os
 import sys
@@ -113,11 +114,12 @@ class ComparisonScreen:
 
 
 def capture(folder: Path, picture: Picture) -> None:
-    """Write a picture to a folder as SVG, in each of `SIZES`.
+    """Write a picture to a folder as SVG, in each of `SIZES`, as it looks where there are keys.
 
     Raises:
         OSError: it can't be written.
     """
+    picture = dataclasses.replace(picture, keys=True)
     for width, height in SIZES:
         console = Console(
             record=True,

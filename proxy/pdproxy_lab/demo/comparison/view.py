@@ -188,7 +188,7 @@ def _setting(picture: Picture) -> list[Text]:
 
 
 def _heads(picture: Picture, width: int) -> Text:
-    text = Text("ms".ljust(_LABEL), "dim")
+    text = Text().append("ms".ljust(_LABEL), "dim")
     for side, colour in zip(picture.sides, _COLOURS, strict=True):
         text.append(side.title[: _half(width)].ljust(_half(width)), f"bold {colour}")
     return text
@@ -204,7 +204,7 @@ def _curve(picture: Picture, metric: _Metric, width: int, rows: int) -> list[Tex
     highest = max((value for side in values for value in side if value is not None), default=0.0)
     lines = []
     for row in range(rows):
-        line = Text((metric.label if row == 0 else "").ljust(_LABEL), "dim")
+        line = Text().append((metric.label if row == 0 else "").ljust(_LABEL), "dim")
         for side, found, colour in zip(picture.sides, values, _COLOURS, strict=True):
             shown = metric.shown(side.score) if row == 0 else ""
             line.append(shown[:_VALUE].ljust(_VALUE), "bold")
@@ -218,7 +218,8 @@ def _block(value: float | None, highest: float, rows: int, row: int) -> str:
     """Return the part of a column of blocks that is in a row, 0 being the top one."""
     if value is None or highest <= 0:
         return " "
-    eighths = max(round(8 * rows * value / highest), 1)
+    # an eighth stays free, so that the curve above does not touch this one
+    eighths = max(round((8 * rows - 1) * value / highest), 1)
     return _BLOCKS[min(max(eighths - 8 * (rows - 1 - row), 0), 8)]
 
 
@@ -238,7 +239,7 @@ def _engines(picture: Picture, width: int) -> list[Text]:
 
 
 def _engines_in_short(picture: Picture, width: int) -> Text:
-    text = Text("engines".ljust(_LABEL), "dim")
+    text = Text().append("running+wait".ljust(_LABEL), "dim")
     for side in picture.sides:
         cell = Text()
         for number, engine in enumerate(side.engines):
@@ -264,7 +265,7 @@ def _count(number: int | None) -> str:
 
 
 def _answered(picture: Picture, width: int) -> Text:
-    text = Text("requests".ljust(_LABEL), "dim")
+    text = Text().append("requests".ljust(_LABEL), "dim")
     for side in picture.sides:
         cell = Text(f"{side.answered:,} answered, ")
         cell.append(f"{side.failed:,} failed", "bold red" if side.failed else "green")
