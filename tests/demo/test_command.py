@@ -86,7 +86,7 @@ async def test_without_a_terminal_it_prints_lines_and_a_verdict_and_ends() -> No
             break
     assert len(answered) == 2
     assert min(answered) > 0
-    assert demo.printed[-2].startswith(("Measuring", "Splitting"))
+    assert demo.printed[-2].startswith(("Measuring", "No verdict", "Splitting"))
 
 
 async def test_more_engines_than_are_compared_run_alone() -> None:
@@ -199,7 +199,9 @@ async def test_without_vllm_it_says_how_to_get_it(tmp_path: Path) -> None:
 async def test_a_new_user_sees_a_verdict_and_each_key_does_what_it_says() -> None:
     """Within a minute of entering the command."""
     async with in_terminal(80, 24, "--port", "0") as demo:
-        await demo.until(r"Splitting (pays|does not pay|gains|makes)")
+        await demo.until(
+            r"Splitting (pays|does not pay|gains|makes)|No verdict: this machine is busy"
+        )
         demo.type(b"4")
         await demo.until("Engine 4 is chosen")
         demo.type(b"k")

@@ -97,8 +97,17 @@ def test_the_verdict_calls_chance_no_difference() -> None:
     assert verdict("split", dataclasses.replace(SPLIT, share=0.98), both).kind == "same"
     few = dataclasses.replace(PLAIN, ended=ENOUGH, share=0.5)
     assert verdict("split", dataclasses.replace(SPLIT, share=0.6), few).kind == "neither"
+    full = dataclasses.replace(SPLIT, share=0.03), dataclasses.replace(PLAIN, share=0.04)
+    assert verdict("split", *full).text.endswith("The load is too high for both.")
     assert verdict("split", SPLIT, dataclasses.replace(PLAIN, ended=ENOUGH - 1)) == Verdict(
         "measuring", f"Measuring: {ENOUGH - 1} of {ENOUGH} answers."
+    )
+
+
+def test_a_busy_machine_gets_no_verdict() -> None:
+    assert verdict("split", SPLIT, PLAIN, 0.0029).kind == "better"
+    assert verdict("split", SPLIT, PLAIN, 0.012) == Verdict(
+        "busy", "No verdict: this machine is busy, and adds up to 12 ms to all times."
     )
 
 

@@ -12,8 +12,10 @@ import logging
 import random
 import signal
 import socket
+import statistics
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -50,6 +52,9 @@ EVERY = 1.0
 LINES_EVERY, LINES_END = 2.0, 60.0
 """Seconds between two lines, and until it ends by itself, without a terminal."""
 
+LAGS = 20
+"""Pictures over which this machine's lag is judged."""
+
 
 class Comparison:
     """One comparison in its event loop."""
@@ -83,7 +88,10 @@ class Comparison:
             tuple(f"{name} and plain {number}" for number, name in enumerate(names)),
             frozenset(number for number, role in enumerate(roles) if role == "decode"),
         )
+        self._changing = asyncio.Lock()
         self._load: Load | None = None
+        self._lags: deque[float] = deque(maxlen=LAGS)
+        """The 90th percentile of the event loop's lag at each picture, in engine time."""
         self._news: tuple[Pressed, tuple[Seen, Seen]] | None = None
 
     async def run(self) -> int:
@@ -162,7 +170,8 @@ class Comparison:
         finally:
             if screen.is_terminal:
                 log_to_stderr(logging.ERROR)
-            sys.stderr.write("".join(kept))
+            with contextlib.suppress(OSError):  # the terminal is gone
+                sys.stderr.write("".join(kept))
             if picture is not None:
                 self._conclude(picture)
 
@@ -197,6 +206,8 @@ class Comparison:
         if key in ("q", "Q"):
             self._ending.requested.set()
             return
+        if not self._figures:
+            return  # nothing is shown yet
         pressed = self._controls.press(key.lower() if len(key) == 1 else key, self._ready())
         if pressed is None:
             return
@@ -223,14 +234,15 @@ class Comparison:
                 scores.forget()
 
     async def _kill_or_start(self, number: int, pressed: Pressed) -> None:
-        for fleet in self._fleets:
-            try:
-                if pressed.change == "kill":
-                    await fleet.kill(number)
-                else:
-                    await fleet.revive(number)
-            except OSError as error:
-                self._news = Pressed(None, f"It can't start again: {error}."), self._seen()
+        async with self._changing:  # a second press waits for the first
+            for fleet in self._fleets:
+                try:
+                    if pressed.change == "kill":
+                        await fleet.kill(number)
+                    else:
+                        await fleet.revive(number)
+                except OSError as error:
+                    self._news = Pressed(None, f"It can't start again: {error}."), self._seen()
 
     def _ready(self) -> bool:
         """Return whether the proxies use all engines that are not killed."""
@@ -267,8 +279,9 @@ class Comparison:
         for scores in self._scores:
             scores.score(now, limits)
         split, plain = (self._side(number, figures) for number, figures in enumerate(self._figures))
-        lags = sorted(load.lags)
-        load.lags.clear()
+        if lags := sorted(load.lags):
+            self._lags.append(self._speed * lags[round(0.9 * (len(lags) - 1))])
+            load.lags.clear()
         return Picture(
             elapsed=since_enter(),
             rate=self._rate,
@@ -276,12 +289,16 @@ class Comparison:
             speed=self._speed,
             split=split,
             plain=plain,
-            verdict=verdict(self._controls.way, split.score, plain.score),
+            verdict=verdict(
+                self._controls.way,
+                split.score,
+                plain.score,
+                statistics.median(self._lags) if self._lags else 0.0,
+            ),
             news=self._told(),
             curl=lambda width: examples.curl(self._split.url, self._model, width),
             chosen=self._controls.chosen,
             keys=screen.has_keys,
-            lag=self._speed * lags[round(0.9 * (len(lags) - 1))] if lags else 0.0,
             left_out=load.left_out,
         )
 

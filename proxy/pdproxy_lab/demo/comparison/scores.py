@@ -81,7 +81,7 @@ class Scores:
             return Score()
         ended = [outcome for _, outcome in self._recent]
         good = sum(limits.kept(outcome) for outcome in ended)
-        seconds = min(WINDOW, max(now - self._begun, 1.0) * self._speed)
+        seconds = min(WINDOW, max((now - self._begun) * self._speed, 1.0))
         gaps = sorted(gap for outcome in ended for gap in outcome.gaps)
         return Score(
             ended=len(ended),

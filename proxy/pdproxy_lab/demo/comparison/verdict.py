@@ -21,7 +21,10 @@ make one that large: twice the standard error.
 KEPT = 0.9
 """The share of requests in time from which on limits count as kept."""
 
-Kind = Literal["measuring", "better", "worse", "same", "neither"]
+BUSY = 0.003
+"""Seconds of engine time that this machine may add: with more, both fleets miss the limits."""
+
+Kind = Literal["busy", "measuring", "better", "worse", "same", "neither"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,14 @@ class Verdict:
     text: str
 
 
-def verdict(way: Way, split: Score, plain: Score) -> Verdict:
-    """Return what the scores of both fleets show. `way`: of the engines that are not plain."""
+def verdict(way: Way, split: Score, plain: Score, lag: float = 0.0) -> Verdict:
+    """Return what the scores of both fleets show. `way`: of the engines that are not plain; `lag`:
+    seconds of engine time by which this machine's event loop is late.
+    """
+    if lag > BUSY:
+        return Verdict(
+            "busy", f"No verdict: this machine is busy, and adds up to {_ms(lag)} ms to all times."
+        )
     ended = min(split.ended, plain.ended)
     if ended < ENOUGH or split.share is None or plain.share is None:
         return Verdict("measuring", f"Measuring: {ended} of {ENOUGH} answers.")
@@ -52,7 +61,10 @@ def verdict(way: Way, split: Score, plain: Score) -> Verdict:
             f"{_ms(plain.worst_gap)} ms, TTFT {_ms(split.ttft.p50)} against "
             f"{_ms(plain.ttft.p50)} ms.",
         )
-    return Verdict("neither", f"{name} makes no clear difference here: {shares}")
+    text = f"{name} makes no clear difference here: {shares}"
+    if max(split.share, plain.share) < 0.5:
+        text += " The load is too high for both."
+    return Verdict("neither", text)
 
 
 def _why_better(split: Score, plain: Score) -> str:

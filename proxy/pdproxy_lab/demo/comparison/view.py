@@ -30,9 +30,13 @@ _STATES: dict[State, str] = {
     "not used": "magenta",
     "unknown": "dim",
 }
-_VERDICTS = {"better": "bold green", "worse": "bold yellow", "same": "bold", "neither": "bold"}
-_BUSY = 0.003
-"""Seconds of engine time that this machine may add before it is told."""
+_VERDICTS = {
+    "busy": "bold red",
+    "better": "bold green",
+    "worse": "bold yellow",
+    "same": "bold",
+    "neither": "bold",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,8 @@ class Side:
 @dataclass(frozen=True, slots=True)
 class Picture:
     """Everything that is shown at one time. `elapsed`: seconds since the command was entered;
-    `rate`: requests per second of engine time; `lag`: seconds of engine time by which this machine
-    is late; `curl`: makes the command's lines for a width; `chosen`: an engine's number, from 0.
+    `rate`: requests per second of engine time; `curl`: makes the command's lines for a width;
+    `chosen`: an engine's number, from 0.
     """
 
     elapsed: float
@@ -75,7 +79,6 @@ class Picture:
     curl: Callable[[int], Sequence[str]]
     chosen: int = 0
     keys: bool = True
-    lag: float = 0.0
     left_out: int = 0
 
     @property
@@ -179,12 +182,10 @@ def _title(picture: Picture, width: int) -> Text:
 
 def _setting(picture: Picture) -> list[Text]:
     load, times = setting(picture)
-    trouble = []
-    if picture.lag > _BUSY:
-        trouble.append(f"This machine is busy: it adds up to {milliseconds(picture.lag)} ms.")
+    lines = [Text(load), Text(times, "dim")]
     if picture.left_out:
-        trouble.append(f"{picture.left_out} requests left out: too many wait.")
-    return [Text(load), Text(" ".join(trouble), "bold red") if trouble else Text(times, "dim")]
+        lines[1] = Text(f"{picture.left_out} requests left out: too many wait.", "bold red")
+    return lines
 
 
 def _heads(picture: Picture, width: int) -> Text:
