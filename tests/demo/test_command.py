@@ -202,6 +202,7 @@ async def test_a_new_user_sees_a_verdict_and_each_key_does_what_it_says() -> Non
         await demo.until(
             r"Splitting (pays|does not pay|gains|makes)|No verdict: this machine is busy"
         )
+        await demo.until(r"[1-9]\d* answered")  # others are under way
         demo.type(b"4")
         await demo.until("Engine 4 is chosen")
         demo.type(b"k")
