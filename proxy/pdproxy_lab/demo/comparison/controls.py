@@ -84,7 +84,7 @@ class Controls:
             return Pressed(None, f"Engine {self.killed + 1} is down: start it first, with k.")
         if not ready:
             return Pressed(None, "The proxies do not use all engines yet: wait some seconds.")
-        if len(self.engines) == 1 or (self.decoding == {number} and self.way == "split"):
+        if self.decoding == {number} and self.way == "split":
             return Pressed(None, f"Engine {number + 1} is the only one that decodes: it stays.")
         self.lives[number] = "killed"
         return Pressed("kill", f"Engine {number + 1} was killed: {names}.")
