@@ -108,9 +108,9 @@ class Terminal:
             "\r", ""
         )
 
-    async def until(self, pattern: str) -> None:
+    async def until(self, pattern: str, within: float = DEADLINE) -> None:
         """Read until the text matches."""
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(within):
             while not re.search(pattern, self.text):
                 assert await self._more(), f"ended without {pattern!r}: {self.text}"
 

@@ -16,6 +16,8 @@ from pdproxy.observe.formats import TextFormatter
 from pdproxy.observe.logs import LogObserver
 from tests.demo.processes import PROMPT, in_terminal, running, waited
 
+STEP = 120.0
+"""Seconds for what takes as long as answers do, which a busy machine makes 16 times slower."""
 SHOW_CURSOR, HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 
@@ -195,21 +197,26 @@ async def test_without_vllm_it_says_how_to_get_it(tmp_path: Path) -> None:
         assert (await demo.errors()).startswith("pdproxy demo: no vllm is on the PATH. Install it")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 async def test_a_new_user_sees_a_verdict_and_each_key_does_what_it_says() -> None:
     """Within a minute of entering the command."""
     async with in_terminal(80, 24, "--port", "0") as demo:
         await demo.until(
             r"Splitting (pays|does not pay|gains|makes)|No verdict: this machine is busy"
         )
-        await demo.until(r"[1-9]\d* answered")  # others are under way
+        await demo.until(r"[1-9]\d* answered", STEP)  # others are under way
         demo.type(b"4")
         await demo.until("Engine 4 is chosen")
         demo.type(b"k")
+        await demo.until("was killed|wait some seconds")
+        if "was killed" not in demo.text:  # a busy machine: an engine has answered a probe late
+            await asyncio.sleep(10)
+            demo.type(b"k")
         # what it had under way is served elsewhere, and nothing fails
         await demo.until(
             r"plain\s+3\.\s+0\s+requests\s+failed\.\s+Split:"
-            r"\s+([1-9]\d*\s+streams|0\s+streams\s+went\s+on\s+elsewhere,\s+[1-9])"
+            r"\s+([1-9]\d*\s+streams|0\s+streams\s+went\s+on\s+elsewhere,\s+[1-9])",
+            STEP,
         )
         await demo.until("4:killed")
         demo.type(b"k")
