@@ -4,7 +4,7 @@ as one engine would.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -113,6 +113,7 @@ async def pool(
     anything: bool = False,
     health: Mapping[str, float] | None = None,
     auth: Auth | None = None,
+    adjust: Callable[[Settings], Settings] = lambda settings: settings,
 ) -> AsyncIterator[Pair]:
     """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone,
     `everybody`: of all engines.
@@ -122,7 +123,8 @@ async def pool(
     KV transfer.
     `anything`: all engines have role any. `tokenizer`: makes ids of all prompts. `clock`: the
     proxy's; a test that reaches deadlines passes a `ManualClock`. `health`: engines are not watched
-    for standing still unless it says so: canaries would be further requests.
+    for standing still unless it says so: canaries would be further requests. `adjust` has the last
+    word on settings.
     """
     zmq_port, http_port = free_port(), free_port()
     told = {"lmcache-pd": f"tcp://127.0.0.1:{zmq_port if notices else free_port()}"}
@@ -210,7 +212,7 @@ async def pool(
         )
         recorder = Recorder()
         library = TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer)
-        made = built(settings, library, clock)
+        made = built(adjust(settings), library, clock)
         proxy, *others = made.proxies
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         world.others = others

@@ -38,7 +38,8 @@ SERVE = textwrap.dedent(
     from pdproxy.settings.schema import Deadlines, Observe, Settings
     from pdproxy.settings.engines import ConfiguredEngine
     from pdproxy.settings.pools import Pool
-    port, prefill, decode, log_format, max_bytes, workers, interval, linger = sys.argv[1:]
+    from pdproxy.settings.tracing import Tracing
+    port, prefill, decode, log_format, max_bytes, workers, interval, linger, collector = sys.argv[1:]
     supervisor.SupervisorTimes = partial(supervisor.SupervisorTimes, pauses=(0.0,))
     if "PDPROXY_TEST_KILLS" not in os.environ:
         scheduler_link.PATIENCE = 60.0  # however slow this machine is
@@ -54,7 +55,11 @@ SERVE = textwrap.dedent(
         deadlines=Deadlines(drain=5),
         probes=Probes(interval=float(interval)),
         # Without core dumps only root could see which files it has open.
-        observe=Observe(log_format=log_format, core_dumps=True),
+        observe=Observe(
+            log_format=log_format,
+            core_dumps=True,
+            tracing=Tracing(endpoint=collector or None, sample_ratio=1.0),
+        ),
     )))
     """  # noqa: E501
 )
@@ -155,12 +160,14 @@ async def served(
     facts: Mapping[str, Any] | None = None,
     linger: float = 0.0,
     port: int | None = None,
+    collector: str = "",
 ) -> AsyncIterator[Served]:
     """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None:
     it is closed.
 
     `interval`: seconds between probes; `facts`: of both engines, where they differ from the usual
-    ones; `linger`: after SIGTERM; `port`: None: a free one.
+    ones; `linger`: after SIGTERM; `port`: None: a free one; `collector`: the URL of one that gets
+    all traces, "" for no traces.
     """
     books = Books()
     engines = [FakeEngine(role, books, **(facts or {})) for role in ("prefill", "decode")]
@@ -175,7 +182,7 @@ async def served(
         str(workers),
         str(interval),
     ]
-    given.append(str(linger))
+    given += [str(linger), collector]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process: asyncio.subprocess.Process | Forked
     if stderr is None:

@@ -36,6 +36,7 @@ class Leg:
     """A leg that shows what a test says."""
 
     since: float
+    phase: str = "decode"
     sign: float = 0.0
     must_progress: bool = True
     is_counted: bool = True

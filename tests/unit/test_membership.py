@@ -64,7 +64,7 @@ class Setup:
 class Leg:
     """A leg that ends when it is told to."""
 
-    since, prompt_bytes, stalled_before, waits_for = 0.0, 0, 0, None
+    phase, since, prompt_bytes, stalled_before, waits_for = "decode", 0.0, 0, 0, None
     in_silence, must_progress, is_counted = False, True, True
 
     def __init__(self, end: Callable[[], None]) -> None:

@@ -40,6 +40,7 @@ class Leg:
     """A leg, as a test says."""
 
     since: float
+    phase: str = "decode"
     sign: float = 0.0
     must_progress: bool = True
     is_counted: bool = True

@@ -14,6 +14,7 @@ from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, configure
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
+from pdproxy.settings.tracing import check_installed
 
 logger = logging.getLogger("pdproxy")
 
@@ -25,9 +26,12 @@ def run_logged(settings: Settings, serve: Callable[[Log], int]) -> int:
     Raises:
         SettingsError: the process can't serve with these settings.
     """
+    check_installed(settings.observe.tracing)
     if not settings.observe.core_dumps:
         core_dumps.forbid()
-    log = configure(settings.observe.log_level, settings.observe.log_format)
+    observe = settings.observe
+    traces = observe.tracing.endpoint is not None
+    log = configure(observe.log_level, observe.log_format, traces=traces)
     try:
         return serve(log)
     except SettingsError:

@@ -101,6 +101,7 @@ class Proxy(Parts):
             readiness=readiness,
             shown=share.shown(proxy.admission, readiness, metrics),
             wrong_keys=proxy.wrong_keys,
+            traced=None if proxy.tracing is None else proxy.tracing.requests,
         )
         return proxy
 

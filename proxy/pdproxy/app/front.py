@@ -21,6 +21,7 @@ from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.realtime import serve_websocket
 from pdproxy.serving.request.service import Service
+from pdproxy.serving.request.traced import TracedRequests
 from pdproxy.settings.schema import Settings
 from pdproxy.web.app import AnswerMakers
 from pdproxy.web.body_budget import BodyBudget
@@ -28,15 +29,15 @@ from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.connection_bounds import ConnectionBounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
-from pdproxy.web.cycle import FORWARDED, DataPath
+from pdproxy.web.cycle import FORWARDED, DataPath, Generate
 from pdproxy.web.operation import Operation
 from pdproxy.web.operators import Operators
-from pdproxy.web.passthrough_asgi import PassthroughAsgi
+from pdproxy.web.passthrough_asgi import PassthroughAsgi, ServePassed
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.slow_readers import SlowReaderPolicy
 from pdproxy.web.unread_answers import UnreadAnswers
-from pdproxy.web.websocket import WebSockets
+from pdproxy.web.websocket import Serve, WebSockets
 from pdproxy.web.wrong_keys import WrongKeys
 
 
@@ -66,6 +67,8 @@ class Front:
     readiness: ReadinessCheck
     models: Callable[[bytes | None, ValidKey | None], Awaitable[bytes]]
     wrong_keys: WrongKeys
+    traced: TracedRequests | None = None
+    """Begins requests' traces, None where none are exported."""
     tenants: Tenants = field(init=False)
     bounds: ConnectionBounds = field(init=False)
     path: DataPath = field(init=False)
@@ -103,8 +106,14 @@ class Front:
             limits.min_send_rate,
             deadlines.total,
         )
+        traced = self.traced
+        generate: Generate = self.service.generate
+        passed: ServePassed = self.passthrough.serve
+        if traced is not None:
+            generate = traced.generating(self.service.generate)
+            passed = traced.passed(self.passthrough.serve)
         self.path = DataPath(
-            self.service.generate,
+            generate,
             identify,
             self.observers,
             self.bounds,
@@ -114,7 +123,7 @@ class Front:
             hints=noted(*self.session_headers()),
         )
         self.asgi = PassthroughAsgi(
-            self.passthrough.serve,
+            passed,
             identify,
             self.clients,
             self.bodies,
@@ -152,9 +161,10 @@ class Front:
 
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
-        websockets = WebSockets(
-            partial(serve_websocket, self.passthrough), self.observers, self._session
-        )
+        serve: Serve = partial(serve_websocket, self.passthrough)
+        if self.traced is not None:
+            serve = self.traced.passed(serve)
+        websockets = WebSockets(serve, self.observers, self._session)
         return protocol_class(self.path, self.settings.listen.root_path, websockets)
 
     @property

@@ -126,6 +126,8 @@ class Parts(Process):
             with naming_pool(at, pool.name, pools=len(self.pools)):
                 pool.bind()
         self.heartbeat.start()
+        if self.tracing is not None:
+            self.tracing.start(self.tasks)
         self.credentials.start(self.tasks)
         for pool in self.pools:
             pool.start()
@@ -153,6 +155,8 @@ class Parts(Process):
         for pool in self.pools:
             await pool.stop()
         await self.bodies.workers.close()
+        if self.tracing is not None:
+            await self.tracing.export.close()
 
     # -- the parts of the first pool, for those who know that there is only one; see `PoolParts`
 

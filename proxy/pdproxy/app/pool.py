@@ -122,7 +122,10 @@ class PoolParts:
         knowledge = build_knowledge(pool)
         cached = knowledge.cached if knowledge is not None else None
         ledger = build_ledger(settings, profiles, cached, watch.chance, own)
-        engines = EngineRegistry(ledger)
+        tracing = process.tracing
+        engines = (
+            EngineRegistry(ledger) if tracing is None else EngineRegistry(ledger, tracing.open_legs)
+        )
         process.registries.append(engines)
         models = PoolModels(
             lambda: ledger.engines, pool.models, pool.aliases, pool.weight, pool.name
@@ -131,8 +134,9 @@ class PoolParts:
         ledger.when_changed(process.models.changed)
         engines.watch(MetricsOfEngines(metrics))
 
+        client = watch.client if tracing is None else tracing.client(watch.client)
         setup = EngineSetup(
-            settings, credentials, engines, clock, process.answer_budget, watch.client, profiles
+            settings, credentials, engines, clock, process.answer_budget, client, profiles
         )
         networks = settings.engines.allowed
         admin = EngineAdmin(
@@ -271,7 +275,8 @@ class PoolParts:
             detokenizing=continuing.detokenizing if continuing is not None else None,
             derendering=continuing.derendering if continuing is not None else None,
         )
-        legs = PassthroughLegs(
+        new_legs = PassthroughLegs if tracing is None else tracing.passthrough_legs
+        legs = new_legs(
             deadlines=deadlines,
             budget=process.answer_budget,
             key=engines.key if own_keys else no_key,

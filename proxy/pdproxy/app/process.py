@@ -15,6 +15,7 @@ from pdproxy.app.gauges import show_process
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.share import Share, SoleProcess
 from pdproxy.app.tokens import Library
+from pdproxy.app.tracing import TracingParts, build_tracing
 from pdproxy.app.watch import Watch
 from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import LocalQuotas
@@ -73,6 +74,8 @@ class Process:
     another process does.
     """
     heartbeat: Heartbeat
+    tracing: TracingParts | None
+    """None where no traces are exported."""
     wrong_keys: WrongKeys
 
     @property
@@ -148,6 +151,7 @@ class Process:
             models=models,
             places=_places(settings, admission),
             heartbeat=Heartbeat(observers),
+            tracing=build_tracing(settings.observe.tracing, observers, clock),
             wrong_keys=WrongKeys(clock.now, observers),
         )
 

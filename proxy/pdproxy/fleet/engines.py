@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from pdproxy.fleet.engine import Engine, EngineCredentials, ReceiveBuffer
+from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.kit.errors import EngineError
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import EngineSpec
@@ -32,11 +33,15 @@ class EngineRegistry(Mapping[str, Engine]):
 
     `known` holds the same engines, and those removed ones that are still needed: legs to them may
     be under way, or they may hold KV. Who has a lease or a custody finds its engine there. It is a
-    plain dict for the data path; only the registry writes to it.
+    plain dict for the data path; only the registry writes to it. `open_legs` makes an engine's open
+    legs, of its URL.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(
+        self, ledger: Ledger, open_legs: Callable[[str], OpenLegs] = lambda _: OpenLegs()
+    ) -> None:
         self._ledger = ledger
+        self._open_legs = open_legs
         self._engines: dict[str, Engine] = {}
         self.known: dict[str, Engine] = {}
         self.replaced: str | None = None
@@ -131,6 +136,7 @@ class EngineRegistry(Mapping[str, Engine]):
             registered_as,
             kv_lease,
             ec_address,
+            open_legs=self._open_legs(spec.url),
         )
         self._engines[spec.url] = self.known[spec.url] = engine
         for watcher in self._watchers:

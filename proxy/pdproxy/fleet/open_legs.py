@@ -19,6 +19,10 @@ class OpenLeg(Protocol):
     """Of the prompt that the engine computes for it; 0 where it gets the KV."""
 
     @property
+    def phase(self) -> str:
+        """Which leg it is, as of `LegFailed`."""
+
+    @property
     def is_counted(self) -> bool:
         """Whether the engine has it among the requests that it reports, soon after it was sent."""
 

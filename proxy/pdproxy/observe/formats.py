@@ -63,6 +63,8 @@ class Formatter(logging.Formatter):
         self._shown = self._zone = ""
         self.always: Fields = {}
         """Fields at the end of each line. Read only."""
+        self.of_task: Callable[[], Fields] | None = None
+        """Returns further fields of a record, by the task that logs it; None: there are none."""
 
     def show_always(self, fields: Fields) -> None:
         """Have these fields at the end of each line from now on."""
@@ -71,6 +73,8 @@ class Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
         fields: Fields = getattr(record, "fields", {})
+        if self.of_task is not None:
+            fields = {**fields, **self.of_task()}
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             fields = {**fields, _EXCEPTION: frames(error)}

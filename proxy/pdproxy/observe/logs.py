@@ -48,6 +48,7 @@ from pdproxy.observe.events import (
 from pdproxy.observe.few_lines import FewLines
 from pdproxy.observe.formats import Fields, Formatter, make_formatter
 from pdproxy.observe.lines import LineWriter
+from pdproxy.observe.traces import trace_ids
 
 access = logging.getLogger("pdproxy.access")
 legs = logging.getLogger("pdproxy.legs")
@@ -96,6 +97,28 @@ class Log:
     def close(self) -> bool:
         """Write what waits, as long as it is read in time. Return whether all was written."""
         return self._writer.close()
+
+
+class TracedLog(Log):
+    """A log whose lines about requests show the ids of their traces."""
+
+    def __init__(self, writer: LineWriter, formatter: Formatter, *, shows_requests: bool) -> None:
+        super().__init__(writer, formatter, shows_requests=shows_requests)
+        formatter.of_task = _of_task
+
+    def request(self, event: RequestEnded) -> None:
+        """See `Log`."""
+        values = (*access_values(event), *trace_ids())
+        names = (*ACCESS_FIELDS, *TRACE_FIELDS)
+        self._writer.write(
+            self._formatter.own_line(time.time(), "INFO", access.name, "request", names, values)
+        )
+
+
+def _of_task() -> Fields:
+    """Return the ids of the trace of the request that the running task serves, if it serves one."""
+    named = zip(TRACE_FIELDS, trace_ids(), strict=True)
+    return {name: one for name, one in named if one is not None}
 
 
 HELD_UP = 1.0
@@ -281,6 +304,8 @@ ACCESS_FIELDS = (
     "predicted_tpot_ms",
 )
 """The fields of the access line. docs/guide/monitoring.md describes each."""
+TRACE_FIELDS = ("trace_id", "span_id")
+"""Further ones where traces are exported, of each line that is about a request."""
 
 
 def access_values(event: RequestEnded) -> tuple[object, ...]:
@@ -402,9 +427,9 @@ class _Handler(logging.Handler):
         self._writer.write(line)
 
 
-def configure(level: str, log_format: str) -> Log:
+def configure(level: str, log_format: str, *, traces: bool = False) -> Log:
     """Send the log lines of pdproxy, of uvicorn and of all libraries to standard error. Return the
-    log of access lines.
+    log of access lines. `traces`: whether lines about requests show the ids of their traces.
     """
     made = make_formatter(log_format)
 
@@ -423,7 +448,7 @@ def configure(level: str, log_format: str) -> Log:
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").disabled = True  # pdproxy writes access lines itself
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    log = Log(writer, made, shows_requests=True)
+    log = (TracedLog if traces else Log)(writer, made, shows_requests=True)
     set_level(log, level)
     return log
 

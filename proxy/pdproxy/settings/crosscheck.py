@@ -32,6 +32,7 @@ from pdproxy.settings.listen import check_admin, parsed_networks
 from pdproxy.settings.pools import Pool, check_placing
 from pdproxy.settings.schema import SOURCES, Settings, engine_scheme, source_section
 from pdproxy.settings.tls import refuse_stray_files
+from pdproxy.settings.tracing import check_tracing
 from pdproxy.settings.transfer import check_pairs, check_transfer
 from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Channel
@@ -68,6 +69,8 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         check_replicas(settings.replicas, found)
     if not found.within("limits"):
         check_limits(settings.limits, found)
+    if not found.within("observe"):
+        check_tracing(settings.observe.tracing, found)
     if found.within("pools"):
         return settings
     pools = settings.pools or (Pool(),)

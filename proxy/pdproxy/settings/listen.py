@@ -1,5 +1,5 @@
 """The proxy's own process: the sections `listen`, where clients and operators reach it, and
-`observe`, what it logs.
+`observe`, what it logs and exports.
 
 Owns names, units, bounds and defaults, the forms of the admin API's address, and when that needs a
 key.
@@ -16,6 +16,7 @@ from pdproxy.kit.addresses import Network, is_loopback, read_network
 from pdproxy.settings.errors import Mistakes, quote, spell_key
 from pdproxy.settings.section import AtOnce, File, Host, Option, Port, Seconds, Section, Text
 from pdproxy.settings.tls import ListenTls
+from pdproxy.settings.tracing import Tracing
 
 UNIX = "unix:"
 AdminAddress = Annotated[
@@ -193,7 +194,7 @@ class Listen(Section, frozen=True):
 
 
 class Observe(Section, frozen=True):
-    """The proxy's own log."""
+    """The proxy's own log, and traces of requests."""
 
     log_level: Annotated[
         AtOnce[LogLevel],
@@ -212,6 +213,8 @@ class Observe(Section, frozen=True):
     """Whether a process that crashes may leave a core dump, and other processes of the same user
     may read its memory (debuggers, py-spy). Its memory holds keys and prompts.
     """
+
+    tracing: Tracing = Tracing()
 
 
 class AdminPlace(NamedTuple):

@@ -59,13 +59,16 @@ class PassthroughConnection(Protocol):
         """Refuse a request whose body is not complete."""
 
 
+ServePassed = Callable[[IncomingPassthrough, AsyncResponseWriter], Awaitable[None]]
+
+
 @dataclass(slots=True)
 class PassthroughAsgi:
     """What these routes need. One for the whole process; `forwarded`: the headers that engines get;
     `max_body` in bytes.
     """
 
-    serve: Callable[[IncomingPassthrough, AsyncResponseWriter], Awaitable[None]]
+    serve: ServePassed
     identify: ClientIdentifier
     clients: Clients
     body_budget: BodyBudget

@@ -59,6 +59,8 @@ class LegOfWorker:
         """See `OpenLeg`."""
         return self._told.last_sign
 
+    phase = ""  # only traces ask for that, in the worker
+
     @property
     def is_counted(self) -> bool:
         """See `OpenLeg`. Its engine may have ended it, and a worker that is stopped has not seen

@@ -119,6 +119,7 @@ class DecodeLeg:
         "since",
     )
 
+    phase = "decode"
     is_counted = True
 
     def __init__(self, request: PromptRequest, attempt: Attempt) -> None:

@@ -269,6 +269,7 @@ class EncodeLeg:
         "since",
         "stalled_before",
     )
+    phase = "encode"
     in_silence = False
     is_counted = must_progress = True
     waits_for = None

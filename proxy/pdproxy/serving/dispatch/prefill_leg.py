@@ -109,6 +109,7 @@ class PrefillLeg:
         "since",
         "stalled_before",
     )
+    phase = "prefill"
     in_silence = False
     """A late answer has a deadline, and the engine is asked then whether it works."""
     is_counted = must_progress = True

@@ -29,6 +29,7 @@ class OpenPassedLeg:
         "stalled_before",
     )
 
+    phase = "alone"
     is_counted = True
     waits_for = None
 
