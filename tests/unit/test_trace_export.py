@@ -29,6 +29,7 @@ from pdproxy.observe.traces import (
     begin_trace,
     decode_traces,
     encode_batch,
+    leg_lines,
 )
 from tests.fakes.clock import ManualClock
 from tests.fakes.collector import Collector, collector, grpc_collector
@@ -136,6 +137,25 @@ def test_a_trace_is_bounded() -> None:
     (trace,) = decode_traces(encode_batch([one]))
     assert (len(trace.spans), trace.left_out) == (MAX_SPANS, 2 * MAX_SPANS)
     assert len(one) < 32_768
+
+
+def test_only_a_leg_that_is_under_way_has_requests() -> None:
+    """What a task asks engines behind a leg's end is no part of the leg; behind the request's end
+    nothing is noted, though connections keep its context.
+    """
+    found: list[bytes] = []
+    line = (b"x-request-id", b"a")
+    begin_trace((), 0.0, 10.0)
+    leg = begin_leg("prefill", "http://p", 10.1)
+    assert leg is not None
+    assert leg_lines((line,))[0] == line
+    assert leg.span_id.encode() in leg_lines((line,))[1][1]
+    leg.end = 10.2
+    assert leg_lines((line,)) == (line,)
+    TraceObserver(0.0, lambda: 10.5, found.append).notify(ended())
+    assert begin_leg("decode", "http://d", 10.6) is None
+    assert (leg_lines((line,)), found) == ((line,), [])
+    TRACE.set(None)
 
 
 async def test_a_silent_collector_is_waited_for_no_longer_than_it_may_take(

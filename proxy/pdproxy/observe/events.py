@@ -43,7 +43,7 @@ class Gaps(msgspec.Struct):
     total: float = 0.0
 
 
-class LegTimes(msgspec.Struct):
+class LegTimes(msgspec.Struct, omit_defaults=True):
     """The legs of one prompt's last attempt so far: engines by URL, durations in seconds, None if a
     phase did not happen.
 
@@ -85,7 +85,7 @@ class LegTimes(msgspec.Struct):
     tokenize_s: float | None = None
 
 
-class RequestEnded(msgspec.Struct, frozen=True):
+class RequestEnded(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request has ended. `outcome` is "ok", "client_left", or the fault that ended it.
 
     `first_s`: seconds to the first data of a stream; None for other answers. `stream`: whether the

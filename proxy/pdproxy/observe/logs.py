@@ -109,9 +109,10 @@ class TracedLog(Log):
     def request(self, event: RequestEnded) -> None:
         """See `Log`."""
         values = (*access_values(event), *trace_ids())
-        names = (*ACCESS_FIELDS, *TRACE_FIELDS)
         self._writer.write(
-            self._formatter.own_line(time.time(), "INFO", access.name, "request", names, values)
+            self._formatter.own_line(
+                time.time(), "INFO", access.name, "request", _TRACED_FIELDS, values
+            )
         )
 
 
@@ -306,6 +307,7 @@ ACCESS_FIELDS = (
 """The fields of the access line. docs/guide/monitoring.md describes each."""
 TRACE_FIELDS = ("trace_id", "span_id")
 """Further ones where traces are exported, of each line that is about a request."""
+_TRACED_FIELDS = (*ACCESS_FIELDS, *TRACE_FIELDS)
 
 
 def access_values(event: RequestEnded) -> tuple[object, ...]:

@@ -46,5 +46,5 @@ def read_traceparent(lines: Iterable[tuple[bytes, bytes]]) -> TraceParent | None
 
 
 def traceparent(trace_id: str, span_id: str, flags: int) -> bytes:
-    """Return the header's value."""
-    return f"00-{trace_id}-{span_id}-{flags:02x}".encode()
+    """Return the header's value. `flags`: the known ones, so that they are one digit."""
+    return f"00-{trace_id}-{span_id}-0{flags}".encode()

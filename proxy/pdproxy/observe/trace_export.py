@@ -147,7 +147,7 @@ class TraceExport:
                 answer = await self._process.ask("", self._target, encode_batch(batch), end)
             failure = bytes(answer).decode("utf-8", "replace")
         except TimeoutError:
-            result, failure = "late", f"no answer in {seconds:g} s"
+            result, failure = "late", f"no answer in {seconds:.3g} s"
         except (OverloadedError, NoMemoryError):
             failure = "the process that sends traces ended"
         except asyncio.CancelledError:

@@ -88,7 +88,7 @@ class EndedTrace(msgspec.Struct, array_like=True, gc=False):
 
 class Trace:
     """The trace of one request, until the request's end. `parent`: where it goes on, None if it
-    begins here.
+    begins here; `ratio`: the share of those that begin here and are sampled.
     """
 
     __slots__ = (
@@ -97,8 +97,7 @@ class Trace:
         "has_failed",
         "is_over",
         "left_out",
-        "own_line",
-        "parent",
+        "parent_id",
         "span_id",
         "spans",
         "trace_id",
@@ -106,17 +105,17 @@ class Trace:
     )
 
     def __init__(self, parent: TraceParent | None, ratio: float, began: float) -> None:
-        self.parent = parent
-        self.span_id = f"{_draw(64):016x}"
+        self.span_id = _draw(64).to_bytes(8).hex()  # a format costs ten times as much
+        self.parent_id: str | None = None
+        """The client's span, None if it has sent none."""
         if parent is None:
             number = _draw(128)
-            self.trace_id = f"{number:032x}"
+            self.trace_id = number.to_bytes(16).hex()
             # As OpenTelemetry's samplers: all services choose the same traces.
             self.flags = SAMPLED if number % _IDS < ratio * _IDS else 0
         else:
             self.trace_id, self.flags = parent.trace_id, parent.flags
-        self.own_line = TRACEPARENT, traceparent(self.trace_id, self.span_id, self.flags)
-        """The header line of what the request itself has asked for."""
+            self.parent_id = parent.span_id
         self.unix = time.time()
         self.began = began
         self.spans: list[NotedSpan] = []
@@ -125,12 +124,21 @@ class Trace:
         """Whether a leg has failed, also if the request was served then."""
         self.is_over = False
 
-    def note(self, span: NotedSpan) -> None:
-        """Note a part of the request."""
+    def note(
+        self,
+        name: str,
+        begin: float,
+        end: float | None,
+        node: str | None,
+        values: dict[str, str | int | float] | None = None,
+    ) -> NotedSpan:
+        """Note a part of the request. The arguments are those of `NotedSpan`."""
+        span = NotedSpan(_draw(64).to_bytes(8).hex(), name, begin, end, node, None, values)
         if len(self.spans) < MAX_SPANS:
             self.spans.append(span)
         else:
             self.left_out += 1
+        return span
 
     def failed(self, event: LegFailed) -> None:
         """Note why a leg has failed: its span is the last one of that engine and phase."""
@@ -144,14 +152,13 @@ class Trace:
         """Return what spans are made of."""
         if len(event.legs) > MAX_PROMPTS:
             event = msgspec.structs.replace(event, legs=event.legs[:MAX_PROMPTS])
-        parent_id = None if self.parent is None else self.parent.span_id
         model, error = event.model or "", event.error or ""
         if len(model) > MAX_LENGTH or len(error) > MAX_LENGTH:
             event = msgspec.structs.replace(event, model=truncate(model), error=truncate(error))
         return EndedTrace(
             self.trace_id,
             self.span_id,
-            parent_id,
+            self.parent_id,
             self.flags,
             self.unix,
             self.began,
@@ -164,37 +171,33 @@ class Trace:
 TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
 """The trace of the request that the running task serves."""
 LEG: ContextVar[NotedSpan | None] = ContextVar("leg", default=None)
-"""The leg that the running task works for, None between legs."""
+"""The last leg that the running task has worked for, None before there was one."""
 
 
 def begin_trace(forward: Lines, ratio: float, now: float) -> Lines:
-    """Begin the trace of the request that the running task serves. Return the header lines that
-    engines get: with the request's own span as their parent.
+    """Begin the trace of the request that the running task serves. Return the client's header lines
+    that go on to engines as they are: each leg has a `traceparent` of its own.
 
-    `forward`: the client's. `ratio`: the share of the traces that begin here and are sampled. A
-    `tracestate` belongs to a valid `traceparent`, and is dropped without one.
+    `forward`: the client's. `ratio`: as of `Trace`. A `tracestate` belongs to a valid
+    `traceparent`, and is dropped without one.
     """
-    parent = read_traceparent(forward) if forward else None
-    trace = Trace(parent, ratio, now)
-    TRACE.set(trace)
     if not forward:
-        return (trace.own_line,)
+        TRACE.set(Trace(None, ratio, now))
+        return forward
+    parent = read_traceparent(forward)
+    TRACE.set(Trace(parent, ratio, now))
     dropped = (TRACEPARENT,) if parent is not None else (TRACEPARENT, TRACESTATE)
-    kept = [line for line in forward if line[0] not in dropped]
-    return (trace.own_line, *kept)
+    return tuple([line for line in forward if line[0] not in dropped])
 
 
 def leg_lines(lines: Lines) -> Lines:
-    """Return a leg's header lines with the leg's own span as the parent of what the engine does."""
+    """Return the header lines of a request to an engine, with the leg's own span as the parent of
+    what the engine does, if a leg is under way.
+    """
     trace, leg = TRACE.get(), LEG.get()
-    if trace is None or leg is None:
+    if trace is None or leg is None or leg.end is not None:
         return lines
-    line = TRACEPARENT, traceparent(trace.trace_id, leg.span_id, trace.flags)
-    try:
-        at = lines.index(trace.own_line)
-    except ValueError:  # the leg has none of the client's lines
-        return lines
-    return (*lines[:at], line, *lines[at + 1 :])
+    return (*lines, (TRACEPARENT, traceparent(trace.trace_id, leg.span_id, trace.flags)))
 
 
 def begin_leg(phase: str, node: str, since: float) -> NotedSpan | None:
@@ -204,17 +207,9 @@ def begin_leg(phase: str, node: str, since: float) -> NotedSpan | None:
     trace = TRACE.get()
     if trace is None or trace.is_over:
         return None
-    leg = NotedSpan(f"{_draw(64):016x}", phase, since, None, node)
+    leg = trace.note(phase, since, None, node)
     LEG.set(leg)
-    trace.note(leg)
     return leg
-
-
-def end_leg(leg: NotedSpan, now: float) -> None:
-    """Note that a leg is over."""
-    leg.end = now
-    if LEG.get() is leg:
-        LEG.set(None)
 
 
 def trace_ids() -> tuple[str | None, str | None]:
@@ -251,7 +246,7 @@ class TraceObserver:
         match event:
             case RequestEnded():
                 trace.is_over = True
-                if self._is_exported(trace, event):
+                if trace.flags & SAMPLED or self._is_exported(trace, event):
                     self._take(self._encoder.encode(trace.ended(event)))
                 trace.spans = []  # connections that the request has opened keep its context
             case LegFailed():
@@ -270,12 +265,8 @@ class TraceObserver:
                 pass
 
     def _is_exported(self, trace: Trace, event: RequestEnded) -> bool:
-        return (
-            bool(trace.flags & SAMPLED)
-            or trace.has_failed
-            or event.outcome in ERRORS
-            or 0 < self._slow <= event.total_s
-        )
+        """Return whether a trace is exported that is not sampled."""
+        return trace.has_failed or event.outcome in ERRORS or 0 < self._slow <= event.total_s
 
     def _waited(
         self,
@@ -290,7 +281,7 @@ class TraceObserver:
         now = self._now()
         if tokens:
             values["tokens"] = tokens
-        trace.note(NotedSpan(f"{_draw(64):016x}", name, now - seconds, now, node, values=values))
+        trace.note(name, now - seconds, now, node, values)
 
 
 def decode_traces(data: bytes) -> Sequence[EndedTrace]:

@@ -13,8 +13,8 @@ Output = TypeVar("Output")
 
 
 class TracedRequests:
-    """Begins each request's trace in the task that serves the request. `ratio`: the share of the
-    traces that begin here and are sampled; `now`: the clock's seconds.
+    """Begins each request's trace in the task that serves the request, or that makes that task.
+    `ratio`: as of `Trace`; `now`: the clock's seconds.
     """
 
     def __init__(self, ratio: float, now: Callable[[], float]) -> None:
@@ -26,9 +26,9 @@ class TracedRequests:
     ) -> Callable[[Incoming, Output], Awaitable[None]]:
         """Return what serves generating requests as `serve` does, with traces."""
 
-        async def traced(incoming: Incoming, output: Output) -> None:
+        def traced(incoming: Incoming, output: Output) -> Awaitable[None]:
             incoming.forward = begin_trace(incoming.forward, self._ratio, self._now())
-            await serve(incoming, output)
+            return serve(incoming, output)
 
         return traced
 
@@ -37,8 +37,8 @@ class TracedRequests:
     ) -> Callable[[IncomingPassthrough, Output], Awaitable[None]]:
         """Return the same for requests that one engine serves whole."""
 
-        async def traced(incoming: IncomingPassthrough, output: Output) -> None:
+        def traced(incoming: IncomingPassthrough, output: Output) -> Awaitable[None]:
             forward = begin_trace(incoming.forward, self._ratio, self._now())
-            await serve(dataclasses.replace(incoming, forward=forward), output)
+            return serve(dataclasses.replace(incoming, forward=forward), output)
 
         return traced
